@@ -1,0 +1,76 @@
+"""Clipping backends for DP-SGD behind one interface: one call gives the sum over samples of the clipped gradients.
+
+    from clipping import Flat, load_backend
+
+    with load_backend("mixed_ghost")(model, loss_fn, clip=Flat(max_grad_norm=1.0)) as backend:
+        out = backend(inputs, targets)      # out.grads, out.norms [B], out.losses [B]
+
+Importing this package imports no torch: the names and one line about each backend can be listed at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from clipping.functions import ClipFunction, Flat
+    from clipping.interface import Backend, ClippedGradient, Problem, UnsupportedModel
+    from clipping.verification import Agreement, WrongGradient, compare
+
+__all__ = [
+    "BACKENDS",
+    "Agreement",
+    "Backend",
+    "ClipFunction",
+    "ClippedGradient",
+    "Flat",
+    "Problem",
+    "UnsupportedModel",
+    "WrongGradient",
+    "compare",
+    "load_backend",
+]
+
+# name -> (module:class, one line about it)
+BACKENDS: dict[str, tuple[str, str]] = {
+    "nonprivate": ("clipping.oracle:NonPrivate", "ordinary training: the gradient of the summed loss, nothing clipped"),
+    "microbatch": ("clipping.oracle:Microbatch", "one sample at a time: the definition, and the oracle of every check"),
+    "vmap": ("clipping.vmap:Vmap", "all per-sample gradients at once by torch.func.vmap(grad)"),
+    "ghost": ("clipping.ghost:Ghost", "two backward passes, ghost norm in every layer that has one"),
+    "mixed_ghost": ("clipping.ghost:MixedGhost", "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)"),
+    "opacus_hooks": ("clipping.opacus_hooks:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),
+}
+
+_LAZY = {
+    "Agreement": "clipping.verification",
+    "Backend": "clipping.interface",
+    "ClipFunction": "clipping.functions",
+    "ClippedGradient": "clipping.interface",
+    "Flat": "clipping.functions",
+    "Problem": "clipping.interface",
+    "UnsupportedModel": "clipping.interface",
+    "WrongGradient": "clipping.verification",
+    "compare": "clipping.verification",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'clipping' has no attribute {name!r}")
+
+
+def load_backend(name: str) -> type[Backend]:
+    """The class of the backend called `name`; the keys of `BACKENDS` are the names.
+
+    Raises:
+        ValueError: for an unknown name, with every known one and the nearest.
+    """
+    if name not in BACKENDS:
+        close = difflib.get_close_matches(name, BACKENDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"expected a backend, one of {', '.join(BACKENDS)}, got {name!r}{hint}")
+    module, cls = BACKENDS[name][0].split(":")
+    return getattr(importlib.import_module(module), cls)

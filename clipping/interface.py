@@ -1,0 +1,229 @@
+"""What every clipping backend is: a model and a loss in, the sum of clipped per-sample gradients out.
+
+For sample i with loss ℓ_i let g_i = ∂ℓ_i/∂θ over all trainable parameters θ together. A backend returns Σ_i c_i g_i
+with c_i = clip(‖g_i‖). It adds no noise and divides by nothing. How it gets there is its own affair; that it gets there
+exactly is what `clipping.verification` holds it to.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from clipping.functions import ClipFunction, Flat
+
+LossFunction = Callable[[Any, Any], Tensor]
+Parameters = dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class ClippedGradient:
+    """The result of one call.
+
+    Attributes:
+        grads: parameter name -> Σ_i c_i g_i, of the parameter's shape; no noise, no division by B. A parameter that
+            the loss does not depend on has zeros. A tied parameter appears once, under its first name.
+        norms: [B] ‖g_i‖ before clipping, float32 or wider; None from `nonprivate`, which knows none.
+        losses: [B] ℓ_i, detached.
+    """
+
+    grads: dict[str, Tensor]
+    norms: Tensor | None
+    losses: Tensor
+
+
+class Problem(NamedTuple):
+    """One reason why a model is refused: where, why, and what would help."""
+
+    module: str
+    reason: str
+    remedy: str
+
+
+class UnsupportedModel(Exception):
+    """A backend cannot treat this model exactly, and says so before a wrong number leaves it.
+
+    Attributes:
+        problems: every module concerned, with reason and remedy.
+    """
+
+    def __init__(self, backend: str, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        lines = "; ".join(f"{p.module}: {p.reason} (remedy: {p.remedy})" for p in self.problems)
+        super().__init__(f"{backend} does not support this model: {lines}")
+
+
+class Backend(ABC):
+    """Interface of the clipping backends; a context manager.
+
+    A backend leaves the model as it found it: no attribute on parameters, `requires_grad` and `.grad` untouched, no
+    hooks after `close()`, and no state from one call to the next that a result depends on.
+
+    Args:
+        model: called as model(inputs), model(*inputs) or model(**inputs).
+        loss_fn: loss_fn(outputs, targets) -> [B], one loss a sample (`reduction="none"`).
+        clip: norms [B] -> factors [B].
+        verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
+            if they differ. Costs a few samples' gradients, once.
+
+    Raises:
+        UnsupportedModel: for what this backend cannot treat exactly, here or at the first call.
+    """
+
+    name: ClassVar[str]
+    private: ClassVar[bool] = True
+    per_sample_loop: ClassVar[bool] = False
+    """Samples are treated one after the other: memory does not grow with B, but for the batch itself."""
+    trusted: ClassVar[bool] = False
+    """Correct by definition: there is nothing to verify it against."""
+    verify_in_eval: ClassVar[bool] = True
+    """Verified with every module in eval mode; if not, only those without parameters (dropout) are."""
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.clip: ClipFunction = Flat(max_grad_norm=1.0) if clip is None else clip
+        self.coverage: dict[str, float] = {}
+        self._verify = verify and not self.trusted
+        self._named = tuple(model.named_parameters())
+        self._closed = False
+        problems = list(self.problems())
+        if problems:
+            raise UnsupportedModel(self.name, problems)
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why this backend cannot run here (a package that is missing), or None if it can."""
+        return None
+
+    def problems(self) -> Iterable[Problem]:
+        """What can be known to be unsupported before any input is seen."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+                module.training or not module.track_running_stats
+            ):
+                yield Problem(
+                    name or type(module).__name__,
+                    f"{type(module).__name__} mixes the samples of a batch, so there is no per-sample gradient",
+                    "replace it by nn.GroupNorm, or put it in eval mode with frozen parameters",
+                )
+
+    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
+        """Clip the gradients of one batch.
+
+        Args:
+            inputs: a tensor, a tuple (positional) or a dict (keyword arguments); every tensor [B, ...].
+            targets: handed to the loss; every tensor in it [B, ...]. B = 0 (an empty Poisson batch) gives zeros.
+
+        Raises:
+            ValueError: tensors that disagree about B, or a loss that is not shaped [B].
+            UnsupportedModel: an operation on a trainable parameter that this backend cannot treat exactly.
+            WrongGradient: the first batch differs from the oracle.
+        """
+        if self._closed:
+            raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
+        batch_size = leading_dimension(inputs, targets)
+        inputs = map_tensors(lambda x: x.detach(), inputs)
+        parameters = {name: p for name, p in self._named if p.requires_grad}
+        if batch_size == 0:
+            return self._nothing(parameters)
+        if self._verify:
+            from clipping.verification import verify
+
+            self._verify = False  # before the call: verifying calls this backend
+            try:
+                verify(self, inputs, targets)
+            except BaseException:
+                self._verify = True
+                raise
+        with torch.enable_grad():
+            return self._clipped(parameters, inputs, targets, batch_size)
+
+    @abstractmethod
+    def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        """Σ_i c_i g_i of a batch of at least one sample; gradients are enabled, inputs require none."""
+
+    def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
+        """Forward pass: ℓ [B], with a graph.
+
+        Raises:
+            ValueError: a loss of any other shape. [B, 1] would broadcast against the factors [B] into [B, B].
+        """
+        losses = self.loss_fn(forward(self.model, inputs), targets)
+        if tuple(losses.shape) != (batch_size,):
+            raise ValueError(
+                f"expected loss_fn to return one loss a sample, shape [{batch_size}], got {list(losses.shape)}; "
+                "use reduction='none' and reduce all but the first dimension"
+            )
+        return losses
+
+    def close(self) -> None:
+        """Take every hook off the model. Closing twice is fine."""
+        self._closed = True
+
+    def __enter__(self) -> Backend:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _nothing(self, parameters: Parameters) -> ClippedGradient:
+        some = next((p for _, p in self._named), torch.empty(0))
+        empty = some.new_zeros(0, dtype=norm_dtype(some.dtype))
+        return ClippedGradient({n: torch.zeros_like(p) for n, p in parameters.items()}, empty, empty.clone())
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply `function` to every tensor in nested tuples, lists and dicts; all else stays as it is."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    return tree
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, tuple, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(value)
+
+
+def leading_dimension(*trees: Any) -> int:
+    """The batch size B that every tensor in `trees` has as its first dimension.
+
+    Raises:
+        ValueError: no tensor, a scalar, or two tensors that disagree.
+    """
+    shapes = [list(x.shape) for x in _tensors(trees)]
+    if not shapes:
+        raise ValueError("expected at least one tensor in inputs and targets, got none")
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"expected every tensor of inputs and targets to have the same first dimension, got {shapes}")
+    return shapes[0][0]
+
+
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Norms are accumulated in float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,0 +1,136 @@
+"""One use of one parameter, and the per-sample gradient that it contributes.
+
+Every parameter enters an operation in one of a few ways; for each there is a `Rule`. A rule is made in the forward
+pass, keeps what it needs of the operation's input, and is handed the gradient g of the operation's output in the
+backward pass. Layouts: B samples first; T positions, d inputs, p outputs per group, as in arXiv:2205.10683 §4.
+
+    instantiate    the per-sample gradient itself, [B, *shape]:          time 2BTpd,       space Bpd
+    ghost          its squared norm from two Gram matrices, [B]:         time 2BT²(p + d), space 2BT²
+
+Neither ever needs more than `WORKSPACE` bytes (or one sample's worth, if that is more): both go through the batch in
+blocks, which costs nothing where a block still fills the machine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from clipping.interface import norm_dtype
+
+WORKSPACE = 64 * 2**20
+"""Bytes that one norm may use beside the operation's own input and output gradient."""
+
+
+class Refused(Exception):
+    """This configuration of an operation has no exact rule."""
+
+    def __init__(self, reason: str, remedy: str) -> None:
+        super().__init__(reason)
+        self.reason, self.remedy = reason, remedy
+
+
+class Rule(ABC):
+    """The gradient of one parameter through one operation.
+
+    Attributes:
+        parameter: the parameter itself.
+        positions, inputs, outputs, groups: T, d, p and the number of independent groups of the weight's linear form
+            (0 where there is none).
+    """
+
+    has_ghost: ClassVar[bool] = False
+
+    def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
+        self.parameter = parameter
+        self.positions, self.inputs, self.outputs, self.groups = positions, inputs, outputs, groups
+
+    @abstractmethod
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        """Per-sample gradients [b, *shape] of the `samples` of a batch, from the output's gradient g [B, ...]."""
+
+    def squared_norms(self, g: Tensor, *, ghost: bool) -> Tensor:
+        """‖per-sample gradient‖² [B], float32 or wider, by Gram matrices if `ghost`, else instantiated."""
+        size = self.ghost_bytes(g) if ghost else self.parameter.numel() * g.element_size()
+        route = self._ghost if ghost else self._instantiated
+        return torch.cat([route(g, samples) for samples in blocks(g.shape[0], size)])
+
+    def ghost_bytes(self, g: Tensor) -> int:
+        """Workspace that one sample's ghost norm takes."""
+        return 2 * self.positions**2 * self.groups * norm_dtype(g.dtype).itemsize
+
+    def _instantiated(self, g: Tensor, samples: slice) -> Tensor:
+        return sum_of_squares(self.instantiate(g, samples))
+
+    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no Gram form; has_ghost says so")
+
+
+def blocks(batch_size: int, bytes_per_sample: int) -> list[slice]:
+    """Cut a batch into blocks of samples that stay within `WORKSPACE`."""
+    step = max(1, WORKSPACE // max(1, bytes_per_sample))
+    return [slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step)]
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """[b, ...] to [b], accumulated in float32 or wider."""
+    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=norm_dtype(x.dtype)).square()
+
+
+def gram_product(a: Tensor, g: Tensor) -> Tensor:
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
+
+    Args:
+        a: [n, T, d].
+        g: [n, T, p].
+
+    Returns:
+        [n], float32 or wider.
+    """
+    a = a.to(norm_dtype(g.dtype))
+    if a.shape[1] == 1:
+        return sum_of_squares(a) * sum_of_squares(g)
+    return gram_inner(g, lambda rows: torch.bmm(a[:, rows], a.transpose(1, 2)))
+
+
+def gram_inner(g: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
+    """Σ_{t,s} other_{t,s} (g_t · g_s), blocked over rows t so that T² never has to fit the workspace.
+
+    Args:
+        g: [n, T, p].
+        other: rows of the other Gram matrix: slice -> [n, rows, T].
+
+    Returns:
+        [n], float32 or wider.
+    """
+    g = g.to(norm_dtype(g.dtype))
+    count, positions, _ = g.shape
+    rows = max(1, WORKSPACE // (2 * count * max(1, positions) * g.element_size()))
+    total = g.new_zeros(count)
+    for start in range(0, positions, rows):
+        block = slice(start, start + rows)
+        total += torch.bmm(g[:, block], g.transpose(1, 2)).mul_(other(block)).sum((1, 2))
+    return total
+
+
+class Bias(Rule):
+    """A bias added to every position: the per-sample gradient is the sum of g over positions.
+
+    Args:
+        parameter: [p].
+        channel: the dimension of the output that the bias runs along; negative counts from the end.
+    """
+
+    def __init__(self, parameter: Tensor, channel: int) -> None:
+        super().__init__(parameter)
+        self.channel = channel
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        g = g[samples].movedim(self.channel, -1)
+        if g.dim() == 2:
+            return g
+        return g.sum(tuple(range(1, g.dim() - 1)), dtype=norm_dtype(g.dtype))

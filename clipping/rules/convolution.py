@@ -1,0 +1,139 @@
+"""Convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
+
+With the patches of the padded input, A [B, groups, T, d] where T = ∏ output size and d = C/groups · ∏ kernel size, a
+convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d]. (arXiv:2205.10683, equation 2.5)
+
+The per-sample gradient is formed without patches: with the batch folded into the groups, the library's own kernel for
+the weight gradient of a convolution returns one gradient a sample. (Rochette et al. 2019, arXiv:1912.06015)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.interface import norm_dtype
+from clipping.rules.base import Bias, Rule, gram_product
+
+
+class ConvolutionWeight(Rule):
+    """∂/∂W of one sample, [p·groups, C/groups, *kernel].
+
+    Args:
+        weight: [p·groups, C/groups, *kernel].
+        x: [B, C, *size], padded already wherever the padding is not the same on both sides.
+        output_size: spatial size of the output.
+        stride, padding, dilation: one number a spatial dimension.
+        groups: as in torch.nn.Conv2d.
+    """
+
+    has_ghost = True
+
+    def __init__(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        output_size: torch.Size,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+    ) -> None:
+        super().__init__(
+            weight,
+            positions=math.prod(output_size),
+            inputs=math.prod(weight.shape[1:]),
+            outputs=weight.shape[0] // groups,
+            groups=groups,
+        )
+        self.x, self.stride, self.padding, self.dilation = x, stride, padding, dilation
+        self.kernel = list(weight.shape[2:])
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        x, g = self.x[samples].to(g.dtype), g[samples]
+        count = x.shape[0]
+        if self._is_pointwise():
+            x, g = x.flatten(2), g.flatten(2)
+            return torch.bmm(g, x.transpose(1, 2)).view(count, *self.parameter.shape)
+        folded_x = x.reshape(1, count * x.shape[1], *x.shape[2:])
+        folded_g = g.reshape(1, count * g.shape[1], *g.shape[2:])
+        shape = (count * self.parameter.shape[0], *self.parameter.shape[1:])
+        gradient = torch.ops.aten.convolution_backward(
+            folded_g,
+            folded_x,
+            g.new_empty(shape),  # only its shape is read: the weight itself is needed for the input's gradient alone
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0] * len(self.stride),
+            count * self.groups,
+            [False, True, False],
+        )[1]
+        return gradient.view(count, *self.parameter.shape)
+
+    def ghost_bytes(self, g: Tensor) -> int:
+        patches = self.positions * (self.inputs + self.outputs) * self.groups
+        return super().ghost_bytes(g) + patches * norm_dtype(g.dtype).itemsize
+
+    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
+        x, g = self.x[samples].to(g.dtype), g[samples]
+        count = x.shape[0]
+        a = self._patches(x).reshape(count * self.groups, self.positions, self.inputs)
+        g = g.reshape(count * self.groups, self.outputs, self.positions).transpose(1, 2)
+        return gram_product(a, g).view(count, self.groups).sum(1)
+
+    def _patches(self, x: Tensor) -> Tensor:
+        """Unfold [b, C, *size] to [b, groups, *output size, C/groups, *kernel]."""
+        spatial = len(self.kernel)
+        x = F.pad(x, [amount for pad in reversed(self.padding) for amount in (pad, pad)])
+        for i in range(spatial):
+            reach = self.dilation[i] * (self.kernel[i] - 1) + 1
+            x = x.unfold(2 + i, reach, self.stride[i])[..., :: self.dilation[i]]
+        x = x.unflatten(1, (self.groups, -1))
+        return x.movedim(2, 2 + spatial)
+
+    def _is_pointwise(self) -> bool:
+        return (
+            self.groups == 1 and math.prod(self.kernel) == 1 and math.prod(self.stride) == 1 and not any(self.padding)
+        )
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | str | tuple[int, ...] = 0,
+    dilation: int | tuple[int, ...] = 1,
+    groups: int = 1,
+) -> tuple[Tensor, list[Rule]]:
+    """torch.nn.functional.conv1d, conv2d and conv3d, and the rules of their parameters.
+
+    The other padding modes of torch.nn.Conv2d pad the input first and come here as padding 0.
+    """
+    spatial = weight.dim() - 2
+    strides, dilations = _each(stride, spatial), _each(dilation, spatial)
+    if isinstance(padding, str):
+        totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, weight.shape[2:], strict=True)]
+        pads = [total // 2 for total in totals]
+        if any(total % 2 for total in totals):  # even kernels: one more on the right
+            sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+            input, pads = F.pad(input, sides), [0] * spatial
+    else:
+        pads = _each(padding, spatial)
+    function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
+    output = function(input, weight, bias, strides, pads, dilations, groups)
+    rules: list[Rule] = [ConvolutionWeight(weight, input, output.shape[2:], strides, pads, dilations, groups)]
+    if bias is not None:
+        rules.append(Bias(bias, channel=1))
+    return output, rules
+
+
+def _each(value: int | tuple[int, ...], spatial: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * spatial if len(values) == 1 else values

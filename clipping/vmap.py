@@ -1,0 +1,91 @@
+"""All per-sample gradients at once: torch.func.vmap over torch.func.grad (what functorch was)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad, vmap
+
+from clipping.interface import (
+    Backend,
+    ClippedGradient,
+    Parameters,
+    Problem,
+    UnsupportedModel,
+    forward,
+    map_tensors,
+    norm_dtype,
+)
+
+
+class Vmap(Backend):
+    """Per-sample gradients of every parameter, [B, *shape] each, then norms, factors and the weighted sum.
+
+    Works for what vmap can trace: no data-dependent control flow, no in-place update of a buffer. Space B times the
+    parameters, beside activations.
+    """
+
+    name = "vmap"
+
+    def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        trainable = {name: p.detach() for name, p in parameters.items()}
+
+        def loss_of_one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:
+            sample, target = map_tensors(lambda x: x[None], (sample, target))
+            losses = self._functional_losses(values, sample, target)
+            return losses[0], losses[0].detach()
+
+        per_sample = vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+        try:
+            grads, losses = per_sample(trainable, inputs, targets)
+        except RuntimeError as error:
+            if "vmap" not in str(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            problem = Problem("model", f"torch.func.vmap cannot trace it: {reason}", "use microbatch or a tape backend")
+            raise UnsupportedModel(self.name, [problem]) from error
+        norms = per_sample_norms(list(grads.values()), losses)
+        factors = self.clip.factors(norms)
+        summed = {}
+        for name in list(grads):
+            summed[name] = weighted_sum(factors, grads.pop(name))
+        self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
+        return ClippedGradient(summed, norms, losses)
+
+    def _functional_losses(self, values: dict[str, Tensor], sample: Any, target: Any) -> Tensor:
+        caller = _Caller(self.model)
+        named = {f"model.{name}": value for name, value in values.items()}
+        losses = self.loss_fn(functional_call(caller, named, (sample,)), target)
+        if tuple(losses.shape) != (1,):
+            raise ValueError(
+                f"expected loss_fn to return one loss a sample, shape [1] for one sample, got {list(losses.shape)}; "
+                "use reduction='none' and reduce all but the first dimension"
+            )
+        return losses
+
+
+class _Caller(torch.nn.Module):
+    """functional_call takes positional arguments; this hands it inputs of any of the three forms."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        return forward(self.model, inputs)
+
+
+def per_sample_norms(grads: list[Tensor], like: Tensor) -> Tensor:
+    """[B] norms over all parameters together from per-sample gradients [B, *shape], in float32 or wider."""
+    dtype = norm_dtype(like.dtype)
+    if not grads:
+        return torch.zeros(like.shape[0], dtype=dtype, device=like.device)
+    parts = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=norm_dtype(g.dtype)) for g in grads]
+    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
+
+
+def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
+    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]."""
+    return torch.tensordot(factors.to(grad.dtype), grad, dims=1)
