@@ -83,19 +83,20 @@ class ConvolutionWeight(Rule):
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
         x, g = self.x[samples].to(g.dtype), g[samples]
         count = x.shape[0]
-        a = self._patches(x).reshape(count * self.groups, self.positions, self.inputs)
-        g = g.reshape(count * self.groups, self.outputs, self.positions).transpose(1, 2)
-        return gram_product(a, g).view(count, self.groups).sum(1)
+        a = self._patches(x).reshape(count * self.groups, self.inputs, self.positions)
+        g = g.reshape(count * self.groups, self.outputs, self.positions)
+        return gram_product(a.transpose(1, 2), g.transpose(1, 2)).view(count, self.groups).sum(1)
 
     def _patches(self, x: Tensor) -> Tensor:
-        """Unfold [b, C, *size] to [b, groups, *output size, C/groups, *kernel]."""
+        """Unfold [b, C, *size] to a view [b, C, *kernel, *output size]: positions last, where memory runs on."""
         spatial = len(self.kernel)
-        x = F.pad(x, [amount for pad in reversed(self.padding) for amount in (pad, pad)])
+        if any(self.padding):
+            x = F.pad(x, [amount for pad in reversed(self.padding) for amount in (pad, pad)])
         for i in range(spatial):
             reach = self.dilation[i] * (self.kernel[i] - 1) + 1
             x = x.unfold(2 + i, reach, self.stride[i])[..., :: self.dilation[i]]
-        x = x.unflatten(1, (self.groups, -1))
-        return x.movedim(2, 2 + spatial)
+        kernel = range(2 + spatial, 2 + 2 * spatial)
+        return x.permute(0, 1, *kernel, *range(2, 2 + spatial))
 
     def _is_pointwise(self) -> bool:
         return (

@@ -1,0 +1,38 @@
+# Everything on a fresh machine: a virtual environment of the project's own, the install, the run.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: install stress_test test lint types unit slow smoke clean
+
+stress_test: install
+	$(BIN)/python -m dpbench run stress_test $(ARGS)
+
+test: lint types unit
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+unit: install
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+slow: install
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+smoke: install
+	$(BIN)/python -m dpbench run stress_test --smoke --output $$(mktemp -d)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
