@@ -38,6 +38,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "nonprivate": ("clipping.oracle:NonPrivate", "ordinary training: the gradient of the summed loss, nothing clipped"),
     "microbatch": ("clipping.oracle:Microbatch", "one sample at a time: the definition, and the oracle of every check"),
     "vmap": ("clipping.vmap:Vmap", "all per-sample gradients at once by torch.func.vmap(grad)"),
+    "fastgradclip": ("clipping.ghost:FastGradClip", "two backward passes, every gradient instantiated layer by layer"),
     "ghost": ("clipping.ghost:Ghost", "two backward passes, ghost norm in every layer that has one"),
     "mixed_ghost": ("clipping.ghost:MixedGhost", "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)"),
     "opacus_hooks": ("clipping.opacus_hooks:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),

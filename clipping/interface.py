@@ -139,11 +139,12 @@ class Backend(ABC):
             from clipping.verification import verify
 
             self._verify = False  # before the call: verifying calls this backend
+            verified = False
             try:
                 verify(self, inputs, targets)
-            except BaseException:
-                self._verify = True
-                raise
+                verified = batch_size > 1  # one sample cannot show that samples are told apart
+            finally:
+                self._verify = not verified
         with torch.enable_grad():
             return self._clipped(parameters, inputs, targets, batch_size)
 
@@ -164,6 +165,24 @@ class Backend(ABC):
                 "use reduction='none' and reduce all but the first dimension"
             )
         return losses
+
+    def blamed(self, error: Exception, reason: str, inputs: Any, targets: Any) -> Exception:
+        """`UnsupportedModel` for an error of the library underneath; the error itself if the model is what fails.
+
+        The model is at fault if it cannot treat the first sample without that library's help either, and memory that
+        ran out is nobody's.
+        """
+        if isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
+            return error
+        try:
+            sample, target = map_tensors(lambda x: x[:1], (inputs, targets))
+            with torch.no_grad():
+                self.losses(sample, target, batch_size=1)
+        except Exception:
+            return error
+        said = " ".join(str(error).split())[:300]
+        problem = Problem("model", f"{reason}: {type(error).__name__}: {said}", "use microbatch or a tape backend")
+        return UnsupportedModel(self.name, [problem])
 
     def close(self) -> None:
         """Take every hook off the model. Closing twice is fine."""

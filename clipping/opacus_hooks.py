@@ -78,11 +78,9 @@ class OpacusHooks(Backend):
                 warnings.filterwarnings("ignore", message="Full backward hook is firing")
                 losses = self.losses(inputs, targets, batch_size)
                 losses.sum().backward()
-        except RuntimeError as error:
-            if "inplace" not in str(error):
-                raise
-            problem = Problem("model", "Opacus' backward hooks fail on an in-place operation", "make it out of place")
-            raise UnsupportedModel(self.name, [problem]) from error
+        except Exception as error:
+            self._wrapped.disable_hooks()
+            raise self.blamed(error, "Opacus fails on it", inputs, targets) from error
         return losses.detach()
 
     def _grad_samples(self, parameters: Parameters, batch_size: int) -> dict[str, Tensor]:

@@ -1,43 +1,51 @@
 """The tape: every use of a trainable parameter in a forward pass, found at the level of operations.
 
 Modules are the wrong unit: one weight may be used twice, by a function, or outside the module that owns it. A
-TorchFunctionMode sees each operation that has a trainable parameter among its arguments, whoever calls it. For each the
-tape runs the operation by its handler (`clipping.rules`), keeps the rules of its parameters, and puts a tensor hook on
-the output. The hook is handed the gradient of the output as it was before any in-place change, which is where module
-hooks and custom functions fail on an in-place ReLU.
+TorchFunctionMode sees each operation, whoever calls it, and sorts it by what it reads:
+
+    nothing of parameters               runs as it is; the result depends on data if an operand does
+    parameters, and nothing of data     runs as it is; the result is a `Source`: a slice, a cast, an expanded token
+    both                                a *use*: run by its handler, which gives the rule of its gradient
+
+A use gets a tensor hook on its output, which is handed the gradient of the output as it was before any in-place change:
+there module hooks and custom functions fail on an in-place ReLU.
 
 A backward pass for activation gradients alone must have something to differentiate by. Where an operation's own input
 needs no gradient (the first layer, an embedding), its output is tied to a zero scalar, the anchor: the gradient with
 respect to the anchors runs through every use and computes no weight gradient. (autograd asks each node only for the
 inputs that lie on the way.)
 
-Limits, each refused with its reason: a parameter read by an operation without a rule, an output without the batch as
-its first dimension, a parameter read behind the tape's back (a custom autograd function, a compiled module).
+What is assumed, and verified on the first batch: an output with B·k rows has k consecutive ones to a sample. Refused,
+with the reason: an output without such rows, and a parameter read behind the tape's back (a custom autograd function,
+a compiled module).
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.interface import Parameters, Problem
-from clipping.rules import HANDLERS, Refused, Rule
+from clipping.interface import Parameters, Problem, map_tensors
+from clipping.rules import COMPOSITES, HANDLERS, Broadcast, EmbeddingWeight, Refused, Rule, fallback
+from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
 
 Arrival = Callable[["Use", Tensor], None]
 
 
 @dataclass(eq=False)
 class Use:
-    """One operation on trainable parameters: its name, and for each parameter (by name) the rule of its gradient."""
+    """One operation on sources: its name, and for each source the rule of its gradient."""
 
     operation: str
-    rules: dict[str, Rule]
+    rules: list[tuple[Source, Rule]]
 
 
 class Tape(TorchFunctionMode):
@@ -45,7 +53,8 @@ class Tape(TorchFunctionMode):
 
     Args:
         parameters: the trainable parameters by name.
-        batch_size: B, which every recorded output must have as its first dimension.
+        batch: inputs and targets; what is computed from them depends on data.
+        batch_size: B.
 
     Attributes:
         uses: in the order of the forward pass.
@@ -53,39 +62,42 @@ class Tape(TorchFunctionMode):
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
     """
 
-    def __init__(self, parameters: Parameters, batch_size: int) -> None:
+    def __init__(self, parameters: Parameters, batch: Any, batch_size: int) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
         self._batch_size = batch_size
-        self._names = {id(p): name for name, p in parameters.items()}
+        self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
         self._hooks: list[Any] = []
+        self._marked: list[weakref.ref[Tensor]] = []
         self._arrival: Arrival | None = None
+        map_tensors(mark_data, batch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        touched = [self._names[i] for i in _ids(args, kwargs) if i in self._names]
-        if not touched:
-            return func(*args, **kwargs)
-        if not torch.is_grad_enabled():  # nothing that is computed here gets a gradient
-            return func(*args, **kwargs)
-        handler = HANDLERS.get(func)
-        if handler is None:
-            output = func(*args, **kwargs)
-            if _requires_grad(output):
-                self._refuse(func, touched, "no exact rule for this operation", "freeze it, or use microbatch or vmap")
-            return output
-        try:
-            output, rules = handler(*args, **kwargs)
-        except Refused as refused:
-            self._refuse(func, touched, refused.reason, refused.remedy)
-            return func(*args, **kwargs)
-        mine = {self._names[id(rule.parameter)]: rule for rule in rules if id(rule.parameter) in self._names}
-        return self._record(func, touched, mine, output, args, kwargs)
+        sources, data = [], []
+        for operand in _tensors(args, kwargs):
+            source = self._sources.get(id(operand))
+            if source is not None:
+                sources.append(source)
+            elif depends_on_data(operand):
+                data.append(operand)
+        if not sources or not torch.is_grad_enabled():
+            return self._mark(func, func(*args, **kwargs), data)
+        if not data:
+            return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
+        if func in COMPOSITES:
+            try:
+                with self:
+                    return COMPOSITES[func](*args, **kwargs)
+            except Refused as refused:
+                self._refuse(func, sources, refused)
+                return self._mark(func, func(*args, **kwargs), data)
+        return self._mark(func, self._use(func, args, kwargs, sources, data), data)
 
-    def squared_norm_pass(self, losses: Tensor, arrival: Arrival) -> None:
+    def backward(self, losses: Tensor, arrival: Arrival) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
 
         The graph is kept for a second pass; the hooks are gone when this returns.
@@ -97,31 +109,98 @@ class Tape(TorchFunctionMode):
         finally:
             self.close()
 
+    def sources(self) -> list[Source]:
+        """Every tensor made of parameters alone, the parameters among them."""
+        return list(self._sources.values())
+
     def close(self) -> None:
-        """Take the hooks off and let go of the activations."""
+        """Take the hooks off, and the marks from what outlives the forward pass (a buffer that it updated)."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._arrival = None
+        for reference in self._marked:
+            forget_data(reference())
+        self._marked.clear()
 
-    def _record(
-        self, func: Any, touched: list[str], rules: dict[str, Rule], output: Tensor, args: Any, kwargs: Any
-    ) -> Any:
-        if sorted(touched) != sorted(rules):
-            others = sorted(set(touched) - set(rules)) or touched
-            self._refuse(func, others, "is the input of the operation, not its weight", "use microbatch or vmap")
+    def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
+        differentiable = any(x.requires_grad for x in data)
+        try:
+            if func in HANDLERS:
+                output, rules = HANDLERS[func](*args, **kwargs)
+            else:
+                output, rules = self._fallback(func, args, kwargs, sources, data)
+            mine = self._rules(output, rules, sources)
+        except Refused as refused:
+            output = func(*args, **kwargs)
+            if any(x.requires_grad for x in _tensors((output,), {})):
+                self._refuse(func, sources, refused)
             return output
-        if output.shape[:1] != (self._batch_size,) or output.dim() < 2:
-            reason = f"its output {list(output.shape)} does not have the batch, {self._batch_size}, as first dimension"
-            self._refuse(func, touched, reason, "give it one row a sample (batch first), or use microbatch or vmap")
+        if not mine:
             return output
-        use = Use(_name(func), rules)
+        use = Use(_name(func), mine)
         self.uses.append(use)
-        self.counts.update(rules.keys())
-        source = args[0] if args else kwargs["input"]
-        if not source.requires_grad:
+        for source, _ in mine:
+            self.counts.update(source.parameters.keys())
+        if not differentiable:
             output = _Anchor.apply(output, self._anchor(output.device))
         self._hooks.append(output.register_hook(lambda g: self._arrived(use, g)))
+        return output
+
+    def _fallback(
+        self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
+    ) -> tuple[Any, list[Rule]]:
+        output = func(*args, **kwargs)
+        if not any(x.requires_grad for x in _tensors((output,), {})):
+            return output, []  # nothing differentiable: a shape, a comparison
+        return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
+
+    def _rules(self, output: Any, rules: list[Rule], sources: list[Source]) -> list[tuple[Source, Rule]]:
+        """The rules of what is ours, per sample.
+
+        Raises:
+            Refused: a source without a rule (it was the input and not the weight), or rows that are not the batch's.
+        """
+        if not rules:
+            return []
+        mine = [(self._sources[id(rule.parameter)], rule) for rule in rules if id(rule.parameter) in self._sources]
+        if {id(source) for source, _ in mine} != {id(source) for source in sources}:
+            raise Refused("a parameter is the input of the operation, not its weight", "use microbatch or vmap")
+        rows = output.shape[0] if output.dim() else 0
+        if rows == 0 or rows % self._batch_size:
+            reason = f"its output {list(output.shape)} does not have the batch, {self._batch_size}, as first dimension"
+            raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")
+        fold = rows // self._batch_size
+        found = []
+        for source, rule in mine:
+            if rule.aligned and isinstance(rule, Broadcast):
+                source, rule = self._by_row(source, rule, output)
+            found.append((source, rule if fold == 1 else rule.regroup(fold)))
+        return found
+
+    def _by_row(self, source: Source, rule: Broadcast, output: Tensor) -> tuple[Source, Rule]:
+        """A source with a row for each row of the output, traced back to what its rows were made of."""
+        if source.row is not None:
+            return source.row, rule.row(source.row.tensor)
+        if source.lookup is not None and rule.is_sum and source.tensor.shape == output.shape:
+            ids, weight, padding_idx = source.lookup
+            return self._sources[id(weight)], EmbeddingWeight(weight, ids, padding_idx)
+        return source, rule
+
+    def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
+        for made in _tensors((output,), {}):
+            if made.requires_grad:
+                source = derive(func, made, sources)
+                if func is F.embedding and id(args[1]) in self._sources:
+                    source.lookup = (args[0], args[1], kwargs.get("padding_idx"))
+                self._sources[id(made)] = source
+        return output
+
+    def _mark(self, func: Any, output: Any, data: list[Tensor]) -> Any:
+        if data and func not in CONSTANTS:
+            for made in _tensors((output,), {}):
+                if not depends_on_data(made):
+                    self._marked.append(weakref.ref(mark_data(made)))
         return output
 
     def _arrived(self, use: Use, g: Tensor) -> None:
@@ -133,9 +212,9 @@ class Tape(TorchFunctionMode):
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self._anchors[device]
 
-    def _refuse(self, func: Any, names: list[str], reason: str, remedy: str) -> None:
-        for name in names:
-            self.problems.append(Problem(name, f"{_name(func)}: {reason}", remedy))
+    def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
+        for name in dict.fromkeys(name for source in sources for name in source.parameters):
+            self.problems.append(Problem(name, f"{_name(func)}: {refused.reason}", refused.remedy))
 
 
 class _Anchor(torch.autograd.Function):
@@ -151,48 +230,52 @@ class _Anchor(torch.autograd.Function):
         return grads[0], torch.zeros((), device=grads[0].device)
 
 
-def unrecorded(losses: Tensor, parameters: Parameters, counts: Counter[str]) -> list[Problem]:
-    """Parameters that the loss's graph reads more often than the tape saw.
+def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:
+    """Parameters that the loss's graph reads and the tape did not see used at all, or less often than the graph does.
 
-    Each recorded use is one edge into the parameter's gradient accumulator; one edge more is a use behind the tape's
-    back, whose share would be missing from the norm.
+    An edge of the graph into a parameter's gradient accumulator is one read. Reads on the way to a source are the
+    source's own; each other one must be a recorded use, or its share would be missing from the norm.
     """
     names = {id(p): name for name, p in parameters.items()}
+    made = [source.tensor.grad_fn for source in tape.sources() if not source.is_parameter]
+    inside = set(_nodes(made))
     edges: Counter[str] = Counter()
-    stack, seen = [losses.grad_fn], set()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        for child, _ in node.next_functions:
-            name = names.get(id(getattr(child, "variable", None)))
-            if name is not None:
-                edges[name] += 1
-            stack.append(child)
+    for node in _nodes([losses.grad_fn]):
+        if node not in inside:
+            edges.update(names.get(id(getattr(child, "variable", None)), "") for child, _ in node.next_functions)
+    edges.pop("", None)
+    counted = Counter(
+        name for use in tape.uses for source, rule in use.rules if not rule.is_fallback for name in source.parameters
+    )
+    loose = {name for use in tape.uses for source, rule in use.rules if rule.is_fallback for name in source.parameters}
     return [
         Problem(
             name,
-            f"is read {count} times, of which the tape saw {counts[name]}: a custom autograd function or compiled code",
+            f"is read {count} times, of which the tape saw {counted[name]}: a custom function or compiled code",
             "take the parameter out of it, freeze it, or use microbatch or vmap",
         )
         for name, count in edges.items()
-        if count > counts[name]
+        if count > counted[name] and name not in loose
     ]
 
 
-def _ids(args: Any, kwargs: Any) -> Iterator[int]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (tuple, list)):
-            yield from (id(item) for item in value)
-        else:
-            yield id(value)
+def _nodes(roots: list[Any]) -> Iterator[Any]:
+    stack, seen = list(roots), set()
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            stack.extend(child for child, _ in node.next_functions)
 
 
-def _requires_grad(output: Any) -> bool:
-    if isinstance(output, (tuple, list)):
-        return any(_requires_grad(item) for item in output)
-    return isinstance(output, Tensor) and output.requires_grad
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """Tensors among the arguments, and in tuples and lists among them."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value, None)
 
 
 def _name(func: Any) -> str:

@@ -12,8 +12,6 @@ from clipping.interface import (
     Backend,
     ClippedGradient,
     Parameters,
-    Problem,
-    UnsupportedModel,
     forward,
     map_tensors,
     norm_dtype,
@@ -41,11 +39,7 @@ class Vmap(Backend):
         try:
             grads, losses = per_sample(trainable, inputs, targets)
         except RuntimeError as error:
-            if "vmap" not in str(error):
-                raise
-            reason = " ".join(str(error).split())[:300]
-            problem = Problem("model", f"torch.func.vmap cannot trace it: {reason}", "use microbatch or a tape backend")
-            raise UnsupportedModel(self.name, [problem]) from error
+            raise self.blamed(error, "torch.func.vmap cannot trace it", inputs, targets) from error
         norms = per_sample_norms(list(grads.values()), losses)
         factors = self.clip.factors(norms)
         summed = {}
@@ -82,7 +76,7 @@ def per_sample_norms(grads: list[Tensor], like: Tensor) -> Tensor:
     dtype = norm_dtype(like.dtype)
     if not grads:
         return torch.zeros(like.shape[0], dtype=dtype, device=like.device)
-    parts = [torch.linalg.vector_norm(g.flatten(1), dim=1, dtype=norm_dtype(g.dtype)) for g in grads]
+    parts = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), dim=1, dtype=norm_dtype(g.dtype)) for g in grads]
     return torch.linalg.vector_norm(torch.stack(parts), dim=0)
 
 

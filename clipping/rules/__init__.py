@@ -1,7 +1,7 @@
 """Operation -> handler: runs the operation and says what gradient each of its parameters will get.
 
-A handler takes the operation's own arguments and returns (output, rules), or raises `Refused`. An operation that is not
-here and reads a trainable parameter makes the model unsupported: nothing is guessed.
+A handler takes the operation's own arguments and returns (output, rules), or raises `Refused`. A composite is a
+function of torch that is run as its parts. What is in neither table goes to the fallback, which assumes no formula.
 """
 
 from __future__ import annotations
@@ -9,25 +9,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Refused, Rule
-from clipping.rules.convolution import convolution
-from clipping.rules.embedding import embedding
-from clipping.rules.linear import linear
-from clipping.rules.norm import group_norm, layer_norm
+from clipping.rules.composite import multi_head_attention_forward
+from clipping.rules.convolution import convolution, transposed_convolution
+from clipping.rules.elementwise import Broadcast, add, add_, cat, mul, sub
+from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag
+from clipping.rules.fallback import fallback
+from clipping.rules.linear import addmm, linear, matmul
+from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
+from clipping.rules.recurrent import gru, lstm, rnn_relu, rnn_tanh
 
-__all__ = ["HANDLERS", "Handler", "Refused", "Rule"]
+__all__ = ["COMPOSITES", "HANDLERS", "Broadcast", "EmbeddingWeight", "Handler", "Refused", "Rule", "fallback"]
 
 Handler = Callable[..., tuple[Tensor, list[Rule]]]
 
 HANDLERS: dict[Any, Handler] = {
     F.linear: linear,
+    torch.addmm: addmm,
+    torch.Tensor.addmm: addmm,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.mm: matmul,
+    torch.Tensor.mm: matmul,
     F.conv1d: convolution,
     F.conv2d: convolution,
     F.conv3d: convolution,
+    F.conv_transpose1d: transposed_convolution,
+    F.conv_transpose2d: transposed_convolution,
+    F.conv_transpose3d: transposed_convolution,
     F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,
     F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
+    F.rms_norm: rms_norm,
+    torch.add: add,
+    torch.Tensor.add: add,
+    torch.Tensor.add_: add_,
+    torch.sub: sub,
+    torch.Tensor.sub: sub,
+    torch.mul: mul,
+    torch.Tensor.mul: mul,
+    torch.cat: cat,
+    torch.concat: cat,
+}
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: multi_head_attention_forward,
+    torch.lstm: lstm,
+    torch.gru: gru,
+    torch.rnn_tanh: rnn_tanh,
+    torch.rnn_relu: rnn_relu,
 }

@@ -38,12 +38,17 @@ class Rule(ABC):
     """The gradient of one parameter through one operation.
 
     Attributes:
-        parameter: the parameter itself.
+        parameter: the parameter, or the tensor made of parameters, that the operation read.
         positions, inputs, outputs, groups: T, d, p and the number of independent groups of the weight's linear form
             (0 where there is none).
     """
 
     has_ghost: ClassVar[bool] = False
+    is_fallback = False
+    aligned = False
+    """The tensor has a row for each row of the output, and each meets its own."""
+    fold = 1
+    """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter
@@ -53,11 +58,31 @@ class Rule(ABC):
     def instantiate(self, g: Tensor, samples: slice) -> Tensor:
         """Per-sample gradients [b, *shape] of the `samples` of a batch, from the output's gradient g [B, ...]."""
 
+    def regroup(self, fold: int) -> Rule:
+        """The rule for an output of B·fold rows, `fold` consecutive ones to a sample."""
+        return Regrouped(self, fold)
+
+    def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
+        """<this use's per-sample gradient, the other's> [B] of the same parameter, or None if there is no short way."""
+        return None
+
     def squared_norms(self, g: Tensor, *, ghost: bool) -> Tensor:
         """‖per-sample gradient‖² [B], float32 or wider, by Gram matrices if `ghost`, else instantiated."""
-        size = self.ghost_bytes(g) if ghost else self.parameter.numel() * g.element_size()
+        size = self.ghost_bytes(g) if ghost else self.instantiated_bytes(g)
         route = self._ghost if ghost else self._instantiated
-        return torch.cat([route(g, samples) for samples in blocks(g.shape[0], size)])
+        return torch.cat([route(g, samples) for samples in blocks(self.samples(g), size)])
+
+    def samples(self, g: Tensor) -> int:
+        """B, from the output's gradient."""
+        return g.shape[0] // self.fold
+
+    def rows(self, samples: slice) -> slice:
+        """Where the rows of these samples are in the output."""
+        return slice(samples.start * self.fold, samples.stop * self.fold)
+
+    def instantiated_bytes(self, g: Tensor) -> int:
+        """Workspace that one sample's gradient takes."""
+        return self.parameter.numel() * g.element_size()
 
     def ghost_bytes(self, g: Tensor) -> int:
         """Workspace that one sample's ghost norm takes."""
@@ -70,6 +95,21 @@ class Rule(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no Gram form; has_ghost says so")
 
 
+class Regrouped(Rule):
+    """A rule whose rows are `fold` to a sample: instantiated for each row, then summed over each sample's."""
+
+    def __init__(self, rule: Rule, fold: int) -> None:
+        super().__init__(rule.parameter, rule.positions * fold, rule.inputs, rule.outputs, rule.groups)
+        self.rule, self.fold = rule, fold
+        self.is_fallback = rule.is_fallback
+
+    def instantiated_bytes(self, g: Tensor) -> int:
+        return self.fold * self.rule.instantiated_bytes(g)
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        return self.rule.instantiate(g, self.rows(samples)).unflatten(0, (-1, self.fold)).sum(1)
+
+
 def blocks(batch_size: int, bytes_per_sample: int) -> list[slice]:
     """Cut a batch into blocks of samples that stay within `WORKSPACE`."""
     step = max(1, WORKSPACE // max(1, bytes_per_sample))
@@ -78,7 +118,7 @@ def blocks(batch_size: int, bytes_per_sample: int) -> list[slice]:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """[b, ...] to [b], accumulated in float32 or wider."""
-    return torch.linalg.vector_norm(x.flatten(1), dim=1, dtype=norm_dtype(x.dtype)).square()
+    return torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1, dtype=norm_dtype(x.dtype)).square()
 
 
 def gram_product(a: Tensor, g: Tensor) -> Tensor:

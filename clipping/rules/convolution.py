@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Rule, gram_product
+from clipping.rules.base import Bias, Refused, Rule, gram_product
 
 
 class ConvolutionWeight(Rule):
@@ -102,6 +102,48 @@ class ConvolutionWeight(Rule):
         return (
             self.groups == 1 and math.prod(self.kernel) == 1 and math.prod(self.stride) == 1 and not any(self.padding)
         )
+
+
+class TransposedConvolutionWeight(ConvolutionWeight):
+    """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the convolution which it is the adjoint of.
+
+    The roles change: the output's gradient is what is unfolded, the input is what multiplies the patches.
+    """
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        return self._swapped(g).instantiate(self.x.to(g.dtype), samples)
+
+    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
+        return self._swapped(g)._ghost(self.x.to(g.dtype), samples)
+
+    def _swapped(self, g: Tensor) -> ConvolutionWeight:
+        size = self.x.shape[2:]
+        return ConvolutionWeight(self.parameter, g, size, self.stride, self.padding, self.dilation, self.groups)
+
+
+def transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | tuple[int, ...] = 1,
+    padding: int | tuple[int, ...] = 0,
+    output_padding: int | tuple[int, ...] = 0,
+    groups: int = 1,
+    dilation: int | tuple[int, ...] = 1,
+) -> tuple[Tensor, list[Rule]]:
+    """torch.nn.functional.conv_transpose1d, 2d and 3d, and the rules of their parameters."""
+    spatial = weight.dim() - 2
+    strides, pads, dilations = (_each(value, spatial) for value in (stride, padding, dilation))
+    extra = _each(output_padding, spatial)
+    if any(e >= s for e, s in zip(extra, strides, strict=True)):
+        raise Refused("output_padding as large as the stride has no rule", "output_padding < stride")
+    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
+    output = function(input, weight, bias, strides, pads, extra, groups, dilations)
+    size = input.shape[2:]
+    rules: list[Rule] = [TransposedConvolutionWeight(weight, input, size, strides, pads, dilations, groups)]
+    if bias is not None:
+        rules.append(Bias(bias, channel=1))
+    return output, rules
 
 
 def convolution(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.interface import norm_dtype
 from clipping.rules.base import Refused, Rule, gram_inner
+from clipping.rules.linear import LinearWeight
 
 
 class EmbeddingWeight(Rule):
@@ -17,12 +20,19 @@ class EmbeddingWeight(Rule):
     """
 
     has_ghost = True
+    """`scale` [B, T], of a bag, says how often each position's row was added to the one output of its sample."""
 
-    def __init__(self, weight: Tensor, ids: Tensor, padding_idx: int | None) -> None:
+    def __init__(
+        self, weight: Tensor, ids: Tensor, padding_idx: int | None = None, scale: Tensor | None = None
+    ) -> None:
         rows, outputs = weight.shape
         super().__init__(weight, positions=math.prod(ids.shape[1:]), inputs=rows, outputs=outputs)
-        self.ids = ids
+        self.ids, self.scale = ids, scale
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else rows + padding_idx
+
+    def regroup(self, fold: int) -> Rule:
+        self.fold, self.positions = fold, self.positions * fold
+        return self
 
     def instantiate(self, g: Tensor, samples: slice) -> Tensor:
         ids, g = self._positions(g, samples)
@@ -33,13 +43,73 @@ class EmbeddingWeight(Rule):
         ids, g = self._positions(g, samples)
         return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :])
 
+    def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
+        """With a linear layer that has the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].
+
+        Its gradient is Σ_s h_s a_sᵀ, [V, p]; this one's has g_t in row id_t.
+        """
+        everyone = slice(0, self.samples(g))
+        ids, g = self._positions(g, everyone)
+        if isinstance(other, EmbeddingWeight):
+            other_ids, h = other._positions(other_g, everyone)
+            same = ids[:, :, None] == other_ids[:, None, :]
+            return torch.bmm(_wide(g), _wide(h).transpose(1, 2)).mul_(same).sum((1, 2))
+        if not isinstance(other, LinearWeight) or other.transposed:
+            return None
+        a, h = other.pairs(other_g, everyone)
+        at_ids = h.gather(2, ids[:, None, :].expand(-1, h.shape[1], -1))  # [B, S, T]
+        return torch.bmm(_wide(a), _wide(g).transpose(1, 2)).mul_(at_ids).sum((1, 2))
+
     def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """ids [b, T] and g [b, T, p], zero where the padding row was read."""
-        ids, g = self.ids[samples], g[samples]
-        ids, g = ids.reshape(ids.shape[0], -1), g.reshape(g.shape[0], -1, self.outputs)
+        rows = self.rows(samples)
+        count = samples.stop - samples.start
+        ids, g = self.ids[rows].reshape(count, -1), g[rows].reshape(count, -1, self.outputs)
+        if self.scale is not None:
+            g = g * self.scale[rows].reshape(count, -1, 1).to(g.dtype)
         if self.padding_idx is not None:
             g = g.masked_fill((ids == self.padding_idx)[:, :, None], 0)
         return ids, g
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(norm_dtype(x.dtype))
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> tuple[Tensor, list[Rule]]:
+    """torch.nn.functional.embedding_bag over bags of equal size [B, T], as the embedding and sum that it stands for."""
+    _refuse_options(max_norm, scale_grad_by_freq, sparse)
+    if input.dim() != 2 or offsets is not None or mode == "max":
+        raise Refused("embedding_bag has a rule for ids [B, T] and mode sum or mean", "pad the bags with padding_idx")
+    output = F.embedding_bag(
+        input, weight, None, mode=mode, per_sample_weights=per_sample_weights, padding_idx=padding_idx
+    )
+    scale = torch.ones_like(input, dtype=weight.dtype) if per_sample_weights is None else per_sample_weights.detach()
+    if mode == "mean":
+        kept = torch.ones_like(input) if padding_idx is None else (input != padding_idx).to(input.dtype)
+        scale = scale / kept.sum(1, keepdim=True).clamp(min=1)
+    return output, [EmbeddingWeight(weight, input, padding_idx, scale)]
+
+
+def _refuse_options(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    if max_norm is not None:
+        raise Refused("max_norm changes the weight in the forward pass", "renormalise it between steps")
+    if scale_grad_by_freq:
+        raise Refused("scale_grad_by_freq divides by counts over the whole batch", "scale_grad_by_freq=False")
+    if sparse:
+        raise Refused("sparse=True gives a sparse gradient", "sparse=False")
 
 
 def embedding(
@@ -52,11 +122,6 @@ def embedding(
     sparse: bool = False,
 ) -> tuple[Tensor, list[Rule]]:
     """torch.nn.functional.embedding and the rule of its weight."""
-    if max_norm is not None:
-        raise Refused("max_norm changes the weight in the forward pass", "renormalise it between steps")
-    if scale_grad_by_freq:
-        raise Refused("scale_grad_by_freq divides by counts over the whole batch", "scale_grad_by_freq=False")
-    if sparse:
-        raise Refused("sparse=True gives a sparse gradient", "sparse=False")
+    _refuse_options(max_norm, scale_grad_by_freq, sparse)
     output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     return output, [EmbeddingWeight(weight, input, padding_idx)]

@@ -2,37 +2,62 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.rules.base import Bias, Rule, gram_product
+from clipping.interface import norm_dtype
+from clipping.rules.base import Bias, Refused, Rule, gram_product
+from clipping.rules.elementwise import Broadcast
 
 
 class LinearWeight(Rule):
-    """∂/∂W of one sample is Σ_t g_t a_tᵀ = gᵀa, [p, d]."""
+    """∂/∂W of one sample is Σ_t g_t a_tᵀ = gᵀa, [p, d].
+
+    Args:
+        weight: [p, d], or [d, p] if `transposed`.
+        a: [n, *, d].
+        fold: rows of a and g to a sample.
+    """
 
     has_ghost = True
 
-    def __init__(self, weight: Tensor, a: Tensor) -> None:
-        outputs, inputs = weight.shape
-        super().__init__(weight, positions=math.prod(a.shape[1:-1]), inputs=inputs, outputs=outputs)
-        self.a = a
+    def __init__(self, weight: Tensor, a: Tensor, *, transposed: bool = False, fold: int = 1) -> None:
+        outputs, inputs = weight.shape[::-1] if transposed else weight.shape
+        samples = max(1, a.shape[0] // fold)
+        super().__init__(weight, positions=a.numel() // inputs // samples, inputs=inputs, outputs=outputs)
+        self.a, self.transposed, self.fold = a, transposed, fold
+
+    def regroup(self, fold: int) -> Rule:
+        return LinearWeight(self.parameter, self.a, transposed=self.transposed, fold=fold)
 
     def instantiate(self, g: Tensor, samples: slice) -> Tensor:
-        a, g = self._positions(g, samples)
-        return torch.bmm(g.transpose(1, 2), a)
+        a, g = self.pairs(g, samples)
+        return torch.bmm(a.transpose(1, 2), g) if self.transposed else torch.bmm(g.transpose(1, 2), a)
+
+    def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
+        if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
+            return None
+        everyone = slice(0, self.samples(g))
+        (a, g), (b, h) = self.pairs(g, everyone), other.pairs(other_g, everyone)
+        return cross_gram(a, g, b, h)
 
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        return gram_product(*self._positions(g, samples))
+        return gram_product(*self.pairs(g, samples))
 
-    def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+    def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
-        a, g = self.a[samples].to(g.dtype), g[samples]
-        count = a.shape[0]
+        rows = self.rows(samples)
+        a, g = self.a[rows].to(g.dtype), g[rows]
+        count = a.shape[0] // self.fold
         return a.reshape(count, -1, self.inputs), g.reshape(count, -1, self.outputs)
+
+
+def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor) -> Tensor:
+    """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n]."""
+    dtype = norm_dtype(g.dtype)
+    inputs = torch.bmm(a.to(dtype), b.to(dtype).transpose(1, 2))
+    return inputs.mul_(torch.bmm(g.to(dtype), h.to(dtype).transpose(1, 2))).sum((1, 2))
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Rule]]:
@@ -41,3 +66,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[T
     if bias is not None:
         rules.append(Bias(bias, channel=-1))
     return F.linear(input, weight, bias), rules
+
+
+def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> tuple[Tensor, list[Rule]]:
+    """torch.addmm(bias, a, W) with W [d, p], as in the Conv1D of GPT-2."""
+    if beta != 1 or alpha != 1:
+        raise Refused("addmm with beta or alpha has no rule", "scale its operands")
+    output = torch.addmm(input, mat1, mat2)
+    return output, [LinearWeight(mat2, mat1, transposed=True), Broadcast(input, output)]
+
+
+def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, list[Rule]]:
+    """a @ W with W [d, p] (torch.matmul, torch.mm, @)."""
+    if other.dim() != 2 or input.dim() < 2:
+        raise Refused("matmul has a rule for activations [n, *, d] times a matrix [d, p] only", "use nn.Linear")
+    return torch.matmul(input, other), [LinearWeight(other, input, transposed=True)]

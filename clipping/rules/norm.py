@@ -1,4 +1,4 @@
-"""Layer norm and group norm: y = γ x̂ + β with x̂ = (x - mean)·rstd, statistics of one sample only.
+"""Layer, group, instance and RMS norm: y = γ x̂ + β with x̂ = (x - mean)·rstd, statistics of one sample only.
 
 The per-sample gradient of γ is Σ_t g x̂. The mean and rstd that the forward kernel computed anyway are kept, so that x̂
 is not computed a second time by a normalisation.
@@ -7,12 +7,14 @@ is not computed a second time by a normalisation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Rule, blocks
+from clipping.rules.base import Bias, Refused, Rule, blocks
 
 
 class LayerNormWeight(Rule):
@@ -29,9 +31,40 @@ class LayerNormWeight(Rule):
         for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize):
             at = slice(samples.start + part.start, samples.start + part.stop)
             product = (self.x[at] - self.mean[at]).to(dtype).mul_(self.rstd[at]).mul_(g[at])
-            positions = tuple(range(1, product.dim() - self.parameter.dim()))
-            parts.append(product.sum(positions) if positions else product)
+            parts.append(_sum_positions(product, self.parameter, None))
         return torch.cat(parts)
+
+
+class RecomputedNormWeight(Rule):
+    """γ of a normalisation whose kernel keeps no statistics: x̂ = normalise(x) once more, in blocks of samples.
+
+    Args:
+        weight: γ.
+        x: the input.
+        normalise: x -> x̂, sample by sample.
+        channel: the dimension that γ [C] runs along, or None if γ has the last dimensions' shape.
+    """
+
+    def __init__(self, weight: Tensor, x: Tensor, normalise: Callable[[Tensor], Tensor], channel: int | None) -> None:
+        super().__init__(weight)
+        self.x, self.normalise, self.channel = x, normalise, channel
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        dtype = norm_dtype(g.dtype)
+        parts = []
+        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize):
+            at = slice(samples.start + part.start, samples.start + part.stop)
+            product = self.normalise(self.x[at].detach()).to(dtype).mul_(g[at])
+            parts.append(_sum_positions(product, self.parameter, self.channel))
+        return torch.cat(parts)
+
+
+def _sum_positions(x: Tensor, parameter: Tensor, channel: int | None) -> Tensor:
+    """[b, ...] to [b, *parameter's shape]: sum over all other dimensions, in float32 or wider."""
+    if channel is not None:
+        x = x.movedim(channel, -1)
+    positions = tuple(range(1, x.dim() - parameter.dim()))
+    return x.sum(positions, dtype=norm_dtype(x.dtype)) if positions else x
 
 
 class GroupNormWeight(Rule):
@@ -76,9 +109,7 @@ class _LayerNormBias(Rule):
     """β [*normalized]: Σ_t g."""
 
     def instantiate(self, g: Tensor, samples: slice) -> Tensor:
-        g = g[samples]
-        positions = tuple(range(1, g.dim() - self.parameter.dim()))
-        return g.sum(positions, dtype=norm_dtype(g.dtype)) if positions else g
+        return _sum_positions(g[samples], self.parameter, None)
 
 
 def group_norm(
@@ -94,6 +125,45 @@ def group_norm(
     rules: list[Rule] = []
     if weight is not None:
         rules.append(GroupNormWeight(weight, x, mean.detach(), rstd.detach()))
+    if bias is not None:
+        rules.append(Bias(bias, channel=1))
+    return output, rules
+
+
+def rms_norm(
+    input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> tuple[Tensor, list[Rule]]:
+    """torch.nn.functional.rms_norm and the rule of its weight."""
+    output = F.rms_norm(input, normalized_shape, weight, eps)
+    if weight is None:
+        return output, []
+    return output, [RecomputedNormWeight(weight, input, lambda x: F.rms_norm(x, normalized_shape, None, eps), None)]
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> tuple[Tensor, list[Rule]]:
+    """torch.nn.functional.instance_norm and the rules of its parameters."""
+    if use_input_stats and running_mean is not None:
+        raise Refused("running statistics are made of the batch and are not private", "track_running_stats=False")
+    output = F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    rules: list[Rule] = []
+    if weight is not None:
+        rules.append(
+            RecomputedNormWeight(
+                weight,
+                input,
+                lambda x: F.instance_norm(x, running_mean, running_var, None, None, use_input_stats, momentum, eps),
+                channel=1,
+            )
+        )
     if bias is not None:
         rules.append(Bias(bias, channel=1))
     return output, rules

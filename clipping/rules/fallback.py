@@ -1,0 +1,78 @@
+"""Any other operation: its own vector-Jacobian product, one sample at a time, by torch.func.vmap.
+
+No formula is assumed, but that row i of the output depends on row i of every operand that depends on data. (The first
+batch's verification holds it to that.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.rules.base import Refused, Rule
+
+
+class VmapRule(Rule):
+    """D in func(*args, **kwargs).
+
+    Args:
+        parameter: D.
+        func, args, kwargs: the operation.
+        data: the operands with one row a sample.
+    """
+
+    is_fallback = True
+
+    def __init__(self, parameter: Tensor, func: Any, args: Any, kwargs: Any, data: list[Tensor]) -> None:
+        super().__init__(parameter)
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.data = data
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        def gradient_of_one(g_one: Tensor, *rows: Tensor) -> Tensor:
+            values = {id(whole): row[None] for whole, row in zip(self.data, rows, strict=True)}
+
+            def of(parameter: Tensor) -> Tensor:
+                here = {**values, id(self.parameter): parameter}
+                args = substitute(self.args, here)
+                return self.func(*args, **substitute(self.kwargs, here))
+
+            row, pull, *_ = torch.func.vjp(of, self.parameter.detach())
+            if row.shape[1:] != g_one.shape or row.shape[0] != 1:
+                raise Refused("no exact rule for a parameter with a row for each sample", "use microbatch or vmap")
+            return pull(g_one[None])[0]
+
+        return torch.func.vmap(gradient_of_one)(g[samples], *(x.detach()[samples] for x in self.data))
+
+
+def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
+    """Replace tensors, in arguments and in lists among them, by what stands for them; others are constants."""
+    if isinstance(tree, Tensor):
+        return values.get(id(tree), tree.detach())
+    if isinstance(tree, dict):
+        return {key: substitute(value, values) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(substitute(value, values) for value in tree)
+    return tree
+
+
+def fallback(
+    func: Any, args: Any, kwargs: Any, output: Any, made_of_parameters: list[Tensor], data: list[Tensor]
+) -> tuple[Tensor, list[Rule]]:
+    """A `VmapRule` for each operand made of parameters.
+
+    Raises:
+        Refused: an operation in place, one with several outputs, or operands whose rows are not the output's.
+    """
+    name = getattr(func, "__name__", str(func))
+    remedy = "freeze it, or use microbatch or vmap"
+    if name.endswith("_") and not name.endswith("__"):
+        raise Refused("no exact rule for this operation in place", "use its out-of-place form")
+    if not isinstance(output, Tensor):
+        raise Refused("no exact rule for an operation with several outputs", remedy)
+    unequal = [list(x.shape) for x in data if x.shape[:1] != output.shape[:1]]
+    if output.dim() == 0 or unequal:
+        raise Refused(f"no exact rule: its output {list(output.shape)} and operands {unequal} share no rows", remedy)
+    return output, [VmapRule(mine, func, args, kwargs, data) for mine in made_of_parameters]

@@ -1,0 +1,116 @@
+"""LSTM, GRU and plain RNN unrolled into their steps, for the tape to see: torch's kernels give no gradient per step.
+
+Each step reads the recurrent weight once more; the uses add up before the norm. Packed sequences are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.rules.base import Refused
+from clipping.sources import mark_data
+
+Cell = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(gates from the input [B, gH], gates from the hidden state [B, gH], state) -> (hidden state, state)."""
+
+
+def _lstm_cell(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    i, f, g, o = (x + h).chunk(4, dim=1)
+    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+def _gru_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    (xr, xz, xn), (hr, hz, hn) = x.chunk(3, dim=1), h.chunk(3, dim=1)
+    z, n = torch.sigmoid(xz + hz), torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
+    state = n + z * (state - n)
+    return state, state
+
+
+def _tanh_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.tanh(x + h)
+    return out, out
+
+
+def _relu_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    out = torch.relu(x + h)
+    return out, out
+
+
+def lstm(input: Tensor, hx: Any, params: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.lstm."""
+    _refuse_packed(hx)
+    return _unrolled(_lstm_cell, input, hx[0], hx[1], params, *options)
+
+
+def gru(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    """torch.gru."""
+    _refuse_packed(hx)
+    return _unrolled(_gru_cell, input, hx, hx, params, *options)[:2]
+
+
+def rnn_tanh(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    """torch.rnn_tanh."""
+    _refuse_packed(hx)
+    return _unrolled(_tanh_cell, input, hx, hx, params, *options)[:2]
+
+
+def rnn_relu(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Tensor, Tensor]:
+    """torch.rnn_relu."""
+    _refuse_packed(hx)
+    return _unrolled(_relu_cell, input, hx, hx, params, *options)[:2]
+
+
+def _refuse_packed(hx: Any) -> None:
+    """A packed sequence has the batch size of each step, [T] integers, where the hidden state is otherwise."""
+    if isinstance(hx, Tensor) and not hx.is_floating_point():
+        raise Refused("packed sequences have no rule", "pad the sequences, and mask the loss")
+
+
+def _unrolled(
+    cell: Cell,
+    input: Tensor,
+    hidden: Tensor,
+    state: Tensor,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All layers and directions; hidden and state [layers · directions, B, H]."""
+    if input.dim() != 3:
+        raise Refused("a recurrent layer without a batch dimension has no rule", "give it a batch")
+    x = input if batch_first else input.transpose(0, 1)
+    directions = 2 if bidirectional else 1
+    per_cell = len(params) // (num_layers * directions)
+    if per_cell != (4 if has_biases else 2):
+        raise Refused("proj_size has no rule", "use a linear layer after the LSTM")
+    last_hidden, last_state = [], []
+    for layer in range(num_layers):
+        outputs = []
+        for direction in range(directions):
+            index = layer * directions + direction
+            w_ih, w_hh, *biases = params[index * per_cell : (index + 1) * per_cell]
+            b_ih, b_hh = biases if biases else (None, None)
+            from_input = F.linear(x, w_ih, b_ih)
+            h, s = mark_data(hidden[index]), mark_data(state[index])
+            steps = range(x.shape[1])
+            found: list[Tensor] = []
+            for t in reversed(steps) if direction else steps:
+                h, s = cell(from_input[:, t], F.linear(h, w_hh, b_hh), s)
+                found.append(h)
+            outputs.append(torch.stack(found[::-1] if direction else found, dim=1))
+            last_hidden.append(h)
+            last_state.append(s)
+        x = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]
+        if dropout and train and layer < num_layers - 1:
+            x = F.dropout(x, dropout, train)
+    return x if batch_first else x.transpose(0, 1), torch.stack(last_hidden), torch.stack(last_state)

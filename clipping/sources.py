@@ -1,0 +1,128 @@
+"""Tensors made of parameters alone: views, slices, casts, concatenations, whole reparametrisations.
+
+Let D = f(θ) be such a tensor, the same for every sample. The per-sample gradient of θ is J_fᵀ applied to the per-sample
+gradient of D, whatever f is: one batched vector-Jacobian product through the graph that autograd recorded from θ to D.
+Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+REARRANGEMENTS = {
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.reshape,
+    torch.Tensor.permute,
+    torch.permute,
+    torch.Tensor.transpose,
+    torch.transpose,
+    torch.Tensor.t,
+    torch.t,
+    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.movedim,
+    torch.movedim,
+    torch.Tensor.swapaxes,
+    torch.Tensor.unsqueeze,
+    torch.unsqueeze,
+    torch.Tensor.squeeze,
+    torch.squeeze,
+    torch.Tensor.flatten,
+    torch.flatten,
+    torch.Tensor.unflatten,
+    torch.Tensor.contiguous,
+    torch.Tensor.clone,
+    torch.clone,
+}
+"""Operations on one tensor under which the norm of its gradient is the norm of the result's."""
+
+EXPANSIONS = {torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.broadcast_to, torch.Tensor.repeat}
+"""Operations whose rows along a new or singleton first dimension are copies of one another."""
+
+
+CONSTANTS = {
+    torch.Tensor.new_zeros,
+    torch.Tensor.new_ones,
+    torch.Tensor.new_empty,
+    torch.Tensor.new_full,
+    torch.Tensor.new_tensor,
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+}
+"""Operations that read their operand's shape, type and device, but none of its values."""
+
+
+def mark_data(x: Tensor) -> Tensor:
+    """Say that a tensor depends on the batch; the mark goes with the tensor."""
+    x._depends_on_data = True  # type: ignore[attr-defined]
+    return x
+
+
+def depends_on_data(x: Tensor) -> bool:
+    """Marked, or made behind the tape's back by something differentiable."""
+    return hasattr(x, "_depends_on_data") or x.requires_grad
+
+
+def forget_data(x: Tensor | None) -> None:
+    """Take the mark off again."""
+    if x is not None and hasattr(x, "_depends_on_data"):
+        del x._depends_on_data
+
+
+@dataclass(eq=False)
+class Source:
+    """A tensor that depends on parameters alone.
+
+    Attributes:
+        tensor: the parameter itself, or what became of it; held, so that its identity stays its own.
+        parameters: the trainable parameters that it is made of, by name.
+        rearranged: its entries are those of one parameter, each exactly once.
+        row: the source whose copies its rows are, if it was made by expanding along the first dimension.
+        lookup: (ids, weight, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
+    """
+
+    tensor: Tensor
+    parameters: dict[str, Tensor]
+    rearranged: bool
+    row: Source | None = None
+    lookup: tuple[Tensor, Tensor, int | None] | None = None
+
+    @property
+    def is_parameter(self) -> bool:
+        return any(p is self.tensor for p in self.parameters.values())
+
+    def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
+        """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter]."""
+        if self.is_parameter:
+            return {name: gradients.reshape(-1, *p.shape) for name, p in self.parameters.items()}
+        found = torch.autograd.grad(
+            self.tensor,
+            list(self.parameters.values()),
+            gradients.reshape(-1, *self.tensor.shape).to(self.tensor.dtype),
+            retain_graph=True,
+            is_grads_batched=True,
+            allow_unused=True,
+        )
+        return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+
+
+def derive(func: Any, output: Tensor, origins: list[Source]) -> Source:
+    """The source that `func` made of `origins` (at least one) and of nothing that depends on data."""
+    parameters: dict[str, Tensor] = {}
+    for origin in origins:
+        parameters |= origin.parameters
+    first = origins[0]
+    alone = len(origins) == 1 and output.numel() == first.tensor.numel() and output.dtype == first.tensor.dtype
+    row = None
+    if func in EXPANSIONS and output.shape[1:] == first.tensor.shape[max(0, first.tensor.dim() - output.dim() + 1) :]:
+        row = first if first.tensor.dim() < output.dim() or first.tensor.shape[0] == 1 else None
+    return Source(output, parameters, alone and first.rearranged and func in REARRANGEMENTS, row)
