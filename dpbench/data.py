@@ -1,0 +1,237 @@
+"""Batches to measure on. Real images by default, and never a download.
+
+=================  ================================================================================================
+``digits``         scikit-learn's 1797 handwritten digits, 8x8 grey, ten classes; part of its installation
+``cifar10:ROOT``   CIFAR-10's training set, in the python form, as torchvision reads it from ROOT/cifar-10-batches-py
+``cifar100:ROOT``  the same of CIFAR-100, from ROOT/cifar-100-python
+``folder:ROOT``    images in one subfolder of ROOT a class
+``synthetic``      normal pixels, uniform labels: no information in them, and the same cost
+=================  ================================================================================================
+
+Images are resized to S x S (bilinear), given three channels and normalised; labels are taken modulo `num_classes`.
+The order of the samples is a permutation seeded by `seed`, and a batch beyond the data set's size cycles through it.
+A batch of B starts with the samples of every smaller batch, synthetic ones excepted.
+
+torch is imported by the functions that need it: `validate_data` serves the parent process, which must not.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpbench.errors import UsageError, nearest
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+DATA = ("digits", "cifar10", "cifar100", "folder", "synthetic")
+_FORMS = "data: digits, synthetic, cifar10:ROOT, cifar100:ROOT or folder:ROOT"
+
+Statistics = tuple[tuple[float, ...], tuple[float, ...]]
+# mean and standard deviation of each channel of the training images, pixels in [0, 1]
+DIGITS_STATISTICS: Statistics = ((0.3053,), (0.3760,))
+CIFAR10_STATISTICS: Statistics = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100_STATISTICS: Statistics = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+IMAGENET_STATISTICS: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """Images that are read when a batch asks for them.
+
+    read: (indices, S) -> pixels [n, C, S, S] in [0, 1], float32, with one or three channels, and labels [n], int64.
+    """
+
+    count: int
+    statistics: Statistics
+    read: Callable[[list[int], int], tuple[Tensor, Tensor]]
+
+
+def validate_data(spec: str) -> None:
+    """Check what can be checked of `data` without torch: the name, and that ROOT is a folder.
+
+    Raises:
+        UsageError: one line.
+    """
+    kind, root = _split(spec)
+    if root is not None and not root.is_dir():
+        raise UsageError(f"{kind}:ROOT with ROOT a folder", f"{root}, which is none")
+
+
+def refuse_images(spec: str, reader: str) -> None:
+    """Raise a UsageError if `spec` names images that a person has to have asked for; `digits` is only the default."""
+    if spec not in ("digits", "synthetic"):
+        raise UsageError(f"data 'synthetic' for {reader}, which reads seeded random tokens", spec)
+
+
+def images(
+    spec: str, *, image_size: int, num_classes: int, device: str, dtype: torch.dtype, seed: int
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """batch(B) -> (images [B, 3, S, S] of `dtype`, labels [B] int64), both on `device`.
+
+    Raises:
+        UsageError: the data set is missing or truncated (also in batch(B), for images that are read then).
+    """
+    import torch
+
+    kind, root = _split(spec)
+    if kind == "synthetic":
+
+        def synthetic(batch_size: int) -> tuple[Tensor, Tensor]:
+            # drawn on the CPU: the same values on every device, and a generator of a device that FakeTensorMode only
+            # pretends to have does not exist
+            generator = torch.Generator().manual_seed(seed + 1)  # not `seed`: those numbers are the weights already
+            labels = torch.randint(num_classes, (batch_size,), generator=generator)
+            pixels = torch.randn(batch_size, 3, image_size, image_size, dtype=dtype, generator=generator)
+            return pixels.to(device), labels.to(device)
+
+        return synthetic
+
+    source = _READERS[kind](root)
+    order = torch.randperm(source.count, generator=torch.Generator().manual_seed(seed)).tolist()
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in source.statistics)
+
+    def batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        pixels, labels = source.read(order[:batch_size], image_size)
+        pixels = ((pixels - mean) / std).to(dtype)
+        if batch_size > source.count:
+            cycle = torch.arange(batch_size) % source.count
+            pixels, labels = pixels[cycle], labels[cycle]
+        pixels = pixels.expand(-1, 3, -1, -1)
+        return pixels.to(device).contiguous(), (labels % num_classes).to(device)
+
+    return batch
+
+
+def tokens(
+    *, vocabulary: int, length: int, num_classes: int | None, device: str, seed: int
+) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """batch(B) -> (token ids [B, length], targets), int64, uniformly random.
+
+    Targets are labels [B] below `num_classes`, or, where that is None, the next tokens [B, length]. The first ten ids
+    are left out: padding is among them, and tokenizers' other special marks.
+    """
+    import torch
+
+    def batch(batch_size: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed + 1)
+        first = min(10, vocabulary // 2)
+        text = torch.randint(first, vocabulary, (batch_size, length + 1), generator=generator).to(device)
+        if num_classes is None:
+            return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        return text[:, :-1].contiguous(), torch.randint(num_classes, (batch_size,), generator=generator).to(device)
+
+    return batch
+
+
+def _split(spec: str) -> tuple[str, Path | None]:
+    kind, _, root = spec.partition(":")
+    if kind not in DATA or (kind in ("digits", "synthetic")) != (kind == spec) or (":" in spec and not root):
+        raise UsageError(_FORMS, spec, nearest(kind, DATA) if kind not in DATA else None)
+    return kind, Path(root).expanduser() if root else None
+
+
+def _resized(pixels: Tensor, image_size: int) -> Tensor:
+    import torch.nn.functional as F
+
+    if pixels.shape[-2:] == (image_size, image_size):
+        return pixels
+    return F.interpolate(pixels, (image_size, image_size), mode="bilinear", antialias=True)
+
+
+def _digits(root: Path | None) -> ImageSet:
+    import numpy as np
+    import torch
+
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise UsageError("scikit-learn to be installed, for data 'digits'", "no such package")
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    if file.is_file():  # read as scikit-learn reads it, without the second that importing it takes in every trial
+        with gzip.open(file, "rt") as lines:
+            table = np.loadtxt(lines, delimiter=",", dtype=np.uint8)
+        values, labels = table[:, :-1], table[:, -1]
+    else:
+        from sklearn.datasets import load_digits
+
+        values, labels = load_digits(return_X_y=True)
+    pixels = torch.from_numpy(np.asarray(values, dtype=np.float32)).view(-1, 1, 8, 8) / 16  # grey values are 0 .. 16
+    classes = torch.from_numpy(np.asarray(labels, dtype=np.int64))
+    return ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))
+
+
+def _cifar(root: Path | None, classes: int) -> ImageSet:
+    import torch
+    from torchvision import datasets
+
+    assert root is not None
+    form = datasets.CIFAR10 if classes == 10 else datasets.CIFAR100
+    try:
+        data = form(str(root), train=True, download=False)
+    except RuntimeError as error:
+        fault = _cifar_fault(form, root)
+        if fault is None:
+            raise
+        raise UsageError(f"CIFAR-{classes} in its python form in {root / form.base_folder}", fault) from error
+    labels = torch.tensor(data.targets)
+
+    def read(rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
+        pixels = torch.from_numpy(data.data[rows]).permute(0, 3, 1, 2).float() / 255
+        return _resized(pixels, image_size), labels[rows]
+
+    return ImageSet(len(labels), CIFAR10_STATISTICS if classes == 10 else CIFAR100_STATISTICS, read)
+
+
+def _cifar_fault(form: Any, root: Path) -> str | None:
+    """Why torchvision refuses the folder, which its own message does not say."""
+    from torchvision.datasets.utils import check_integrity
+
+    folder = root / form.base_folder
+    if not folder.is_dir():
+        return "no such folder"
+    for name, checksum in [*form.train_list, *form.test_list, (form.meta["filename"], form.meta["md5"])]:
+        file = folder / name
+        if not file.is_file():
+            return f"no file {name}"
+        if not check_integrity(str(file), checksum):
+            return f"{name} of {file.stat().st_size:,} bytes, whose checksum is not the published one: truncated?"
+    return None
+
+
+def _folder(root: Path | None) -> ImageSet:
+    import numpy as np
+    import torch
+    from torchvision import datasets
+
+    try:
+        data = datasets.ImageFolder(str(root))
+    except FileNotFoundError as error:
+        raise UsageError(f"images in one subfolder of {root} a class", str(error).splitlines()[0]) from error
+
+    def read_one(row: int, image_size: int) -> tuple[Tensor, int]:
+        path, label = data.samples[row]
+        try:
+            pixels = np.array(data.loader(path))  # RGB, [H, W, 3]
+        except (OSError, SyntaxError) as error:  # what PIL raises for truncated and for malformed files
+            raise UsageError(f"a readable image in {path}", str(error).splitlines()[0]) from error
+        return _resized(torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255, image_size), label
+
+    def read(rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
+        pixels, labels = zip(*(read_one(row, image_size) for row in rows), strict=True)
+        return torch.cat(pixels), torch.tensor(labels)
+
+    return ImageSet(len(data.samples), IMAGENET_STATISTICS, read)
+
+
+_READERS: dict[str, Callable[[Path | None], ImageSet]] = {
+    "digits": _digits,
+    "cifar10": lambda root: _cifar(root, 10),
+    "cifar100": lambda root: _cifar(root, 100),
+    "folder": _folder,
+}

@@ -1,0 +1,132 @@
+"""What is changed in a model so that each sample has a gradient of its own, and every backend sees the same function.
+
+- BatchNorm makes one sample's loss depend on the others, so a per-sample gradient does not exist: GroupNorm instead
+  (as De et al. 2022, arXiv:2204.13650, and every DP-SGD library recommend), in ordinary training too, or the comparison
+  would not be one.
+- Dropout draws a mask in each forward pass. Backends differ in how many passes they make and in what order, so their
+  gradients could not be compared; a mask of probability 0 costs nothing and draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+
+from dpbench.models import ModelError
+
+MAX_GROUPS = 32  # Wu & He 2018, arXiv:1803.08494
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    """GroupNorm in min(32, channels) groups, for the built-in models.
+
+    Raises:
+        ValueError: channels is above 32 and no multiple of it.
+    """
+    return nn.GroupNorm(min(MAX_GROUPS, channels), channels)
+
+
+def replace_batch_norm(model: nn.Module) -> nn.Module:
+    """Exchange every BatchNorm for a GroupNorm, in place; returns the model, which is new if it was a BatchNorm itself.
+
+    The groups are the largest divisor of the channels that is at most 32. BatchNorm1d becomes one group, since on
+    [B, C] a group of one channel would turn every value into zero. The affine parameters have the old shapes and start
+    at 1 and 0, never at the old values: a BatchNorm that starts at zero, as the last one of a residual branch often
+    does, gives that branch zero gradients, on which no check could fail. A subclass that also drops out and activates
+    (timm's BatchNormAct2d) keeps doing so. A module used twice stays one module.
+    """
+    replaced: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module) -> nn.Module:
+        if id(module) in replaced:
+            return replaced[id(module)]
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            replaced[id(module)] = new = _as_group_norm(module)
+            return new
+        replaced[id(module)] = module
+        for name, child in module._modules.items():
+            if child is not None:
+                module._modules[name] = visit(child)
+        return module
+
+    return visit(model)
+
+
+def _as_group_norm(old: nn.modules.batchnorm._BatchNorm) -> nn.Module:
+    channels = old.num_features
+    groups = max(g for g in range(1, min(MAX_GROUPS, channels) + 1) if channels % g == 0)
+    if isinstance(old, nn.BatchNorm1d):
+        groups = 1
+    norm = nn.GroupNorm(groups, channels, eps=old.eps, affine=old.affine)
+    if old.affine and old.weight is not None:
+        norm.to(device=old.weight.device, dtype=old.weight.dtype)
+        norm.weight.requires_grad_(old.weight.requires_grad)
+        norm.bias.requires_grad_(old.bias.requires_grad)
+    then = [getattr(old, name) for name in ("drop", "act") if isinstance(getattr(old, name, None), nn.Module)]
+    new = nn.Sequential(norm, *then) if then else norm
+    return new.train(old.training)
+
+
+def remove_dropout(model: nn.Module) -> None:
+    """Set the probability of every dropout and stochastic-depth module to 0, in place.
+
+    Knows torch's Dropout* and MultiheadAttention, and what timm, torchvision and transformers hand to F.dropout.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0  # type: ignore[assignment]
+        for name in ("dropout", "attention_dropout", "attn_drop_p", "drop_prob", "drop_rate"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def adapt(model: nn.Module) -> nn.Module:
+    """Both changes, and train mode. Referenced models all pass through here; the built-in ones need no change.
+
+    Raises:
+        ModelError: a lazy module, whose parameters do not exist yet.
+    """
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.UninitializedParameter)]
+    if lazy:
+        raise ModelError("a model whose parameters have shapes", f"{lazy[0]}, which is not initialised")
+    model = replace_batch_norm(model)
+    remove_dropout(model)
+    return model.train()
+
+
+def to_fake(model: nn.Module, mode: object) -> nn.Module:
+    """Exchange every real parameter and buffer for its fake counterpart, in place, if `mode` is a FakeTensorMode.
+
+    For models that have to be built of real tensors even under FakeTensorMode: the constructors of timm and others
+    read values (`torch.linspace(...).tolist()`), which fake tensors have not.
+    """
+    if isinstance(mode, FakeTensorMode):
+        with unset_fake_temporarily():
+            _exchange(model, mode.from_tensor)
+    return model
+
+
+def place(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    """model.to(device, dtype), which also does for fake tensors (torch's own refuses to change their device)."""
+    if not any(isinstance(p, FakeTensor) for p in model.parameters()):
+        return model.to(device, dtype)
+    _exchange(model, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))
+    return model
+
+
+def _exchange(model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put convert(tensor) in place of every parameter and buffer; what was shared stays shared."""
+    new: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in new:
+                    with torch.no_grad():
+                        value = convert(old.detach())
+                    new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
+                tensors[name] = new[id(old)]  # type: ignore[assignment]

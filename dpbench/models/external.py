@@ -1,0 +1,174 @@
+"""Image models from elsewhere: timm, torchvision, and a function in a person's own file.
+
+Whatever these raise while they build a model, or while it sees its first image, becomes a `ModelError` of one line with
+the original as its cause: most often the images are smaller than the architecture allows.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dpbench.errors import nearest
+from dpbench.models import ModelError, Workload, split_file
+from dpbench.models.adapt import adapt, to_fake
+from dpbench.reference import load_module
+
+
+@dataclass
+class Classifier:
+    """A model over images [B, 3, S, S] with logits [B, K], K >= classes; labels are to be 0 .. classes-1."""
+
+    model: nn.Module
+    classes: int
+
+
+def timm_model(name: str, *, num_classes: int, image_size: int) -> Classifier:
+    """`timm.create_model`, with random weights; img_size is passed to the architectures that take one.
+
+    Raises:
+        ModelError: timm is missing, has no such model, or cannot build it for such images.
+    """
+    with needs("timm"):
+        import timm
+    if not timm.is_model(name):  # asked first: create_model would take "hf-hub:..." for a download
+        raise ModelError("a model that timm knows", name, nearest(name, timm.list_models()))
+
+    def make() -> nn.Module:
+        try:
+            return timm.create_model(name, pretrained=False, num_classes=num_classes, img_size=image_size)
+        except TypeError as error:
+            if "img_size" not in str(error):
+                raise
+        return timm.create_model(name, pretrained=False, num_classes=num_classes)
+
+    return classifier(f"timm:{name}", make, num_classes=num_classes, image_size=image_size)
+
+
+def torchvision_model(name: str, *, num_classes: int, image_size: int) -> Classifier:
+    """A classification model of torchvision, with random weights.
+
+    Raises:
+        ModelError: torchvision is missing, has no such model, or cannot build it for such images.
+    """
+    with needs("torchvision"):
+        from torchvision import models
+    names = models.list_models(module=models)
+    if name not in names:
+        raise ModelError("a classification model that torchvision knows", name, nearest(name, names))
+    options: dict[str, Any] = {}
+    if name.startswith("vit_"):
+        options["image_size"] = image_size
+    elif name.startswith("maxvit"):
+        options["input_size"] = (image_size, image_size)
+    elif name in ("googlenet", "inception_v3"):
+        options |= {"aux_logits": False, "init_weights": False}  # one output, as everywhere; their own init is slow
+    return classifier(
+        f"torchvision:{name}",
+        lambda: models.get_model(name, weights=None, num_classes=num_classes, **options),
+        num_classes=num_classes,
+        image_size=image_size,
+    )
+
+
+def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | Workload:
+    """What ``factory()`` of ``path/file.py:factory`` returns: an nn.Module over images, or a `Workload`.
+
+    The file can import its neighbours. A model with fewer than `num_classes` logits gets labels below their number.
+
+    Raises:
+        ModelError: no such function; the file or the function raises, or returns something else.
+    """
+    path, name = split_file(ref)
+    with unset_fake_temporarily() as mode, _importable(path.resolve().parent):
+        with _one_line(f"{path} to import", path):
+            module = load_module(str(path))
+        factory = getattr(module, name, None)
+        if not callable(factory):
+            functions = [key for key, value in vars(module).items() if callable(value)]
+            raise ModelError(f"a function that {path} has", name, nearest(name, functions))
+        with _one_line(f"{name}() of {path} to return a model", path):
+            result = factory()
+        model = result.model if isinstance(result, Workload) else result
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"{name}() of {path} to return an nn.Module or a Workload", type(result).__name__)
+        model = adapt(model)
+    model = to_fake(model, mode)
+    if isinstance(result, Workload):
+        return Workload(model, result.loss_fn, result.batch)
+    return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))
+
+
+def classifier(ref: str, make: Callable[[], nn.Module], *, num_classes: int, image_size: int) -> Classifier:
+    """Build with make(), adapt, and try on one image. `make` runs on real tensors even under FakeTensorMode.
+
+    Raises:
+        ModelError: it cannot be built, or fails on an image of this size.
+    """
+    with unset_fake_temporarily() as mode:
+        with _one_line(f"{ref} to build for {image_size}x{image_size} images"):
+            model = make()
+        model = adapt(model)
+    model = to_fake(model, mode)
+    return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))
+
+
+def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
+    """K of the logits [1, K] for one image; the parameters' dtype and device are as they were built."""
+    first = next(model.parameters(), torch.empty(0))
+    with _one_line(f"{ref} to take {image_size}x{image_size} images"), torch.no_grad():
+        outputs = model(torch.zeros(1, 3, image_size, image_size, dtype=first.dtype, device=first.device))
+    outputs = getattr(outputs, "logits", outputs)
+    if not isinstance(outputs, torch.Tensor) or outputs.dim() != 2 or outputs.shape[0] != 1:
+        came = tuple(outputs.shape) if isinstance(outputs, torch.Tensor) else type(outputs).__name__
+        raise ModelError(f"{ref} to turn one image into logits [1, classes]", came)
+    return outputs.shape[1]
+
+
+@contextmanager
+def needs(package: str) -> Iterator[None]:
+    """Say in one line that `package` is missing, if the body cannot import it."""
+    try:
+        yield
+    except ImportError as error:
+        raise ModelError(f"the package {package} to be installed", describe(error)) from error
+
+
+@contextmanager
+def _one_line(expected: str, path: Path | None = None) -> Iterator[None]:
+    """Turn what the body raises into a ModelError; with the line of `path` where it happened."""
+    try:
+        yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (Exception, SystemExit) as error:
+        lines = [
+            f.lineno for f in traceback.extract_tb(error.__traceback__) if path and Path(f.filename) == path.resolve()
+        ]
+        if isinstance(error, SyntaxError):
+            lines.append(error.lineno)
+        raise ModelError(expected, describe(error) + (f" (line {lines[-1]})" if lines else "")) from error
+
+
+def describe(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+@contextmanager
+def _importable(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))

@@ -1,0 +1,124 @@
+"""Models of transformers, built from a configuration: random weights, no download.
+
+Which head a model gets follows from its type: causal language modelling for decoders (gpt2, llama), sequence
+classification for encoders (bert, roberta: those that also model masked tokens), image classification for vision
+models. The type's default configuration is used, except for the names in `SIZES`. Dropout is off (see
+`dpbench.models.adapt`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.errors import nearest
+from dpbench.models import ModelError
+from dpbench.models.adapt import adapt
+from dpbench.models.external import Classifier, classifier, describe, needs
+
+LENGTH = 128  # tokens in a sequence, unless the reference says `@T`
+MAX_PARAMETERS = 2_000_000_000  # a default of 7 billion (llama, mistral) would end the process, not the trial
+
+_ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
+_LARGE = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096}
+
+# name -> (model type, what differs from the type's default configuration)
+SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-medium": ("gpt2", {"n_layer": 24, "n_head": 16, "n_embd": 1024}),
+    "gpt2-large": ("gpt2", {"n_layer": 36, "n_head": 20, "n_embd": 1280}),
+    "gpt2-xl": ("gpt2", {"n_layer": 48, "n_head": 25, "n_embd": 1600}),
+    "bert-large": ("bert", _LARGE),
+    "roberta": ("roberta", _ROBERTA),  # the published model's sizes, which the default configuration only approximates
+    "roberta-large": ("roberta", _ROBERTA | _LARGE),
+    # Llama's default is 7B: here its architecture in the size of GPT-2 small, 134M parameters
+    "llama": (
+        "llama",
+        {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 2048},
+    ),
+}
+
+
+@dataclass
+class TextModel:
+    """A model over token ids [B, length], below `vocabulary`: classes is None for causal language modelling."""
+
+    model: nn.Module
+    vocabulary: int
+    length: int
+    classes: int | None
+
+
+def transformers_model(name: str, *, num_classes: int, image_size: int) -> TextModel | Classifier:
+    """Build NAME, or NAME@T for sequences of T tokens.
+
+    Raises:
+        ModelError: transformers is missing or does not know the name; the model is an encoder-decoder, or of another
+            modality, or larger than `MAX_PARAMETERS`; T is no length that it can read.
+    """
+    with needs("transformers"):
+        from transformers import AutoConfig
+        from transformers.models.auto import modeling_auto as auto
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    plain, at, length_text = name.partition("@")
+    if at and not (length_text.isdecimal() and int(length_text) > 0):
+        raise ModelError("transformers:NAME@T with a number of tokens T", name)
+    kind, changes = SIZES.get(plain, (plain, {}))
+    known = [*SIZES, *CONFIG_MAPPING.keys()]
+    if kind not in known:
+        raise ModelError("a model type that transformers knows", plain, nearest(plain, known))
+    config = AutoConfig.for_model(kind, num_labels=num_classes, use_cache=False, **changes)
+    _without_dropout(config)
+
+    heads = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
+    is_encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
+    causal, sequence = (type(config) in mapping for mapping in heads)
+    if getattr(config, "is_encoder_decoder", False) or not (
+        causal or sequence or type(config) in auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
+    ):
+        raise ModelError("a decoder, an encoder or an image classifier of transformers", plain)
+    if not (causal or sequence):
+        if at:
+            raise ModelError(f"transformers:{plain} without @T, for it reads images", name)
+        if hasattr(config, "image_size"):
+            config.image_size = image_size
+        build = auto.AutoModelForImageClassification.from_config
+        _refuse_large(plain, build, config)
+        return classifier(
+            f"transformers:{plain}", lambda: build(config), num_classes=num_classes, image_size=image_size
+        )
+    language = causal and not (is_encoder and sequence)
+    length = int(length_text) if at else LENGTH
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < length:  # -1 stands for no limit
+        raise ModelError(f"at most {longest} tokens for transformers:{plain}", length)
+    build = (auto.AutoModelForCausalLM if language else auto.AutoModelForSequenceClassification).from_config
+    _refuse_large(plain, build, config)
+    try:
+        model = adapt(build(config))
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        raise ModelError(f"transformers:{plain} to build from its configuration", describe(error)) from error
+    return TextModel(model, config.vocab_size, length, None if language else num_classes)
+
+
+def _without_dropout(config: Any) -> None:
+    """Every probability of dropping something, whatever the type calls it (attn_pdrop, layerdrop, ...).
+
+    Some types read it from the configuration in each forward pass, where `remove_dropout` does not see it.
+    """
+    for key, value in config.to_dict().items():
+        if "drop" in key and isinstance(value, float):
+            setattr(config, key, 0.0)
+
+
+def _refuse_large(name: str, build: Any, config: Any) -> None:
+    if name in SIZES:
+        return
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in build(config).parameters())
+    if parameters > MAX_PARAMETERS:
+        raise ModelError(
+            f"at most {MAX_PARAMETERS:,} parameters (path/file.py:factory can build a smaller {name})", parameters
+        )

@@ -1,0 +1,88 @@
+"""From a reference to a `Workload`: build the model, put it on the device, give it a loss and batches."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dpbench import data as datasets
+from dpbench.errors import one_of
+from dpbench.models import BUILTIN, Workload, split_reference
+from dpbench.models.adapt import place
+from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
+from dpbench.models.language import TextModel, transformers_model
+from dpbench.reference import load_object
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
+
+
+def load(ref: str, *, image_size: int, num_classes: int, data: str, device: str, dtype: str, seed: int) -> Workload:
+    """`dpbench.models.load_workload`, which documents it."""
+    scheme, name = split_reference(ref)
+    kind = DTYPES[one_of("a dtype", dtype, DTYPES)]
+    datasets.validate_data(data)  # before minutes go into a model
+    with torch.random.fork_rng(devices=[]):
+        # not torch.manual_seed: it would seed CUDA too, and models are built on the CPU
+        torch.default_generator.manual_seed(seed)
+        built = _build(scheme, name, num_classes=num_classes, image_size=image_size)
+    if isinstance(built, Workload):
+        return Workload(
+            place(built.model, device, kind).train(),
+            built.loss_fn,
+            lambda batch_size: _moved(built.batch(batch_size), device, kind),
+        )
+    model = place(built.model, device, kind).train()
+    if isinstance(built, TextModel):
+        datasets.refuse_images(data, f"the text model {ref}")
+        tokens = functools.partial(datasets.tokens, vocabulary=built.vocabulary, length=built.length)
+        batch = tokens(num_classes=built.classes, device=device, seed=seed)
+        return Workload(model, next_token_loss if built.classes is None else classification_loss, batch)
+    batch = datasets.images(
+        data, image_size=image_size, num_classes=built.classes, device=device, dtype=kind, seed=seed
+    )
+    return Workload(model, classification_loss, batch)
+
+
+def _build(scheme: str, name: str, *, num_classes: int, image_size: int) -> Classifier | TextModel | Workload:
+    if scheme == "builtin":
+        model = load_object(BUILTIN[name][0])(num_classes=num_classes, image_size=image_size)
+        return Classifier(model, num_classes)
+    make = {
+        "timm": timm_model,
+        "torchvision": torchvision_model,
+        "transformers": transformers_model,
+        "file": file_model,
+    }[scheme]
+    return make(name, num_classes=num_classes, image_size=image_size)
+
+
+def _logits(outputs: Any) -> torch.Tensor:
+    return getattr(outputs, "logits", outputs)  # transformers wrap them
+
+
+def classification_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Cross entropy of each sample: logits [B, K] (or an object that has them as `logits`), labels [B] -> [B]."""
+    return F.cross_entropy(_logits(outputs), targets, reduction="none")
+
+
+def next_token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    """Mean cross entropy over the T tokens of each sample: logits [B, T, V], next tokens [B, T] -> [B].
+
+    The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T.
+    """
+    losses = F.cross_entropy(_logits(outputs).flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.reshape(targets.shape).mean(1)
+
+
+def _moved(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Every tensor in nested tuples, lists and dicts on `device`, the floating ones in `dtype`."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, dtype if value.is_floating_point() else value.dtype)
+    if isinstance(value, dict):
+        return {key: _moved(item, device, dtype) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_moved(item, device, dtype) for item in value)
+    return value
