@@ -1,0 +1,61 @@
+"""``dpbench report``: figures and tables from records."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dpbench.errors import UsageError, nearest
+from dpbench.experiment import experiment_names, load_experiment
+
+RESULTS = Path("results")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="EXPERIMENT|DIR",
+        help="an experiment, whose records lie in ./results/EXPERIMENT, or any folder with records in it",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where the figures go (default: beside the records); if `run --output DIR` left this experiment's records "
+        "in there, these are drawn",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the figures and print their paths; 0.
+
+    Raises:
+        UsageError: neither an experiment nor a folder; no records there; a folder that cannot be written.
+    """
+    source, figures, remedy = _source(args.source, args.output)
+    from dpbench.report import FIGURES, write_report  # pandas and matplotlib take their time
+
+    output = args.output if args.output is not None and args.output not in source.parents else source
+    try:
+        paths = write_report(source, output, figures or tuple(FIGURES))
+    except OSError as error:
+        raise UsageError(
+            "an output folder that can be written to", f"{error.filename or output}: {error.strerror}"
+        ) from error
+    if not paths:
+        raise UsageError(f"records in {source} ({remedy})", "none")
+    print(*paths, sep="\n")
+    return 0
+
+
+def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]:
+    """(folder with the records, figures to draw or () for all, what makes such records)."""
+    names = experiment_names()
+    if name in names or name.endswith(".py"):
+        experiment = load_experiment(name)
+        folders = [root / experiment.name for root in (output, RESULTS) if root is not None]
+        source = next((folder for folder in folders if any(folder.glob("*.jsonl"))), RESULTS / experiment.name)
+        return source, experiment.figures, f"`python -m dpbench run {name}` makes them"
+    if Path(name).is_dir():
+        return Path(name), (), "`python -m dpbench run EXPERIMENT` makes them"
+    raise UsageError(f"an experiment ({', '.join(names)}) or a folder with records", name, nearest(name, names))

@@ -1,0 +1,143 @@
+"""From records to figures and tables. Reads JSON lines, draws with matplotlib, and imports no torch.
+
+For each device, each kind of figure and each setting (precision, input size, budget, threads) there is one figure as
+PNG, SVG and PDF, and the table behind it as CSV (base units) and Markdown (for people, with the caption). The same
+records give the same bytes, so that committed figures change only when what was measured does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpbench.errors import one_of
+from dpbench.report import captions, plots, readable, style, tables
+from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
+from dpbench.store import slug
+
+_MODELS_SETTING = ("experiment", "dtype", "image_size", "memory_budget")
+# Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
+_DPI, _TALLEST = 200, 30_000
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """How one kind of figure is made.
+
+    Args:
+        doc: one line.
+        kinds: the kinds of trial that it is drawn from.
+        cell: what of a record tells whether it adds to the same number as another.
+        facets: field of the trial -> the kinds it applies to; there is a figure for each of its values.
+        table: from records to numbers.
+        text: from numbers to words, for people.
+        caption: what they are numbers of.
+        plot: the picture of them.
+    """
+
+    doc: str
+    kinds: tuple[str, ...]
+    cell: Callable[[Record], Hashable]
+    facets: Mapping[str, tuple[str, ...]]
+    table: Callable[[Sequence[Record], LeftOut], pd.DataFrame]
+    text: Callable[[pd.DataFrame], pd.DataFrame]
+    caption: Callable[[Sequence[Record], pd.DataFrame, LeftOut], str]
+    plot: Callable[[pd.DataFrame, str], Figure]
+
+
+FIGURES = {
+    "max_batch_throughput": FigureKind(
+        "maximum batch size in a memory budget, and throughput (Figure 3 of arXiv:2205.10683)",
+        ("peak", "step"),
+        lambda r: (r.kind, *r.cell, r.trial.get("simulated")),
+        {**dict.fromkeys(_MODELS_SETTING, ("peak", "step")), "threads": ("step",)},
+        tables.max_batch_throughput,
+        readable.max_batch_throughput,
+        captions.max_batch_throughput,
+        plots.max_batch_throughput,
+    ),
+    "memory_speed_table": FigureKind(
+        "time and memory beside ordinary training (Table 4 of arXiv:2205.10683)",
+        ("step",),
+        lambda r: (*r.cell, r.trial["batch_size"]),
+        dict.fromkeys((*_MODELS_SETTING, "threads"), ("step",)),
+        tables.memory_speed,
+        readable.memory_speed,
+        captions.memory_speed,
+        plots.memory_speed,
+    ),
+    "epsilon_epochs": FigureKind(
+        "ε against epochs for the accountants (Figure 2 of Abadi et al. 2016)",
+        ("epsilon",),
+        lambda r: (r.trial["accountant"], r.trial["steps"]),
+        dict.fromkeys(("experiment", "sample_rate", "noise_multiplier", "delta"), ("epsilon",)),
+        tables.epsilon,
+        readable.epsilon,
+        captions.epsilon,
+        plots.epsilon,
+    ),
+}
+
+
+def write_report(source: Path, output: Path, figures: Sequence[str] = tuple(FIGURES)) -> list[Path]:
+    """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``.
+
+    Args:
+        source: a folder; runs in a folder ``*-smoke`` below it are passed over.
+        output: a folder, made if missing.
+        figures: names out of `FIGURES`; one for which there are no records is passed over.
+
+    Returns:
+        The files written. Empty if there are no records for any of the figures.
+
+    Raises:
+        UsageError: for a figure that is not known.
+        OSError: if `output` cannot be written to.
+    """
+    chosen = {name: FIGURES[one_of("a figure", name, FIGURES)] for name in figures}
+    paths: list[Path] = []
+    for device, records in by_device(read(source)).items():
+        for name, kind in chosen.items():
+            own = [record for record in records if record.kind in kind.kinds]
+            for setting, part in facets(own, kind.facets):
+                stem = "-".join([name, *(slug(f"{field}-{_short(field, value)}") for field, value in setting.items())])
+                paths += _write(part, kind, output / slug(device), stem)
+    return paths
+
+
+def _short(field: str, value: Any) -> str:
+    return (
+        style.size(value).replace(" ", "")
+        if field == "memory_budget"
+        else style.plain(value)
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _write(records: Sequence[Record], kind: FigureKind, folder: Path, stem: str) -> list[Path]:
+    left_out: LeftOut = LeftOut()
+    kept = newest_version(newest(records, left_out), kind.cell, left_out)
+    frame = kind.table(kept, left_out)
+    caption = kind.caption(kept, frame, left_out)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = {suffix: folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "pdf", "csv", "md")}
+    frame.to_csv(paths["csv"], index=False, lineterminator="\n")
+    parts = [readable.markdown(kind.text(frame)), caption.replace("\n", "\n\n"), *captions.causes(kept)]
+    paths["md"].write_text("\n".join(parts) + "\n", encoding="utf-8")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
+        matplotlib.rcParams.update(style.RC)
+        figure = kind.plot(frame, caption)
+        # No version and no date in the files: they would differ with nothing measured anew.
+        sharpness = min(_DPI, _TALLEST / figure.get_figheight())
+        figure.savefig(paths["png"], dpi=sharpness, metadata={"Software": None})
+        figure.savefig(paths["svg"], metadata={"Date": None, "Creator": None})
+        figure.savefig(paths["pdf"], metadata={"CreationDate": None, "Creator": None, "Producer": None})
+    return list(paths.values())

@@ -1,0 +1,154 @@
+"""What a caption says: device, setting, rounds, how memory was taken, what is left out and why, and what is mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
+
+from dpbench.report import published, style
+from dpbench.report.cells import DOES_NOT_FIT, is_probe
+from dpbench.report.select import LeftOut, Record
+
+
+def max_batch_throughput(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """The caption of Figure 3."""
+    sizes, speeds = frame.dropna(subset="max_batch_size"), frame.dropna(subset="images_per_second")
+    said = [f"After Figure 3 of {published.PAPER}."]
+    if len(sizes):
+        said.append(f"Budget: {_join(map(style.size, sorted(set(sizes.budget_bytes))))}.")
+        memory = {"measured": "measured", "simulated": "simulated under fake tensors (hatched), not measured"}
+        said.append(f"Memory: {'; '.join(memory[source] for source in sorted(set(sizes.memory)))}.")
+        if frame.published_max_batch_size.notna().any():
+            said.append("Published: read off that figure (±10), for its 16 GB GPU.")
+        if (sizes.fails_at.isna()).any():
+            said.append("≥: the largest batch that was tried fits.")
+        if unfinished(frame).any():
+            said.append("†: the search did not end; the table says where.")
+    if len(speeds):
+        at = f"batch size {_join(sorted(set(speeds.batch_size)))}" if one_batch(frame) else "the batch size beside it"
+        said.append(f"Throughput: {at} over the median step time; {_rounds(speeds.rounds)}.")
+    if frame.published_images_per_second.notna().any():
+        said.append("Published throughput: from that figure (±9), on its GPU at its maximum batch.")
+    return _caption(said, records, left_out)
+
+
+def memory_speed(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """The caption of Table 4."""
+    pairs = compared(frame).any()
+    beside = " beside ordinary training of the same model in the same round" if pairs else ""
+    said = [
+        f"After Table 4 of {published.PAPER}: time and peak memory of one training step{beside}; "
+        f"{_rounds(frame.paired_rounds if pairs else frame.rounds)}."
+    ]
+    sizes = sorted(set(frame.batch_size))
+    said.append(f"Batch size {_join(sizes)}." if len(sizes) <= 4 else f"Batch sizes {sizes[0]} to {sizes[-1]}.")
+    if pairs and not compared(frame).all():
+        said.append("Cells without such a pair stand in the table only.")
+    sources = [style.SOURCES.get(source, source) for source in sorted(set(frame.memory.dropna()))]
+    if sources:
+        said.append(f"Memory: {_join(sources)}" + (" (not measured)." if sources == ["simulated"] else "."))
+    if frame.published_time_ratio.notna().any():
+        said.append("Published: that table, CIFAR10 at B=256 on its GPU, active memory.")
+    return _caption(said, [r for r in records if r.kind == "step"], left_out)
+
+
+def epsilon(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """The caption of ε against epochs."""
+    first = frame.iloc[0]
+    said = [
+        f"After Figure 2 of Abadi et al. 2016: ε at δ = {style.plain(first.delta)} of DP-SGD with sample rate "
+        f"q = {style.plain(first.sample_rate)} and noise multiplier σ = {style.plain(first.noise_multiplier)}; "
+        "Poisson sampling, add or remove one. "
+        "Solid: a valid upper bound; any other line is not one."
+    ]
+    infinite = frame[frame.epsilon.map(lambda value: value == float("inf"))]
+    if len(infinite):
+        names = dict.fromkeys(style.accountant(name).name for name in infinite.accountant)
+        said.append(f"Infinite, and so not drawn, at some point: {_join(names)}.")
+    return _caption(said, records, left_out, setting=False)
+
+
+def compared(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows of Table 4 stand beside ordinary training at the same batch size, in a group of more than one."""
+    groups = frame.groupby(["model", "batch_size"]).backend
+    return groups.transform(lambda names: "nonprivate" in set(names)) & (groups.transform("nunique") > 1)
+
+
+def one_batch(frame: pd.DataFrame) -> bool:
+    """Whether all throughputs were taken at one batch size."""
+    return len(set(frame.batch_size.dropna())) == 1
+
+
+def unfinished(frame: pd.DataFrame) -> pd.Series[bool]:
+    """Which rows have a batch size, but from a search that did not end."""
+    notes = frame.max_batch_note.fillna("").str
+    return frame.max_batch_size.notna() & (notes.startswith("search unfinished") | notes.startswith("search ended"))
+
+
+def _caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setting: bool = True) -> str:
+    where = [records[0].device]
+    if setting:
+        where += [
+            f"torch {_join(_distinct(r.environment.get('torch') for r in records))}",
+            _join(_distinct(r.setting("dtype") for r in records)),
+            _join(f"{size}×{size} inputs" for size in _distinct(r.setting("image_size") for r in records)),
+        ]
+        timed = [r for r in records if r.kind == "step"]
+        if threads := _distinct(r.setting("threads") for r in timed if r.setting("device") == "cpu"):
+            where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
+        if timed:
+            where.append(f"{_join(_distinct(r.setting('data') for r in timed))} data")
+    paragraphs = [" ".join(said), f"Device: {'; '.join(where)}."]
+    left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
+    paragraphs.append(f"Records that give no number here: {', '.join(left)}." if left else "No record is left out.")
+    if mixed_versions(records):
+        paragraphs.append(
+            "Warning: records of several versions (of the sources, the libraries or the machine) are mixed; "
+            "run again to make them one."
+        )
+    return "\n".join(paragraphs)
+
+
+def mixed_versions(records: Iterable[Record]) -> bool:
+    """Whether trials that share their sources and libraries have different fingerprints.
+
+    A fingerprint covers the libraries that a trial uses: a timm model and an Opacus backend have one of their own.
+    """
+    versions: dict[tuple[str, str, bool], set[str]] = {}
+    for record in records:
+        model, backend = record.trial.get("model", ""), record.trial.get("backend", "")
+        key = (record.kind, model.rpartition(":")[0], backend.startswith("opacus"))
+        versions.setdefault(key, set()).add(record.fingerprint)
+    return any(len(fingerprints) > 1 for fingerprints in versions.values())
+
+
+def causes(records: Iterable[Record]) -> list[str]:
+    """Lines of Markdown: why each trial failed that did; the same cause in several rounds once."""
+    lines = []
+    for record in records:
+        if record.outcome == "ok" or (is_probe(record) and record.outcome in DOES_NOT_FIT):
+            continue
+        told = [line.strip() for line in record.evidence.splitlines() if line.strip()] or ["no evidence recorded"]
+        cause = told[-1 if record.outcome == "error" else 0].replace("`", "'")
+        shown = {"model": "", "backend": "", "accountant": "", "batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
+        what = " ".join(f"{sign}{record.trial[name]}" for name, sign in shown.items() if name in record.trial)
+        lines.append(f"- {what}: {style.OUTCOMES.get(record.outcome, record.outcome)}. `{cause}`")
+    return ["", *dict.fromkeys(lines)] if lines else []
+
+
+def _rounds(rounds: pd.Series[int]) -> str:
+    if not (rounds > 0).any():
+        return "no round gave a number"
+    low, high = int(rounds[rounds > 0].min()), int(rounds.max())
+    if high == 1:
+        return "one round"
+    return f"median of {low if low == high else f'{low} to {high}'} rounds, whiskers their range"
+
+
+def _distinct(values: Iterable[object]) -> list[object]:
+    return sorted({value for value in values if value is not None}, key=str)
+
+
+def _join(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in values)

@@ -1,0 +1,160 @@
+"""From a table to its picture: which column is a bar, which the number beside it, which a sign."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpbench.report import captions, figures, published, style
+from dpbench.report.figures import Bar, Panel, Row
+from dpbench.report.lines import Line, lines
+from dpbench.report.style import missing
+
+
+def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
+    """The two panels of Figure 3, or the one for which there are records."""
+    frame = frame.assign(again=frame.duplicated(["model", "backend"]), unfinished=captions.unfinished(frame))
+    cells: list[Any] = list(frame.itertuples(index=False))
+    both = frame.memory.nunique() > 1
+    rows = [
+        Row(style.model(cell.model), cell.backend, _memory_label(cell) if both else style.backend(cell.backend).name)
+        for cell in cells
+    ]
+    panels = []
+    if frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any():
+        budget = style.size(frame.budget_bytes.dropna().iloc[0])
+        panels.append(Panel(f"Maximum batch size in {budget}", "samples", [_size_bar(cell) for cell in cells]))
+    if frame.images_per_second.notna().any() or frame.throughput_note.notna().any():
+        one_batch = captions.one_batch(frame)
+        at = f" at batch size {frame.batch_size.dropna().iloc[0]}" if one_batch else ""
+        bars = [_speed_bar(cell, with_batch=not one_batch) for cell in cells]
+        panels.append(Panel(f"Throughput{at}", "images per second", bars))
+    return figures.bars(rows, panels, caption)
+
+
+def _memory_label(cell: Any) -> str:
+    """Of a row among others whose memory was taken otherwise; the same backend's second row has the sign alone."""
+    if cell.again:
+        return str(cell.memory)
+    return style.backend(cell.backend).name + (f" ({cell.memory})" if cell.memory == "simulated" else "")
+
+
+def _size_bar(cell: Any) -> Bar:
+    if missing(cell.max_batch_size):
+        return Bar(note=_text(cell.max_batch_note), published=_number(cell.published_max_batch_size))
+    at_least = missing(cell.fails_at) and not cell.unfinished
+    return Bar(
+        value=float(cell.max_batch_size),
+        published=_number(cell.published_max_batch_size),
+        text=("≥ " if at_least else "") + f"{cell.max_batch_size:,}" + (" †" if cell.unfinished else ""),
+        simulated=cell.memory == "simulated",
+        at_least=at_least,
+    )
+
+
+def _speed_bar(cell: Any, with_batch: bool) -> Bar:
+    if cell.again:  # the same timing stands in the row above, beside another kind of memory
+        return Bar(text=" ")
+    if missing(cell.images_per_second):
+        return Bar(note=_text(cell.throughput_note), published=_number(cell.published_images_per_second))
+    return Bar(
+        value=float(cell.images_per_second),
+        low=float(cell.images_per_second_low),
+        high=float(cell.images_per_second_high),
+        published=_number(cell.published_images_per_second),
+        text=style.number(cell.images_per_second),
+        detail=f"B={cell.batch_size}" if with_batch else "",
+    )
+
+
+def memory_speed(frame: pd.DataFrame, caption: str) -> Figure:
+    """Time and memory as ratios to ordinary training, with the absolute numbers beside them.
+
+    Cells with no ordinary training beside them are left to the table; if all are so, absolute numbers are drawn.
+    """
+    sources = set(frame.memory.dropna())
+    taken = f" ({style.SOURCES.get(sources.pop(), 'measured')})" if len(sources) == 1 else ""
+    compared = frame[captions.compared(frame)]
+    cells: list[Any] = list((compared if len(compared) else frame).itertuples(index=False))
+    if len(compared):
+        many = compared.groupby("model").batch_size.nunique().max() > 1
+        rows = [
+            Row(
+                style.model(c.model) + (f", B={c.batch_size}" if many else ""), c.backend, style.backend(c.backend).name
+            )
+            for c in cells
+        ]
+        time = [_ratio_bar(c, "time_ratio", c.step_seconds, style.duration) for c in cells]
+        memory = [_ratio_bar(c, "memory_ratio", c.peak_bytes, style.size) for c in cells]
+        units, reference = ("times non-private", "times non-private"), 1.0
+    else:
+        rows = [
+            Row(style.model(c.model), c.backend, f"{style.backend(c.backend).name}, B={c.batch_size}") for c in cells
+        ]
+        time = [_absolute_bar(c, "step_seconds", 1.0, style.duration) for c in cells]
+        memory = [_absolute_bar(c, "peak_bytes", 2.0**20, style.size) for c in cells]
+        units, reference = ("seconds", "MiB"), None
+    panels = [
+        Panel("Time per step", units[0], time, reference),
+        Panel(f"Peak memory{taken}", units[1], memory, reference),
+    ]
+    return figures.bars(rows, panels, caption)
+
+
+def _ratio_bar(cell: Any, column: str, absolute: Any, text: Callable[[float], str]) -> Bar:
+    ratio = getattr(cell, column)
+    beside = _number(getattr(cell, f"published_{column}")) if cell.backend != "nonprivate" else None
+    if missing(absolute):
+        return Bar(note=_text(cell.note), published=beside)
+    if missing(ratio):  # no round in which ordinary training was measured too
+        return Bar(text="–", detail=text(absolute), published=beside)
+    return Bar(
+        value=float(ratio),
+        low=_number(getattr(cell, f"{column}_low", None)),
+        high=_number(getattr(cell, f"{column}_high", None)),
+        published=beside,
+        text=style.times(ratio),
+        detail=text(absolute),
+        simulated=column == "memory_ratio" and cell.memory == "simulated",
+    )
+
+
+def _absolute_bar(cell: Any, column: str, unit: float, text: Callable[[float], str]) -> Bar:
+    value = getattr(cell, column)
+    if missing(value):
+        return Bar(note=_text(cell.note))
+    low, high = (_number(getattr(cell, f"{column}_{end}", None)) for end in ("low", "high"))
+    return Bar(
+        value=float(value) / unit,
+        low=None if low is None else low / unit,
+        high=None if high is None else high / unit,
+        text=text(value),
+        simulated=column == "peak_bytes" and cell.memory == "simulated",
+    )
+
+
+def epsilon(frame: pd.DataFrame, caption: str) -> Figure:
+    """One line for each accountant and kind of statement, and the published points of the same setting."""
+    curves = []
+    for name, own in frame.groupby("accountant", sort=False):
+        failed, answered = own[own.epsilon.isna()], own[own.epsilon.notna()]
+        for kind, points in answered.groupby("kind", sort=False):
+            curves.append(Line(str(name), str(kind), list(points.epochs), list(points.epsilon)))
+        if not len(answered):
+            curves.append(Line(str(name), "", [], [], note=str(failed.note.iloc[0])))
+    setting = tuple(frame[["sample_rate", "noise_multiplier", "delta"]].iloc[0])
+    names = set(frame.accountant)
+    points_of = [p for p in published.EPSILONS if p.setting == setting and p.accountant in names]
+    reach = max(frame.epochs)
+    return lines(curves, [p for p in points_of if p.epochs <= reach * 1.05], caption)
+
+
+def _text(value: Any) -> str:
+    return "" if missing(value) else str(value)
+
+
+def _number(value: Any) -> float | None:
+    return None if missing(value) or isinstance(value, str) else float(value)

@@ -1,0 +1,121 @@
+"""The tables as people read them: units, signs and words in place of base units, as Markdown."""
+
+from __future__ import annotations
+
+import decimal
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+
+from dpbench.report import style
+from dpbench.report.style import missing
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """A frame of texts as a Markdown table, padded so that it can be read as it stands."""
+    rows = [[str(column) for column in frame.columns], *frame.astype(str).values.tolist()]
+    rows = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in rows]
+    widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(frame.columns))]
+    lines = [
+        "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
+    """`tables.max_batch_throughput` for people."""
+    return _texts(
+        frame,
+        {
+            **_NAMES,
+            "Memory": lambda r: _or(r.memory, str, "–"),
+            "Maximum batch": max_batch,
+            "Published": lambda r: _or(r.published_max_batch_size, "{:,g}".format),
+            "Images/s": lambda r: _or(r.images_per_second, style.number, r.throughput_note),
+            "Range": lambda r: _range(r.images_per_second_low, r.images_per_second_high, style.number),
+            "Rounds": lambda r: _or(r.rounds, str),
+            "At B": lambda r: _or(r.batch_size, str),
+            "Published images/s": lambda r: _or(r.published_images_per_second, "{:,g}".format),
+        },
+    )
+
+
+def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
+    """`tables.memory_speed` for people."""
+    return _texts(
+        frame,
+        {
+            "Model": _NAMES["Model"],
+            "B": lambda r: str(r.batch_size),
+            "Backend": _NAMES["Backend"],
+            "Time/step": lambda r: _or(r.step_seconds, style.duration, r.note),
+            "Time ratio": lambda r: _or(r.time_ratio, style.times),
+            "Range": lambda r: _range(r.time_ratio_low, r.time_ratio_high, style.times),
+            "Rounds": lambda r: _or(r.rounds, str),
+            "Published time ratio": lambda r: _or(r.published_time_ratio, _published),
+            "Peak memory": lambda r: _or(r.peak_bytes, style.size),
+            "Memory ratio": lambda r: _or(r.memory_ratio, style.times),
+            "Published memory ratio": lambda r: _or(r.published_memory_ratio, _published),
+            "Norm error": lambda r: _or(r.max_norm_error, "{:.0e}".format),
+            "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
+        },
+    )
+
+
+def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
+    """`tables.epsilon` for people."""
+    return _texts(
+        frame,
+        {
+            "Accountant": lambda r: style.accountant(r.accountant).name,
+            "Kind": lambda r: _or(r.kind, lambda kind: style.KINDS[kind][1] if kind in style.KINDS else kind),
+            "q": lambda r: style.plain(r.sample_rate),
+            "σ": lambda r: style.plain(r.noise_multiplier),
+            "δ": lambda r: style.plain(r.delta),
+            "Steps": lambda r: f"{r.steps:,}",
+            "Epochs": lambda r: f"{r.epochs:g}",
+            "ε": lambda r: _or(r.epsilon, lambda value: _epsilon(value, r.kind), r.note),
+        },
+    )
+
+
+def max_batch(row: Any) -> str:
+    """'1,500', '≥ 16,384, not limited by memory up to there', or the reason why there is no number."""
+    if missing(row.max_batch_size):
+        return _or(row.max_batch_note, str, "–")
+    sign = "≥ " if missing(row.fails_at) else ""
+    return f"{sign}{row.max_batch_size:,}" + _or(row.max_batch_note, lambda note: f", {note}")
+
+
+_NAMES: dict[str, Callable[[Any], str]] = {
+    "Model": lambda r: style.model(r.model),
+    "Backend": lambda r: style.backend(r.backend).name,
+}
+
+
+def _texts(frame: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> pd.DataFrame:
+    rows = list(frame.itertuples(index=False))
+    return pd.DataFrame({header: [text(row) for row in rows] for header, text in columns.items()}, dtype=object)
+
+
+def _or(value: Any, text: Callable[[Any], str], otherwise: Any = None) -> str:
+    if not missing(value):
+        return text(value)
+    return "" if missing(otherwise) else str(otherwise)
+
+
+def _range(low: Any, high: Any, text: Callable[[Any], str]) -> str:
+    return "" if missing(low) or low == high else f"{text(low)}–{text(high)}"
+
+
+def _epsilon(value: float, kind: str) -> str:
+    """Four digits; an upper bound is rounded up, or it would be none."""
+    rounding = decimal.ROUND_CEILING if kind == "upper_bound" else decimal.ROUND_HALF_EVEN
+    return f"{decimal.Context(prec=4, rounding=rounding).create_decimal(value):g}" if math.isfinite(value) else "inf"
+
+
+def _published(value: float | str) -> str:
+    return value if isinstance(value, str) else style.times(value)

@@ -1,0 +1,163 @@
+"""How a backend, an accountant, a model and an outcome look: the same in every figure and table.
+
+Colours are Okabe-Ito's and Paul Tol's, told apart under the common colour-vision deficiencies. No figure leans on
+colour alone: a bar has its backend's name beside it, a line has a marker of its own, and hatching is kept for one
+meaning, memory that was simulated and not measured.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+
+class Look(NamedTuple):
+    """Display name, colour and marker."""
+
+    name: str
+    color: str
+    marker: str
+
+
+# The order here is the order in every figure: ordinary training, our backends from naive to fast, then the peers.
+BACKENDS = {
+    "nonprivate": Look("Non-private", "#7F7F7F", "o"),
+    "microbatch": Look("Microbatch", "#8C6D31", "s"),
+    "vmap": Look("vmap", "#AA4499", "D"),
+    "fastgradclip": Look("FastGradClip", "#DDAA33", "^"),
+    "ghost": Look("Ghost", "#66BBEE", "v"),
+    "mixed_ghost": Look("Mixed ghost", "#2266AA", "P"),
+    "bk_ghost": Look("BK ghost", "#44BB99", "X"),
+    "bk_mixed": Look("BK mixed", "#117733", "*"),
+    "opacus_hooks": Look("Opacus hooks", "#CC3311", "<"),
+    "opacus_functorch": Look("Opacus functorch", "#EE7733", ">"),
+    "opacus_ew": Look("Opacus ew", "#EE99AA", "p"),
+    "opacus_ghost": Look("Opacus ghost", "#882255", "h"),
+    "private_cnn": Look("private_CNN", "#332288", "d"),
+    "fastdp": Look("fastDP", "#999933", "8"),
+}
+ACCOUNTANTS = {
+    "simple": Look("simple composition", "#7F7F7F", "s"),
+    "strong": Look("strong composition", "#CC3311", "^"),
+    "strong:exact": Look("strong, exact Gaussian step", "#EE7733", "<"),
+    "strong:published": Look("strong, as published in 2016", "#882255", "x"),
+    "moments": Look("moments", "#2266AA", "o"),
+    "rdp": Look("RDP", "#44BB99", "D"),
+    "gdp": Look("GDP", "#DDAA33", "v"),
+    "prv": Look("PRV", "#AA4499", "P"),
+    "pld": Look("PLD", "#117733", "X"),
+}
+_UNKNOWN = ("#000000", "|")
+
+# What an outcome other than `ok` is called where its number would have been.
+OUTCOMES = {
+    "oom": "out of memory",
+    "over_budget": "over budget",
+    "unsupported": "unsupported",
+    "mismatch": "mismatch: wrong gradient",
+    "timeout": "timed out",
+    "crash": "crashed",
+    "error": "error",
+}
+# How a line of ε is drawn, by the kind of statement that its accountant makes.
+KINDS = {
+    "upper_bound": ("-", "upper bound"),
+    "lower_bound": (":", "lower bound"),
+    "estimate": ("-.", "estimate (not a bound)"),
+    "heuristic": ("--", "heuristic (not a bound)"),
+}
+SOURCES = {"cuda_allocator": "CUDA allocator", "cpu_allocator": "CPU allocator", "simulated": "simulated"}
+
+INK, FAINT, GRID, FAILURE = "#222222", "#6B6B6B", "#E4E4E4", "#A51C1C"
+# Settings under which every figure is drawn. The fixed salt keeps the ids in an SVG the same from run to run.
+RC: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 8.5,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.edgecolor": "#999999",
+    "axes.linewidth": 0.7,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "hatch.linewidth": 0.9,
+    "svg.hashsalt": "dpbench",
+    "svg.fonttype": "path",
+    "pdf.fonttype": 42,
+}
+
+_FAMILIES = {"cnn": "CNN", "resnet": "ResNet", "vgg": "VGG", "resnext": "ResNeXt", "wide_resnet": "Wide ResNet"}
+
+
+def backend(name: str) -> Look:
+    """The look of a backend; one that is not known is black under its own name."""
+    return BACKENDS.get(name) or Look(name, *_UNKNOWN)
+
+
+def accountant(name: str) -> Look:
+    """The look of an accountant; one that is not known is black under its own name."""
+    return ACCOUNTANTS.get(name) or Look(name, *_UNKNOWN)
+
+
+def model(reference: str) -> str:
+    """'resnet18' -> 'ResNet18', 'timm:vit_tiny' -> 'vit_tiny', 'my/net.py:make' -> 'net.py:make'."""
+    builtin = re.fullmatch(r"([a-z_]+?)(\d*)", reference)
+    if builtin and builtin[1] in _FAMILIES:
+        return _FAMILIES[builtin[1]] + builtin[2]
+    return reference.rsplit("/", 1)[-1].removeprefix("timm:").removeprefix("torchvision:").removeprefix("transformers:")
+
+
+def model_key(reference: str) -> tuple[object, ...]:
+    """Sorts models by family and then by size: ResNet18 before ResNet101."""
+    return tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", reference))
+
+
+def backend_key(name: str) -> tuple[int, str]:
+    """Sorts backends in the order of `BACKENDS`, unknown ones last."""
+    return (list(BACKENDS).index(name) if name in BACKENDS else len(BACKENDS), name)
+
+
+def missing(value: object) -> bool:
+    """Whether a table's cell holds nothing: None, NaN, NA or the empty string."""
+    return value is None or value is pd.NA or value == "" or (isinstance(value, float) and math.isnan(value))
+
+
+def size(count: float) -> str:
+    """Bytes for people: '16 GiB', '312 MiB'."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= factor:
+            return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:.0f} {unit}"
+    return f"{count:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: '1.52 s', '612 ms', '85 µs'."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= factor:
+            return number(seconds / factor) + " " + unit
+    return number(seconds / 1e-6) + " µs"
+
+
+def number(value: float) -> str:
+    """Three significant digits, thousands set apart: '1,500', '12.3', '0.0123'."""
+    if value and abs(value) < 1000:
+        return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+    return f"{value:,.0f}"
+
+
+def times(ratio: float) -> str:
+    """A ratio for people: '1.52×'."""
+    return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×" if ratio < 99.95 else f"{ratio:.0f}×"
+
+
+def plain(value: float) -> str:
+    """A parameter as it was typed: '0.01', '1e-5'."""
+    return f"{value:g}".replace("e-0", "e-")

@@ -1,0 +1,84 @@
+"""``dpbench report``: paths on standard output, one line for what a person got wrong, nothing heavy imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from report_records import RunFile
+
+import dpbench as dpbench_package
+from dpbench.cli import main
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def dpbench(*args, capsys):
+    code = main(["report", *map(str, args)])
+    captured = capsys.readouterr()
+    return code, captured.out.splitlines(), captured.err.splitlines()
+
+
+def test_an_experiment_s_own_figures_lie_beside_its_records(here, capsys):
+    RunFile(here / "results" / "memory_speed" / "a.jsonl", experiment="memory_speed").step("cnn", "ghost", [1.0])
+    code, out, err = dpbench("memory_speed", capsys=capsys)
+    assert (code, err) == (0, [])
+    assert out == [
+        f"results/memory_speed/cpu-test-cpu-2-cpus/memory_speed_table.{s}" for s in ("png", "svg", "pdf", "csv", "md")
+    ]
+    assert all((here / path).stat().st_size for path in out)
+
+
+def test_records_of_a_run_with_its_own_output(here, capsys):
+    RunFile(here / "mine" / "memory_speed" / "a.jsonl").step("cnn", "ghost", [1.0])
+    code, out, _ = dpbench("memory_speed", "--output", "mine", capsys=capsys)
+    assert code == 0 and out[0].startswith("mine/memory_speed/cpu-test-cpu-2-cpus/")
+
+
+def test_figures_can_go_elsewhere(here, capsys):
+    RunFile(here / "results" / "memory_speed" / "a.jsonl").step("cnn", "ghost", [1.0])
+    code, out, _ = dpbench("memory_speed", "--output", "figures", capsys=capsys)
+    assert code == 0 and out[0] == "figures/cpu-test-cpu-2-cpus/memory_speed_table.png"
+
+
+def test_a_folder_gives_every_figure_that_its_records_make(here, capsys):
+    RunFile(here / "some" / "a.jsonl").step("cnn", "ghost", [1.0]).epsilon("moments", 100, 1.0)
+    code, out, _ = dpbench("some", capsys=capsys)
+    names = {path.rpartition("/")[2] for path in out if path.endswith(".svg")}
+    assert code == 0 and names == {"max_batch_throughput.svg", "memory_speed_table.svg", "epsilon_epochs.svg"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["stress_tset"], ["stress_tset", "did you mean 'stress_test'?"]),
+        (["stress_test"], ["records in results/stress_test", "python -m dpbench run stress_test"]),
+        (["empty"], ["records in empty", "python -m dpbench run EXPERIMENT"]),
+        (["full", "--output", "file"], ["output folder", "file", "Not a directory"]),
+    ],
+)
+def test_mistakes_are_one_line(here, capsys, arguments, parts):
+    (here / "empty").mkdir()
+    (here / "file").touch()
+    RunFile(here / "full" / "a.jsonl").step("cnn", "ghost", [1.0])
+    code, out, err = dpbench(*arguments, capsys=capsys)
+    assert code == 2 and out == [] and len(err) == 1
+    for part in parts:
+        assert part in err[0]
+
+
+def test_neither_torch_nor_pyplot_is_imported(tmp_path):
+    RunFile(tmp_path / "a.jsonl").step("cnn", "ghost", [1.0]).search("cnn", "ghost", [8], [9])
+    program = f"""
+import sys
+from dpbench.cli import main
+code = main(["report", {str(tmp_path)!r}])
+print(code, *({{"torch", "matplotlib.pyplot"}} & set(sys.modules)), file=sys.stderr)
+"""
+    root = Path(dpbench_package.__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root)
+    assert done.stderr == "0\n"
