@@ -1,0 +1,62 @@
+"""Privacy accountants: what ε do T steps of the subsampled Gaussian mechanism have at δ?
+
+    >>> from accounting import SubsampledGaussian, load_accountant
+    >>> step = SubsampledGaussian(noise_multiplier=4.0, sample_rate=0.01)
+    >>> round(load_accountant("moments").epsilon(step, steps=10_000, delta=1e-5), 4)
+    1.2586
+
+`Accountant.guarantee` gives the same with its kind (an upper bound, or less than that) and how it came about. Nothing
+of dpbench is imported here, and no torch; an accountant's module is imported when it is loaded.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+
+from accounting.base import Accountant, ArgumentError, Guarantee, Kind, NoAnswer, SubsampledGaussian
+
+__all__ = [
+    "ACCOUNTANTS",
+    "VARIANTS",
+    "Accountant",
+    "ArgumentError",
+    "Guarantee",
+    "Kind",
+    "NoAnswer",
+    "SubsampledGaussian",
+    "load_accountant",
+]
+
+#: name: (reference of the class, one line).
+ACCOUNTANTS = {
+    "simple": ("accounting.simple:Simple", "ε adds up over the steps (exact Gaussian step, exact amplification)"),
+    "strong": ("accounting.strong:Strong", "strong composition (Dwork, Rothblum and Vadhan 2010), best split of δ"),
+    "moments": ("accounting.moments:Moments", "moments accountant (Abadi et al. 2016), orders 1 to 32"),
+}
+#: name:variant: (reference of the class, its arguments, one line). Loaded by the same function, and not listed.
+VARIANTS: dict[str, tuple[str, dict[str, str], str]] = {
+    "strong:exact": ("accounting.strong:Strong", {"step": "exact"}, "with the exact Gaussian step everywhere"),
+    "strong:published": ("accounting.strong:Published", {}, "as published in 2016: a heuristic, not an upper bound"),
+}
+
+
+def load_accountant(name: str) -> Accountant:
+    """The accountant of this name: of `ACCOUNTANTS`, or ``"name:variant"`` of `VARIANTS`.
+
+    Raises:
+        ArgumentError: a ValueError of one line with all names, and the nearest.
+    """
+    arguments: dict[str, str] = {}
+    if name in ACCOUNTANTS:
+        reference = ACCOUNTANTS[name][0]
+    elif name in VARIANTS:
+        reference, arguments, _ = VARIANTS[name]
+    else:
+        known = [*ACCOUNTANTS, *VARIANTS]
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f" (the nearest is {close[0]!r})" if close else ""
+        raise ArgumentError("accountant", f"to be one of {', '.join(known)}{hint}", name)
+    module, _, attribute = reference.partition(":")
+    accountant: Accountant = getattr(importlib.import_module(module), attribute)(**arguments)
+    return accountant

@@ -1,0 +1,28 @@
+"""Simple composition: T steps of (ε', δ₀q) each are (Tε', Tqδ₀)-private (Dwork and Roth 2014, Theorem 3.16).
+
+With δ₀ = δ/(qT); ε₀ of the exact Gaussian mechanism at δ₀; ε' = ln(1 + q(e^ε₀ − 1)). At T = 1 and q = 1 it is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from accounting.base import Accountant, SubsampledGaussian
+from accounting.gaussian import amplified, exact_epsilon
+
+
+class Simple(Accountant):
+    """ε = Tε': what composition costs if nothing averages out."""
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
+        log_step_delta = math.log(delta) - math.log(q) - math.log(steps)
+        step = exact_epsilon(sigma, log_step_delta)
+        each = amplified(step, q)
+        return steps * each, {
+            "step": "exact",
+            "step_epsilon": step,
+            "step_delta": math.exp(min(0.0, log_step_delta)),
+            "amplified_epsilon": each,
+        }

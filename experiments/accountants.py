@@ -1,0 +1,38 @@
+"""ε against epochs, by each accountant: Figure 2 of Abadi et al. 2016 (q = 0.01, σ = 4, δ = 1e-5, up to 400 epochs).
+
+The paper's two curves are `moments` and `strong:published`. Beside them stand the bounds that are valid: `strong` and
+`simple`, with exact amplification, and `strong:exact`, with the exact Gaussian step too.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import EpsilonTrial
+
+SAMPLE_RATE = 0.01
+CURVES = ["simple", "strong", "strong:exact", "strong:published", "moments"]
+EPOCHS = [1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 350, 400]
+
+
+def curves(epochs: list[int]) -> list[EpsilonTrial]:
+    steps = [round(epoch / SAMPLE_RATE) for epoch in epochs]
+    return grid(EpsilonTrial, accountant=CURVES, steps=steps, sample_rate=SAMPLE_RATE, noise_multiplier=4.0, delta=1e-5)
+
+
+def cells(device: str) -> list[EpsilonTrial]:
+    """The same on every device: nothing is trained."""
+    return curves(EPOCHS)
+
+
+def smoke(device: str) -> list[EpsilonTrial]:
+    return curves([1, 100, 400])
+
+
+EXPERIMENT = Experiment(
+    name="accountants",
+    doc="ε against epochs by each accountant (Figure 2 of Abadi et al. 2016)",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("epsilon_epochs",),
+)

@@ -1,0 +1,144 @@
+"""The contract at the edges, for every accountant: no negative, NaN or wait, never less for more; errors that name."""
+
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accounting import ACCOUNTANTS, VARIANTS, Accountant, ArgumentError, NoAnswer, SubsampledGaussian, load_accountant
+
+NAMES = [*ACCOUNTANTS, *VARIANTS]
+every_accountant = pytest.mark.parametrize("name", NAMES)
+
+
+def answer(name, sigma, q, steps, delta):
+    return load_accountant(name).guarantee(SubsampledGaussian(sigma, q), steps=steps, delta=delta)
+
+
+def powers(low, high):
+    return st.floats(low, high).map(lambda exponent: 10.0**exponent)
+
+
+sigmas = st.one_of(powers(-3, 6), st.sampled_from([0.0, 5e-324, 1e-300, 1e-3, 0.5, 1e6, 1e300, math.inf]))
+rates = st.one_of(powers(-12, 0), st.sampled_from([0.0, 5e-324, 1e-12, 1 - 2**-53, 1.0]))
+counts = st.one_of(st.integers(0, 10**9), powers(0, 9).map(int), st.sampled_from([0, 1, 10**9, 10**300, 10**400]))
+deltas = st.one_of(powers(-300, 0), st.sampled_from([0.0, 5e-324, 1e-300, 1e-5, 0.5, 1 - 2**-53, 1.0]))
+
+
+@every_accountant
+@settings(max_examples=150, deadline=None)
+@given(sigma=sigmas, q=rates, steps=counts, delta=deltas)
+def test_a_number_everywhere_and_at_once(name, sigma, q, steps, delta):
+    got = answer(name, sigma, q, steps, delta)
+    assert got.epsilon >= 0  # which NaN is not
+    assert got.detail["seconds"] < 2
+    if q == 0 or steps == 0 or sigma == math.inf or delta == 1:
+        assert got.epsilon == 0
+    elif sigma == 0 or delta == 0:
+        assert got.epsilon == math.inf
+
+
+@every_accountant
+@settings(max_examples=80, deadline=None)
+@given(sigma=sigmas, q=rates, steps=counts, delta=deltas, more=st.floats(1, 100), data=st.data())
+def test_more_steps_more_sampling_less_noise_less_delta(name, sigma, q, steps, delta, more, data):
+    worse = {
+        "steps": (sigma, q, int(steps * Fraction(more)) + 1, delta),
+        "noise": (sigma / more, q, steps, delta),
+        "delta": (sigma, q, steps, delta / more),
+        "rate": (sigma, min(1.0, q * more), steps, delta),
+    }[data.draw(st.sampled_from(["steps", "noise", "delta", "rate"]))]
+    base = answer(name, sigma, q, steps, delta).epsilon
+    assert answer(name, *worse).epsilon >= base * (1 - 1e-12) - 1e-300  # below it floats lose digits
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta", "epsilon"),
+    [
+        (4.0, 0.0, 10, 1e-5, 0.0),
+        (4.0, 0.01, 0, 1e-5, 0.0),
+        (0.0, 0.0, 10, 0.0, 0.0),
+        (4.0, 0.01, 0, 0.0, 0.0),
+        (math.inf, 0.01, 10, 0.0, 0.0),
+        (4.0, 0.01, 10, 1.0, 0.0),
+        (0.0, 0.01, 10, 1.0, 0.0),
+        (0.0, 0.01, 10, 1e-5, math.inf),
+        (4.0, 0.01, 10, 0.0, math.inf),
+        (4.0, 0.01, 10**400, 1e-5, math.inf),
+    ],
+)
+def test_edges_say_why(name, sigma, q, steps, delta, epsilon):
+    got = answer(name, sigma, q, steps, delta)
+    assert got.epsilon == epsilon
+    assert got.detail["reason"]
+    assert (got.detail["sampling"], got.detail["adjacency"]) == ("poisson", "add_remove")
+
+
+@every_accountant
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta"),
+    [
+        *[(1e-3, 0.01, 10_000, 1e-5), (1e6, 0.01, 10_000, 1e-5), (1.0, 0.01, 10**9, 1e-5), (1.0, 1.0, 1000, 1e-5)],
+        *[(1.0, 1e-12, 1000, 1e-5), (1.0, 0.01, 1000, 1e-300), (1e-3, 1.0, 10**9, 1e-300)],
+    ],
+)
+def test_the_absurd_is_quick(name, sigma, q, steps, delta):
+    got = answer(name, sigma, q, steps, delta)
+    assert got.epsilon >= 0
+    assert got.detail["seconds"] < 0.5
+
+
+def test_little_noise_has_the_right_size():
+    """σ → 0 at q = 1: ε → T/2σ² + ... for simple and for the moments (λ = 1: T/σ² − ln δ)."""
+    assert answer("simple", 1e-3, 1.0, 1, 1e-5).epsilon == pytest.approx(0.5e6, rel=0.01)
+    assert answer("moments", 1e-3, 1.0, 10, 1e-5).epsilon == pytest.approx(1e7 - math.log(1e-5), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("sample_rate", 1.5, "in [0, 1], got 1.5"),
+        ("sample_rate", -0.1, "in [0, 1], got -0.1"),
+        ("sample_rate", math.nan, "in [0, 1], got nan"),
+        ("noise_multiplier", -1, "to be a number >= 0, got -1"),
+        ("noise_multiplier", "4", "to be a number >= 0, got '4'"),
+        ("noise_multiplier", True, "to be a number >= 0, got True"),
+        ("steps", 2.5, "to be a whole number >= 0, got 2.5"),
+        ("steps", -1, "to be a whole number >= 0, got -1"),
+        ("steps", math.inf, "to be a whole number >= 0, got inf"),
+        ("steps", math.nan, "to be a whole number >= 0, got nan"),
+        ("steps", None, "to be a whole number >= 0, got None"),
+        ("delta", -1e-5, "in [0, 1], got -1e-05"),
+        ("delta", 1.1, "in [0, 1], got 1.1"),
+        ("delta", math.nan, "in [0, 1], got nan"),
+        ("delta", 2**1024, f"in [0, 1], got {2**1024}"),
+        ("steps", -(2**1024), f"to be a whole number >= 0, got {-(2**1024)}"),
+    ],
+)
+def test_errors_name_the_argument_in_one_line(argument, value, expected):
+    good = {"noise_multiplier": 4.0, "sample_rate": 0.01, "steps": 10, "delta": 1e-5} | {argument: value}
+    with pytest.raises(ValueError) as error:
+        answer("moments", good["noise_multiplier"], good["sample_rate"], good["steps"], good["delta"])
+    assert str(error.value) == f"expected {argument} {expected}"
+    assert isinstance(error.value, ArgumentError)
+    assert error.value.argument == argument
+
+
+def test_numbers_of_any_make():
+    plain = answer("moments", 4.0, 0.5, 100, 1e-5).epsilon
+    assert answer("moments", np.float64(4), np.float32(0.5), np.int64(100), np.float64(1e-5)).epsilon == plain
+    assert answer("moments", 4, Fraction(1, 2), 100.0, 1e-5).epsilon == plain
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -4.33])
+def test_what_is_no_epsilon_is_not_given_out(wrong):
+    class Broken(Accountant):
+        def _inside(self, mechanism, steps, delta):
+            return wrong, {}
+
+    with pytest.raises(NoAnswer, match=rf"^no ε in \[0, inf\] but {wrong} at SubsampledGaussian.*$"):
+        Broken().epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)

@@ -1,0 +1,128 @@
+"""``dpbench epsilon``: rows, errors in one line, and nothing heavy imported."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+import accounting
+from accounting import Accountant
+from dpbench.cli import main
+
+POINT = ["--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "10000", "--delta", "1e-5"]
+
+
+def dpbench(*args, capsys):
+    code = main(["epsilon", *args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def point(**changes):
+    options = dict(zip(POINT[::2], POINT[1::2], strict=True))
+    options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return [word for item in options.items() for word in item]
+
+
+def test_json_rows(capsys):
+    code, out, err = dpbench(*POINT, "--format", "json", capsys=capsys)
+    rows = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [row["accountant"] for row in rows] == ["simple", "strong", "moments"]
+    assert all(set(row) == {"accountant", "epsilon", "kind", "detail"} for row in rows)
+    assert {row["kind"] for row in rows} == {"upper_bound"}
+    assert rows[2]["epsilon"] == pytest.approx(1.2586, abs=5e-5)
+    assert rows[2]["detail"]["order"] == 19
+    assert (rows[2]["detail"]["sampling"], rows[2]["detail"]["adjacency"]) == ("poisson", "add_remove")
+
+
+def test_chosen_accountants_in_the_order_asked(capsys):
+    chosen = ["--accountant", "strong:published", "--accountant", "moments", "--accountant", "moments"]
+    _, out, _ = dpbench(*POINT, *chosen, "--format", "json", capsys=capsys)
+    rows = json.loads(out)
+    assert [(row["accountant"], row["kind"]) for row in rows] == [
+        ("strong:published", "heuristic"),
+        ("moments", "upper_bound"),
+    ]
+
+
+def test_an_infinite_epsilon_is_a_string(capsys):
+    code, out, _ = dpbench(*point(delta="0"), "--format", "json", capsys=capsys)
+    assert code == 0
+    assert [row["epsilon"] for row in json.loads(out)] == ["inf"] * 3
+    code, out, _ = dpbench(*point(noise_multiplier="1e-3"), "--format", "json", capsys=capsys)
+    assert code == 0
+    json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+
+
+def test_table_states_setting_scheme_adjacency_and_kind(capsys):
+    code, out, _ = dpbench(*POINT, "--accountant", "moments", "--accountant", "strong:published", capsys=capsys)
+    assert code == 0
+    assert "Poisson sampling" in out and "adding or removing one record" in out
+    assert "10,000 steps" in out and "1e-05" in out
+    header, moments, published = out.splitlines()[-3:]
+    for line, kind in ((moments, "upper bound"), (published, "heuristic")):
+        assert line.index(kind) == header.index("kind")
+    assert "1.25858" in moments  # 1.2585747...: an upper bound is rounded up
+    assert "order=19" in moments and "no upper bound" in published
+
+
+def test_an_accountant_without_an_answer_leaves_the_others_theirs(capsys, monkeypatch):
+    class Broken(Accountant):
+        def _inside(self, mechanism, steps, delta):
+            return float("nan"), {}
+
+    monkeypatch.setattr(accounting, "Broken", Broken, raising=False)
+    monkeypatch.setitem(accounting.ACCOUNTANTS, "simple", ("accounting:Broken", "never answers"))
+    code, out, _ = dpbench(*POINT, "--format", "json", capsys=capsys)
+    simple, strong, moments = json.loads(out)
+    assert code == 0
+    assert simple["epsilon"] is None and "nan" in simple["detail"]["reason"]
+    assert strong["epsilon"] > moments["epsilon"] > 0
+    code, out, _ = dpbench(*POINT, capsys=capsys)
+    assert code == 0 and "1.25858" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_rate": "1.5"}, "expected --sample-rate in [0, 1], got 1.5"),
+        ({"sample_rate": "nan"}, "expected --sample-rate in [0, 1], got nan"),
+        ({"noise_multiplier": "-4"}, "expected --noise-multiplier to be a number >= 0, got -4"),
+        ({"noise_multiplier": "four"}, "expected --noise-multiplier to be a number, got 'four'"),
+        ({"steps": "2.5"}, "expected --steps to be a whole number >= 0, got 2.5"),
+        ({"steps": "-1"}, "expected --steps to be a whole number >= 0, got -1"),
+        ({"delta": "-1e-5"}, "expected --delta in [0, 1], got -1e-05"),
+        ({"delta": "2"}, "expected --delta in [0, 1], got 2"),
+        ({"delta": ""}, "expected --delta to be a number, got ''"),
+        ({"accountant": "momets"}, "got 'momets'; did you mean 'moments'?"),
+    ],
+)
+def test_what_a_person_mistyped_is_one_line(changes, message, capsys):
+    code, out, err = dpbench(*point(**changes), capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").endswith(message)
+
+
+def test_steps_in_any_notation(capsys):
+    answers = [dpbench(*point(steps=text), "--format", "json", capsys=capsys)[1] for text in ("10000", "1e4")]
+    assert len({json.loads(out)[2]["epsilon"] for out in answers}) == 1
+
+
+def test_quick_and_without_torch():
+    code = (
+        f"import sys; sys.argv = ['dpbench', 'epsilon', *{POINT!r}]\n"
+        "from dpbench.cli import main\ncode = main()\n"
+        "print(code, *sorted({'torch', 'pandas', 'matplotlib', 'scipy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+        assert done.stderr.split() == ["0"]
+    assert min(seconds) < 0.5
