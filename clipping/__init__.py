@@ -15,17 +15,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clipping.functions import ClipFunction, Flat
+    from clipping.functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
     from clipping.interface import Backend, ClippedGradient, Problem, UnsupportedModel
     from clipping.verification import Agreement, WrongGradient, compare
 
 __all__ = [
     "BACKENDS",
     "Agreement",
+    "Automatic",
     "Backend",
     "ClipFunction",
     "ClippedGradient",
     "Flat",
+    "GlobalBound",
+    "PerLayer",
     "Problem",
     "UnsupportedModel",
     "WrongGradient",
@@ -46,10 +49,13 @@ BACKENDS: dict[str, tuple[str, str]] = {
 
 _LAZY = {
     "Agreement": "clipping.verification",
+    "Automatic": "clipping.functions",
     "Backend": "clipping.interface",
     "ClipFunction": "clipping.functions",
     "ClippedGradient": "clipping.interface",
     "Flat": "clipping.functions",
+    "GlobalBound": "clipping.functions",
+    "PerLayer": "clipping.functions",
     "Problem": "clipping.interface",
     "UnsupportedModel": "clipping.interface",
     "WrongGradient": "clipping.verification",

@@ -19,16 +19,39 @@ class ClipFunction(Protocol):
 
     @property
     def sensitivity(self) -> float:
-        """An upper bound on ‖c(n)·g‖ over every g with ‖g‖ = n."""
+        """An upper bound on ‖c·g‖ over every gradient g."""
+        ...
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether each parameter has factors of its own."""
         ...
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """Norms [B] before clipping to factors c [B], of the same dtype."""
+        """Factors of the same shape and dtype: norms [B] of the whole gradient, or [L, B] of its layers."""
         ...
 
 
+class _Flat:
+    """What the functions of the whole gradient's norm share: C, the stabiliser, and sensitivity C."""
+
+    per_layer = False
+    max_grad_norm: float
+    stabiliser: float
+
+    def __post_init__(self) -> None:
+        if not self.max_grad_norm >= 0:
+            raise ValueError(f"expected max_grad_norm={self.max_grad_norm!r} >= 0")
+        if not 0 <= self.stabiliser < math.inf:
+            raise ValueError(f"expected stabiliser={self.stabiliser!r} >= 0 and finite")
+
+    @property
+    def sensitivity(self) -> float:
+        return float(self.max_grad_norm)
+
+
 @dataclass(frozen=True)
-class Flat:
+class Flat(_Flat):
     """Flat (Abadi) clipping: c_i = min(1, C / (‖g_i‖ + stabiliser)). (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 
     Formal guarantees: ‖c_i g_i‖ ≤ C for every finite g_i, hence `sensitivity` = C under add/remove adjacency.
@@ -49,20 +72,83 @@ class Flat:
     max_grad_norm: float
     stabiliser: float = 0.0
 
-    def __post_init__(self) -> None:
-        if not self.max_grad_norm >= 0:
-            raise ValueError(f"expected max_grad_norm={self.max_grad_norm!r} >= 0")
-        if not 0 <= self.stabiliser < math.inf:
-            raise ValueError(f"expected stabiliser={self.stabiliser!r} >= 0 and finite")
+    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        return _at_most(norms, self.max_grad_norm, self.stabiliser)
 
-    @property
-    def sensitivity(self) -> float:
-        return float(self.max_grad_norm)
+
+@dataclass(frozen=True)
+class Automatic(_Flat):
+    """Automatic clipping: every gradient is scaled to length C, c_i = C / (‖g_i‖ + γ). (Bu et al. 2022,
+    arXiv:2206.07136)
+
+    With γ = `stabiliser` = 0 this is AUTO-V; AUTO-S has γ > 0 (0.01 in the paper), which keeps small gradients small.
+
+    Formal guarantees: ‖c_i g_i‖ = C‖g_i‖ / (‖g_i‖ + γ) ≤ C, hence `sensitivity` = C. A zero gradient has factor 0 if
+    γ = 0. C must be finite: there is no ordinary training among these.
+    """
+
+    max_grad_norm: float
+    stabiliser: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_grad_norm == math.inf:
+            raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        if self.max_grad_norm == 0:
-            return norms * 0.0
+        factors = torch.full_like(norms, self.max_grad_norm) / (norms + self.stabiliser)
+        return torch.where(norms + self.stabiliser == 0, torch.zeros_like(norms), factors)
+
+
+@dataclass(frozen=True)
+class GlobalBound(_Flat):
+    """Global clipping: c_i = C/Z if ‖g_i‖ ≤ Z, else 0: small gradients keep their proportions. (Bu et al. 2021,
+    arXiv:2106.07830)
+
+    Formal guarantees: ‖c_i g_i‖ ≤ (C/Z)·Z = C, hence `sensitivity` = C. A norm that is not a number has factor 0.
+
+    Args:
+        max_grad_norm: C ≥ 0, finite.
+        bound: Z > 0, above which a sample is dropped.
+    """
+
+    max_grad_norm: float
+    bound: float
+    stabiliser: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.bound < math.inf:
+            raise ValueError(f"expected bound={self.bound!r} > 0 and finite")
         if self.max_grad_norm == math.inf:
-            return torch.ones_like(norms)
-        # number / tensor multiplies by a rounded reciprocal: a norm of exactly C would not get the factor 1
-        return (torch.full_like(norms, self.max_grad_norm) / (norms + self.stabiliser)).clamp(max=1.0)
+            raise ValueError("expected a finite max_grad_norm, got inf")
+
+    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        kept = norms + self.stabiliser <= self.bound
+        return kept.to(norms.dtype) * (self.max_grad_norm / self.bound)
+
+
+@dataclass(frozen=True)
+class PerLayer(_Flat):
+    """Per-layer clipping: each of the L trainable parameters (tensors) is clipped flat at C/√L. (McMahan et al. 2018,
+    arXiv:1710.06963)
+
+    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C/√L in each layer l, hence `sensitivity` = √(Σ_l C²/L) = C. Edges in each
+    layer as for `Flat`.
+    """
+
+    max_grad_norm: float
+    stabiliser: float = 0.0
+    per_layer = True
+
+    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        return _at_most(norms, self.max_grad_norm / math.sqrt(max(1, norms.shape[0])), self.stabiliser)
+
+
+def _at_most(norms: torch.Tensor, threshold: float, stabiliser: float) -> torch.Tensor:
+    if threshold == 0:
+        return norms * 0.0
+    if threshold == math.inf:
+        return torch.ones_like(norms)
+    # number / tensor multiplies by a rounded reciprocal: a norm of exactly C would not get the factor 1
+    return (torch.full_like(norms, threshold) / (norms + stabiliser)).clamp(max=1.0)

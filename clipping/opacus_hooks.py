@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipping.interface import Backend, ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.oracle import with_zeros
-from clipping.vmap import per_sample_norms, weighted_sum
+from clipping.samples import norms_and_factors, weighted_sum
 
 
 class OpacusHooks(Backend):
@@ -65,10 +65,9 @@ class OpacusHooks(Backend):
             self._wrapped.set_grad_sample_to_none()
             for name, p in parameters.items():
                 p.grad = before[name]
-        norms = per_sample_norms(list(grads.values()), losses)
-        factors = self.clip.factors(norms)
+        norms, factors = norms_and_factors(grads, parameters, self.clip, losses)
         # all per-sample gradients live until the last sum, as they do until DPOptimizer.zero_grad()
-        summed = {name: weighted_sum(factors, grad) for name, grad in grads.items()}
+        summed = {name: weighted_sum(factors[name], grad) for name, grad in grads.items()}
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
         return ClippedGradient(with_zeros(summed, parameters), norms, losses)
 

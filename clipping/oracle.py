@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from clipping.interface import Backend, ClippedGradient, Parameters, map_tensors, norm_dtype
+from clipping.samples import factors_by_name
 
 
 class Microbatch(Backend):
@@ -25,14 +26,15 @@ class Microbatch(Backend):
         for i in range(batch_size):
             sample, target = map_tensors(lambda x, i=i: x[i : i + 1], (inputs, targets))  # type: ignore[misc]
             loss = self.losses(sample, target, batch_size=1)
-            grads = gradients(loss.sum(), parameters)
-            norms.append(total_norm(grads))
-            factor = self.clip.factors(norms[-1][None])[0]
+            grads = with_zeros(gradients(loss.sum(), parameters), parameters)
+            layers = [torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype))[None] for g in grads.values()]
+            norm, factors = factors_by_name(torch.stack(layers), list(grads), self.clip) if layers else (None, {})
+            norms.append(loss.new_zeros(1, dtype=norm_dtype(loss.dtype)) if norm is None else norm)
             for name, grad in grads.items():
-                sums[name].addcmul_(grad, factor.to(grad.dtype))
+                sums[name].addcmul_(grad, factors[name][0].to(grad.dtype))
             losses.append(loss.detach())
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
-        return ClippedGradient(sums, torch.stack(norms), torch.cat(losses))
+        return ClippedGradient(sums, torch.cat(norms), torch.cat(losses))
 
 
 class NonPrivate(Backend):
@@ -62,9 +64,3 @@ def gradients(loss: torch.Tensor, parameters: Parameters) -> dict[str, torch.Ten
 def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
     """`grads` in the order of `parameters`, zeros where the loss did not depend on one."""
     return {name: grads[name] if name in grads else torch.zeros_like(p) for name, p in parameters.items()}
-
-
-def total_norm(grads: dict[str, torch.Tensor]) -> torch.Tensor:
-    """‖g‖ over all parameters together, a scalar tensor accumulated in float32 or wider."""
-    parts = [torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype)) for g in grads.values()]
-    return torch.linalg.vector_norm(torch.stack(parts)) if parts else torch.zeros(())

@@ -14,8 +14,8 @@ from clipping.interface import (
     Parameters,
     forward,
     map_tensors,
-    norm_dtype,
 )
+from clipping.samples import norms_and_factors, weighted_sum
 
 
 class Vmap(Backend):
@@ -40,11 +40,8 @@ class Vmap(Backend):
             grads, losses = per_sample(trainable, inputs, targets)
         except RuntimeError as error:
             raise self.blamed(error, "torch.func.vmap cannot trace it", inputs, targets) from error
-        norms = per_sample_norms(list(grads.values()), losses)
-        factors = self.clip.factors(norms)
-        summed = {}
-        for name in list(grads):
-            summed[name] = weighted_sum(factors, grads.pop(name))
+        norms, factors = norms_and_factors(grads, parameters, self.clip, losses)
+        summed = {name: weighted_sum(factors[name], grads.pop(name)) for name in list(grads)}
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
         return ClippedGradient(summed, norms, losses)
 
@@ -69,17 +66,3 @@ class _Caller(torch.nn.Module):
 
     def forward(self, inputs: Any) -> Any:
         return forward(self.model, inputs)
-
-
-def per_sample_norms(grads: list[Tensor], like: Tensor) -> Tensor:
-    """[B] norms over all parameters together from per-sample gradients [B, *shape], in float32 or wider."""
-    dtype = norm_dtype(like.dtype)
-    if not grads:
-        return torch.zeros(like.shape[0], dtype=dtype, device=like.device)
-    parts = [torch.linalg.vector_norm(g.reshape(g.shape[0], -1), dim=1, dtype=norm_dtype(g.dtype)) for g in grads]
-    return torch.linalg.vector_norm(torch.stack(parts), dim=0)
-
-
-def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
-    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]."""
-    return torch.tensordot(factors.to(grad.dtype), grad, dims=1)

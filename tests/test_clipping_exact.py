@@ -8,7 +8,17 @@ from cases import CASES, NOT_FOR, Case, cross_entropy, images
 from torch import nn
 
 import clipping.rules.base
-from clipping import BACKENDS, Flat, UnsupportedModel, WrongGradient, compare, load_backend
+from clipping import (
+    BACKENDS,
+    Automatic,
+    Flat,
+    GlobalBound,
+    PerLayer,
+    UnsupportedModel,
+    WrongGradient,
+    compare,
+    load_backend,
+)
 
 TOLERANCE = 1e-9
 PRIVATE = [name for name in BACKENDS if name not in ("nonprivate", "microbatch")]
@@ -77,6 +87,45 @@ def test_exact_in_blocks(case: str, backend: str, monkeypatch):
     """The same with a workspace so small that samples and Gram rows are treated one at a time."""
     monkeypatch.setattr(clipping.rules.base, "WORKSPACE", 64)
     test_exact(next(c for c in CASES if c.name == case), backend)
+
+
+@pytest.mark.parametrize("backend", PRIVATE)
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in NOT_FOR["opacus_hooks"]], ids=lambda c: c.name)
+def test_exact_per_layer(case: Case, backend: str):
+    """Each parameter clipped by its own norm: a use, a route and a weighted gradient at a time."""
+    model, inputs, targets, loss_fn = case.make()
+    norms = load_backend("microbatch")(model, loss_fn)(inputs, targets).norms
+    clip = PerLayer(float(norms.median()))
+    oracle = load_backend("microbatch")(model, loss_fn, clip=clip)(inputs, targets)
+    with load_backend(backend)(model, loss_fn, clip=clip) as b:
+        agreement = compare(b(inputs, targets), oracle)
+    assert agreement.within(TOLERANCE), agreement
+
+
+@pytest.mark.parametrize("backend", PRIVATE)
+@pytest.mark.parametrize(
+    "clip", [Automatic(0.5), Automatic(0.5, stabiliser=0.01), GlobalBound(0.5, bound=1.0)], ids=str
+)
+def test_exact_with_every_clipping_function(clip, backend: str):
+    model, x, y, loss = images(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+    oracle = load_backend("microbatch")(model, loss, clip=clip)(x, y)
+    with load_backend(backend)(model, loss, clip=clip) as b:
+        assert compare(b(x, y), oracle).within(TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", PRIVATE)
+@pytest.mark.parametrize("clip", [Flat(0.5), Automatic(0.5), GlobalBound(0.5, bound=1.0), PerLayer(0.5)], ids=str)
+def test_removing_a_sample_moves_the_sum_by_no_more_than_the_sensitivity(clip, backend: str):
+    """The black-box property that privacy rests on: nothing here knows how the backend works."""
+    model, x, y, loss = images(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+    x[0] *= 100
+    with load_backend(backend)(model, loss, clip=clip) as b:
+        whole = b(x, y).grads
+        for left_out in range(len(x)):
+            keep = [i for i in range(len(x)) if i != left_out]
+            rest = b(x[keep], y[keep]).grads
+            moved = torch.stack([(whole[n] - rest[n]).norm() for n in whole]).norm()
+            assert moved <= clip.sensitivity * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("backend", PRIVATE)

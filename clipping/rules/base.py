@@ -72,6 +72,14 @@ class Rule(ABC):
         route = self._ghost if ghost else self._instantiated
         return torch.cat([route(g, samples) for samples in blocks(self.samples(g), size)])
 
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""
+        total = torch.zeros_like(self.parameter, memory_format=torch.contiguous_format)
+        for samples in blocks(self.samples(g), self.instantiated_bytes(g)):
+            gradient = self.instantiate(g, samples)
+            total += torch.tensordot(factors[samples].to(gradient.dtype), gradient, dims=1)
+        return total
+
     def samples(self, g: Tensor) -> int:
         """B, from the output's gradient."""
         return g.shape[0] // self.fold

@@ -60,10 +60,18 @@ class ConvolutionWeight(Rule):
             return torch.bmm(g, x.transpose(1, 2)).view(count, *self.parameter.shape)
         folded_x = x.reshape(1, count * x.shape[1], *x.shape[2:])
         folded_g = g.reshape(1, count * g.shape[1], *g.shape[2:])
-        shape = (count * self.parameter.shape[0], *self.parameter.shape[1:])
-        gradient = torch.ops.aten.convolution_backward(
-            folded_g,
-            folded_x,
+        return self._weight_gradient(folded_x, folded_g, count).view(count, *self.parameter.shape)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        factors = factors.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
+        return self._weight_gradient(self.x.to(g.dtype), g * factors, 1)
+
+    def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
+        """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
+        shape = (fold * self.parameter.shape[0], *self.parameter.shape[1:])
+        return torch.ops.aten.convolution_backward(
+            g,
+            x,
             g.new_empty(shape),  # only its shape is read: the weight itself is needed for the input's gradient alone
             None,
             self.stride,
@@ -71,10 +79,9 @@ class ConvolutionWeight(Rule):
             self.dilation,
             False,
             [0] * len(self.stride),
-            count * self.groups,
+            fold * self.groups,
             [False, True, False],
         )[1]
-        return gradient.view(count, *self.parameter.shape)
 
     def ghost_bytes(self, g: Tensor) -> int:
         patches = self.positions * (self.inputs + self.outputs) * self.groups
@@ -112,6 +119,10 @@ class TransposedConvolutionWeight(ConvolutionWeight):
 
     def instantiate(self, g: Tensor, samples: slice) -> Tensor:
         return self._swapped(g).instantiate(self.x.to(g.dtype), samples)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        factors = factors.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
+        return self._swapped(g)._weight_gradient(g * factors, self.x.to(g.dtype), 1)
 
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
         return self._swapped(g)._ghost(self.x.to(g.dtype), samples)

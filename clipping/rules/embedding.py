@@ -39,6 +39,11 @@ class EmbeddingWeight(Rule):
         rows = g.new_zeros(ids.shape[0], *self.parameter.shape)
         return rows.scatter_add_(1, ids[:, :, None].expand_as(g), g)
 
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        ids, g = self._positions(g, slice(0, self.samples(g)))
+        g = g * factors[:, None, None].to(g.dtype)
+        return torch.zeros_like(self.parameter).index_add_(0, ids.flatten(), g.flatten(0, 1))
+
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
         ids, g = self._positions(g, samples)
         return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :])

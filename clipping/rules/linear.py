@@ -35,6 +35,11 @@ class LinearWeight(Rule):
         a, g = self.pairs(g, samples)
         return torch.bmm(a.transpose(1, 2), g) if self.transposed else torch.bmm(g.transpose(1, 2), a)
 
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        a, g = self.pairs(g, slice(0, self.samples(g)))
+        a, g = a.flatten(0, 1), (g * factors[:, None, None].to(g.dtype)).flatten(0, 1)
+        return a.t() @ g if self.transposed else g.t() @ a
+
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
             return None
