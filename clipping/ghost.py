@@ -1,36 +1,42 @@
-"""Two backward passes: one for the norms, one for the gradient of Σ_i c_i ℓ_i.
+"""The backends on the tape: one machine with two switches, how a norm is found and how the weighted gradient is formed.
 
-The first pass computes activation gradients only; at each use of a parameter its squared norms are found and added up,
-by Gram matrices (ghost norm) or from the instantiated per-sample gradient. The second is an ordinary backward pass with
-each sample's loss multiplied by its factor, which treats c as a constant. (Li et al. 2021, arXiv:2110.05679; for
-convolutions and the mixed rule Bu et al. 2022, arXiv:2205.10683, Algorithm 1)
+                        every gradient instantiated   every Gram matrix   the better of the two
+    two passes          FastGradClip                  Ghost               MixedGhost
+    book-keeping                                      BkGhost             BkMixed
+
+*Two passes*: a backward pass of activation gradients only, for the norms; then an ordinary one of Σ_i c_i ℓ_i.
+Kifer 2020, arXiv:2009.03106; Li et al. 2021, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683, Algorithm 1)
+
+*Book-keeping*: ordinary training spends T·p·d on the forward pass, on the activation gradients and on the weight
+gradients each. So does this: no second pass, and Σ_i c_i g_iᵀa_i is formed once, by the library's own kernels, from
+what the one backward pass left. What is left to pay is the norms. (Bu et al. 2022, arXiv:2210.00038, Algorithm 1)
 
 With per-layer clipping each parameter has factors of its own, which no weighting of the losses can express: then the
-weighted gradient is formed where the norm is found, and there is no second pass.
+weighted gradient is formed where the norm is found, in all of them alike.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from clipping.interface import Backend, ClippedGradient, Parameters, Problem, UnsupportedModel
-from clipping.norms import LayerNorms, Norms
-from clipping.oracle import gradients, with_zeros
+from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
+from clipping.oracle import with_zeros
 from clipping.rules import Refused, Rule
 from clipping.tape import Tape, unrecorded
 
 
-class TwoPass(Backend):
-    """The machine under `FastGradClip`, `Ghost` and `MixedGhost`, which differ in the route of a norm alone."""
+class TapeBackend(Backend):
+    """Forward under the tape, one backward pass of activation gradients, and `norms` to take what arrives."""
 
+    norms: ClassVar[type[Norms]] = TwoPasses
     _graph_checked = False
 
     @abstractmethod
-    def by_ghost(self, rule: Rule) -> bool:
+    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
         """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
@@ -39,25 +45,16 @@ class TwoPass(Backend):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)
             self._refuse(tape, losses, parameters)
-            norms = self._norms(tape, losses, parameters)
-            tape.backward(losses, norms.arrived)
+            kind = LayerByLayer if self.clip.per_layer else self.norms
+            norms = kind(self.by_ghost, tape.counts, losses, parameters, self.clip)
+            tape.backward(losses, norms.arrived, retain_graph=kind.second_pass)
         except Refused as refused:  # found out only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
         finally:
             tape.close()
-        with torch.no_grad():  # the factors are constants of the second pass
-            total = norms.total()
-        if isinstance(norms, LayerNorms):
-            grads = norms.grads
-        else:
-            factors = self.clip.factors(total)
-            grads = gradients((factors.to(losses.dtype) * losses).sum(), parameters)
-        self.coverage = norms.coverage(parameters)
+        total, grads = norms.finish()
+        self.coverage = norms.coverage()
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
-
-    def _norms(self, tape: Tape, losses: Tensor, parameters: Parameters) -> Norms:
-        kind = LayerNorms if self.clip.per_layer else Norms
-        return kind(self.by_ghost, tape.counts, losses, parameters, self.clip)
 
     def _refuse(self, tape: Tape, losses: Tensor, parameters: Parameters) -> None:
         problems = tape.problems
@@ -68,28 +65,25 @@ class TwoPass(Backend):
             raise UnsupportedModel(self.name, dict.fromkeys(problems))
 
 
-class FastGradClip(TwoPass):
-    """Every per-sample gradient instantiated, one use at a time, and let go once its norm is known.
-
-    (Lee and Kifer 2020, arXiv:2009.03106)
-    """
+class FastGradClip(TapeBackend):
+    """Every per-sample gradient instantiated, one use at a time, and let go once its norm is known."""
 
     name = "fastgradclip"
 
-    def by_ghost(self, rule: Rule) -> bool:
+    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
         return False
 
 
-class Ghost(TwoPass):
+class Ghost(TapeBackend):
     """Ghost norm wherever a use has one: weights of linear layers, convolutions and embeddings."""
 
     name = "ghost"
 
-    def by_ghost(self, rule: Rule) -> bool:
+    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
         return True
 
 
-class MixedGhost(TwoPass):
+class MixedGhost(TapeBackend):
     """Ghost norm where it takes less space than the gradient: 2T² ≤ pd. (arXiv:2205.10683, equation 4.1)
 
     With groups there are as many Gram pairs as groups, and as many blocks of p·d entries: the rule is the same.
@@ -97,5 +91,27 @@ class MixedGhost(TwoPass):
 
     name = "mixed_ghost"
 
-    def by_ghost(self, rule: Rule) -> bool:
+    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
         return 2 * rule.positions**2 <= rule.inputs * rule.outputs
+
+
+class BkGhost(Ghost):
+    """Book-keeping with the ghost norm wherever a use has one."""
+
+    name = "bk_ghost"
+    norms = Book
+
+
+class BkMixed(MixedGhost):
+    """Book-keeping with the cheaper of the two norms: by time, where what is instantiated can also be kept.
+
+    A kept gradient saves the weight gradient that forming it cost; one that is too large to keep is formed for its norm
+    alone. The ghost norm costs its Gram matrices, always.
+    """
+
+    name = "bk_mixed"
+    norms = Book
+
+    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
+        ghost, instantiated = rule.norm_costs(g)
+        return ghost <= instantiated

@@ -1,4 +1,8 @@
-"""Norms from the uses of parameters, as their gradients arrive in the backward pass.
+"""What becomes of the uses of parameters, as their gradients arrive in the backward pass: norms, and the clipped sum.
+
+    TwoPasses     norms only; the sum by a second, ordinary backward pass of Σ_i c_i ℓ_i
+    Book          norms, and what the sum needs is kept until the factors are known
+    LayerByLayer  per-layer clipping: the factors of a parameter are known at once, and so is its sum
 
 Several uses of one parameter add up *before* the norm: ‖Σ_k u_k‖² = Σ_k ‖u_k‖² + 2 Σ_{k<l} <u_k, u_l>, by Gram matrices
 where each pair has them (a tied embedding and head, a linear layer called twice), else instantiated and added.
@@ -6,15 +10,18 @@ where each pair has them (a tied embedding and head, a linear layer called twice
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
+from clipping.oracle import gradients
 from clipping.rules import Rule
 from clipping.rules.base import blocks, sum_of_squares
 from clipping.samples import weighted_sum
@@ -22,75 +29,65 @@ from clipping.sources import Source
 from clipping.tape import Use
 
 
-class Norms:
-    """Adds up squared norms [B] as the gradients arrive, and what several uses of a parameter must share first."""
+class Norms(ABC):
+    """Adds up squared norms [B], and what several uses of a parameter must share first.
+
+    Args:
+        by_ghost: is this rule's norm found by Gram matrices (asked only where it has them)?
+        counts: parameter name -> number of uses.
+        losses: [B], with their graph.
+        parameters: the trainable parameters by name.
+        clip: the clipping function.
+    """
+
+    second_pass: ClassVar[bool] = False
 
     def __init__(
         self,
-        by_ghost: Callable[[Rule], bool],
+        by_ghost: Callable[[Rule, Tensor], bool],
         counts: Counter[str],
         losses: Tensor,
         parameters: Parameters,
         clip: ClipFunction,
     ) -> None:
-        self._by_ghost, self._counts, self._parameters, self._clip = by_ghost, counts, parameters, clip
+        self._by_ghost, self._counts, self._losses = by_ghost, counts, losses
+        self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
         self._sums: dict[str, Tensor] = {}
-        self._kept: dict[str, list[tuple[Rule, Tensor]]] = {}
         self._routes: dict[str, str] = {}
 
     def arrived(self, use: Use, g: Tensor) -> None:
+        """Take the gradient of a use's output, [B·k, ...]."""
         for source, rule in use.rules:
             alone = all(self._counts[name] == 1 for name in source.parameters)
-            ghost = source.rearranged and rule.has_ghost and self._by_ghost(rule)
+            ghost = source.rearranged and rule.has_ghost and self._by_ghost(rule, g)
             for name in source.parameters:
                 self._routes[name] = "fallback" if rule.is_fallback else "ghost" if ghost else "instantiated"
-            if alone and source.rearranged:
-                self._squares += rule.squared_norms(g, ghost=ghost).to(self._squares)
-            elif alone:
-                self._squares += self._pulled_back(source, rule, g)
-            elif ghost and source.is_parameter:
-                self._kept.setdefault(next(iter(source.parameters)), []).append((rule, g))
+            if alone:
+                self._single(source, rule, g, ghost)
             else:
-                self._add(source, rule, g)
+                self._several(source, rule, g, ghost and source.is_parameter)
 
-    def total(self) -> Tensor:
-        """‖g_i‖, [B]."""
-        for name, kept in self._kept.items():
-            squares = self._pairwise(kept) if name not in self._sums else None
-            if squares is not None:
-                self._squares += squares
-            else:
-                for rule, g in kept:
-                    self._accumulate(name, rule.instantiate(g, slice(0, rule.samples(g))))
-                self._routes[name] = "instantiated"
-        for gradient in self._sums.values():
-            self._squares += sum_of_squares(gradient).to(self._squares)
-        self._kept.clear()
-        self._sums.clear()
-        return self._squares.clamp_(min=0).sqrt()
+    @abstractmethod
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """‖g_i‖ [B], and parameter name -> Σ_i c_i g_i for those that the loss depends on."""
 
-    def coverage(self, parameters: Parameters) -> dict[str, float]:
+    def coverage(self) -> dict[str, float]:
         """Share of the parameters by the route of their norm; those that the loss did not reach cost nothing."""
         shares = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
-        total = sum(p.numel() for p in parameters.values()) or 1
-        for name, p in parameters.items():
+        total = sum(p.numel() for p in self._parameters.values()) or 1
+        for name, p in self._parameters.items():
             shares[self._routes.get(name, "instantiated")] += p.numel() / total
         return shares
 
-    def _pairwise(self, kept: list[tuple[Rule, Tensor]]) -> Tensor | None:
-        squares = torch.zeros_like(self._squares)
-        for i, (rule, g) in enumerate(kept):
-            squares += rule.squared_norms(g, ghost=True).to(squares)
-            for other, other_g in kept[:i]:
-                product = rule.inner(g, other, other_g)
-                product = other.inner(other_g, rule, g) if product is None else product
-                if product is None:
-                    return None
-                squares += 2 * product.to(squares)
-        return squares
+    @abstractmethod
+    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+        """The only use of its parameters: its norm is theirs."""
 
-    def _pulled_back(self, source: Source, rule: Rule, g: Tensor) -> Tensor:
+    def _squared_norms(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> Tensor:
+        """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them."""
+        if source.rearranged:
+            return rule.squared_norms(g, ghost=ghost).to(self._squares)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
         parts = []
         for samples in blocks(rule.samples(g), size):
@@ -98,45 +95,132 @@ class Norms:
             parts.append(torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0))
         return torch.cat(parts).to(self._squares)
 
-    def _add(self, source: Source, rule: Rule, g: Tensor) -> None:
+    def _several(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+        """One of several uses of some parameter: per-sample gradients add up."""
         for name, gradient in source.pull_back(rule.instantiate(g, slice(0, rule.samples(g)))).items():
-            self._accumulate(name, gradient)
+            self._add(name, gradient)
 
-    def _accumulate(self, name: str, gradient: Tensor) -> None:
+    def _add(self, name: str, gradient: Tensor) -> None:
         self._sums[name] = gradient + self._sums[name] if name in self._sums else gradient
 
 
-class LayerNorms(Norms):
-    """Per-layer clipping: as soon as a parameter's norms are known, so are its factors and its weighted gradient.
+class _WholeNorms(Norms):
+    """The norm of the whole gradient; uses that share a parameter are kept for its end."""
 
-    Attributes:
-        grads: parameter name -> Σ_i c_i g_i.
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._pairs: dict[str, list[tuple[Rule, Tensor]]] = {}
+
+    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+        self._squares += self._squared_norms(source, rule, g, ghost)
+
+    def _several(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+        if ghost:
+            self._pairs.setdefault(next(iter(source.parameters)), []).append((rule, g))
+        else:
+            super()._several(source, rule, g, ghost)
+
+    def _total(self) -> Tensor:
+        """‖g_i‖ [B]; afterwards `_pairs` holds what was paired and `_sums` what was instantiated."""
+        for name in list(self._pairs):
+            squares = self._pairwise(self._pairs[name]) if name not in self._sums else None
+            if squares is not None:
+                self._squares += squares
+                continue
+            for rule, g in self._pairs.pop(name):
+                self._add(name, rule.instantiate(g, slice(0, rule.samples(g))))
+            self._routes[name] = "instantiated"
+        for gradient in self._sums.values():
+            self._squares += sum_of_squares(gradient).to(self._squares)
+        return self._squares.clamp_(min=0).sqrt()
+
+    def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:
+        squares = torch.zeros_like(self._squares)
+        for i, (rule, g) in enumerate(uses):
+            squares += rule.squared_norms(g, ghost=True).to(squares)
+            for other, other_g in uses[:i]:
+                product = rule.inner(g, other, other_g)
+                product = other.inner(other_g, rule, g) if product is None else product
+                if product is None:
+                    return None
+                squares += 2 * product.to(squares)
+        return squares
+
+
+class TwoPasses(_WholeNorms):
+    """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant."""
+
+    second_pass = True
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            total = self._total()
+            factors = self._clip.factors(total)
+        self._pairs.clear()
+        self._sums.clear()
+        return total, gradients((factors.to(self._losses.dtype) * self._losses).sum(), self._parameters)
+
+
+class Book(_WholeNorms):
+    """The norms, and beside them what Σ_i c_i g_i will be formed from, one entry a use.
+
+    An entry is the per-sample gradients, where they were instantiated for the norm anyway and take no more space than
+    the input and the output gradient (a, g) that they were made of; else these.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.grads: dict[str, Tensor] = {}
+        self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
 
-    def arrived(self, use: Use, g: Tensor) -> None:
-        for source, rule in use.rules:
-            ghost = source.rearranged and rule.has_ghost and self._by_ghost(rule)
-            alone = all(self._counts[name] == 1 for name in source.parameters)
-            for name in source.parameters:
-                self._routes[name] = "fallback" if rule.is_fallback else "ghost" if ghost and alone else "instantiated"
-            if alone and source.rearranged:
-                factors = self._factors(rule.squared_norms(g, ghost=ghost))
-                self.grads |= {n: x[0] for n, x in source.pull_back(rule.weighted(g, factors)[None]).items()}
-            else:
-                self._add(source, rule, g)
+    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+        if ghost or not source.rearranged or not rule.is_kept(g):
+            super()._single(source, rule, g, ghost)
+            self._entries.append((source, partial(rule.weighted, g)))
+        else:
+            gradient = rule.instantiate(g, slice(0, rule.samples(g)))
+            self._squares += sum_of_squares(gradient).to(self._squares)
+            self._entries.append((source, partial(_weighted_sum_of, gradient)))
 
-    def total(self) -> Tensor:
-        for name, gradient in self._sums.items():
-            self.grads[name] = weighted_sum(self._factors(sum_of_squares(gradient)), gradient)
-        self._sums.clear()
-        return self._squares.sqrt()
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            total = self._total()
+            factors = self._clip.factors(total)
+            grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
+            for name in list(self._pairs):
+                grads[name] = torch.stack([rule.weighted(g, factors) for rule, g in self._pairs.pop(name)]).sum(0)
+            while self._entries:
+                source, weigh = self._entries.pop()
+                grads |= {name: x[0] for name, x in source.pull_back(weigh(factors)[None]).items()}
+        return total, grads
+
+
+class LayerByLayer(Norms):
+    """Per-layer clipping: as soon as a parameter's norms are known, so are its factors and its weighted gradient."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._grads: dict[str, Tensor] = {}
+
+    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+        if not source.rearranged:  # each of its parameters has factors of its own
+            return self._several(source, rule, g, ghost)
+        factors = self._factors(self._squared_norms(source, rule, g, ghost))
+        self._grads |= {name: x[0] for name, x in source.pull_back(rule.weighted(g, factors)[None]).items()}
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            for name, gradient in self._sums.items():
+                self._grads[name] = weighted_sum(self._factors(sum_of_squares(gradient)), gradient)
+                self._routes[name] = "instantiated" if self._routes[name] == "ghost" else self._routes[name]
+            self._sums.clear()
+            return self._squares.sqrt(), self._grads
 
     def _factors(self, squares: Tensor) -> Tensor:
         squares = squares.to(self._squares)
         self._squares += squares
         layers = squares.sqrt().expand(len(self._parameters), -1)  # a layer's factors depend on its own norms and on L
         return self._clip.factors(layers)[0]
+
+
+def _weighted_sum_of(gradient: Tensor, factors: Tensor) -> Tensor:
+    return weighted_sum(factors, gradient)

@@ -97,15 +97,17 @@ class Tape(TorchFunctionMode):
                 return self._mark(func, func(*args, **kwargs), data)
         return self._mark(func, self._use(func, args, kwargs, sources, data), data)
 
-    def backward(self, losses: Tensor, arrival: Arrival) -> None:
+    def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
 
-        The graph is kept for a second pass; the hooks are gone when this returns.
+        The hooks are gone when this returns; the graph too, unless `retain_graph` keeps it for a second pass.
         """
         self._arrival = arrival
         try:
             if self._anchors and losses.requires_grad:
-                torch.autograd.grad(losses.sum(), list(self._anchors.values()), retain_graph=True, allow_unused=True)
+                torch.autograd.grad(
+                    losses.sum(), list(self._anchors.values()), retain_graph=retain_graph, allow_unused=True
+                )
         finally:
             self.close()
 

@@ -88,6 +88,18 @@ class Rule(ABC):
         """Where the rows of these samples are in the output."""
         return slice(samples.start * self.fold, samples.stop * self.fold)
 
+    def is_kept(self, g: Tensor) -> bool:
+        """Whether the instantiated gradients of the whole batch are small enough to keep until the factors are known.
+
+        They replace the output's gradient, which would be kept instead.
+        """
+        return self.samples(g) * self.instantiated_bytes(g) <= max(WORKSPACE, g.numel() * g.element_size())
+
+    def norm_costs(self, g: Tensor) -> tuple[float, float]:
+        """Multiplications that one sample's norm adds to training, if its gradient is kept: (ghost, instantiated)."""
+        pairs = self.positions**2 * (self.inputs + self.outputs) * self.groups
+        return pairs, 0.0 if self.is_kept(g) else self.positions * self.parameter.numel()
+
     def instantiated_bytes(self, g: Tensor) -> int:
         """Workspace that one sample's gradient takes."""
         return self.parameter.numel() * g.element_size()
