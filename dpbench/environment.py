@@ -1,0 +1,258 @@
+"""Where a run took place: what must be known to read its numbers, and to tell whether two of them can be compared.
+
+The parent reads what it can without torch (`host_facts`); what only torch knows, a process of its own is asked for
+(`TorchFacts`, run like a trial), so that the parent never takes a CUDA context.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpbench import __version__
+from dpbench.errors import UsageError
+from dpbench.forked import available_cpus
+from dpbench.isolation import Answer, Isolation
+from dpbench.outcome import Outcome
+from dpbench.store import utc_now
+from dpbench.trials import Trial
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICES = ("auto", "cpu", "cuda")
+_PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
+_VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "KMP_", "MKL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_", "MALLOC_")
+_GPU_STATE = (
+    "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw,utilization.gpu,memory.used"
+)
+#: What the process that measures is told of the device: to number GPUs as nvidia-smi does, to look without touching.
+SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFacts(Trial):
+    """What torch says of itself and of `device`; run as a trial, recorded as part of the environment."""
+
+    kind: ClassVar[str] = "facts"
+    body: ClassVar[str] = f"{__name__}:torch_facts"
+    device: str
+    timeout: float = 300.0
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",)
+
+
+def torch_facts(trial: TorchFacts) -> dict[str, Any]:
+    """The body of `TorchFacts`; takes a CUDA context if `device` is cuda and there is one."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cuda_build": torch.version.cuda,
+        "cuda_available": torch.cuda.is_available(),
+    }
+    if trial.device == "cuda" and facts["cuda_available"]:
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "device_name": properties.name,
+            "device_memory": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "cudnn": torch.backends.cudnn.version(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "cudnn_deterministic": torch.backends.cudnn.deterministic,
+            "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+            "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        }
+    return facts
+
+
+def gather(device: str, isolation: Isolation, *, with_torch: bool = True) -> dict[str, Any]:
+    """The environment of a run on `device` ("cpu" or "cuda"); `with_torch`: of one that uses torch.
+
+    Raises:
+        UsageError: cuda is asked for, and torch finds none; or torch cannot be used at all.
+    """
+    facts = host_facts(device)
+    return facts | _checked(device, isolation.run(TorchFacts(device=device))) if with_torch else facts
+
+
+def _checked(device: str, answer: Answer) -> dict[str, Any]:
+    if answer.outcome is not Outcome.OK or answer.result is None:
+        reason = (answer.evidence or str(answer.outcome)).splitlines()[-1]
+        raise UsageError(f"a torch that can be used on {device}", reason)
+    if device == "cuda" and not answer.result["cuda_available"]:
+        build = answer.result["cuda_build"] or "no CUDA"
+        raise UsageError(f"a CUDA device that torch {answer.result['torch']} (built for {build}) can use", "none")
+    return answer.result
+
+
+def host_facts(device: str) -> dict[str, Any]:
+    """What can be known without torch."""
+    facts: dict[str, Any] = {
+        "utc": utc_now(),
+        "dpbench": __version__,
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "device": device,
+        "device_name": device_name(device),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "cpus_available": available_cpus(),
+        "memory_total": _memory_total(),
+        "load_average": os.getloadavg()[0],
+        "cpu_governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_khz": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"),
+        "torch": version_of("torch"),
+        "packages": {name: version_of(name) for name in _PACKAGES},
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+    }
+    facts["git_sha"], facts["git_dirty"] = _git()
+    if device == "cuda":
+        facts["driver"] = _nvidia_smi("--query-gpu=driver_version")
+        facts["gpu_state"] = dict(zip(_GPU_STATE.split(","), _nvidia_smi(f"--query-gpu={_GPU_STATE}"), strict=False))
+        facts["gpu_processes"] = _nvidia_smi("--query-compute-apps=pid,used_memory")
+    return facts
+
+
+def resolve_device(asked: str) -> str:
+    """ "cpu" or "cuda" for "auto", by what lies in /proc: at once, and without touching the device.
+
+    Raises:
+        UsageError: cuda is asked for, and there is no GPU.
+    """
+    found = _gpu_name() is not None
+    if asked == "cuda" and not found:
+        raise UsageError("a CUDA device on this machine for --device cuda (try --device cpu)", "none")
+    return "cuda" if asked != "cpu" and found else "cpu"
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the CPU's with the number of CPUs that may be used: "AMD EPYC, 2 CPUs"."""
+    return (_gpu_name() or "unknown GPU") if device == "cuda" else f"{_cpu_name()}, {available_cpus()} CPUs"
+
+
+def device_label(environment: Mapping[str, Any]) -> str:
+    """What the figures of a device are named after, and its records kept together by: "cpu AMD EPYC, 2 CPUs"."""
+    return f"{environment['device']} {environment['device_name']}"
+
+
+def fingerprint(trial: Trial, device: str) -> str:
+    """16 hex digits over what makes a measurement of this trial another one.
+
+    The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have the
+    same CPU's name), and the versions of the libraries it uses.
+    """
+    files = list(trial.sources)
+    for name in (type(trial).__module__, str(getattr(trial, "model", "")).rpartition(":")[0]):
+        if name.endswith(".py"):
+            files.append(str(Path(name).resolve()))
+    libraries = {"torch", *(module.partition(".")[0] for module in trial.modules())}
+    versions = [f"{name} {version_of(name)}" for name in sorted(libraries)]
+    parts = [*(_hash_of(pattern) for pattern in files), device_name(device), socket.gethostname(), *versions]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def version_of(distribution: str) -> str | None:
+    """The version installed; None if it is not. Imports nothing of it."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def _hash_of(pattern: str) -> str:
+    """Of the files that match a glob under the project's root, or of one absolute path."""
+    path = Path(pattern)
+    files = [path] if path.is_absolute() else sorted(ROOT.glob(pattern))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name).encode())
+        digest.update(b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _gpu_name() -> str | None:
+    """The name of the first GPU that may be seen; None if there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if visible in ("", "-1"):
+        return None
+    names = _gpus_in_proc() or _nvidia_smi("--query-gpu=name")
+    index = int(visible) if visible.isdigit() else 0
+    return names[index] if index < len(names) else None
+
+
+def _gpus_in_proc() -> list[str]:
+    """What the driver says at once, in the order of the bus; empty where it is not asked in this way."""
+    return [
+        line.partition(":")[2].strip()
+        for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        for line in information.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    """The fields that nvidia-smi answers; empty where there is none, or it does not answer."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [field.strip() for line in done.stdout.splitlines() for field in line.split(",")]
+
+
+@functools.cache
+def _cpu_name() -> str:
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_total() -> int | None:
+    """Bytes of the machine's memory."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _git() -> tuple[str | None, bool | None]:
+    """(commit, whether sources differ from it) of the clone that runs; (None, None) where it is no clone."""
+    if not (ROOT / ".git").exists():
+        return None, None
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(ROOT), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):  # no git, or no commit yet
+            return None
+
+    changes = git("status", "--porcelain", "--", ".", ":(exclude)results")
+    return git("rev-parse", "HEAD"), None if changes is None else bool(changes)

@@ -1,0 +1,93 @@
+"""What happens in a trial's own process, from the fork to its end: run the body, send back one JSON object.
+
+The object: ``{"outcome", "evidence", "result"}``. Whatever the body prints goes to a file, whose end is the evidence
+if the process goes away without an answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from dpbench.outcome import Outcome, classify
+from dpbench.processes import die_with_parent, offer_to_the_oom_killer
+from dpbench.reference import load_object
+from dpbench.store import to_json
+from dpbench.trials import Trial
+
+#: Sent to a trial whose time is up, shortly before it is killed: it writes down where it stands.
+TELL_WHERE = signal.SIGUSR1
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use at once: its affinity, and what its control group allows."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return max(1, min(allowed, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max": no quota
+        return allowed
+
+
+def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Sequence[int] = ()) -> NoReturn:
+    """Run `trial` in this process, just forked from `server`; write its answer to `answer`, all output to `log`.
+
+    Closes the `inherited` descriptors of the server. Never returns into its code, which must not run twice.
+    """
+    code = 1
+    try:
+        for descriptor in inherited:
+            os.close(descriptor)
+        _begin(server, log)
+        _write(answer, to_json(_run(trial)).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()  # to the log: the evidence of a crash
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _begin(server: int, log: int) -> None:
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    die_with_parent(server, signal.SIGKILL)
+    offer_to_the_oom_killer()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for inherited, ours in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(inherited, ours)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(TELL_WHERE, all_threads=False)
+
+
+def _run(trial: Trial) -> dict[str, Any]:
+    try:
+        _set_threads(trial)
+        result = load_object(trial.body)(trial)
+        to_json(result)  # what cannot be recorded is an error of the body
+        return {"outcome": Outcome.OK, "evidence": None, "result": result}
+    except BaseException as error:  # whatever it is, it ends as a typed record
+        outcome, evidence, kept = classify(error)
+        return {"outcome": outcome, "evidence": evidence, "result": kept}
+
+
+def _set_threads(trial: Trial) -> None:
+    """Fix the thread count of CPU operations: all CPUs for a trial that has the machine for itself, else one."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(getattr(trial, "threads", None) or (available_cpus() if trial.alone else 1))
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

@@ -1,0 +1,97 @@
+"""What the operating system knows about processes, and no Python module says: who dies with whom, who is left over.
+
+Linux; elsewhere the guarantees shrink to what process groups give, and nothing fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_SWEEPS = 20
+
+
+def die_with_parent(parent: int, signum: int) -> None:
+    """Have the kernel send this process `signum` when the process `parent` ends, however it ends."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:  # it ended before we asked
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that none escapes `kill_session`."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def offer_to_the_oom_killer() -> None:
+    """If the kernel must end a process for want of memory, it should be this one."""
+    with contextlib.suppress(OSError):  # not Linux, or not ours to say: a preference, not a promise
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    session: int
+    zombie: bool
+
+
+def processes() -> list[Process]:
+    """Every process that /proc shows; empty where there is no /proc."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # the second field, the command in parentheses, may itself hold spaces and parentheses
+            state, parent, _, session = entry.read_text().rpartition(")")[2].split()[:4]
+        except (OSError, ValueError):  # it ended while we looked
+            continue
+        found.append(Process(int(entry.parent.name), int(parent), int(session), state == "Z"))
+    return found
+
+
+def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)
+
+
+def kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> None:
+    """Kill what runs in the session of `leader`, and reap what of it is ours.
+
+    With `and_adopted_except`, also kill every child of this process that is not among those: what began a session of
+    its own and lost its parent was adopted by us, and belongs to nobody else.
+    """
+    kill_group(leader)
+    me = os.getpid()
+    for _ in range(_SWEEPS):  # what forks while we look is found by the next look
+        left = [
+            p
+            for p in processes()
+            if (p.session == leader and p.pid != leader)
+            or (and_adopted_except is not None and p.parent == me and p.pid not in and_adopted_except)
+        ]
+        for process in left:
+            if not process.zombie:
+                kill(process.pid)
+            if process.parent == me:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(process.pid, 0)
+        if not left:
+            return

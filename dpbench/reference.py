@@ -1,0 +1,49 @@
+"""References to Python objects as text: ``package.module:name``, or ``/path/to/file.py:name``.
+
+What a trial runs is named by such a text, because it crosses a process boundary as JSON. A module that comes from a
+file is registered under its absolute path, so that the ``__module__`` of what it defines is again a reference.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_module(name: str) -> ModuleType:
+    """Import a module by its dotted name, or by the path of its ``.py`` file.
+
+    Raises:
+        ImportError: if there is none; whatever the module itself raises on import passes through.
+    """
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = str(Path(name).resolve())
+    if path in sys.modules:
+        return sys.modules[path]
+    spec = importlib.util.spec_from_file_location(path, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"cannot import {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path] = module  # before it runs: dataclasses look their own module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path]
+        raise
+    return module
+
+
+def load_object(reference: str) -> Any:
+    """The object that ``module:name`` or ``file.py:name`` refers to."""
+    module, _, name = reference.rpartition(":")
+    return getattr(load_module(module), name)
+
+
+def reference_to(obj: Any) -> str:
+    """The reference of a function or class at the top level of its module."""
+    return f"{obj.__module__}:{obj.__qualname__}"

@@ -1,0 +1,206 @@
+"""What to run next: a pure function of the declarations and of what has been recorded.
+
+Searches come first; their probes belong to round 0 and are not timed. Then the trials, and what follows each search,
+round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method alike. The
+order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and when only
+a part is selected.
+
+A record counts if its key (trial id, round, fingerprint) is the one that would be written today. Whatever its outcome,
+it counts as done, except the outcomes that are to be retried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.experiment import Cell, MaxBatch, Probe
+from dpbench.outcome import DOES_NOT_FIT, FINAL, Outcome
+from dpbench.trials import Trial, canonical_json
+
+Record = Mapping[str, Any]
+#: A search that has not begun needs about so many probes.
+TYPICAL_PROBES = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trial in one round."""
+
+    trial: Trial
+    round: int
+
+
+def family(description: Mapping[str, Any]) -> str:
+    """What the trials have in common that differ only in their batch size."""
+    return canonical_json({k: v for k, v in description.items() if k not in ("batch_size", "timeout")})
+
+
+class History:
+    """The records that count, and what follows from them."""
+
+    def __init__(self, records: Iterable[Record], fingerprint: Callable[[Trial], str], retry: Collection[str]) -> None:
+        self._fingerprint = fingerprint
+        latest = {(r["id"], r["round"], r["fingerprint"]): r for r in sorted(records, key=lambda r: r["utc"])}
+        self._done: dict[tuple[str, int, str], Record] = {}
+        self._families: dict[tuple[str, str], dict[int, Record]] = {}
+        for record in latest.values():
+            if record["outcome"] not in retry:
+                self.add(record)
+
+    def add(self, record: Record) -> None:
+        self._done[record["id"], record["round"], record["fingerprint"]] = record
+        if "batch_size" in record["trial"]:
+            members = self._families.setdefault((family(record["trial"]), record["fingerprint"]), {})
+            members[record["trial"]["batch_size"]] = record
+
+    def of(self, run: Run) -> Record | None:
+        return self._done.get((run.trial.id, run.round, self._fingerprint(run.trial)))
+
+    def by_batch_size(self, trial: Trial) -> dict[int, Record]:
+        """The records of the trial and of those that differ from it in their batch size only."""
+        return self._families.get((family(trial.describe()), self._fingerprint(trial)), {})
+
+    def pruned_by(self, run: Run) -> str | None:
+        """Why this need not be run: its end is known already."""
+        for earlier in range(run.round):
+            record = self.of(Run(run.trial, earlier))
+            if record is not None and record["outcome"] in FINAL - {Outcome.OK}:
+                return str(record["outcome"])
+        batch_size = getattr(run.trial, "batch_size", None)
+        if batch_size is not None:
+            for smaller, record in self.by_batch_size(run.trial).items():
+                if smaller < batch_size and record["outcome"] in DOES_NOT_FIT:
+                    return f"{record['outcome']} at batch {smaller}"
+        return None
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """Where a search for the largest batch stands."""
+
+    seen: Mapping[int, Probe]
+    next: int | None
+    failed: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.next is None
+
+
+def step_search(search: MaxBatch, history: History) -> SearchState:
+    """Replay a search from its records."""
+    seen: dict[int, Probe] = {}
+    for batch_size, record in history.by_batch_size(search.probe).items():
+        outcome = Outcome(record["outcome"])
+        if outcome is not Outcome.OK and outcome not in DOES_NOT_FIT:
+            return SearchState(seen, None, failed=f"{outcome} at batch {batch_size}")
+        memory = (record.get("result") or {}).get("memory") or {}
+        seen[batch_size] = Probe(outcome is Outcome.OK, memory.get("peak_bytes"))
+    return SearchState(seen, search.next_batch_size(seen))
+
+
+class Schedule:
+    """The runs of an experiment, in order.
+
+    Args:
+        name: of the experiment; the order depends on it.
+        cells: trials and searches; a trial that is declared twice is run once.
+        rounds: how often each trial is run.
+        history: the records so far; `add` new ones to it as they come.
+    """
+
+    def __init__(self, name: str, cells: Sequence[Cell], rounds: int, history: History) -> None:
+        self._name = name
+        self._trials = {cell.id: cell for cell in cells if isinstance(cell, Trial)}
+        self.searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
+        self.rounds = rounds
+        self.history = history
+
+    def next(self, running: Collection[Run] = ()) -> Run | None:
+        """What can be started beside what is running; None if nothing can (or nothing is left)."""
+        if any(run.trial.alone for run in running):
+            return None
+        run = self._next_probe(running) or next((run for run in self._left() if run not in running), None)
+        return None if run is None or (run.trial.alone and running) else run
+
+    def _next_probe(self, running: Collection[Run]) -> Run | None:
+        for search in self.searches:
+            batch_size = step_search(search, self.history).next
+            if batch_size is not None:
+                run = Run(search.probe_at(batch_size), 0)
+                if run not in running and not (run.trial.alone and running):
+                    return run
+        return None
+
+    def trials(self) -> list[Trial]:
+        """Every trial that is known to be run in each round: the declared ones, and what follows the ended searches."""
+        found = dict(self._trials)
+        for search in self.searches:
+            then = self._then(search)
+            if then is not None:
+                found[then.id] = then
+        return list(found.values())
+
+    def _then(self, search: MaxBatch) -> Trial | None:
+        state = step_search(search, self.history)
+        if not state.ended or state.failed:
+            return None
+        answer = search.answer(state.seen)
+        return search.then_at(answer) if answer else None
+
+    def runs(self) -> Iterator[Run]:
+        """Every run of the trials known so far, done or not, in order."""
+        trials = self.trials()
+        for number in range(self.rounds):
+            yield from sorted((Run(trial, number) for trial in trials), key=self._place)
+
+    def _place(self, run: Run) -> bytes:
+        return hashlib.sha256(f"{self._name}/{run.round}/{run.trial.id}".encode()).digest()
+
+    def _left(self) -> Iterator[Run]:
+        return (run for run in self.runs() if self.history.of(run) is None and not self.history.pruned_by(run))
+
+    def remaining(self) -> list[tuple[Trial, float]]:
+        """What is left, as (a trial, how many such runs); of a search that has not ended, an estimate."""
+        left: list[tuple[Trial, float]] = [(run.trial, 1) for run in self._left()]
+        for search in self.searches:
+            state = step_search(search, self.history)
+            if not state.ended:
+                left.append((search.probe, max(1, TYPICAL_PROBES - len(state.seen))))
+                if search.then is not None:
+                    left.append((search.then, self.rounds))
+        return left
+
+
+class Clock:
+    """How long what is left will take, from how long its like has taken."""
+
+    def __init__(self, records: Iterable[Record], workers: int = 1) -> None:
+        self._sums: dict[tuple[str, ...], tuple[float, int]] = {}
+        self._workers = workers
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        for key in _likeness(record["trial"]):
+            total, count = self._sums.get(key, (0.0, 0))
+            self._sums[key] = (total + record["seconds"], count + 1)
+
+    def left(self, remaining: Iterable[tuple[Trial, float]]) -> float | None:
+        """Seconds; None if nothing has been recorded to judge by."""
+        total = 0.0
+        for trial, count in remaining:
+            known = next((self._sums[key] for key in _likeness(trial.describe()) if key in self._sums), None)
+            if known is None:
+                return None
+            total += count * known[0] / known[1] / (1 if trial.alone else self._workers)
+        return total
+
+
+def _likeness(trial: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """From the most alike to the least: same kind, model and backend; same kind; anything."""
+    kind = str(trial["kind"])
+    return [(kind, str(trial.get("model")), str(trial.get("backend", trial.get("accountant")))), (kind,), ()]

@@ -1,0 +1,59 @@
+"""``--only field=a,b``: a part of an experiment, chosen by the fields of its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from dpbench.errors import UsageError, nearest, one_of
+from dpbench.experiment import Cell, MaxBatch
+
+Only = Mapping[str, Sequence[str]]
+
+
+def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
+    """``["model=a,b", "backend=c"]`` as a mapping; a field that is named twice takes the values of both.
+
+    Raises:
+        UsageError: for a text of another form.
+    """
+    chosen: dict[str, list[str]] = {}
+    for text in texts:
+        field, equals, values = text.partition("=")
+        if not (field and equals and values):
+            raise UsageError("--only field=value or field=value,value", text)
+        chosen.setdefault(field, []).extend(values.split(","))
+    return chosen
+
+
+def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
+    """The cells that have, for every field, one of the values.
+
+    Raises:
+        UsageError: in one line, for a field or a value that no cell has, or if nothing has all of them.
+    """
+    fields = [_fields(cell) for cell in cells]
+    known = sorted({name for described in fields for name in described})
+    for field, values in only.items():
+        one_of("a field of this experiment's trials for --only", field, known)
+        present = sorted({described[field] for described in fields if field in described})
+        for value in values:
+            if value not in present:
+                expected = f"--only {field}= one of {', '.join(present)}"
+                raise UsageError(expected, value, nearest(value, present))
+    chosen = [
+        cell
+        for cell, described in zip(cells, fields, strict=True)
+        if all(described.get(field) in values for field, values in only.items())
+    ]
+    if only and not chosen:
+        asked = " ".join(f"{field}={','.join(values)}" for field, values in only.items())
+        raise UsageError("a selection that some trial of this experiment matches", asked)
+    return chosen
+
+
+def _fields(cell: Cell) -> dict[str, str]:
+    """A trial's fields as text. A search has those of its probe, and what follows it adds; it has no batch size."""
+    if not isinstance(cell, MaxBatch):
+        return {name: str(value) for name, value in cell.describe().items()}
+    described = ({} if cell.then is None else cell.then.describe()) | cell.probe.describe()
+    return {name: str(value) for name, value in described.items() if name != "batch_size"}

@@ -1,0 +1,169 @@
+"""The records: JSON lines that are only ever appended to.
+
+One file a run, ``RESULTS/<experiment>/<utc>-<host>-<pid>.jsonl``; its first line is the environment, each further
+line one trial. A line is on the disk (fsync) before the next trial starts, so that a run can be killed at any instant.
+A file comes into being with its first trial, and is never rewritten. Raw samples are stored in order; derived numbers
+never.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+# The schema of a line, and its history:
+#   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
+#      fingerprint, trial, outcome, evidence, seconds, utc, result}. Floats that are not finite are strings.
+SCHEMA = 1
+
+Line = dict[str, Any]
+#: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
+UPGRADES: dict[int, Callable[[Line], Line]] = {}
+
+
+def utc_now() -> str:
+    """The time, as it stands in a record: ISO 8601, microseconds, Z."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def slug(text: str) -> str:
+    """`text` as part of a file's name: lower case, with hyphens."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+
+
+def to_json(value: Any) -> str:
+    """One line of strict JSON; floats that are not finite become the strings "inf", "-inf" and "nan"."""
+    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+class Store:
+    """The file of one run: `append` to it.
+
+    Args:
+        folder: where the records of the experiment lie; made if missing.
+        environment: of this run, written as the first line.
+
+    Raises:
+        OSError: if the folder cannot be made or written to. Asked before anything is measured.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
+        self._environment = environment
+        self._file: int | None = None
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        self.path = folder / f"{stamp}-{slug(socket.gethostname())}-{os.getpid()}.jsonl"
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one trial's record; when this returns, it is on the disk."""
+        if self._file is None:
+            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
+            self._write(head | {"environment": self._environment})
+            _sync_folder(self.path.parent)
+        self._write({"type": "trial", "schema": SCHEMA} | dict(record))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        data = (to_json(line) + "\n").encode()
+        while data:
+            data = data[os.write(self._file, data) :]
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is on the disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass
+class Run:
+    """What one file holds."""
+
+    path: Path
+    environment: Line
+    records: list[Line] = field(default_factory=list)
+
+
+def _say(warning: str) -> None:
+    print(f"dpbench: {warning}", file=sys.stderr)
+
+
+def read_runs(folder: Path, warn: Callable[[str], None] = _say) -> list[Run]:
+    """All runs recorded in `folder`, in the order of their files' names (which begin with the time).
+
+    A torn last line is what a killed run leaves, and is passed over. Anything else that is no record of a schema known
+    here is passed over too, with a warning that names file and line.
+    """
+    runs = []
+    for path in sorted(folder.glob("*.jsonl")):
+        run = None
+        for number, line in _lines(path, warn):
+            if line["type"] == "environment" and run is None:
+                run = Run(path, line["environment"])
+                runs.append(run)
+            elif line["type"] == "trial" and run is not None:
+                run.records.append(line)
+            else:
+                warn(f"{path}:{number}: a {line['type']!r} line where none is expected; passed over")
+    return runs
+
+
+def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]:
+    """The trial lines of all runs in `folder`, oldest file first."""
+    return [record for run in read_runs(folder, warn) for record in run.records]
+
+
+def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
+    raw = path.read_bytes().split(b"\n")
+    for number, text in enumerate(raw, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = _upgrade(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(raw):  # the last piece has no newline after it: torn by a kill, and to be expected
+                warn(f"{path}:{number}: not a record ({error}); passed over")
+            continue
+        yield number, line
+
+
+def _upgrade(line: Line) -> Line:
+    """A line of any schema known here as one of today's."""
+    if line["type"] not in ("environment", "trial"):
+        raise ValueError(f"type {line['type']!r}")
+    while (schema := line["schema"]) != SCHEMA:
+        if schema not in UPGRADES:
+            raise ValueError(f"schema {schema!r}, and this dpbench reads up to {SCHEMA}")
+        line = UPGRADES[schema](line) | {"schema": schema + 1}
+    return line

@@ -1,0 +1,204 @@
+"""What can be measured: one frozen dataclass a kind of trial. No torch here; the parent reads and writes these.
+
+A trial is data. Its identity is the hash of its canonical JSON, so that the same trial declared twice, or again
+tomorrow, is the same trial. What it runs is named by `body`, a function ``body(trial) -> dict`` that is imported and
+called in the trial's own process only (see `dpbench.server`); the dict is the record's ``result``. A body raises what
+`dpbench.outcome` knows how to name.
+
+An experiment may bring a kind of its own: subclass `Trial` at the top level of a module, with `kind` and `body`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+from dpbench.reference import load_object, reference_to
+
+#: Sources (globs under the project's root) whose change makes a measurement of a training step another measurement.
+STEP_SOURCES = ("clipping/**/*.py", "dpbench/measure/**/*.py", "dpbench/models/**/*.py", "dpbench/data.py")
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal texts.
+
+    Raises:
+        ValueError: for a float that is not finite, which JSON does not know.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One measurement, in a process of its own.
+
+    `timeout` (seconds) bounds the whole trial and is no part of its identity: a longer one measures the same thing.
+    """
+
+    kind: ClassVar[str]
+    body: ClassVar[str]
+    sources: ClassVar[tuple[str, ...]] = ()
+    timeout: float = 600.0
+
+    def describe(self) -> dict[str, Any]:
+        """`kind` and all fields, as they stand in a record."""
+        return {"kind": self.kind} | {f.name: getattr(self, f.name) for f in fields(self)}
+
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits: the hash of the canonical JSON of `kind` and all fields but `timeout`."""
+        identity = {name: value for name, value in self.describe().items() if name != "timeout"}
+        return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
+
+    @property
+    def alone(self) -> bool:
+        """Whether another trial at the same time would change what this one measures."""
+        return True
+
+    def modules(self) -> tuple[str, ...]:
+        """Third-party modules that the trial uses: imported before the fork, and their versions fingerprinted."""
+        return ()
+
+    def label(self) -> str:
+        """A few words for a person: what is measured."""
+        shown = ("model", "backend", "accountant", "batch_size")
+        words = [str(getattr(self, name)) for name in shown if hasattr(self, name)]
+        return " ".join([self.kind, *words])
+
+    def to_wire(self) -> dict[str, Any]:
+        """As sent to the process that runs it: the reference of the class, and its fields."""
+        return {"class": reference_to(type(self)), "fields": {f.name: getattr(self, f.name) for f in fields(self)}}
+
+    @staticmethod
+    def from_wire(message: Mapping[str, Any]) -> Trial:
+        """The inverse of `to_wire`."""
+        trial = load_object(message["class"])(**message["fields"])
+        assert isinstance(trial, Trial)
+        return trial
+
+    def replace(self, **changes: Any) -> Self:
+        """The same trial with some fields changed (as `dataclasses.replace`, without the cached id)."""
+        return type(self)(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ModelTrial(Trial):
+    """A trial of one model under one clipping backend."""
+
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    model: str
+    backend: str
+
+    def modules(self) -> tuple[str, ...]:
+        from dpbench.models import required_modules
+
+        peer = ("opacus",) if self.backend.startswith("opacus") else ()
+        digits = ("sklearn.datasets",) if getattr(self, "data", None) == "digits" else ()
+        # torch's profiler, which watches the memory on a CPU, looks for torch._inductor, and so imports it: two seconds
+        profiler = ("torch._inductor",) if getattr(self, "device", None) == "cpu" else ()
+        return ("torch", *profiler, *digits, *required_modules(self.model), *peer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrial(_ModelTrial):
+    """Verify, then time, then take the memory of one training step.
+
+    At least `steps` steps are timed, unless `max_seconds` have passed after two. `memory_budget` is in bytes.
+    `threads` is the number of threads of a CPU operation; None means every CPU that the process may use.
+    """
+
+    kind: ClassVar[str] = "step"
+    body: ClassVar[str] = "dpbench.measure.step:run"
+    batch_size: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    image_size: int = 32
+    num_classes: int = 10
+    data: str = "digits"
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    threads: int | None = None
+    memory_budget: int | None = None
+    steps: int = 5
+    max_seconds: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeakTrial(_ModelTrial):
+    """The peak memory of one training step, and whether it fits in `memory_budget` (bytes).
+
+    `simulated`: by fake tensors, with no memory and no device taken; else measured on `device`.
+    """
+
+    kind: ClassVar[str] = "peak"
+    body: ClassVar[str] = "dpbench.measure.memory:run"
+    batch_size: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    image_size: int = 32
+    num_classes: int = 10
+    data: str = "synthetic"
+    seed: int = 0
+    memory_budget: int | None = None
+    simulated: bool
+    timeout: float = 300.0
+
+    @property
+    def alone(self) -> bool:
+        return not self.simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonTrial(Trial):
+    """What one accountant says of `steps` steps of the subsampled Gaussian mechanism at `delta`."""
+
+    kind: ClassVar[str] = "epsilon"
+    body: ClassVar[str] = "dpbench.measure.epsilon:run"
+    sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
+    accountant: str
+    sample_rate: float
+    noise_multiplier: float
+    steps: int
+    delta: float
+    timeout: float = 60.0
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.steps} steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckTrial(_ModelTrial):
+    """A backend against the microbatch oracle, on batches that are hard to get right."""
+
+    kind: ClassVar[str] = "check"
+    body: ClassVar[str] = "dpbench.measure.check:run"
+    dtype: str = "float64"
+    device: str = "cpu"
+    image_size: int = 32
+    batch_size: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplainTrial(Trial):
+    """The route of each use of each parameter, and what it costs. None: the model's own size and number of classes."""
+
+    kind: ClassVar[str] = "explain"
+    body: ClassVar[str] = "dpbench.measure.explain:run"
+    model: str
+    batch_size: int
+    image_size: int | None = None
+    num_classes: int | None = None
+    timeout: float = 300.0
+
+    def modules(self) -> tuple[str, ...]:
+        from dpbench.models import required_modules
+
+        return ("torch", *required_modules(self.model))
+
+
+#: What each built-in kind runs.
+BODIES = {trial.kind: trial.body for trial in (StepTrial, PeakTrial, EpsilonTrial, CheckTrial, ExplainTrial)}

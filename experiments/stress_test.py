@@ -1,0 +1,72 @@
+"""The stress test: the largest batch in 16 GiB, and the throughput, of every backend. Figure 3 of arXiv:2205.10683.
+
+On CUDA both panels are measured, the throughput at the largest batch that fits in a 16 GiB allocator budget, as in the
+paper. On a CPU the largest batch is *simulated* (fake tensors: no memory is taken, so a laptop draws the 16 GiB panel),
+and the throughput of the smaller ResNets is measured at one small batch, the same for all, so that the whole of it ends
+well within ten minutes on two cores. The two kinds of number never share a bar without a label.
+
+`microbatch` loops over samples, and its memory grows by no more than the batch itself, so memory sets it no limit that
+would say anything: its search ends at `MICROBATCH_LIMIT`.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Cell, Experiment, MaxBatch, grid
+from dpbench.trials import PeakTrial, StepTrial
+
+BUDGET = 16 * 2**30
+BACKENDS = ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"]
+RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
+VGGS = ["vgg11", "vgg13", "vgg16", "vgg19"]
+MICROBATCH_LIMIT = 256
+
+
+def searches(device: str, models: list[str], budget: int = BUDGET, limit: int = 16384) -> list[Cell]:
+    """The largest batch of each model and backend; on CUDA, then the step at that batch."""
+    found: list[Cell] = []
+    for probe in grid(
+        PeakTrial,
+        model=models,
+        backend=BACKENDS,
+        batch_size=8,
+        device=device,
+        simulated=device == "cpu",
+        memory_budget=budget,
+    ):
+        largest = min(limit, MICROBATCH_LIMIT) if probe.backend == "microbatch" else limit
+        then = StepTrial(
+            model=probe.model,
+            backend=probe.backend,
+            batch_size=8,
+            device=device,
+            memory_budget=budget,
+            max_seconds=15.0,
+        )
+        found.append(MaxBatch(probe=probe, then=then if device == "cuda" else None, max_batch_size=largest, start=32))
+    return found
+
+
+def small_steps(models: list[str]) -> list[Cell]:
+    """The throughput on a CPU."""
+    return [*grid(StepTrial, model=models, backend=BACKENDS, batch_size=4, steps=2, max_seconds=4.0)]
+
+
+def cells(device: str) -> list[Cell]:
+    if device == "cuda":
+        return searches(device, RESNETS + VGGS)
+    return searches(device, RESNETS) + small_steps(RESNETS[:3])
+
+
+def smoke(device: str) -> list[Cell]:
+    found = searches(device, ["cnn"], budget=2**29, limit=64)
+    return found if device == "cuda" else found + small_steps(["cnn"])
+
+
+EXPERIMENT = Experiment(
+    name="stress_test",
+    doc="largest batch in 16 GiB and throughput of every backend (Figure 3 of arXiv:2205.10683)",
+    cells=cells,
+    smoke=smoke,
+    rounds=2,
+    figures=("max_batch_throughput",),
+)

@@ -1,0 +1,135 @@
+"""Trials that misbehave in every way a trial can, for the tests of what runs them. Loaded by its path."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpbench.outcome import Mismatch, OverBudget
+from dpbench.trials import Trial
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act(Trial):
+    """Do what `action` says."""
+
+    kind: ClassVar[str] = "act"
+    body: ClassVar[str] = f"{__name__}:act"
+    action: str
+    seconds: float = 0.0
+    number: int = 0
+    folder: str = ""
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside(Act):
+    """The same, for a trial that may run beside others."""
+
+    kind: ClassVar[str] = "beside"
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+
+def act(trial: Act) -> dict[str, Any]:
+    return ACTIONS[trial.action](trial)
+
+
+def _sleep(trial: Act) -> dict[str, Any]:
+    """Leave a trace of having begun and ended, and sleep in between."""
+    if trial.folder:
+        with (Path(trial.folder) / "begun").open("a") as file:
+            file.write(f"{trial.number} {os.getpid()}\n")
+    time.sleep(trial.seconds)
+    if trial.folder:
+        with (Path(trial.folder) / "ended").open("a") as file:
+            file.write(f"{trial.number}\n")
+    return {"number": trial.number}
+
+
+def _where(trial: Act) -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "session": os.getsid(0),
+        "torch": "torch" in sys.modules,
+        "oom_score_adj": int(Path("/proc/self/oom_score_adj").read_text()),
+    }
+
+
+def _raise(trial: Act) -> dict[str, Any]:
+    raise KeyError("no such thing")
+
+
+def _out_of_memory(trial: Act) -> dict[str, Any]:
+    raise MemoryError("no memory for 5 GiB")
+
+
+def _over_budget(trial: Act) -> dict[str, Any]:
+    raise OverBudget({"peak": 7}, "needs 7 bytes of 5")
+
+
+def _mismatch(trial: Act) -> dict[str, Any]:
+    raise Mismatch({"error": 0.5}, "norms differ by 0.5")
+
+
+def _segfault(trial: Act) -> dict[str, Any]:
+    print("last words", file=sys.stderr)
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def _leave(trial: Act) -> dict[str, Any]:
+    os._exit(3)
+
+
+def _unrecordable(trial: Act) -> dict[str, Any]:
+    return {"object": object()}
+
+
+def _big(trial: Act) -> dict[str, Any]:
+    return {"text": "x" * 3_000_000}
+
+
+def _infinite(trial: Act) -> dict[str, Any]:
+    return {"epsilon": float("inf")}
+
+
+def _offspring(trial: Act) -> dict[str, Any]:
+    """Three kinds of descendants: in the group, in a group of its own, and in a session of its own, orphaned."""
+    code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True)"
+    with (Path(trial.folder) / "pids").open("a") as file:
+        print(os.getpid(), file=file, flush=True)
+        subprocess.Popen([sys.executable, "-c", code], stdout=file)
+        subprocess.Popen([sys.executable, "-c", code], stdout=file, process_group=0)
+        subprocess.run([sys.executable, "-c", orphan], stdout=file, check=True)
+    while len((Path(trial.folder) / "pids").read_text().split()) < 4:
+        time.sleep(0.01)
+    time.sleep(trial.seconds)
+    return {}
+
+
+ACTIONS = {
+    "sleep": _sleep,
+    "where": _where,
+    "raise": _raise,
+    "oom": _out_of_memory,
+    "over_budget": _over_budget,
+    "mismatch": _mismatch,
+    "segfault": _segfault,
+    "leave": _leave,
+    "unrecordable": _unrecordable,
+    "big": _big,
+    "infinite": _infinite,
+    "offspring": _offspring,
+}

@@ -1,0 +1,18 @@
+"""A test that is given the name of a backend which cannot run here is skipped, and says why."""
+
+from __future__ import annotations
+
+import pytest
+
+from clipping import BACKENDS, load_backend
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reasons: dict[str, str | None] = {}
+    for item in items:
+        name = item.callspec.params.get("backend") if hasattr(item, "callspec") else None
+        if isinstance(name, str) and name in BACKENDS:
+            if name not in reasons:
+                reasons[name] = load_backend(name).unavailable()
+            if reasons[name] is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{name}: {reasons[name]}"))

@@ -1,0 +1,148 @@
+"""What is recorded of the machine, and when a measurement is another one."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from dpbench import environment
+from dpbench.environment import fingerprint
+from dpbench.errors import UsageError
+from dpbench.isolation import Isolation
+from dpbench.trials import EpsilonTrial, StepTrial
+
+STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
+EPSILON = EpsilonTrial(accountant="moments", sample_rate=0.01, noise_multiplier=4.0, steps=10, delta=1e-5)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A project of one file for each that is measured; nothing of it cached before or after."""
+    for name in ("clipping", "accounting", "dpbench/measure", "dpbench/models", "clipping/rules"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "one.py").write_text("x = 1\n")
+    (tmp_path / "dpbench" / "data.py").write_text("x = 1\n")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    environment._hash_of.cache_clear()
+    yield tmp_path
+    environment._hash_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "trial", "differs"),
+    [
+        ("clipping/one.py", STEP, True),
+        ("clipping/new.py", STEP, True),
+        ("clipping/rules/one.py", STEP, True),
+        ("dpbench/measure/one.py", STEP, True),
+        ("dpbench/models/one.py", STEP, True),
+        ("dpbench/data.py", STEP, True),
+        ("accounting/one.py", STEP, False),
+        ("dpbench/cli.py", STEP, False),
+        ("accounting/one.py", EPSILON, True),
+        ("clipping/one.py", EPSILON, False),
+    ],
+)
+def test_the_fingerprint_is_of_the_sources_that_are_measured(root, changed, trial, differs):
+    before = fingerprint(trial, "cpu")
+    (root / changed).write_text("x = 2\n")
+    environment._hash_of.cache_clear()
+    assert (fingerprint(trial, "cpu") != before) is differs
+
+
+def test_the_same_gives_the_same_fingerprint():
+    assert fingerprint(STEP, "cpu") == fingerprint(STEP.replace(batch_size=9, timeout=3.0), "cpu")
+    assert len(fingerprint(STEP, "cpu")) == 16
+
+
+def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
+    before = fingerprint(STEP, "cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        assert fingerprint(STEP, "cpu") != before
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "device_name", lambda device: "another CPU")
+        assert fingerprint(STEP, "cpu") != before
+    with monkeypatch.context() as patch:
+        patch.setattr(environment, "version_of", lambda name: "0.0")
+        assert fingerprint(STEP, "cpu") != before
+    assert fingerprint(STEP, "cpu") == before
+
+
+def test_the_version_of_opacus_matters_to_opacus_alone(monkeypatch):
+    peer = STEP.replace(backend="opacus_hooks")
+    before = fingerprint(STEP, "cpu"), fingerprint(peer, "cpu")
+    real = environment.version_of
+    monkeypatch.setattr(environment, "version_of", lambda name: "0.0" if name == "opacus" else real(name))
+    assert fingerprint(STEP, "cpu") == before[0]
+    assert fingerprint(peer, "cpu") != before[1]
+
+
+def test_the_file_of_a_model_of_ones_own_is_measured_too(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("x = 1\n")
+    trial = STEP.replace(model=f"{file}:factory")
+    before = fingerprint(trial, "cpu")
+    file.write_text("x = 2\n")
+    environment._hash_of.cache_clear()
+    assert fingerprint(trial, "cpu") != before
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that nvidia-smi lists these, and /proc nothing."""
+
+    def pretend(*names: str, visible: str | None = None) -> None:
+        monkeypatch.setattr(environment, "_gpus_in_proc", lambda: [])
+        monkeypatch.setattr(environment, "_nvidia_smi", lambda query: list(names))
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        environment._gpu_name.cache_clear()
+
+    yield pretend
+    environment._gpu_name.cache_clear()
+
+
+def test_auto_takes_the_gpu_where_there_is_one(gpus):
+    gpus("NVIDIA H200")
+    assert [environment.resolve_device(asked) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    assert environment.device_name("cuda") == "NVIDIA H200"
+
+
+def test_the_gpu_is_the_first_that_may_be_seen(gpus):
+    gpus("A", "B", visible="1,0")
+    assert environment.device_name("cuda") == "B"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "7"])
+def test_a_gpu_that_may_not_be_seen_is_none(gpus, visible):
+    gpus("A", visible=visible)
+    assert environment.resolve_device("auto") == "cpu"
+
+
+def test_cuda_where_there_is_none_is_one_line(gpus):
+    gpus()
+    assert environment.resolve_device("auto") == "cpu"
+    with pytest.raises(UsageError, match="a CUDA device on this machine"):
+        environment.resolve_device("cuda")
+
+
+def test_the_environment_says_what_is_needed_to_read_the_numbers():
+    with Isolation(environment.SERVER_VARIABLES) as isolation:
+        found = environment.gather("cpu", isolation)
+    wanted = {"device", "device_name", "host", "torch", "python", "cpu_count", "threads", "git_sha", "git_dirty"}
+    wanted |= {"platform", "packages", "utc", "memory_total", "load_average", "float32_matmul_precision"}
+    assert wanted <= set(found)
+    assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["opacus"]
+
+
+def test_cuda_that_torch_cannot_use_is_one_line(gpus):
+    gpus("A card that is not there")
+    with (
+        Isolation({**environment.SERVER_VARIABLES, "CUDA_VISIBLE_DEVICES": ""}) as isolation,
+        pytest.raises(UsageError, match="a CUDA device that torch"),
+    ):
+        environment.gather("cuda", isolation)

@@ -1,0 +1,181 @@
+"""However a trial ends, it is answered with a name and evidence, nothing of it is left, and the next one runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dpbench.isolation import Isolation
+from dpbench.outcome import Outcome
+from dpbench.reference import load_module
+
+bodies = load_module(str(Path(__file__).with_name("bodies.py")))
+Act = bodies.Act
+
+
+@pytest.fixture(scope="module")
+def isolation():
+    with Isolation() as isolation:
+        yield isolation
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def soon_dead(pids, within: float = 3.0) -> bool:
+    until = time.monotonic() + within
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_the_result_comes_back(isolation):
+    answer = isolation.run(Act(action="sleep", number=5))
+    assert (answer.outcome, answer.evidence, answer.result) == (Outcome.OK, None, {"number": 5})
+
+
+@pytest.mark.parametrize(
+    ("action", "outcome", "evidence", "result"),
+    [
+        ("raise", Outcome.ERROR, "KeyError: 'no such thing'", None),
+        ("oom", Outcome.OOM, "MemoryError: no memory for 5 GiB", None),
+        ("over_budget", Outcome.OVER_BUDGET, "needs 7 bytes of 5", {"peak": 7}),
+        ("mismatch", Outcome.MISMATCH, "norms differ by 0.5", {"error": 0.5}),
+        ("segfault", Outcome.CRASH, "killed by SIGSEGV", None),
+        ("segfault", Outcome.CRASH, "last words", None),
+        ("leave", Outcome.CRASH, "exit code 3", None),
+        ("unrecordable", Outcome.ERROR, "not JSON serializable", None),
+        ("infinite", Outcome.OK, None, {"epsilon": "inf"}),
+        ("big", Outcome.OK, None, {"text": "x" * 3_000_000}),
+    ],
+)
+def test_every_end_has_a_name_and_evidence_and_the_next_trial_runs(isolation, action, outcome, evidence, result):
+    answer = isolation.run(Act(action=action))
+    assert (answer.outcome, answer.result) == (outcome, result)
+    assert answer.evidence is None if evidence is None else evidence in answer.evidence
+    assert isolation.run(Act(action="sleep")).outcome is Outcome.OK
+
+
+def test_a_trial_has_a_process_and_a_session_of_its_own(isolation):
+    one, two = (isolation.run(Act(action="where")).result for _ in range(2))
+    assert one["pid"] == one["session"] != two["pid"]
+    assert one["parent"] == two["parent"] != os.getpid()
+    assert os.getsid(one["parent"]) == one["parent"]  # the server's own session: Ctrl-C does not reach it
+    assert one["oom_score_adj"] == 1000
+
+
+def test_the_limit_ends_a_trial_and_says_where_it_stood(isolation):
+    started = time.monotonic()
+    answer = isolation.run(Act(action="sleep", seconds=60, timeout=0.5))
+    assert time.monotonic() - started < 3
+    assert answer.outcome is Outcome.TIMEOUT
+    assert "its limit of 0.5 s" in answer.evidence and "in _sleep" in answer.evidence
+
+
+@pytest.mark.parametrize(("timeout", "outcome"), [(1.5, Outcome.TIMEOUT), (60.0, Outcome.OK)])
+def test_no_descendant_of_a_trial_outlives_it(isolation, tmp_path, timeout, outcome):
+    seconds = 60 if outcome is Outcome.TIMEOUT else 0
+    answer = isolation.run(Act(action="offspring", folder=str(tmp_path), seconds=seconds, timeout=timeout))
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert answer.outcome is outcome and len(pids) == 4
+    assert not [pid for pid in pids if alive(pid)]
+
+
+def test_trials_run_beside_each_other_and_answer_by_their_key(isolation):
+    started = time.monotonic()
+    keys = {isolation.submit(Act(action="sleep", seconds=0.6, number=n)): n for n in range(3)}
+    answers = []
+    while len(answers) < 3:
+        answers += isolation.wait()
+    assert {a.key: a.result["number"] for a in answers} == keys
+    assert time.monotonic() - started < 1.7
+
+
+def test_waiting_is_bounded(isolation):
+    key = isolation.submit(Act(action="sleep", seconds=0.5))
+    assert isolation.wait(0.05) == []
+    assert [a.key for a in isolation.wait(10)] == [key]
+    assert isolation.wait() == []  # nothing is in flight, so nothing to wait for
+
+
+def test_a_trial_that_the_server_cannot_make_is_its_own_error(isolation):
+    class Hidden(Act):  # not at the top level of a module: no other process can find it
+        pass
+
+    answer = isolation.run(Hidden(action="sleep"))
+    assert answer.outcome is Outcome.ERROR and __name__ in answer.evidence
+    assert isolation.run(Act(action="sleep")).outcome is Outcome.OK
+
+
+def test_a_server_that_dies_is_a_crash_and_another_one_takes_over(tmp_path):
+    with Isolation() as isolation:
+        where = isolation.run(Act(action="where")).result
+        key = isolation.submit(Act(action="sleep", seconds=60, folder=str(tmp_path)))
+        _, trial = wait_for_pids(tmp_path, 2, "begun")
+        os.kill(where["parent"], signal.SIGKILL)
+        assert soon_dead([trial])
+        (answer,) = isolation.wait(10)
+        assert (answer.key, answer.outcome) == (key, Outcome.CRASH) and "SIGKILL" in answer.evidence
+        assert isolation.run(Act(action="where")).result["parent"] != where["parent"]
+
+
+def test_closing_leaves_no_process(tmp_path):
+    with Isolation() as isolation:
+        server = isolation.run(Act(action="where")).result["parent"]
+        isolation.submit(Act(action="offspring", folder=str(tmp_path), seconds=60))
+        pids = wait_for_pids(tmp_path)
+    assert soon_dead([server, *pids])
+
+
+def wait_for_pids(folder: Path, count: int = 4, name: str = "pids") -> list[int]:
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        text = (folder / name).read_text().split() if (folder / name).exists() else []
+        if len(text) >= count:
+            return [int(pid) for pid in text]
+        time.sleep(0.02)
+    raise AssertionError("the trial did not begin")
+
+
+def test_when_the_parent_is_killed_server_and_trial_go_with_it(tmp_path):
+    code = f"""
+import sys, time
+from dpbench.isolation import Isolation
+from dpbench.reference import load_module
+bodies = load_module({bodies.__file__!r})
+isolation = Isolation()
+print(isolation.run(bodies.Act(action="where")).result["parent"], flush=True)
+isolation.submit(bodies.Act(action="offspring", folder={str(tmp_path)!r}, seconds=60))
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    server = int(parent.stdout.readline())
+    pids = wait_for_pids(tmp_path)
+    parent.kill()
+    parent.wait()
+    assert soon_dead([server, *pids])
+
+
+def test_the_server_imports_torch_only_when_a_trial_needs_it():
+    with Isolation() as isolation:
+        assert isolation.run(Act(action="where")).result["torch"] is False
+
+
+def test_what_the_harness_costs_a_trial(isolation):
+    isolation.run(Act(action="sleep"))
+    started = time.monotonic()
+    for _ in range(5):
+        isolation.run(Act(action="sleep"))
+    assert (time.monotonic() - started) / 5 < 0.3
