@@ -23,7 +23,7 @@ from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
 from clipping.oracle import gradients
 from clipping.rules import Rule
-from clipping.rules.base import blocks, sum_of_squares
+from clipping.rules.base import blocks, sum_of_squares, workspace
 from clipping.samples import weighted_sum
 from clipping.sources import Source
 from clipping.tape import Use
@@ -90,7 +90,7 @@ class Norms(ABC):
             return rule.squared_norms(g, ghost=ghost).to(self._squares)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
         parts = []
-        for samples in blocks(rule.samples(g), size):
+        for samples in blocks(rule.samples(g), size, workspace(g)):
             found = source.pull_back(rule.instantiate(g, samples))
             parts.append(torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0))
         return torch.cat(parts).to(self._squares)

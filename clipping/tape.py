@@ -208,6 +208,7 @@ class Tape(TorchFunctionMode):
     def _arrived(self, use: Use, g: Tensor) -> None:
         if self._arrival is not None:
             self._arrival(use, g)
+            use.rules = []  # and with them the operation's input, unless somebody keeps it
 
     def _anchor(self, device: torch.device) -> Tensor:
         if device not in self._anchors:

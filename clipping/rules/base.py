@@ -7,8 +7,8 @@ backward pass. Layouts: B samples first; T positions, d inputs, p outputs per gr
     instantiate    the per-sample gradient itself, [B, *shape]:          time 2BTpd,       space Bpd
     ghost          its squared norm from two Gram matrices, [B]:         time 2BT²(p + d), space 2BT²
 
-Neither ever needs more than `WORKSPACE` bytes (or one sample's worth, if that is more): both go through the batch in
-blocks, which costs nothing where a block still fills the machine.
+Both go through the batch in blocks of samples, which costs nothing where a block still fills the machine: neither needs
+more than `workspace(g)` bytes (or one sample's gradient, if that is more).
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ from torch import Tensor
 from clipping.interface import norm_dtype
 
 WORKSPACE = 64 * 2**20
-"""Bytes that one norm may use beside the operation's own input and output gradient."""
+"""Bytes that one norm may always use beside the operation's own input and output gradient."""
+
+
+def workspace(g: Tensor) -> int:
+    """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
+    return max(WORKSPACE, g.numel() * g.element_size() // 4)
 
 
 class Refused(Exception):
@@ -70,12 +75,12 @@ class Rule(ABC):
         """‖per-sample gradient‖² [B], float32 or wider, by Gram matrices if `ghost`, else instantiated."""
         size = self.ghost_bytes(g) if ghost else self.instantiated_bytes(g)
         route = self._ghost if ghost else self._instantiated
-        return torch.cat([route(g, samples) for samples in blocks(self.samples(g), size)])
+        return torch.cat([route(g, samples) for samples in blocks(self.samples(g), size, workspace(g))])
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""
         total = torch.zeros_like(self.parameter, memory_format=torch.contiguous_format)
-        for samples in blocks(self.samples(g), self.instantiated_bytes(g)):
+        for samples in blocks(self.samples(g), self.instantiated_bytes(g), workspace(g)):
             gradient = self.instantiate(g, samples)
             total += torch.tensordot(factors[samples].to(gradient.dtype), gradient, dims=1)
         return total
@@ -130,9 +135,9 @@ class Regrouped(Rule):
         return self.rule.instantiate(g, self.rows(samples)).unflatten(0, (-1, self.fold)).sum(1)
 
 
-def blocks(batch_size: int, bytes_per_sample: int) -> list[slice]:
-    """Cut a batch into blocks of samples that stay within `WORKSPACE`."""
-    step = max(1, WORKSPACE // max(1, bytes_per_sample))
+def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
+    """Cut a batch into blocks of samples that stay within `available` bytes."""
+    step = max(1, available // max(1, bytes_per_sample))
     return [slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step)]
 
 
@@ -141,12 +146,13 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1, dtype=norm_dtype(x.dtype)).square()
 
 
-def gram_product(a: Tensor, g: Tensor) -> Tensor:
+def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
 
     Args:
         a: [n, T, d].
         g: [n, T, p].
+        available: bytes that Gram matrices may take.
 
     Returns:
         [n], float32 or wider.
@@ -154,22 +160,23 @@ def gram_product(a: Tensor, g: Tensor) -> Tensor:
     a = a.to(norm_dtype(g.dtype))
     if a.shape[1] == 1:
         return sum_of_squares(a) * sum_of_squares(g)
-    return gram_inner(g, lambda rows: torch.bmm(a[:, rows], a.transpose(1, 2)))
+    return gram_inner(g, lambda rows: torch.bmm(a[:, rows], a.transpose(1, 2)), available)
 
 
-def gram_inner(g: Tensor, other: Callable[[slice], Tensor]) -> Tensor:
-    """Σ_{t,s} other_{t,s} (g_t · g_s), blocked over rows t so that T² never has to fit the workspace.
+def gram_inner(g: Tensor, other: Callable[[slice], Tensor], available: int) -> Tensor:
+    """Σ_{t,s} other_{t,s} (g_t · g_s), blocked over rows t where T² entries are more than is available.
 
     Args:
         g: [n, T, p].
         other: rows of the other Gram matrix: slice -> [n, rows, T].
+        available: bytes that Gram matrices may take.
 
     Returns:
         [n], float32 or wider.
     """
     g = g.to(norm_dtype(g.dtype))
     count, positions, _ = g.shape
-    rows = max(1, WORKSPACE // (2 * count * max(1, positions) * g.element_size()))
+    rows = max(1, available // max(1, 2 * count * positions * g.element_size()))
     total = g.new_zeros(count)
     for start in range(0, positions, rows):
         block = slice(start, start + rows)

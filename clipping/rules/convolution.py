@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, gram_product
+from clipping.rules.base import Bias, Refused, Rule, gram_product, workspace
 
 
 class ConvolutionWeight(Rule):
@@ -88,11 +88,12 @@ class ConvolutionWeight(Rule):
         return super().ghost_bytes(g) + patches * norm_dtype(g.dtype).itemsize
 
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
+        available = workspace(g)
         x, g = self.x[samples].to(g.dtype), g[samples]
         count = x.shape[0]
         a = self._patches(x).reshape(count * self.groups, self.inputs, self.positions)
         g = g.reshape(count * self.groups, self.outputs, self.positions)
-        return gram_product(a.transpose(1, 2), g.transpose(1, 2)).view(count, self.groups).sum(1)
+        return gram_product(a.transpose(1, 2), g.transpose(1, 2), available).view(count, self.groups).sum(1)
 
     def _patches(self, x: Tensor) -> Tensor:
         """Unfold [b, C, *size] to a view [b, C, *kernel, *output size]: positions last, where memory runs on."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule, gram_inner
+from clipping.rules.base import Refused, Rule, gram_inner, workspace
 from clipping.rules.linear import LinearWeight
 
 
@@ -45,8 +45,9 @@ class EmbeddingWeight(Rule):
         return torch.zeros_like(self.parameter).index_add_(0, ids.flatten(), g.flatten(0, 1))
 
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
+        available = workspace(g)
         ids, g = self._positions(g, samples)
-        return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :])
+        return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :], available)
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         """With a linear layer that has the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].

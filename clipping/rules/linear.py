@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, gram_product
+from clipping.rules.base import Bias, Refused, Rule, gram_product, workspace
 from clipping.rules.elementwise import Broadcast
 
 
@@ -48,7 +48,7 @@ class LinearWeight(Rule):
         return cross_gram(a, g, b, h)
 
     def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        return gram_product(*self.pairs(g, samples))
+        return gram_product(*self.pairs(g, samples), workspace(g))
 
     def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""

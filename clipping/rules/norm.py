@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, blocks
+from clipping.rules.base import Bias, Refused, Rule, blocks, workspace
 
 
 class LayerNormWeight(Rule):
@@ -28,7 +28,7 @@ class LayerNormWeight(Rule):
         dtype = norm_dtype(g.dtype)
         parts = []
         # g·x̂ is as large as the activation: blocks keep that within the workspace
-        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize):
+        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, workspace(g)):
             at = slice(samples.start + part.start, samples.start + part.stop)
             product = (self.x[at] - self.mean[at]).to(dtype).mul_(self.rstd[at]).mul_(g[at])
             parts.append(_sum_positions(product, self.parameter, None))
@@ -52,7 +52,7 @@ class RecomputedNormWeight(Rule):
     def instantiate(self, g: Tensor, samples: slice) -> Tensor:
         dtype = norm_dtype(g.dtype)
         parts = []
-        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize):
+        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, workspace(g)):
             at = slice(samples.start + part.start, samples.start + part.stop)
             product = self.normalise(self.x[at].detach()).to(dtype).mul_(g[at])
             parts.append(_sum_positions(product, self.parameter, self.channel))
