@@ -25,6 +25,9 @@ from clipping.interface import norm_dtype
 WORKSPACE = 64 * 2**20
 """Bytes that one norm may always use beside the operation's own input and output gradient."""
 
+ENTRY_COST = 32
+"""Multiplications in the time of writing an entry of a per-sample gradient and reading it again for norm and sum."""
+
 
 def workspace(g: Tensor) -> int:
     """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
@@ -101,9 +104,13 @@ class Rule(ABC):
         return self.samples(g) * self.instantiated_bytes(g) <= max(WORKSPACE, g.numel() * g.element_size())
 
     def norm_costs(self, g: Tensor) -> tuple[float, float]:
-        """Multiplications that one sample's norm adds to training, if its gradient is kept: (ghost, instantiated)."""
+        """What one sample's norm adds to a step of book-keeping, in multiplications: (ghost, instantiated).
+
+        A kept gradient is the weight gradient's work done sample by sample: it adds the passes over its entries only.
+        """
         pairs = self.positions**2 * (self.inputs + self.outputs) * self.groups
-        return pairs, 0.0 if self.is_kept(g) else self.positions * self.parameter.numel()
+        entries = self.parameter.numel()
+        return pairs, ENTRY_COST * entries + (0 if self.is_kept(g) else self.positions * entries)
 
     def instantiated_bytes(self, g: Tensor) -> int:
         """Workspace that one sample's gradient takes."""
