@@ -62,7 +62,8 @@ class Norms(ABC):
             alone = all(self._counts[name] == 1 for name in source.parameters)
             ghost = source.rearranged and rule.has_ghost and self._by_ghost(rule, g)
             for name in source.parameters:
-                self._routes[name] = "fallback" if rule.is_fallback else "ghost" if ghost else "instantiated"
+                if self._routes.get(name) != "fallback":
+                    self._routes[name] = "fallback" if rule.is_fallback else "ghost" if ghost else "instantiated"
             if alone:
                 self._single(source, rule, g, ghost)
             else:
@@ -100,6 +101,10 @@ class Norms(ABC):
         for name, gradient in source.pull_back(rule.instantiate(g, slice(0, rule.samples(g)))).items():
             self._add(name, gradient)
 
+    def _not_by_ghost(self, name: str) -> None:
+        """Another use of the parameter had to be instantiated, and so all were."""
+        self._routes[name] = "instantiated" if self._routes[name] == "ghost" else self._routes[name]
+
     def _add(self, name: str, gradient: Tensor) -> None:
         self._sums[name] = gradient + self._sums[name] if name in self._sums else gradient
 
@@ -129,7 +134,7 @@ class _WholeNorms(Norms):
                 continue
             for rule, g in self._pairs.pop(name):
                 self._add(name, rule.instantiate(g, slice(0, rule.samples(g))))
-            self._routes[name] = "instantiated"
+            self._not_by_ghost(name)
         for gradient in self._sums.values():
             self._squares += sum_of_squares(gradient).to(self._squares)
         return self._squares.clamp_(min=0).sqrt()
@@ -211,7 +216,7 @@ class LayerByLayer(Norms):
         with torch.no_grad():
             for name, gradient in self._sums.items():
                 self._grads[name] = weighted_sum(self._factors(sum_of_squares(gradient)), gradient)
-                self._routes[name] = "instantiated" if self._routes[name] == "ghost" else self._routes[name]
+                self._not_by_ghost(name)
             self._sums.clear()
             return self._squares.sqrt(), self._grads
 

@@ -217,12 +217,14 @@ def main(parent: int) -> None:
     os.dup2(2, 1)  # what an imported library prints must not come between the answers
     server = Server(0, answers)
     try:
-        server.serve()
-    except BrokenPipeError:
-        pass  # nobody is left to tell
+        try:
+            server.serve()
+        except BrokenPipeError:
+            pass  # nobody is left to tell
+        finally:  # a second signal may strike here before it is ignored
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            server.end()
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        server.end()
         os._exit(0)  # what the imported libraries have to say of their end concerns nobody
 
 

@@ -197,7 +197,8 @@ class ExplainTrial(Trial):
     def modules(self) -> tuple[str, ...]:
         from dpbench.models import required_modules
 
-        return ("torch", *required_modules(self.model))
+        # the fake mode imports torch._dynamo in its constructor, which takes a second and more
+        return ("torch", "torch._dynamo", *required_modules(self.model))
 
 
 #: What each built-in kind runs.
