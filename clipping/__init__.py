@@ -44,7 +44,20 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "fastgradclip": ("clipping.ghost:FastGradClip", "two backward passes, every gradient instantiated layer by layer"),
     "ghost": ("clipping.ghost:Ghost", "two backward passes, ghost norm in every layer that has one"),
     "mixed_ghost": ("clipping.ghost:MixedGhost", "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)"),
-    "opacus_hooks": ("clipping.opacus_hooks:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),
+    "bk_ghost": ("clipping.ghost:BkGhost", "book-keeping, one backward pass: ghost norm in every layer that has one"),
+    "bk_mixed": ("clipping.ghost:BkMixed", "book-keeping, one backward pass: the cheaper norm in each layer"),
+    "opacus_hooks": ("clipping.opacus:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),
+    "opacus_functorch": ("clipping.opacus:OpacusFunctorch", "Opacus: the same, every layer by vmap(grad)"),
+    "opacus_ew": ("clipping.opacus:OpacusEw", "Opacus: per-sample gradients by PyTorch's expanded weights"),
+    "opacus_ghost": (
+        "clipping.opacus:OpacusGhost",
+        "Opacus: two backward passes, ghost norm in linear layers and embeddings",
+    ),
+    "private_cnn": (
+        "clipping.private_cnn:PrivateCNN",
+        "private_CNN: mixed ghost clipping by the authors of arXiv:2205.10683",
+    ),
+    "fastdp": ("clipping.fastdp:FastDP", "fastDP: book-keeping by the authors of arXiv:2210.00038 (MixOpt)"),
 }
 
 _LAZY = {

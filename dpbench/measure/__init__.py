@@ -1,0 +1,16 @@
+"""The bodies of trials, and the instruments they use. They run in the trial's own process; most import torch.
+
+==========  ==========================================================================================
+`step`      one training step: verified, timed, its memory taken
+`memory`    the measured peak of a step: CUDA's allocator statistics, or the CPU allocator's events
+`simulate`  the peak of a step that is never computed: fake tensors and the lifetimes of their storages
+`timing`    warm-up and per-step times
+`verify`    the answer of a step beside the microbatch oracle's
+`check`     a backend on batches that are hard to get right
+`bench`     from a trial to a step that can be run
+==========  ==========================================================================================
+
+**A step** is one call of a clipping backend: from a batch to the (clipped) summed gradient of every parameter. Noise
+and the optimizer's update are left out: they are the same for every backend, touch each parameter once whatever the
+batch size, and would only dilute the ratios. The result is released when the step ends.
+"""

@@ -1,0 +1,113 @@
+"""From a trial to a step that can be run, and what its memory is recorded as."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping import Backend, UnsupportedModel, load_backend
+from clipping.interface import map_tensors
+from dpbench.models import Workload, load_workload
+from dpbench.trials import CheckTrial, PeakTrial, StepTrial
+
+
+class UnavailableBackend(UnsupportedModel):
+    """The backend needs something that this machine lacks (a package), whatever the model."""
+
+    def __init__(self, backend: str, reason: str) -> None:
+        super().__init__(backend, [])
+        self.args = (f"{backend} is not available here: {reason}",)
+
+
+def available_backend(name: str) -> type[Backend]:
+    """The class of a backend.
+
+    Raises:
+        UnavailableBackend: with the reason that the backend gives.
+    """
+    backend_class = load_backend(name)
+    reason = backend_class.unavailable()
+    if reason is not None:
+        raise UnavailableBackend(name, reason)
+    return backend_class
+
+
+def open_workload(trial: StepTrial | PeakTrial | CheckTrial, device: str | None = None) -> Workload:
+    """The model and data of a trial, on its device or on another."""
+    wanted = ("image_size", "num_classes", "data", "dtype", "seed")
+    settings = {name: getattr(trial, name) for name in wanted if hasattr(trial, name)}
+    return load_workload(trial.model, device=device or trial.device, **settings)
+
+
+@dataclass
+class Step:
+    """One training step, ready to run: `step()` computes the gradients of the batch and keeps only the losses [B]."""
+
+    backend: Backend
+    inputs: Any
+    targets: Any
+    losses: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.losses = self.backend(self.inputs, self.targets).losses
+
+    def holds(self) -> list[Tensor]:
+        """What lives before and after the step: parameters, buffers and the batch."""
+        return [*self.backend.model.parameters(), *self.backend.model.buffers(), *tensors_in(self.inputs, self.targets)]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Peak memory of a step, in bytes.
+
+    source: "cuda_allocator", "cpu_allocator" or "simulated". They see different things: a number goes with its source.
+    peak_bytes: the most alive at once, baseline included.
+    baseline_bytes: parameters, buffers and the batch.
+    active_bytes, reserved_bytes: CUDA's peaks of blocks in use or awaited by a stream, and of what was taken from the
+        card.
+    alloc_retries: how often CUDA's allocator has had to empty its cache, since the process began: 0 but near a limit.
+    """
+
+    source: str
+    peak_bytes: int
+    baseline_bytes: int
+    active_bytes: int | None = None
+    reserved_bytes: int | None = None
+    alloc_retries: int | None = None
+
+    def as_record(self) -> dict[str, Any]:
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def tensors_in(*trees: Any) -> list[Tensor]:
+    """Every tensor in nested tuples, lists and dicts."""
+    found: list[Tensor] = []
+
+    def find(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(find, trees)
+    return found
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages behind tensors; one that several share counts once, and whole."""
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Scalars in all trainable parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def device_of(name: str) -> torch.device:
+    """The device that `name` stands for, with an index on CUDA."""
+    device = torch.device(name)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

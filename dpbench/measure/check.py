@@ -1,0 +1,168 @@
+"""Body of a `CheckTrial`: a backend beside the microbatch oracle, on batches that are hard to get right.
+
+==========  =====================================================================================================
+`random`    B samples; C halfway between two of their norms, so that some are clipped and others are not
+`tied`      two equal samples, and C equal to their norm: the edge of min(1, C/‖g‖)
+`zero`      one sample whose loss is multiplied by 0: ‖g‖ = 0, and 0/0 must not come near it
+`single`    B = 1, clipped to half its norm
+==========  =====================================================================================================
+
+The oracle gives g_i and ‖g_i‖ of each sample by itself; what a batch of them must give is then the definition,
+Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}, and the `microbatch` backend is checked like any other. Ordinary
+training is compared with the plain sum, Σ_i w_i g_i. Errors are those of `dpbench.measure.verify`.
+
+A model may hold casts of its own to a narrower dtype (the RMSNorm of Llama computes in float32, whatever it is given).
+The gradient of c·ℓ is then c times that of ℓ but for rounding in *that* dtype, and this shows in the oracle itself: it
+is asked for the gradient of ℓ/3 too, and where the two differ the tolerance is that of such casts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping import Agreement, ClippedGradient, Flat, compare
+from clipping.interface import leading_dimension, map_tensors
+from clipping.verification import CAST_TOLERANCE
+from dpbench.conformance.references import backend_class
+from dpbench.measure import verify
+from dpbench.measure.bench import open_workload
+from dpbench.models import Workload
+from dpbench.trials import CheckTrial
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: which samples (indices, with repetition), how much each loss weighs, and the threshold C."""
+
+    name: str
+    samples: list[int]
+    weights: list[float]
+    max_grad_norm: float
+
+
+def cases(norms: list[float]) -> list[Case]:
+    """The batches of the module's table, from the norms of the samples 0 .. B-1, B ≥ 2."""
+    everyone = list(range(len(norms)))
+    return [
+        Case("random", everyone, [1.0] * len(norms), between(norms)),
+        Case("tied", [0, 0, *everyone[2:]], [1.0] * len(norms), norms[0]),
+        Case("zero", everyone, [0.0] + [1.0] * (len(norms) - 1), between(norms[1:])),
+        Case("single", [0], [1.0], norms[0] / 2),
+    ]
+
+
+def between(norms: list[float]) -> float:
+    """A threshold that lies between two of several norms, near the middle; of one norm, half of it."""
+    if len(norms) == 1:
+        return norms[0] / 2
+    ordered = sorted(norms)
+    middle = len(norms) // 2
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def run(trial: CheckTrial) -> dict[str, Any]:
+    """{"rows": [{"batch", "max_norm_error", "max_grad_error"}, ...], their maxima, "coverage", "tolerance"}.
+
+    Raises:
+        Mismatch: an error above the tolerance, with all rows.
+        UnsupportedModel: the backend refuses the model, or is not available.
+    """
+    torch.set_num_threads(1)  # small batches: `dpbench check` runs several trials at once instead
+    checked = backend_class(trial.backend)
+    workload = weighted(open_workload(trial))
+    batch = workload.batch(trial.batch_size)
+    samples = [verify.oracle(workload, *one, clip=Flat(max_grad_norm=math.inf)) for one in one_by_one(batch)]
+    tolerance = verify.tolerance_of(trial.dtype)
+    if nonlinearity(workload, one_by_one(batch)[0], samples[0]) > tolerance / 10:
+        tolerance = max(tolerance, CAST_TOLERANCE)
+    found: dict[str, Agreement] = {}
+    coverage: dict[str, float] = {}
+    for case in cases(norms_of(samples).tolist()):
+        clip = Flat(max_grad_norm=case.max_grad_norm)
+        with checked(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
+            reference = expected(case, samples, clip if backend.private else Flat(max_grad_norm=math.inf))
+            inputs, targets = arranged(case, batch)
+            found[case.name] = verify.agreement(backend, inputs, targets, reference)
+            coverage = dict(backend.coverage) if case.name == "random" else coverage
+    result = {
+        "rows": [
+            {"batch": name, "max_norm_error": one.norm_error, "max_grad_error": one.grad_error}
+            for name, one in found.items()
+        ],
+        "max_norm_error": worst(one.norm_error for one in found.values()),
+        "max_grad_error": worst(one.grad_error for one in found.values()),
+        "coverage": coverage,
+        "tolerance": tolerance,
+    }
+    for name, one in found.items():
+        if not one.within(tolerance):
+            raise verify.mismatch(trial.backend, one, tolerance, result, where=f" on the {name!r} batch")
+    return result
+
+
+def weighted(workload: Workload) -> Workload:
+    """The same model and data, with a weight for each sample's loss: targets become (weights [B], targets)."""
+
+    def loss_fn(outputs: Any, targets: Any) -> Tensor:
+        weights, inner = targets
+        return weights * workload.loss_fn(outputs, inner)
+
+    def batch(batch_size: int) -> tuple[Any, Any]:
+        inputs, targets = workload.batch(batch_size)
+        parameter = next(workload.model.parameters())
+        return inputs, (torch.ones(batch_size, dtype=parameter.dtype, device=parameter.device), targets)
+
+    return Workload(workload.model, loss_fn, batch)
+
+
+def one_by_one(batch: tuple[Any, Any]) -> list[tuple[Any, Any]]:
+    """A batch as batches of one."""
+
+    def only(i: int) -> tuple[Any, Any]:
+        inputs, targets = map_tensors(lambda x: x[i : i + 1], batch)
+        return inputs, targets
+
+    return [only(i) for i in range(leading_dimension(batch))]
+
+
+def nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradient) -> float:
+    """How far the oracle's gradient of a third of a loss is from a third of its gradient of the `whole` loss."""
+    inputs, (weights, targets) = one
+    third = verify.oracle(workload, inputs, (weights / 3, targets), clip=Flat(max_grad_norm=math.inf))
+    return compare(ClippedGradient({n: 3 * g for n, g in third.grads.items()}, None, third.losses), whole).grad_error
+
+
+def norms_of(samples: list[ClippedGradient]) -> Tensor:
+    """‖g_i‖ of batches of one, as one [B]."""
+    return torch.cat([sample.norms for sample in samples if sample.norms is not None])
+
+
+def expected(case: Case, samples: list[ClippedGradient], clip: Flat) -> ClippedGradient:
+    """The definition, from the gradients of single samples with weight 1."""
+    chosen = [samples[i] for i in case.samples]
+    norms = norms_of(chosen)
+    weights = norms.new_tensor(case.weights)
+    norms = norms * weights
+    grads = {name: torch.zeros_like(grad) for name, grad in samples[0].grads.items()}
+    for factor, sample in zip((clip.factors(norms) * weights).tolist(), chosen, strict=True):
+        for name, grad in sample.grads.items():
+            grads[name].add_(grad, alpha=factor)
+    return ClippedGradient(grads, norms, weights * torch.cat([sample.losses for sample in chosen]))
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest, and NaN if any is."""
+    known = list(errors)
+    return next((error for error in known if math.isnan(error)), max(known))
+
+
+def arranged(case: Case, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The samples of `case`, taken from a batch of `weighted`, with its weights."""
+    inputs, (weights, targets) = map_tensors(lambda x: x[case.samples], batch)
+    return inputs, (weights.new_tensor(case.weights), targets)

@@ -1,0 +1,60 @@
+"""Body of a `StepTrial`: one training step, verified, then timed, then its memory taken.
+
+In this order, because each part must not disturb the next: the oracle's memory is released before the allocator's
+budget is set, the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last. The
+number of threads is fixed by whoever started this process (`dpbench.forked`).
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from clipping import Flat
+from dpbench.measure import verify
+from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
+from dpbench.measure.memory import measured_peak, set_budget, within_budget
+from dpbench.measure.timing import stopwatch_for, time_steps
+from dpbench.trials import StepTrial
+
+
+def run(trial: StepTrial) -> dict[str, Any]:
+    """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory"}; see the README.
+
+    Raises:
+        Mismatch: the answer on the first samples is not the oracle's; nothing was timed.
+        OverBudget: the step needs more than `trial.memory_budget`; timed all the same.
+        torch.OutOfMemoryError: the device, or its allocator held to the budget, had no more.
+        UnsupportedModel: the backend refuses the model, or is not available.
+    """
+    device = device_of(trial.device)
+    backend_class = available_backend(trial.backend)
+    workload = open_workload(trial)
+    inputs, targets = workload.batch(trial.batch_size)
+    clip = Flat(max_grad_norm=trial.max_grad_norm)
+    with backend_class(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
+        found, tolerance, samples = verify.against_oracle(backend, inputs, targets)
+        result: dict[str, Any] = {
+            "parameters": parameter_count(workload.model),
+            "verification": verify.verification_record(found, tolerance, samples),
+            "coverage": dict(backend.coverage),
+        }
+        if not found.within(tolerance):
+            raise verify.mismatch(trial.backend, found, tolerance, result)
+        gc.collect()
+
+        set_budget(trial.memory_budget, device)
+        timed = Step(backend, inputs, targets)
+        timing = time_steps(timed, stopwatch=stopwatch_for(device), steps=trial.steps, max_seconds=trial.max_seconds)
+        assert timed.losses is not None
+        loss = float(timed.losses.double().mean())
+        watched = Step(backend, inputs, targets)  # a fresh one: there is nothing of an earlier step that it releases
+        memory = measured_peak(watched, watched.holds(), device)
+        result |= {
+            "coverage": dict(backend.coverage),
+            "warmup_seconds": timing.warmup_seconds,
+            "step_seconds": timing.step_seconds,
+            "memory": memory.as_record(),
+            "loss": loss,
+        }
+    return within_budget(result, trial.memory_budget)

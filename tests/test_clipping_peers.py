@@ -1,0 +1,353 @@
+"""The peers behind our interface: exact, or refused, or found out; their defects as strict expectations.
+
+private_CNN and fastDP are not on the package index: their tests run where they are importable, else they say so.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import test_clipping_exact as exact
+import torch
+from cases import CASES, NOT_FOR, PEERS, Case, Reused, Skipping, Tied, cross_entropy, images, tokens
+from torch import Tensor, nn
+
+from clipping import (
+    Automatic,
+    Flat,
+    GlobalBound,
+    PerLayer,
+    UnsupportedModel,
+    WrongGradient,
+    compare,
+    load_backend,
+)
+
+every_peer = pytest.mark.parametrize("backend", PEERS)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
+
+
+def outcome(backend: str, problem, verify: bool) -> str:
+    """exact, refuses or wrong; found out if the backend's own verification says so."""
+    model, inputs, targets, loss_fn = problem
+    clip = exact.median_clip(*problem)
+    oracle = load_backend("microbatch")(model, loss_fn, clip=clip)(inputs, targets)
+    try:
+        with load_backend(backend)(model, loss_fn, clip=clip, verify=verify) as b:
+            agreement = compare(b(inputs, targets), oracle)
+    except UnsupportedModel as error:
+        assert "\n" not in str(error) and "remedy: " in str(error)
+        return "refuses"
+    except WrongGradient:
+        return "found out"
+    return "exact" if agreement.within(exact.TOLERANCE) else "wrong"
+
+
+@every_peer
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_case(case: Case, backend: str):
+    expected = NOT_FOR[backend].get(case.name, "exact")
+    assert outcome(backend, case.make(), verify=False) == expected
+    if expected == "wrong":  # never in silence; two samples may already be too few for it
+        torch.manual_seed(0)
+        assert outcome(backend, case.make(), verify=True) in ("found out", "refuses")
+
+
+@every_peer
+@pytest.mark.parametrize("batch", ["one sample", "tied norms", "zero gradient", "empty"])
+def test_edge_batches(batch: str, backend: str):
+    exact.test_exact_on_edge_batches(batch, backend)
+
+
+@every_peer
+def test_leaves_the_model_as_it_was(backend: str):
+    exact.test_leaves_the_model_as_it_was(backend)
+
+
+@every_peer
+def test_batches_of_changing_size(backend: str):
+    exact.test_batches_of_changing_size(backend)
+
+
+@every_peer
+def test_lower_precision(backend: str):
+    exact.test_lower_precision_accumulates_norms_in_float32(backend, torch.bfloat16)
+
+
+REFUSED_CLIPPING = {
+    ("opacus_ghost", "PerLayer"): "Opacus' ghost mode has one factor a sample",
+    ("private_cnn", "PerLayer"): "private_CNN has one factor a sample",
+    ("fastdp", "GlobalBound"): "fastDP's hooks cannot express GlobalBound.* use one of Flat, Automatic, PerLayer",
+    ("fastdp", "Automatic without stabiliser"): "0/0 at a norm of zero.*use a stabiliser",
+    ("fastdp", "C = 0"): "0/0 at a norm of zero.*C > 0",
+}
+
+
+@every_peer
+@pytest.mark.parametrize(
+    ("kind", "clip"),
+    [
+        ("flat", Flat(0.5, stabiliser=0.01)),
+        ("C = 0", Flat(0.0)),
+        ("C = inf", Flat(float("inf"))),
+        ("Automatic", Automatic(0.5, stabiliser=0.01)),
+        ("Automatic without stabiliser", Automatic(0.5)),
+        ("GlobalBound", GlobalBound(0.5, bound=1.0)),
+        ("PerLayer", PerLayer(0.5, stabiliser=0.001)),
+    ],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
+def test_clipping_functions(kind: str, clip, backend: str):
+    model, x, y, loss = images(layers(), nn.Tanh())
+    refused = REFUSED_CLIPPING.get((backend, kind))
+    if refused:
+        with pytest.raises(UnsupportedModel, match=refused):
+            load_backend(backend)(model, loss, clip=clip)
+        return
+    oracle = load_backend("microbatch")(model, loss, clip=clip)(x, y)
+    with load_backend(backend)(model, loss, clip=clip) as b:
+        assert compare(b(x, y), oracle).within(exact.TOLERANCE)
+
+
+@every_peer
+def test_the_model_is_free_while_a_peer_is_open_on_it(backend: str):
+    """Two of them at once, ordinary training between their steps, parameters frozen and modules switched."""
+    model, x, y, loss = images(layers(), nn.Dropout(0.5), nn.Linear(3, 3))
+    model[1].eval()
+    clip = Flat(0.5)
+    oracle = load_backend("microbatch")(model, loss, clip=clip)
+    before = [dict(vars(m)) for m in model.modules()]
+    with load_backend(backend)(model, loss, clip=clip) as a, load_backend(backend)(model, loss, clip=clip) as b:
+        first = a(x, y)
+        assert compare(first, oracle(x, y)).within(exact.TOLERANCE)
+        assert [dict(vars(m)) for m in model.modules()] == before and not any(vars(p) for p in model.parameters())
+        torch.testing.assert_close(b(x, y).grads, first.grads)
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p -= 0.1 * first.grads[name]
+        loss(model(x), y).sum().backward()
+        kept = model[0][0].weight.grad.clone()
+        assert compare(a(x, y), oracle(x, y)).within(exact.TOLERANCE)
+        assert torch.equal(model[0][0].weight.grad, kept)
+        model[0][0].weight.requires_grad_(False)
+        out = b(x, y)
+        assert "0.0.weight" not in out.grads and compare(out, oracle(x, y)).within(exact.TOLERANCE)
+        model[0][0].weight.requires_grad_(True)
+        model[1].train()
+        assert not torch.equal(a(x, y).losses, a(x, y).losses)
+
+
+@every_peer
+def test_a_step_that_fails_leaves_nothing_behind(backend: str):
+    model, x, y, loss = next(c for c in CASES if c.name == "self attention").make()
+    model[0].attention.in_proj_weight.grad = torch.ones(12, 4).double()
+    with load_backend(backend)(model, loss) as b, pytest.raises(UnsupportedModel):
+        b(x, y)
+    assert not any(vars(p) for p in model.parameters())
+    assert [p.grad is None for p in model.parameters()].count(False) == 1
+    model, x, y, loss = images(layers(), nn.Tanh())
+    assert outcome(backend, (model, x, y, loss), verify=True) == "exact"
+
+
+@every_peer
+def test_nothing_is_printed(backend: str, capfd):
+    model, x, y, loss = images(layers(), nn.Tanh())
+    with load_backend(backend)(model, loss) as b:
+        b(x, y)
+    assert capfd.readouterr().out == ""
+
+
+# What is silently wrong in a peer, beside what the cases show.
+
+
+@every_peer
+def test_frequency_scaled_embeddings_are_found_out(backend: str):
+    """The scale is the token's count in the whole batch, so that samples are mixed; the peers leave it out."""
+    problem = tokens(nn.Sequential(nn.Embedding(7, 4, scale_grad_by_freq=True), nn.Linear(4, 5)), 5)
+    if backend == "opacus_functorch":
+        assert outcome(backend, problem, verify=False) == "exact"  # each sample's own counts, as in the oracle
+    else:
+        assert outcome(backend, problem, verify=False) == "wrong"
+        assert outcome(backend, problem, verify=True) == "found out"
+
+
+class ChannelsLast(nn.Module):
+    """What a LayerNorm over channels makes of an image, as in ConvNeXt, and `memory_format=torch.channels_last`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+@every_peer
+def test_convolutions_of_channels_last_images_are_found_out(backend: str):
+    """Opacus unfolds an image by its strides, taking them for those of a channels-first one."""
+    problem = images(ChannelsLast(), nn.Conv2d(4, 6, 3, padding=1), nn.Tanh())
+    wrong = backend in ("opacus_hooks", "opacus_ghost")
+    assert outcome(backend, problem, verify=False) == ("wrong" if wrong else "exact")
+    assert outcome(backend, problem, verify=True) == ("found out" if wrong else "exact")
+
+
+@every_peer
+def test_a_refusal_of_many_parameters_names_a_few(backend: str):
+    """One line that can be read, of a model with hundreds of parameters that the library does not know."""
+    model = nn.Sequential(*(nn.ConvTranspose2d(4, 4, 1) for _ in range(9)))
+    problem = images(model, nn.Conv2d(4, 2, 3))
+    if backend in ("private_cnn", "fastdp"):
+        with load_backend(backend)(problem[0], problem[3]) as b, pytest.raises(UnsupportedModel) as error:
+            b(*problem[1:3])
+        assert "0.0.weight, 0.0.bias, 0.1.weight" in str(error.value) and "0.3.bias and 10 more: " in str(error.value)
+    else:
+        assert outcome(backend, problem, verify=False) == ("refuses" if backend == "opacus_ew" else "exact")
+
+
+def ghost_module(model: nn.Module):
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+    return GradSampleModuleFastGradientClipping(model, loss_reduction="sum", max_grad_norm=1.0)
+
+
+@every_peer
+def test_the_norm_of_a_skipped_layer_is_not_that_of_the_step_before(backend: str):
+    model, x, y = Skipping().double(), torch.randn(5, 6).double(), torch.tensor([0, 1, 2, 0, 1])
+    with load_backend(backend)(model, cross_entropy, clip=Flat(0.5)) as b:
+        b(x, y)
+        model.all_of_it = False
+        oracle = load_backend("microbatch")(model, cross_entropy, clip=Flat(0.5))(x, y)
+        if backend == "private_cnn":
+            with pytest.raises(UnsupportedModel, match=r"sometimes.weight, sometimes.bias: private_CNN left no norm"):
+                b(x, y)
+        else:
+            assert compare(b(x, y), oracle).within(exact.TOLERANCE)
+
+
+def test_opacus_itself_keeps_the_norm_of_a_skipped_layer():
+    """Why the adapter takes off the parameters what Opacus wrote there. If this fails, Opacus was mended."""
+    model, x, y = Skipping().double(), torch.randn(5, 6).double(), torch.tensor([0, 1, 2, 0, 1])
+    wrapped = ghost_module(model)
+    cross_entropy(wrapped(x), y).sum().backward()
+    model.all_of_it = False
+    cross_entropy(wrapped(x), y).sum().backward()
+    norms = wrapped.get_norm_sample()
+    wrapped.to_standard_module().zero_grad()
+    expected = load_backend("microbatch")(model, cross_entropy)(x, y).norms
+    assert (norms > expected * 1.01).all()
+
+
+def test_opacus_itself_takes_a_loss_of_one_column_for_a_matrix():
+    """Factors [B] times losses [B, 1] are [B, B]. The interface refuses the shape before a peer sees it."""
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    model, x, y = nn.Linear(6, 3).double(), torch.randn(5, 6).double(), torch.tensor([0, 1, 2, 0, 1])
+    expected = load_backend("microbatch")(model, cross_entropy, clip=Flat(1.0, stabiliser=1e-6))(x, y)
+    wrapped = ghost_module(model)
+    losses = cross_entropy(wrapped(x), y)[:, None]
+    DPTensorFastGradientClipping(wrapped, torch.optim.SGD(model.parameters(), lr=0), losses, "sum").backward()
+    assert model.weight.grad.norm() > 2 * expected.grads["weight"].norm()
+    wrapped.to_standard_module()
+    with (
+        load_backend("opacus_ghost")(model, lambda out, y: cross_entropy(out, y)[:, None]) as b,
+        pytest.raises(ValueError, match=r"shape \[2\], got \[2, 1\]"),
+    ):
+        b(x, y)
+
+
+@pytest.mark.parametrize("backend", ["opacus_hooks", "opacus_ghost"])
+def test_a_vision_transformer_is_one_fallback_and_called_so(backend: str):
+    """Its class token makes the whole model one module with parameters of its own: all of it goes through vmap."""
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, embed_dim=12, depth=1, num_heads=2, num_classes=3
+    ).double()
+    x, y = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 1, 2])
+    oracle = load_backend("microbatch")(model, cross_entropy)(x, y)
+    with load_backend(backend)(model, cross_entropy) as b:
+        assert compare(b(x, y), oracle).within(exact.TOLERANCE)
+        assert b.coverage == {"ghost": 0.0, "instantiated": 0.0, "fallback": pytest.approx(1.0)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "ghost", "fallback"),
+    [
+        ("opacus_hooks", [], ["prelu"]),
+        ("opacus_functorch", [], []),
+        ("opacus_ghost", ["linear", "embedding"], ["prelu"]),
+        ("private_cnn", ["linear", "embedding"], None),
+        ("fastdp", ["embedding"], None),
+    ],
+)
+def test_coverage_says_how_the_norms_were_found(backend: str, ghost: list[str], fallback: list[str] | None):
+    known = nn.ModuleDict({"embedding": nn.Embedding(7, 4), "norm": nn.LayerNorm(4), "linear": nn.Linear(4, 5)})
+    if fallback is not None:
+        known["prelu"] = nn.PReLU(5)
+    sizes = {name: sum(p.numel() for p in m.parameters()) for name, m in known.items()}
+    model, x, y, loss = tokens(nn.Sequential(*known.values()), 5)
+    if "prelu" in known:
+        loss = lambda out, y, inner=loss: inner(out, y)  # noqa: E731
+        model[3] = nn.PReLU(1).double()
+        sizes["prelu"] = 1
+    with load_backend(backend)(model, loss) as b:
+        b(x, y)
+        total = sum(sizes.values())
+        bias = 5 if "linear" in ghost else 0
+        assert b.coverage["ghost"] == pytest.approx((sum(sizes[g] for g in ghost) - bias) / total)
+        assert b.coverage["fallback"] == pytest.approx(sum(sizes[f] for f in fallback or []) / total)
+        assert sum(b.coverage.values()) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("backend", ["fastdp"])
+@pytest.mark.parametrize("model", [lambda: Reused(), lambda: Tied()], ids=["called twice", "tied head"])
+def test_fastdp_keeps_the_last_use_of_a_layer(model, backend: str):
+    problem = images(model(), size=(4,)) if model().__class__ is Reused else tokens(model(), 7)
+    assert outcome(backend, problem, verify=False) == "wrong"
+    assert outcome(backend, problem, verify=True) == "found out"
+
+
+@pytest.mark.parametrize("backend", ["private_cnn"])
+def test_private_cnn_leaves_its_global_mode_as_it_was(backend: str):
+    from private_CNN.privacy_utils import autograd_grad_sample
+
+    before = autograd_grad_sample.get_hooks_mode(), autograd_grad_sample._hooks_disabled
+    test_a_step_that_fails_leaves_nothing_behind(backend)
+    assert (autograd_grad_sample.get_hooks_mode(), autograd_grad_sample._hooks_disabled) == before
+
+
+# Packages that are not there.
+
+
+@pytest.mark.parametrize(
+    ("peer", "package", "remedy"),
+    [
+        ("opacus_hooks", "opacus", "pip install opacus"),
+        ("private_cnn", "private_CNN", "clone JialinMao/private_CNN from GitHub and put it on PYTHONPATH"),
+        ("fastdp", "fastDP", "clone awslabs/fast-differential-privacy from GitHub and put it on PYTHONPATH"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_way_to_get_it(peer: str, package: str, remedy: str, tmp_path, monkeypatch):
+    (tmp_path / package).mkdir()  # a folder of the name, such as the clone itself, is no package
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    assert load_backend(peer).unavailable() == f"the package {package} is not importable; {remedy}"
+    with pytest.raises(UnsupportedModel) as error:
+        load_backend(peer)(nn.Linear(2, 2), cross_entropy)
+    assert f"{package}: the package {package} is not importable (remedy: {remedy})" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_package_that_cannot_be_imported_says_why(tmp_path, monkeypatch):
+    (tmp_path / "private_CNN").mkdir()
+    (tmp_path / "private_CNN" / "__init__.py").write_text("import a_module_that_nobody_has")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "private_CNN", raising=False)
+    reason = load_backend("private_cnn").unavailable()
+    assert reason == (
+        "the package private_CNN fails when imported: ModuleNotFoundError: No module named 'a_module_that_nobody_has'"
+    )
