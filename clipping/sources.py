@@ -61,9 +61,9 @@ CONSTANTS = {
 """Operations that read their operand's shape, type and device, but none of its values."""
 
 
-def mark_data(x: Tensor) -> Tensor:
-    """Say that a tensor depends on the batch; the mark goes with the tensor."""
-    x._depends_on_data = True  # type: ignore[attr-defined]
+def mark_data(x: Tensor, samples: int = 0) -> Tensor:
+    """Say that a tensor depends on the batch, whose samples are its dimension `samples`; the mark goes with it."""
+    x._depends_on_data = samples  # type: ignore[attr-defined]
     return x
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from clipping.interface import Parameters, Problem, map_tensors
+from clipping.orientation import MOVABLE, dimension_after, samples_dimension, samples_first
 from clipping.rules import COMPOSITES, HANDLERS, Broadcast, EmbeddingWeight, Refused, Rule, fallback
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
 
@@ -85,7 +86,7 @@ class Tape(TorchFunctionMode):
             elif depends_on_data(operand):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
-            return self._mark(func, func(*args, **kwargs), data)
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
         if func in COMPOSITES:
@@ -94,8 +95,13 @@ class Tape(TorchFunctionMode):
                     return COMPOSITES[func](*args, **kwargs)
             except Refused as refused:
                 self._refuse(func, sources, refused)
-                return self._mark(func, func(*args, **kwargs), data)
-        return self._mark(func, self._use(func, args, kwargs, sources, data), data)
+                return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        at = max(samples_dimension(x) for x in data)
+        if at and func in MOVABLE:
+            with self:
+                args, kwargs = samples_first(func, args, kwargs, at, max(x.dim() for x in data))
+                return func(*args, **kwargs).transpose(0, at).contiguous()
+        return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
@@ -198,11 +204,12 @@ class Tape(TorchFunctionMode):
                 self._sources[id(made)] = source
         return output
 
-    def _mark(self, func: Any, output: Any, data: list[Tensor]) -> Any:
+    def _mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
         if data and func not in CONSTANTS:
             for made in _tensors((output,), {}):
-                if not depends_on_data(made):
-                    self._marked.append(weakref.ref(mark_data(made)))
+                if not hasattr(made, "_depends_on_data"):
+                    at = dimension_after(func, args, kwargs, data, made, self._batch_size)
+                    self._marked.append(weakref.ref(mark_data(made, at)))
         return output
 
     def _arrived(self, use: Use, g: Tensor) -> None:

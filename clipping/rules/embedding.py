@@ -95,18 +95,38 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.embedding_bag over bags of equal size [B, T], as the embedding and sum that it stands for."""
+    """torch.nn.functional.embedding_bag as the sum that it stands for: ids [B, T], or [N] and offsets [B]."""
     _refuse_options(max_norm, scale_grad_by_freq, sparse)
-    if input.dim() != 2 or offsets is not None or mode == "max":
-        raise Refused("embedding_bag has a rule for ids [B, T] and mode sum or mean", "pad the bags with padding_idx")
+    if mode == "max":
+        raise Refused("embedding_bag in mode max has no rule", "mode='sum' or 'mean'")
     output = F.embedding_bag(
-        input, weight, None, mode=mode, per_sample_weights=per_sample_weights, padding_idx=padding_idx
+        input,
+        weight,
+        offsets,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding_idx,
     )
     scale = torch.ones_like(input, dtype=weight.dtype) if per_sample_weights is None else per_sample_weights.detach()
+    if offsets is not None:
+        input, scale = _padded(input, scale, offsets, include_last_offset)
     if mode == "mean":
-        kept = torch.ones_like(input) if padding_idx is None else (input != padding_idx).to(input.dtype)
+        kept = (scale != 0) if padding_idx is None else (scale != 0) & (input != padding_idx)
         scale = scale / kept.sum(1, keepdim=True).clamp(min=1)
     return output, [EmbeddingWeight(weight, input, padding_idx, scale)]
+
+
+def _padded(ids: Tensor, scale: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
+    """Bags of different sizes, one after the other in ids [N], as rows [B, longest]; what is filled up has scale 0."""
+    ends = offsets[1:] if include_last_offset else torch.cat((offsets[1:], offsets.new_tensor([ids.shape[0]])))
+    starts = offsets[:-1] if include_last_offset else offsets
+    lengths = ends - starts
+    longest = int(lengths.max()) if len(lengths) else 0
+    at = starts[:, None] + torch.arange(longest, device=ids.device)
+    inside = at < ends[:, None]
+    at = at.clamp(max=max(0, ids.shape[0] - 1))
+    return ids[at], scale[at] * inside
 
 
 def _refuse_options(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:

@@ -1,0 +1,78 @@
+"""Which dimension of an activation holds the samples, for models that work on sequences first, [T, B, d].
+
+The batch starts as the first dimension. A transposition moves it; an operation that leaves its size alone leaves it where
+it is. Everything else is taken to have it first again: an assumption, which the first batch's verification tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PERMUTATIONS = {
+    torch.Tensor.transpose,
+    torch.transpose,
+    torch.Tensor.permute,
+    torch.permute,
+    torch.Tensor.movedim,
+    torch.movedim,
+    torch.Tensor.swapaxes,
+    torch.Tensor.t,
+    torch.t,
+    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+}
+
+ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
+CATENATIONS = {torch.cat, torch.concat}
+POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
+MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
+"""Operations that do the same whichever of the leading dimensions holds the samples."""
+
+
+def samples_dimension(x: Tensor) -> int:
+    """The dimension that holds the samples of an activation that depends on data."""
+    return getattr(x, "_depends_on_data", 0)
+
+
+def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
+    """Where the samples are in the output of an operation on `data`."""
+    if func in PERMUTATIONS:
+        before = samples_dimension(data[0])
+        probe = torch.empty([2 + i for i in range(data[0].dim())], device="meta")  # each dimension by its size
+        return list(func(probe, *args[1:], **kwargs).shape).index(2 + before)
+    for x in data:
+        at = samples_dimension(x)
+        if at and output.dim() == x.dim() and output.shape[at] == batch_size:
+            return at
+    return 0
+
+
+def samples_first(func: Any, args: Any, kwargs: Any, at: int, dims: int) -> tuple[Any, Any]:
+    """The arguments of a movable operation with dimension `at` of its activations brought to the front.
+
+    Args:
+        func, args, kwargs: the operation.
+        at: where the samples are.
+        dims: number of dimensions of the activations.
+    """
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and func in CATENATIONS:
+            return [moved(item) for item in value]
+        if not isinstance(value, Tensor):
+            return value
+        if hasattr(value, "_depends_on_data"):
+            return value.transpose(0, at)
+        if func in POSITIONWISE or value.dim() < dims - at:
+            return value  # a weight, or broadcast along the samples
+        return value.reshape((1,) * (dims - value.dim()) + tuple(value.shape)).transpose(0, at)
+
+    args, kwargs = tuple(moved(value) for value in args), {key: moved(value) for key, value in kwargs.items()}
+    if func in CATENATIONS:
+        dim = (kwargs.pop("dim") if "dim" in kwargs else args[1] if len(args) > 1 else 0) % dims
+        return (args[0], {0: at, at: 0}.get(dim, dim)), kwargs
+    return args, kwargs
