@@ -1,7 +1,7 @@
 """Which dimension of an activation holds the samples, for models that work on sequences first, [T, B, d].
 
-The batch starts as the first dimension. A transposition moves it; an operation that leaves its size alone leaves it where
-it is. Everything else is taken to have it first again: an assumption, which the first batch's verification tests.
+The batch starts as the first dimension. A transposition moves it; an operation that leaves its size alone leaves it
+where it is. All else is taken to have it first again: an assumption, which the first batch's verification tests.
 """
 
 from __future__ import annotations
