@@ -24,7 +24,12 @@ PERMUTATIONS = {
     torch.t,
     torch.Tensor.T.__get__,  # type: ignore[attr-defined]
     torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.unsqueeze,
+    torch.unsqueeze,
+    torch.Tensor.unbind,
+    torch.unbind,
 }
+"""Operations that say by their arguments alone where each dimension goes."""
 
 ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
 CATENATIONS = {torch.cat, torch.concat}
@@ -43,10 +48,12 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
     if func in PERMUTATIONS:
         before = samples_dimension(data[0])
         probe = torch.empty([2 + i for i in range(data[0].dim())], device="meta")  # each dimension by its size
-        return list(func(probe, *args[1:], **kwargs).shape).index(2 + before)
+        found = func(probe, *args[1:], **kwargs)
+        sizes = list((found if isinstance(found, Tensor) else found[0]).shape)
+        return sizes.index(2 + before) if 2 + before in sizes else 0
     for x in data:
         at = samples_dimension(x)
-        if at and output.dim() == x.dim() and output.shape[at] == batch_size:
+        if at and output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at
     return 0
 
