@@ -1,0 +1,57 @@
+"""Is a clipping backend exact? Problems as data, run on any subclass of `clipping.Backend`, a person's own among them.
+
+    from dpbench.conformance.suite import conformance
+    for verdict in conformance(Mine):
+        print(verdict.case, verdict.result)          # exact | refuses | wrong
+
+Three kinds of cases. *Models*: small networks, each with a habit that some library has got wrong in silence; norms,
+sums and losses beside the microbatch oracle, in float64 within 1e-9 and again in float32. *Clipping functions*: exact
+with each, and the black-box property that privacy rests on, that removing a sample moves the sum by the sensitivity at
+the most. *The contract*: batches of one sample, none, equal norms, a zero gradient, changing sizes; a loss shaped
+[B, 1]; half precision; the model left as it was found.
+
+Verification on the first batch is off: what is judged is what a backend says, not whether it is found out. Not in here,
+for it is no backend's affair: noise, its scale, and the division by the nominal batch size.
+
+This module is for the parent process, and imports no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpbench.trials import STEP_SOURCES, Trial
+
+__all__ = ["ConformanceTrial", "ResolveTrial"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BackendTrial(Trial):
+    backend: str
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch", "opacus") if self.backend.startswith("opacus") else ("torch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConformanceTrial(_BackendTrial):
+    """All conformance cases of one backend."""
+
+    kind: ClassVar[str] = "conformance"
+    body: ClassVar[str] = "dpbench.conformance.suite:run"
+    sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/conformance/**/*.py")
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolveTrial(_BackendTrial):
+    """Whether `path/file.py:Class` is a backend: to know that, the file has to be imported, and with it torch."""
+
+    kind: ClassVar[str] = "resolve"
+    body: ClassVar[str] = "dpbench.conformance.references:run"
+    timeout: float = 120.0

@@ -1,0 +1,60 @@
+"""The scorecard, case × backend: exact, refuses or wrong. No torch, no pandas: lists of texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+#: status of a row of `dpbench check` -> what the scorecard calls it
+RESULTS = {"ok": "exact", "unsupported": "refuses", "mismatch": "wrong", "error": "wrong"}
+_STATUS = {"exact": "ok", "refuses": "unsupported", "wrong": "mismatch"}
+
+
+def as_row(backend: str, verdict: Row) -> dict[str, Any]:
+    """A `Verdict`, as its fields, in the form of a row of `dpbench check`: `model` is the name of the case."""
+    return {
+        "model": verdict["case"],
+        "backend": backend,
+        "status": "error" if verdict["raised"] else _STATUS[verdict["result"]],
+        "max_norm_error": verdict["norm_error"],
+        "max_grad_error": verdict["grad_error"],
+        "coverage": verdict["coverage"] or None,
+        "reason": verdict["reason"],
+    }
+
+
+def scorecard(rows: Iterable[Row]) -> list[list[str]]:
+    """A header (case, then the backends), a line for each case, and a last one that counts.
+
+    Args:
+        rows: of `dpbench check --conformance`. Cases and backends stand in the order in which they first appear; "-" is
+            a case that a backend was not asked.
+    """
+    results = {(row["model"], row["backend"]): RESULTS[row["status"]] for row in rows}
+    cases = list(dict.fromkeys(case for case, _ in results))
+    backends = list(dict.fromkeys(backend for _, backend in results))
+    lines = [[case, *(results.get((case, backend), "-") for backend in backends)] for case in cases]
+    totals = [count(result for (_, of), result in results.items() if of == backend) for backend in backends]
+    return [["case", *backends], *lines, ["in all", *totals]]
+
+
+def count(results: Iterable[str]) -> str:
+    """ "3 exact, 1 refuses, 0 wrong"."""
+    counted = Counter(results)
+    return ", ".join(f"{counted[result]} {result}" for result in ("exact", "refuses", "wrong"))
+
+
+def text(rows: list[dict[str, Any]]) -> str:
+    """The scorecard for a person, and under it why a case is not exact."""
+    lines = aligned(scorecard(rows))
+    because = [[row["backend"], row["model"], RESULTS[row["status"]], row["reason"]] for row in rows if row["reason"]]
+    return "\n".join([*lines, *(["", *aligned(because)] if because else [])])
+
+
+def aligned(table: list[list[str]]) -> list[str]:
+    """Columns as wide as their widest cell."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]

@@ -1,0 +1,57 @@
+"""All cases on one backend, and the table of several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from clipping import Backend, ClipFunction, Flat, PerLayer
+from dpbench.conformance import ConformanceTrial
+from dpbench.conformance.cases import CASES, Case
+from dpbench.conformance.contract import CHECKS, median
+from dpbench.conformance.judging import TOLERANCE, Check, Measured, Verdict, answered, hold, judge, oracle, placed
+from dpbench.conformance.references import backend_class
+
+SINGLE = 1e-3
+"""Relative, of a model in float32 beside the oracle in float64: the cases have no activation that jumps."""
+
+CLIPS: dict[str, Callable[[float], ClipFunction]] = {"flat": Flat, "per layer": PerLayer}
+
+
+def exact_on(case: Case, clip: str, backend: type[Backend], device: str) -> Measured:
+    """Norms, sums and losses beside the oracle: in float64, then the same model in float32. C is the median norm."""
+    setup = placed(case.make(), device)
+    function = CLIPS[clip](median(setup))
+    reference = oracle(setup, function)
+    out, coverage = answered(backend, setup, function)
+    agreement = hold(out, reference, TOLERANCE)
+    out, _ = answered(backend, placed(setup, device, torch.float32), function)
+    hold(out, reference, SINGLE, " in float32")
+    return Measured(agreement, coverage)
+
+
+def checks() -> dict[str, Check]:
+    """Name -> check, the models first."""
+    return {case.name: partial(exact_on, case, "flat") for case in CASES} | CHECKS
+
+
+def conformance(backend: type[Backend], device: str = "cpu", only: Iterable[str] | None = None) -> Iterator[Verdict]:
+    """What the backend makes of every case, one after the other; of some if `only` names them."""
+    known = checks()
+    for name in known if only is None else only:
+        yield judge(name, known[name], backend, device)
+
+
+def per_layer(case: Case, backend: type[Backend], device: str = "cpu") -> Verdict:
+    """The same case with each parameter clipped by its own norm; no part of `conformance`, for it doubles the time."""
+    return judge(f"{case.name}, per layer", partial(exact_on, case, "per layer"), backend, device)
+
+
+def run(trial: ConformanceTrial) -> dict[str, Any]:
+    """Body of a `ConformanceTrial`: {"rows": one for each case, with the fields of a `Verdict`}."""
+    torch.set_num_threads(1)
+    backend = backend_class(trial.backend)
+    return {"rows": [vars(verdict) for verdict in conformance(backend, trial.device)]}
