@@ -44,28 +44,55 @@ ATTENTION = ("self attention", "sequence first attention", "cross attention")
 RECURRENT = ("lstm", "gru", "rnn")
 BARE = ("vision transformer's parameters", "positions added in place")
 NO_BATCH = ("positions", "types without a batch")
+SEQUENCE_FIRST = ("sequence first", "as many steps as samples", "encoder, sequence first")
 SAME = ("conv2d same", "conv2d same even kernel", "conv2d valid")
 PADDING_MODE = ("conv2d circular", "conv2d reflect")
 PADDING_IDX = ("embedding padding_idx", "embedding negative padding_idx")
 GROUPS = ("conv1d strided", "conv2d groups", "conv2d depthwise")
-FULL_HOOKS = ("residual in place", "batch norm in eval mode", *BAGS, *BARE, *NO_BATCH, *ATTENTION, *RECURRENT)
+FULL_HOOKS = (
+    "residual in place",
+    "encoder, sequence first",
+    "batch norm in eval mode",
+    *BAGS,
+    *BARE,
+    *NO_BATCH,
+    *ATTENTION,
+    *RECURRENT,
+)
 NO_FORMULA = (*BAGS, *TRANSPOSED, *BARE, *NO_BATCH, *ATTENTION, "rms norm", "prelu by the fallback")
-NO_FORMULA = (*NO_FORMULA, "batch norm in eval mode", "weight norm", "shared across depth", "embedding of one id")
+NO_FORMULA = (
+    *NO_FORMULA,
+    "bags of different sizes",
+    "batch norm in eval mode",
+    "weight norm",
+    "shared across depth",
+    "embedding of one id",
+)
 
 NOT_FOR: dict[str, dict[str, str]] = {
-    "vmap": not_for(RECURRENT),
+    "vmap": not_for((*RECURRENT, "bags of different sizes")),
     "opacus_hooks": not_for(
         (*FULL_HOOKS, "layer norm without bias"),
-        wrong=(*PADDING_MODE, *PADDING_IDX, "as many positions as samples", "penalised"),
+        wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes", "as many positions as samples", "penalised"),
     ),
-    "opacus_functorch": not_for(FULL_HOOKS, wrong=("as many positions as samples", "penalised")),
+    "opacus_functorch": not_for(
+        (*FULL_HOOKS, "bags of different sizes"), wrong=("as many positions as samples", "penalised")
+    ),
     "opacus_ew": not_for(
-        (*NO_FORMULA, "conv3d everything", "keyword inputs", "as many positions as samples", "windows", "penalised"),
+        (
+            *NO_FORMULA,
+            *SEQUENCE_FIRST,
+            "conv3d everything",
+            "keyword inputs",
+            "as many positions as samples",
+            "windows",
+            "penalised",
+        ),
         wrong=PADDING_IDX,
     ),
     "opacus_ghost": not_for(
         (*FULL_HOOKS, "layer norm without bias", "linear 4-D no bias", "reused", "tied head"),
-        wrong=(*PADDING_MODE, *PADDING_IDX, "as many positions as samples", "penalised"),
+        wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes", "as many positions as samples", "penalised"),
     ),
     "private_cnn": not_for(
         (

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import CASES, Case, Reused, Tied, cross_entropy
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
 from clipping.explain import Cost, Row, explain
@@ -197,16 +197,16 @@ def test_frozen_parameters_have_no_row():
 
 
 def test_every_problem_of_a_refused_model_is_listed():
-    class TimeFirst(nn.Module):
+    class OneRowMore(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
 
         def forward(self, x):
-            return self.b(self.a(x.transpose(0, 1))).transpose(0, 1)
+            return self.b(self.a(torch.cat((x, x[:1]))))[:-1]
 
     with pytest.raises(UnsupportedModel) as refused:
-        rows(TimeFirst(), 5, 4)
+        rows(OneRowMore(), 5, 4)
     assert [problem.module for problem in refused.value.problems] == ["a.weight", "b.weight"]
     with pytest.raises(UnsupportedModel, match="BatchNorm1d mixes the samples"):
         rows(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4)
@@ -300,7 +300,11 @@ def test_fake_tensors_tell_the_same(case: Case):
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs, targets = map_tensors(mode.from_tensor, (inputs, targets))
     with mode:
-        assert comparable(explain(model, loss_fn, inputs, targets)) == real
+        try:
+            found = explain(model, loss_fn, inputs, targets)
+        except DynamicOutputShapeException:
+            pytest.skip("its shapes depend on values: explain runs such a model on real tensors")
+        assert comparable(found) == real
 
 
 def test_the_model_is_left_as_it_was():

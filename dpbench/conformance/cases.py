@@ -13,6 +13,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from dpbench.conformance.modules import (
     Attention,
+    Encoder,
+    FlatBags,
     HeadFirst,
     LowRank,
     ParameterZoo,
@@ -21,6 +23,7 @@ from dpbench.conformance.modules import (
     Recurrent,
     Residual,
     Reused,
+    SequenceFirst,
     Shared,
     Tied,
     TwoInputs,
@@ -117,6 +120,13 @@ def one_id() -> Any:
     return model, torch.arange(BATCH), torch.randn(BATCH, 5).double(), squared_error
 
 
+def bags() -> Any:
+    """EmbeddingBag over ids one after the other, with offsets; one bag is empty, padding is left out of the mean."""
+    ids = torch.randint(0, 7, (BATCH, 4))
+    ids[1, 2:], ids[3] = -1, -1
+    return FlatBags().double(), ids, torch.randn(BATCH, 3).double(), squared_error
+
+
 def ragged() -> Any:
     """Sequences of different lengths, padded with token 0; padded positions enter no loss."""
     lengths = torch.tensor([6, 1, 4, 2, 5])
@@ -196,6 +206,10 @@ CASES = [
     Case("shared across depth", lambda: images(Shared(), size=(4,))),
     Case("low rank", lambda: images(LowRank(), nn.Tanh(), size=(3, 4))),
     Case("penalised", lambda: images(Penalised(), nn.Tanh(), size=(4,))),
+    Case("sequence first", lambda: images(SequenceFirst(), size=(3, 4))),
+    Case("as many steps as samples", lambda: images(SequenceFirst(BATCH), size=(BATCH, 4))),
+    Case("encoder, sequence first", lambda: images(Encoder(), size=(3, 4))),
+    Case("bags of different sizes", bags),
     Case("head registered first", lambda: images(HeadFirst(), size=(6,))),
     Case("ragged sequences", ragged),
 ]

@@ -213,3 +213,40 @@ class Skipping(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
         return self.last(torch.tanh(self.sometimes(x)) if self.all_of_it else x)
+
+
+class SequenceFirst(nn.Module):
+    """Time first inside: layers, positions, a token at the end, all on [T, B, d]."""
+
+    def __init__(self, steps: int = 3) -> None:
+        super().__init__()
+        self.inside, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+        self.positions, self.token = nn.Parameter(torch.randn(steps, 1, 4)), nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        x = torch.cat([x, self.token.repeat(1, x.shape[1], 1)])[1:]
+        x = torch.relu(self.inside(x)) + self.positions
+        return self.head(self.norm(x) * self.positions - self.token).transpose(0, 1)
+
+
+class Encoder(nn.Module):
+    """torch's own transformer encoder with its default layout, [T, B, d]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0)
+        self.embed, self.encoder = nn.Linear(4, 4), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encoder(self.embed(x.transpose(0, 1))).mean(0)
+
+
+class FlatBags(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag, self.head = nn.EmbeddingBag(7, 4, padding_idx=2), nn.Linear(4, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        lengths = (ids >= 0).sum(1)
+        return self.head(self.bag(ids[ids >= 0], lengths.cumsum(0) - lengths))
