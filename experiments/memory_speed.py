@@ -9,7 +9,7 @@ from __future__ import annotations
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import StepTrial
 
-BACKENDS = ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"]
+BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]
 MODELS = ["cnn", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "vgg11", "vgg13", "vgg16", "vgg19"]
 #: Batch size on a CPU.
 CPU_BATCHES = {256: ["cnn"], 32: ["vgg11", "vgg13", "vgg16", "vgg19", "resnet18"], 8: ["resnet34", "resnet50"]}

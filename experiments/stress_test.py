@@ -15,7 +15,7 @@ from dpbench.experiment import Cell, Experiment, MaxBatch, grid
 from dpbench.trials import PeakTrial, StepTrial
 
 BUDGET = 16 * 2**30
-BACKENDS = ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"]
+BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]
 RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 VGGS = ["vgg11", "vgg13", "vgg16", "vgg19"]
 MICROBATCH_LIMIT = 256

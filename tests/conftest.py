@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are small, and waiting threads spin
 
 from clipping import BACKENDS, load_backend
 

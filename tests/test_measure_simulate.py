@@ -235,23 +235,24 @@ def test_the_simulated_peak_is_the_measured_one_but_for_temporaries_inside_kerne
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["cnn", "resnet18"])
+@pytest.mark.parametrize(("model", "batch_size"), [("cnn", 32), ("resnet18", 8)])
 @pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"])
-def test_beside_the_measured_peak_of_built_in_models(backend, model):
-    """The same at B = 32. Found, simulated / measured with all temporaries, on torch 2.15 with AVX-512:
+def test_beside_the_measured_peak_of_built_in_models(backend, model, batch_size):
+    """Found, simulated / measured with all temporaries, on torch 2.15 with AVX-512:
 
-    ========  ==========  ==========  =====  =====  ===========  ============
-    model     nonprivate  microbatch  vmap   ghost  mixed_ghost  opacus_hooks
-    ========  ==========  ==========  =====  =====  ===========  ============
-    cnn       0.939       0.946       0.959  1.000  0.894        1.000
-    resnet18  0.980       0.998       1.000  0.985  0.940        1.000
-    ========  ==========  ==========  =====  =====  ===========  ============
+    ============  ==========  ==========  =====  =====  ===========  ============
+    model, B      nonprivate  microbatch  vmap   ghost  mixed_ghost  opacus_hooks
+    ============  ==========  ==========  =====  =====  ===========  ============
+    cnn, 32       0.939       0.946       0.959  1.000  0.894        1.000
+    resnet18, 8   0.990       0.998       1.000  1.000  0.990        1.000
+    resnet18, 32  0.980       0.998       1.000  1.000  1.000        1.000
+    ============  ==========  ==========  =====  =====  ===========  ============
 
-    Between operations all are 1.000, but 1.005 for nonprivate on resnet18, where autograd adds the gradients of two
-    branches in place.
+    Between operations all are 1.000, but up to 1.005 for nonprivate, microbatch and mixed_ghost on resnet18, where
+    autograd adds the gradients of two branches in place.
     """
     skip_if_unavailable(backend)
-    between, whole = compare_with_measured(lambda: built_in(model, backend, 32))
+    between, whole = compare_with_measured(lambda: built_in(model, backend, batch_size))
     assert 0.999 < between < 1.01
     assert 0.85 < whole < 1.01
 
