@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from report_records import CUDA, GIB, RunFile, step_result
 
+from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
 from dpbench.report import published, write_report
 from dpbench.trials import PeakTrial, StepTrial
@@ -268,3 +269,30 @@ def test_an_unknown_figure_is_one_line(tmp_path):
 def test_no_records_no_files(tmp_path):
     assert write_report(tmp_path, tmp_path / "out", ["memory_speed_table"]) == []
     assert not (tmp_path / "out").exists()
+
+
+def verdict(case, result, raised=False, reason=None):
+    return {
+        "case": case,
+        "result": result,
+        "raised": raised,
+        "norm_error": None,
+        "grad_error": None,
+        "coverage": {},
+        "reason": reason,
+    }
+
+
+def test_the_scorecard_counts_what_is_exact_refused_and_wrong(tmp_path):
+    run = RunFile(tmp_path / "records" / "a.jsonl", experiment="conformance")
+    run.add(ConformanceTrial(backend="opacus_hooks"), {"rows": [verdict("a", "wrong"), verdict("b", "refuses")]})
+    run.add(ConformanceTrial(backend="vmap"), {"rows": [verdict("a", "exact"), verdict("b", "wrong", raised=True)]})
+    run.add(ConformanceTrial(backend="fastdp"), None, outcome="unsupported", evidence="fastdp is not available here")
+    table, text = report(run, "scorecard")
+    assert list(table.columns) == ["case", "vmap", "opacus_hooks"]  # ours before the peers
+    assert table.values.tolist() == [
+        ["a", "exact", "wrong"],
+        ["b", "wrong", "refuses"],
+        ["in all", "1 exact, 0 refuses, 1 wrong", "0 exact, 1 refuses, 1 wrong"],
+    ]
+    assert "2 cases" in text and "fastdp: unsupported" in text and "fastdp is not available here" in text

@@ -17,7 +17,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.errors import one_of
-from dpbench.report import captions, plots, readable, style, tables
+from dpbench.report import captions, plots, readable, scorecard, style, tables
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
 from dpbench.store import slug
 
@@ -81,6 +81,16 @@ FIGURES = {
         readable.epsilon,
         captions.epsilon,
         plots.epsilon,
+    ),
+    "scorecard": FigureKind(
+        "is each backend exact, does it refuse, or is it wrong, on every conformance case",
+        ("conformance",),
+        lambda r: r.trial["backend"],
+        {"experiment": ("conformance",)},
+        scorecard.table,
+        scorecard.text,
+        scorecard.caption,
+        scorecard.plot,
     ),
 }
 

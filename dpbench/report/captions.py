@@ -30,7 +30,7 @@ def max_batch_throughput(records: Sequence[Record], frame: pd.DataFrame, left_ou
         said.append(f"Throughput: {at} over the median step time; {_rounds(speeds.rounds)}.")
     if frame.published_images_per_second.notna().any():
         said.append("Published throughput: from that figure (±9), on its GPU at its maximum batch.")
-    return _caption(said, records, left_out)
+    return caption(said, records, left_out)
 
 
 def memory_speed(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
@@ -50,7 +50,7 @@ def memory_speed(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftO
         said.append(f"Memory: {_join(sources)}" + (" (not measured)." if sources == ["simulated"] else "."))
     if frame.published_time_ratio.notna().any():
         said.append("Published: that table, CIFAR10 at B=256 on its GPU, active memory.")
-    return _caption(said, [r for r in records if r.kind == "step"], left_out)
+    return caption(said, [r for r in records if r.kind == "step"], left_out)
 
 
 def epsilon(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
@@ -66,7 +66,7 @@ def epsilon(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     if len(infinite):
         names = dict.fromkeys(style.accountant(name).name for name in infinite.accountant)
         said.append(f"Infinite, and so not drawn, at some point: {_join(names)}.")
-    return _caption(said, records, left_out, setting=False)
+    return caption(said, records, left_out, setting=False)
 
 
 def compared(frame: pd.DataFrame) -> pd.Series[bool]:
@@ -86,7 +86,8 @@ def unfinished(frame: pd.DataFrame) -> pd.Series[bool]:
     return frame.max_batch_size.notna() & (notes.startswith("search unfinished") | notes.startswith("search ended"))
 
 
-def _caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setting: bool = True) -> str:
+def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setting: bool = True) -> str:
+    """What was said of the numbers, and then of all figures alike: the device, what is left out, what is mixed."""
     where = [records[0].device]
     if setting:
         where += [

@@ -1,0 +1,71 @@
+"""The scorecard: conformance case × backend, each exact, refused or wrong, with a mark of its own beside a colour."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from dpbench.conformance.scorecard import as_row, scorecard
+from dpbench.report import captions, style
+from dpbench.report.figures import WIDTH, sheet
+from dpbench.report.select import LeftOut, Record
+
+#: result -> (marker, colour, size)
+MARKS = {"exact": ("o", "#BBD5BB", 18), "refuses": ("_", "#555555", 40), "wrong": ("X", style.FAILURE, 52)}
+_ROW, _TOP, _NAMES = 0.17, 1.25, 2.55
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row a case, a column a backend; a last row counts."""
+    ran = [record for record in records if record.result.get("rows")]
+    left_out.update(f"{r.trial['backend']}: {r.outcome}" for r in records if not r.result.get("rows"))
+    ran.sort(key=lambda record: style.backend_key(record.trial["backend"]))
+    header, *lines = scorecard(as_row(r.trial["backend"], verdict) for r in ran for verdict in r.result["rows"])
+    return pd.DataFrame(lines, columns=header)
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table with the backends' names; what is exact says so in a letter, for what is not to stand out."""
+    short = frame.replace({"exact": "·", "refuses": "refuses", "wrong": "**wrong**"})
+    return short.rename(columns={name: style.backend(name).name for name in frame.columns[1:]})
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What was asked, and of whom."""
+    said = [
+        f"{len(frame) - 1} cases: small models in float64 and float32, clipping functions, batches, side effects.",
+        "Exact: norms and clipped sums are the microbatch oracle's. Refuses: says so, with a reason. Wrong: neither;",
+        "verification of the first batch, which finds such a backend out, is off here.",
+    ]
+    return captions.caption(said, records, left_out, setting=False)
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """A grid of marks, cases down and backends across."""
+    cases, backends = list(frame["case"])[:-1], list(frame.columns[1:])
+    depth = _ROW * len(cases)
+    figure, height = sheet(_TOP + depth + 0.1, caption)
+    axes = figure.add_axes((_NAMES / WIDTH, 1 - (_TOP + depth) / height, 1 - (_NAMES + 0.75) / WIDTH, depth / height))
+    axes.set_xlim(-0.5, len(backends) - 0.5)
+    axes.set_ylim(len(cases) - 0.5, -0.5)
+    for result, (marker, color, size) in MARKS.items():
+        at = [(x, y) for x, b in enumerate(backends) for y, value in enumerate(frame[b][:-1]) if value == result]
+        xs, ys = [x for x, _ in at], [y for _, y in at]
+        axes.scatter(xs, ys, marker=marker, c=color, s=size, linewidths=1.6, clip_on=False)
+    axes.set_yticks(range(len(cases)), cases, fontsize=7.5)
+    axes.set_xticks(range(len(backends)), [style.backend(b).name for b in backends], rotation=35, ha="left")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.grid(color=style.GRID, linewidth=0.5)
+    axes.spines[:].set_visible(False)
+    handles = [
+        Line2D(
+            [], [], marker=marker, color=color, linestyle="", markersize=size**0.5, markeredgewidth=1.6, label=result
+        )
+        for result, (marker, color, size) in MARKS.items()
+    ]
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1 - 0.1 / height), frameon=False)
+    return figure

@@ -1,0 +1,31 @@
+"""Which backend is exact on what: every conformance case for every backend, ours and the peers'.
+
+A scorecard and not a measurement of speed: float64 and lower, small models, one round. A peer that cannot be imported
+here is left out with its reason.
+"""
+
+from __future__ import annotations
+
+from dpbench.conformance import ConformanceTrial
+from dpbench.experiment import Experiment, grid
+
+OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+
+
+def cells(device: str) -> list[ConformanceTrial]:
+    return grid(ConformanceTrial, backend=OURS + PEERS, device=device)
+
+
+def smoke(device: str) -> list[ConformanceTrial]:
+    return grid(ConformanceTrial, backend="vmap", device=device)
+
+
+EXPERIMENT = Experiment(
+    name="conformance",
+    doc="is each backend exact, does it refuse, or is it wrong, on every conformance case",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("scorecard",),
+)
