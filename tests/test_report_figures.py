@@ -10,6 +10,7 @@ from matplotlib.colors import to_hex
 from matplotlib.text import Text
 from report_records import CUDA, GIB, RunFile
 
+from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
 from dpbench.trials import PeakTrial, StepTrial
@@ -139,6 +140,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
     run.search("cnn", "ghost", [], [1])
     run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="error", evidence="ValueError: no")
     run.epsilon("moments", 100, None, outcome="timeout")
+    run.add(ConformanceTrial(backend="vmap"), outcome="crash", evidence="killed")
     drawn, _ = draw(run, figure)
     assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
 

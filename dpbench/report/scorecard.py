@@ -46,11 +46,11 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A grid of marks, cases down and backends across."""
     cases, backends = list(frame["case"])[:-1], list(frame.columns[1:])
-    depth = _ROW * len(cases)
+    depth = _ROW * max(len(cases), 1)
     figure, height = sheet(_TOP + depth + 0.1, caption)
     axes = figure.add_axes((_NAMES / WIDTH, 1 - (_TOP + depth) / height, 1 - (_NAMES + 0.75) / WIDTH, depth / height))
-    axes.set_xlim(-0.5, len(backends) - 0.5)
-    axes.set_ylim(len(cases) - 0.5, -0.5)
+    axes.set_xlim(-0.5, max(len(backends), 1) - 0.5)
+    axes.set_ylim(max(len(cases), 1) - 0.5, -0.5)
     for result, (marker, color, size) in MARKS.items():
         at = [(x, y) for x, b in enumerate(backends) for y, value in enumerate(frame[b][:-1]) if value == result]
         xs, ys = [x for x, _ in at], [y for _, y in at]
