@@ -131,7 +131,7 @@ class Backend(ABC):
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
         batch_size = leading_dimension(inputs, targets)
-        inputs = map_tensors(lambda x: x.detach(), inputs)
+        inputs, targets = map_tensors(lambda x: x.detach(), (inputs, targets))
         parameters = {name: p for name, p in self._named if p.requires_grad}
         if batch_size == 0:
             return self._nothing(parameters)

@@ -12,23 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PERMUTATIONS = {
-    torch.Tensor.transpose,
-    torch.transpose,
-    torch.Tensor.permute,
-    torch.permute,
-    torch.Tensor.movedim,
-    torch.movedim,
-    torch.Tensor.swapaxes,
-    torch.Tensor.t,
-    torch.t,
-    torch.Tensor.T.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.mT.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.unsqueeze,
-    torch.unsqueeze,
-    torch.Tensor.unbind,
-    torch.unbind,
-}
+from clipping.sources import TRANSPOSITIONS
+
+PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
 """Operations that say by their arguments alone where each dimension goes."""
 
 ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}

@@ -13,10 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-REARRANGEMENTS = {
-    torch.Tensor.view,
-    torch.Tensor.reshape,
-    torch.reshape,
+TRANSPOSITIONS = {
     torch.Tensor.permute,
     torch.permute,
     torch.Tensor.transpose,
@@ -30,6 +27,13 @@ REARRANGEMENTS = {
     torch.Tensor.swapaxes,
     torch.Tensor.unsqueeze,
     torch.unsqueeze,
+}
+"""Operations that put each dimension where their arguments say, and change nothing else."""
+
+REARRANGEMENTS = TRANSPOSITIONS | {
+    torch.Tensor.view,
+    torch.Tensor.reshape,
+    torch.reshape,
     torch.Tensor.squeeze,
     torch.squeeze,
     torch.Tensor.flatten,

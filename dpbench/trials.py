@@ -104,7 +104,20 @@ class _ModelTrial(Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepTrial(_ModelTrial):
+class _BatchTrial(_ModelTrial):
+    """A trial of one training step on one batch; `memory_budget` is in bytes."""
+
+    batch_size: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    image_size: int = 32
+    num_classes: int = 10
+    seed: int = 0
+    memory_budget: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTrial(_BatchTrial):
     """Verify, then time, then take the memory of one training step.
 
     At least `steps` steps are timed, unless `max_seconds` have passed after two. `memory_budget` is in bytes.
@@ -113,22 +126,15 @@ class StepTrial(_ModelTrial):
 
     kind: ClassVar[str] = "step"
     body: ClassVar[str] = "dpbench.measure.step:run"
-    batch_size: int
-    device: str = "cpu"
-    dtype: str = "float32"
-    image_size: int = 32
-    num_classes: int = 10
     data: str = "digits"
     max_grad_norm: float = 1.0
-    seed: int = 0
     threads: int | None = None
-    memory_budget: int | None = None
     steps: int = 5
     max_seconds: float = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeakTrial(_ModelTrial):
+class PeakTrial(_BatchTrial):
     """The peak memory of one training step, and whether it fits in `memory_budget` (bytes).
 
     `simulated`: by fake tensors, with no memory and no device taken; else measured on `device`.
@@ -136,14 +142,7 @@ class PeakTrial(_ModelTrial):
 
     kind: ClassVar[str] = "peak"
     body: ClassVar[str] = "dpbench.measure.memory:run"
-    batch_size: int
-    device: str = "cpu"
-    dtype: str = "float32"
-    image_size: int = 32
-    num_classes: int = 10
     data: str = "synthetic"
-    seed: int = 0
-    memory_budget: int | None = None
     simulated: bool
     timeout: float = 300.0
 

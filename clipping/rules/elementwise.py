@@ -65,10 +65,6 @@ class Broadcast(Rule):
         return placed
 
 
-def _operands(input: Any, other: Any) -> list[Tensor]:
-    return [operand for operand in (input, other) if isinstance(operand, Tensor)]
-
-
 def add(input: Any, other: Any, *, alpha: float = 1) -> tuple[Tensor, list[Rule]]:
     """torch.add and the rules of whichever operand is made of parameters."""
     output = torch.add(input, other, alpha=alpha)

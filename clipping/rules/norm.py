@@ -7,6 +7,7 @@ is not computed a second time by a normalisation.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -17,46 +18,52 @@ from clipping.interface import norm_dtype
 from clipping.rules.base import Bias, Refused, Rule, blocks, workspace
 
 
-class LayerNormWeight(Rule):
-    """γ [*normalized]: Σ over the positions between the batch and the normalised dimensions."""
+class _Scale(Rule):
+    """γ of a normalisation: Σ over positions of g x̂, in blocks of samples, for g x̂ is as large as the activation."""
+
+    channel: int | None = None
+    """The dimension that γ [C] runs along, or None if γ has the last dimensions' shape."""
+
+    @abstractmethod
+    def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
+        """x̂ of some samples, in a tensor of its own."""
+
+    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+        dtype = norm_dtype(g.dtype)
+        parts = []
+        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, workspace(g)):
+            at = slice(samples.start + part.start, samples.start + part.stop)
+            parts.append(_sum_positions(self.normalised(at, dtype).mul_(g[at]), self.parameter, self.channel))
+        return torch.cat(parts)
+
+
+class LayerNormWeight(_Scale):
+    """γ [*normalized], x̂ from the statistics that the forward kernel kept."""
 
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
         super().__init__(weight)
         self.x, self.mean, self.rstd = x, mean, rstd
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
-        dtype = norm_dtype(g.dtype)
-        parts = []
-        # g·x̂ is as large as the activation: blocks keep that within the workspace
-        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, workspace(g)):
-            at = slice(samples.start + part.start, samples.start + part.stop)
-            product = (self.x[at] - self.mean[at]).to(dtype).mul_(self.rstd[at]).mul_(g[at])
-            parts.append(_sum_positions(product, self.parameter, None))
-        return torch.cat(parts)
+    def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
+        return (self.x[at] - self.mean[at]).to(dtype).mul_(self.rstd[at])
 
 
-class RecomputedNormWeight(Rule):
-    """γ of a normalisation whose kernel keeps no statistics: x̂ = normalise(x) once more, in blocks of samples.
+class RecomputedNormWeight(_Scale):
+    """γ of a normalisation whose kernel keeps no statistics: x̂ = normalise(x) once more.
 
     Args:
         weight: γ.
         x: the input.
         normalise: x -> x̂, sample by sample.
-        channel: the dimension that γ [C] runs along, or None if γ has the last dimensions' shape.
+        channel: as above.
     """
 
     def __init__(self, weight: Tensor, x: Tensor, normalise: Callable[[Tensor], Tensor], channel: int | None) -> None:
         super().__init__(weight)
         self.x, self.normalise, self.channel = x, normalise, channel
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
-        dtype = norm_dtype(g.dtype)
-        parts = []
-        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, workspace(g)):
-            at = slice(samples.start + part.start, samples.start + part.stop)
-            product = self.normalise(self.x[at].detach()).to(dtype).mul_(g[at])
-            parts.append(_sum_positions(product, self.parameter, self.channel))
-        return torch.cat(parts)
+    def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
+        return self.normalise(self.x[at].detach()).to(dtype)
 
 
 def _sum_positions(x: Tensor, parameter: Tensor, channel: int | None) -> Tensor:

@@ -195,7 +195,7 @@ def overflow(backend: type[Backend], device: str) -> Measured:
 
 
 def leaves_the_model(backend: type[Backend], device: str) -> Measured:
-    """Nothing on parameters or modules has changed, while it is open and afterwards; `.grad` is the caller's."""
+    """Nothing on parameters, modules or the batch has changed, open or closed; `.grad` is the caller's."""
     model, x, _, _ = images(nn.Conv2d(4, 4, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3))
     y = torch.tensor([0, 1, 2, 1, 0])
     model, x, y, loss = placed((model, x, y, cross_entropy), device)
@@ -213,6 +213,8 @@ def leaves_the_model(backend: type[Backend], device: str) -> Measured:
         raise Wrong("the parameters have other values")
     if not (model[0].weight.grad == 7).all():  # type: ignore[index]
         raise Wrong("0.weight.grad has other values")
+    if left := sorted({*vars(x), *vars(y)}):
+        raise Wrong(f"the batch that was handed in has {left} on it")
     agreement = hold(first, oracle((model, x, y, loss), Flat(0.5)), TOLERANCE)
     return Measured(worse(agreement, hold(second, first, TOLERANCE, " of the same batch again")))
 
