@@ -96,8 +96,8 @@ class Automatic(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        factors = torch.full_like(norms, self.max_grad_norm) / (norms + self.stabiliser)
-        return torch.where(norms + self.stabiliser == 0, torch.zeros_like(norms), factors)
+        norms = norms + self.stabiliser
+        return torch.where(norms == 0, torch.zeros_like(norms), _quotient(self.max_grad_norm, norms))
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,12 @@ def _at_most(norms: torch.Tensor, threshold: float, stabiliser: float) -> torch.
         return norms * 0.0
     if threshold == math.inf:
         return torch.ones_like(norms)
+    return _quotient(threshold, norms + stabiliser).clamp(max=1.0)
+
+
+def _quotient(threshold: float, norms: torch.Tensor) -> torch.Tensor:
+    """threshold / norms, rounded so that the product with the norm is at most the threshold but for one rounding."""
     # number / tensor multiplies by a rounded reciprocal: a norm of exactly C would not get the factor 1
-    return (torch.full_like(norms, threshold) / (norms + stabiliser)).clamp(max=1.0)
+    factors = torch.full_like(norms, threshold) / norms
+    # a subnormal factor has few digits left, and may be too large by a half: 0 is within any threshold
+    return torch.where(factors < torch.finfo(norms.dtype).tiny, torch.zeros_like(factors), factors)

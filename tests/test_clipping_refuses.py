@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import clipping
-from clipping import Flat, UnsupportedModel, WrongGradient, load_backend
+from clipping import Automatic, Flat, UnsupportedModel, WrongGradient, load_backend
 
 TAPE = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 OURS = ["nonprivate", "microbatch", "vmap", *TAPE, "opacus_hooks"]
@@ -245,6 +245,13 @@ def test_flat_never_exceeds_its_sensitivity(norms: list[float], bound: float):
     assert clip.sensitivity == bound
     assert (clipped <= bound * (1 + 1e-12) + 1e-300).all() and (clip.factors(n) <= 1).all()
     assert torch.equal(clipped[n <= bound], n[n <= bound])
+
+
+def test_a_factor_too_small_for_its_digits_is_zero():
+    """The nearest subnormal number would exceed the threshold, here by 1e-12 and by 61 %."""
+    for bound, norm in ((1.9839673179013276e-285, 1.977961176730164e29), (4e-310, 1.3e14)):
+        for clip in (Flat(bound), Automatic(bound)):
+            assert clip.factors(torch.tensor([norm], dtype=torch.float64)).item() * norm <= bound
 
 
 def test_flat_at_its_edges():
