@@ -6,8 +6,8 @@
     convolution_norm        the same over the patches of an image, which are read where they lie
 
 A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number while it is in registers.
-Beside the input and the output gradient, a norm takes 4 bytes a tile: n·T²/B² bytes of Gram tiles or n·4·pd/B² of
-gradient tiles, B = 64 or 128 for what is large. Gram matrices are symmetric: half of the tiles are computed.
+Beside the input and the output gradient, a norm takes 4 bytes a tile: 2·n·T²/B² bytes of Gram tiles or 4·n·pd/B² of
+gradient tiles, B = 64 or 128 where there is so much. Gram matrices are symmetric: half of the tiles are computed.
 
 **Exactness.** Accumulators are float32 whatever the inputs; products of float32 are IEEE ones (`precision="ieee"`), not
 TF32, whatever torch.backends.cuda.matmul.allow_tf32 says of the rest. There are no atomic operations, and the tiles
@@ -101,7 +101,7 @@ def supported(*tensors: Tensor) -> bool:
         if x.device != device or x.dtype not in (*DTYPES, *IDS):
             return False
     if device.type == "cuda":
-        return torch.version.hip is not None or _capability(device) >= CAPABILITY
+        return _capability(device) >= CAPABILITY
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and _programs().INTERPRETED
 
 
@@ -281,16 +281,14 @@ def _launch(
 
 
 def _gram_tiles(positions: int, features: int, dtype: torch.dtype) -> Tiles:
-    wide = dtype == torch.float32
-    rows = _power(positions, 64 if wide or positions < 1024 else 128)
-    return Tiles(rows, rows, _power(features, 32), _warps(rows, rows, wide))
+    rows = _power(positions, 64)  # two Gram tiles are in registers at once
+    return Tiles(rows, rows, _power(features, 32), _warps(rows, rows, dtype))
 
 
 def _gradient_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tiles:
-    wide = dtype == torch.float32
-    most = 64 if wide or min(inputs, outputs) < 512 else 128
+    most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
-    return Tiles(rows, columns, _power(positions, 32), _warps(rows, columns, wide))
+    return Tiles(rows, columns, _power(positions, 32), _warps(rows, columns, dtype))
 
 
 def _power(size: int, most: int) -> int:
@@ -298,10 +296,9 @@ def _power(size: int, most: int) -> int:
     return min(most, max(16, 1 << max(0, size - 1).bit_length()))
 
 
-def _warps(rows: int, columns: int, wide: bool) -> int:
+def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
     """So many that a tile's accumulators stay in registers: 32 of them to a thread, half for float32."""
-    per_warp = 32 * (16 if wide else 32)
-    return min(8, max(1, rows * columns // per_warp))
+    return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
 
 
 def _check(name: str, *tensors: Tensor, ids: Tensor | None = None) -> None:
@@ -310,8 +307,8 @@ def _check(name: str, *tensors: Tensor, ids: Tensor | None = None) -> None:
     if not known or not supported(*every):
         found = ", ".join(f"{x.dtype} on {x.device}" for x in every)
         raise ValueError(
-            f"expected {name} to get float32, bfloat16 or float16 (ids: int64 or int32) on one CUDA device, and Triton; "
-            f"got {found}, {'with' if _has_triton() else 'without'} Triton: use the formulas of clipping.rules"
+            f"expected {name} to get float32, bfloat16 or float16 (ids: int64 or int32) on one CUDA device; "
+            f"got {found}, {'with' if _has_triton() else 'without'} Triton; use the formulas of clipping.rules"
         )
 
 
@@ -332,4 +329,5 @@ def _has_triton() -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    """(0, 0) where there is no such device: a fake tensor's."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
