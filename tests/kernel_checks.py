@@ -166,7 +166,7 @@ def beyond_32_bits(device: str) -> None:
         for norm in BOTH:
             close(norm(view, view), squared(view, view))
     close(embedding_gram_norm(ids, by_feature), by_feature.double().sum(1).square().sum(1))
-    for view in (image, image.transpose(2, 3), image.transpose(1, 2)):
+    for view in (image, image.transpose(2, 3), image.transpose(1, 2), image.transpose(0, 2)):
         view.copy_(draw(device, torch.float16, *view.shape))
         rows = view.flatten(2).transpose(1, 2)
         close(convolution_norm(view, view, *options), squared(rows, rows))
@@ -206,6 +206,15 @@ def convolutions(name: str, device: str) -> None:
             )
 
 
+def unread(device: str) -> None:
+    """Where the stride leaves a remainder, pixels that are in no patch: whatever is there."""
+    x, g = draw(device, torch.float32, 2, 3, 10, 10), draw(device, torch.float32, 2, 4, 3, 3)
+    options: Any = ([2, 2], [3, 3], [0, 0], [1, 1], 1)
+    found = convolution_norm(x, g, *options)
+    x[:, :, 9], x[:, :, :, 9] = torch.inf, torch.nan
+    assert torch.equal(convolution_norm(x, g, *options), found)
+
+
 def transposed(device: str) -> None:
     """A transposed convolution is the adjoint of the one whose input is its output's gradient."""
     x = draw(device, torch.float64, 2, 4, 5, 5)
@@ -240,6 +249,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     "launched in turn": launched_in_turn,
     "beyond 32 bits": beyond_32_bits,
     **{f"convolution: {name}": partial(convolutions, name) for name in CONVOLUTIONS},
+    "convolution: what no patch reads": unread,
     "transposed convolution": transposed,
     **{f"embedding, ids of {dtype}": partial(embeddings, dtype) for dtype in (torch.int32, torch.int64)},
 }
