@@ -366,7 +366,7 @@ def times(dtype: torch.dtype) -> dict[str, str]:
 
 def main(arguments: list[str]) -> dict[str, Any]:
     if arguments[:1] == ["compile"]:
-        names = [name for name in COMPILED if name.endswith(tuple(arguments[2:]))]
+        names = [name for name in COMPILED if name.endswith(f"torch.{arguments[2]}")]
         return {f"{name}, sm_{arguments[1]}": outcome(compile_, name, int(arguments[1])) for name in names}
     if arguments[:1] == ["times"]:
         return {name: taken for dtype in DTYPES for name, taken in times(dtype).items()}
