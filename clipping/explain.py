@@ -122,7 +122,7 @@ def explain(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) 
     rows = []
     for i, reading in enumerate(readings):
         mine = {name: decided[i] for name, decided in routes.items()}
-        wanted = reading.g is not None and mixed.by_ghost(reading.rule, reading.g)
+        wanted = reading.g is not None and mixed.by_ghost(reading.rule)
         reason = why(reading, mine["mixed"], mine["ghost"], wanted)
         rows += rows_of(reading, mine, crossing.get(reading, (0, 0)), reason)
     return rows
@@ -161,7 +161,7 @@ def record(backend: TapeBackend, inputs: Any, targets: Any) -> list[Reading]:
     return readings
 
 
-def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule, Tensor], bool]) -> list[str | None]:
+def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> list[str | None]:
     """The route of each reading, under a backend that prefers Gram matrices where `by_ghost` says so.
 
     Uses of one parameter share a route: all by Gram matrices, if each of them reads the parameter itself and each pair
@@ -174,7 +174,7 @@ def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule, Tensor], bool]
         if g is None:
             found.append(None)
             continue
-        ghost = source.rearranged and rule.has_ghost and by_ghost(rule, g) and (reading.alone or source.is_parameter)
+        ghost = source.rearranged and rule.ghosts and by_ghost(rule) and (reading.alone or source.is_parameter)
         found.append("fallback" if rule.is_fallback else "ghost" if ghost else "instantiate")
         if not reading.alone:
             for name in source.parameters:
@@ -302,7 +302,7 @@ def why(reading: Reading, route: str | None, best: str | None, wanted: bool) -> 
         return f"{reading.use.operation} has no formula: its own vector-Jacobian product, sample by sample"
     if not reading.rule.positions or route == "ghost" or not wanted:
         return None
-    if not reading.rule.has_ghost:
+    if not reading.rule.ghosts:
         return "rows are regrouped by sample, which has no Gram form here"
     if not reading.source.rearranged:
         return "reads a function of the parameter (a slice, a cast), not the parameter"

@@ -17,15 +17,27 @@ weighted gradient is formed where the norm is found, in all of them alike.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from clipping.interface import Backend, ClippedGradient, Parameters, Problem, UnsupportedModel
+from clipping.compiled import compiled_code, compiled_modules
+from clipping.functions import ClipFunction
+from clipping.interface import (
+    Backend,
+    ClippedGradient,
+    LossFunction,
+    Parameters,
+    Problem,
+    UnsupportedModel,
+    without_autocast,
+)
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
 from clipping.oracle import with_zeros
-from clipping.rules import Refused, Rule
+from clipping.planner import Planner, Strategy
+from clipping.rules import Refused, Route, Rule, Spec
+from clipping.sources import Source
 from clipping.tape import Tape, unrecorded
 
 
@@ -35,9 +47,24 @@ class TapeBackend(Backend):
     norms: ClassVar[type[Norms]] = TwoPasses
     _graph_checked = False
 
-    @abstractmethod
-    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
+    def problems(self) -> Iterable[Problem]:
+        yield from super().problems()
+        yield from compiled_modules(self.model)
+
+    def by_ghost(self, rule: Rule) -> bool:
         """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
+        raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
+
+    def plan(self, tape: Tape, losses: Tensor) -> None:
+        """Write on the rule of each use which route its norm takes."""
+        for use in tape.uses:
+            for source, rule in use.rules:
+                rule.route = self.route(source, rule, use.output)
+
+    def route(self, source: Source, rule: Rule, output: Spec) -> Route:
+        """By `by_ghost`, in the way that the formulas prefer; kept where that takes no more than (a, g)."""
+        ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
+        return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         tape = Tape(parameters, (inputs, targets), batch_size)
@@ -46,14 +73,22 @@ class TapeBackend(Backend):
                 losses = self.losses(inputs, targets, batch_size)
             self._refuse(tape, losses, parameters)
             kind = LayerByLayer if self.clip.per_layer else self.norms
-            norms = kind(self.by_ghost, tape.counts, losses, parameters, self.clip)
+            self.plan(tape, losses)
+            norms = kind(tape.counts, losses, parameters, self.clip)
             tape.backward(losses, norms.arrived, retain_graph=kind.second_pass)
         except Refused as refused:  # found out only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
+        except RuntimeError as error:
+            problem = compiled_code(error)
+            if problem is None:
+                raise
+            raise UnsupportedModel(self.name, [problem]) from error
         finally:
             tape.close()
-        total, grads = norms.finish()
+        with without_autocast(losses.device):
+            total, grads = norms.finish()
         self.coverage = norms.coverage()
+        grads = {name: grad.to(parameters[name].dtype) for name, grad in grads.items()}  # of another under autocast
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
 
     def _refuse(self, tape: Tape, losses: Tensor, parameters: Parameters) -> None:
@@ -70,7 +105,7 @@ class FastGradClip(TapeBackend):
 
     name = "fastgradclip"
 
-    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
+    def by_ghost(self, rule: Rule) -> bool:
         return False
 
 
@@ -79,7 +114,7 @@ class Ghost(TapeBackend):
 
     name = "ghost"
 
-    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
+    def by_ghost(self, rule: Rule) -> bool:
         return True
 
 
@@ -91,7 +126,7 @@ class MixedGhost(TapeBackend):
 
     name = "mixed_ghost"
 
-    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
+    def by_ghost(self, rule: Rule) -> bool:
         return 2 * rule.positions**2 <= rule.inputs * rule.outputs
 
 
@@ -102,16 +137,33 @@ class BkGhost(Ghost):
     norms = Book
 
 
-class BkMixed(MixedGhost):
-    """Book-keeping with the cheaper of the two norms: by time, where what is instantiated can also be kept.
+class BkMixed(TapeBackend):
+    """Book-keeping with a planned route for each use.
 
-    A kept gradient saves the weight gradient that forming it cost; one that is too large to keep is formed for its norm
-    alone. The ghost norm costs its Gram matrices, always.
+    Args:
+        model, loss_fn, clip, verify: as for every backend.
+        plan: what the planner aims at; see `clipping.planner`.
+        memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
     """
 
     name = "bk_mixed"
     norms = Book
 
-    def by_ghost(self, rule: Rule, g: Tensor) -> bool:
-        ghost, instantiated = rule.norm_costs(g)
-        return ghost <= instantiated
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        clip: ClipFunction | None = None,
+        verify: bool = True,
+        plan: Strategy = "auto",
+        memory_overhead: float = 0.05,
+    ) -> None:
+        super().__init__(model, loss_fn, clip=clip, verify=verify)
+        self.planner = Planner(plan, memory_overhead)
+
+    def plan(self, tape: Tape, losses: Tensor) -> None:
+        found = self.planner.plan(tape, losses, [*self.model.parameters(), *self.model.buffers()])
+        rules = [rule for use in tape.uses for _, rule in use.rules]
+        for rule, route in zip(rules, found.routes, strict=True):
+            rule.route = route

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
@@ -241,6 +242,13 @@ def leading_dimension(*trees: Any) -> int:
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"expected every tensor of inputs and targets to have the same first dimension, got {shapes}")
     return shapes[0][0]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Norms are not to be cast down, if the caller is in autocast for the sake of the model."""
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:

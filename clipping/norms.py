@@ -23,8 +23,8 @@ from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
 from clipping.oracle import gradients
 from clipping.rules import Rule
-from clipping.rules.base import blocks, sum_of_squares, workspace
-from clipping.samples import weighted_sum
+from clipping.rules.base import blocks, sum_of_squares
+from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
 from clipping.tape import Use
 
@@ -32,8 +32,9 @@ from clipping.tape import Use
 class Norms(ABC):
     """Adds up squared norms [B], and what several uses of a parameter must share first.
 
+    Which route the norm of a use takes is written on its rule.
+
     Args:
-        by_ghost: is this rule's norm found by Gram matrices (asked only where it has them)?
         counts: parameter name -> number of uses.
         losses: [B], with their graph.
         parameters: the trainable parameters by name.
@@ -44,13 +45,12 @@ class Norms(ABC):
 
     def __init__(
         self,
-        by_ghost: Callable[[Rule, Tensor], bool],
         counts: Counter[str],
         losses: Tensor,
         parameters: Parameters,
         clip: ClipFunction,
     ) -> None:
-        self._by_ghost, self._counts, self._losses = by_ghost, counts, losses
+        self._counts, self._losses = counts, losses
         self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
         self._sums: dict[str, Tensor] = {}
@@ -60,14 +60,14 @@ class Norms(ABC):
         """Take the gradient of a use's output, [B·k, ...]."""
         for source, rule in use.rules:
             alone = all(self._counts[name] == 1 for name in source.parameters)
-            ghost = source.rearranged and rule.has_ghost and self._by_ghost(rule, g)
             for name in source.parameters:
                 if self._routes.get(name) != "fallback":
-                    self._routes[name] = "fallback" if rule.is_fallback else "ghost" if ghost else "instantiated"
+                    by_ghost = "ghost" if rule.route.ghost else "instantiated"
+                    self._routes[name] = "fallback" if rule.is_fallback else by_ghost
             if alone:
-                self._single(source, rule, g, ghost)
+                self._single(source, rule, g)
             else:
-                self._several(source, rule, g, ghost and source.is_parameter)
+                self._several(source, rule, g)
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -82,21 +82,21 @@ class Norms(ABC):
         return shares
 
     @abstractmethod
-    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         """The only use of its parameters: its norm is theirs."""
 
-    def _squared_norms(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> Tensor:
+    def _squared_norms(self, source: Source, rule: Rule, g: Tensor) -> Tensor:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them."""
         if source.rearranged:
-            return rule.squared_norms(g, ghost=ghost).to(self._squares)
+            return rule.squared_norms(g, rule.route).to(self._squares)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
         parts = []
-        for samples in blocks(rule.samples(g), size, workspace(g)):
+        for samples in blocks(rule.samples(g), size, rule.workspace(g)):
             found = source.pull_back(rule.instantiate(g, samples))
             parts.append(torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0))
         return torch.cat(parts).to(self._squares)
 
-    def _several(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+    def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
         for name, gradient in source.pull_back(rule.instantiate(g, slice(0, rule.samples(g)))).items():
             self._add(name, gradient)
@@ -116,14 +116,14 @@ class _WholeNorms(Norms):
         super().__init__(*args)
         self._pairs: dict[str, list[tuple[Rule, Tensor]]] = {}
 
-    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
-        self._squares += self._squared_norms(source, rule, g, ghost)
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+        self._squares += self._squared_norms(source, rule, g)
 
-    def _several(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
-        if ghost:
+    def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
+        if rule.route.ghost and source.is_parameter:
             self._pairs.setdefault(next(iter(source.parameters)), []).append((rule, g))
         else:
-            super()._several(source, rule, g, ghost)
+            super()._several(source, rule, g)
 
     def _total(self) -> Tensor:
         """‖g_i‖ [B]; afterwards `_pairs` holds what was paired and `_sums` what was instantiated."""
@@ -142,7 +142,7 @@ class _WholeNorms(Norms):
     def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:
         squares = torch.zeros_like(self._squares)
         for i, (rule, g) in enumerate(uses):
-            squares += rule.squared_norms(g, ghost=True).to(squares)
+            squares += rule.squared_norms(g, rule.route).to(squares)
             for other, other_g in uses[:i]:
                 product = rule.inner(g, other, other_g)
                 product = other.inner(other_g, rule, g) if product is None else product
@@ -163,28 +163,34 @@ class TwoPasses(_WholeNorms):
             factors = self._clip.factors(total)
         self._pairs.clear()
         self._sums.clear()
-        return total, gradients((factors.to(self._losses.dtype) * self._losses).sum(), self._parameters)
+        return total, gradients((rounded_down(factors, self._losses.dtype) * self._losses).sum(), self._parameters)
 
 
 class Book(_WholeNorms):
     """The norms, and beside them what Σ_i c_i g_i will be formed from, one entry a use.
 
-    An entry is the per-sample gradients, where they were instantiated for the norm anyway and take no more space than
-    the input and the output gradient (a, g) that they were made of; else these.
+    An entry is the per-sample gradients, where the route says that they are kept, else the input and the output
+    gradient (a, g) that they are made of.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
 
-    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
-        if ghost or not source.rearranged or not rule.is_kept(g):
-            super()._single(source, rule, g, ghost)
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+        route = rule.route
+        if not route.kept:
+            super()._single(source, rule, g)
             self._entries.append((source, partial(rule.weighted, g)))
-        else:
-            gradient = rule.instantiate(g, slice(0, rule.samples(g)))
-            self._squares += sum_of_squares(gradient).to(self._squares)
-            self._entries.append((source, partial(_weighted_sum_of, gradient)))
+            return
+        way = route.way or rule.best_way(g, ghost=False)
+        blocks = rule.blocks(g, way, route.block)
+        parts, squares = [], []
+        for samples in blocks:
+            parts.append(rule.instantiate(g, samples, way))
+            squares.append(sum_of_squares(parts[-1]))  # while it is in the caches
+        self._squares += torch.cat(squares).to(self._squares)
+        self._entries.append((source, partial(_weighted_sum_of, parts, blocks)))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -206,10 +212,10 @@ class LayerByLayer(Norms):
         super().__init__(*args)
         self._grads: dict[str, Tensor] = {}
 
-    def _single(self, source: Source, rule: Rule, g: Tensor, ghost: bool) -> None:
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         if not source.rearranged:  # each of its parameters has factors of its own
-            return self._several(source, rule, g, ghost)
-        factors = self._factors(self._squared_norms(source, rule, g, ghost))
+            return self._several(source, rule, g)
+        factors = self._factors(self._squared_norms(source, rule, g))
         self._grads |= {name: x[0] for name, x in source.pull_back(rule.weighted(g, factors)[None]).items()}
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -227,5 +233,9 @@ class LayerByLayer(Norms):
         return self._clip.factors(layers)[0]
 
 
-def _weighted_sum_of(gradient: Tensor, factors: Tensor) -> Tensor:
-    return weighted_sum(factors, gradient)
+def _weighted_sum_of(parts: list[Tensor], blocks: list[slice], factors: Tensor) -> Tensor:
+    """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
+    total = weighted_sum(factors[blocks.pop()], parts.pop())
+    while parts:
+        total += weighted_sum(factors[blocks.pop()], parts.pop())
+    return total

@@ -42,4 +42,11 @@ def factors_by_name(layers: Tensor, names: list[str], clip: ClipFunction) -> tup
 
 def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
     """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]."""
-    return torch.tensordot(factors.to(grad.dtype), grad, dims=1)
+    return torch.tensordot(rounded_down(factors, grad.dtype), grad, dims=1)
+
+
+def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
+    """Factors in the precision of what they multiply, never larger than they were, or ‖c·g‖ would exceed its bound."""
+    if norm_dtype(dtype) == dtype:
+        return factors.to(dtype)
+    return (factors * (1 - torch.finfo(dtype).eps)).to(dtype)

@@ -71,9 +71,14 @@ def mark_data(x: Tensor, samples: int = 0) -> Tensor:
     return x
 
 
+def is_marked(x: Tensor) -> bool:
+    """Known to depend on the batch."""
+    return hasattr(x, "_depends_on_data")
+
+
 def depends_on_data(x: Tensor) -> bool:
     """Marked, or made behind the tape's back by something differentiable."""
-    return hasattr(x, "_depends_on_data") or x.requires_grad
+    return is_marked(x) or x.requires_grad
 
 
 def forget_data(x: Tensor | None) -> None:

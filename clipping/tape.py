@@ -33,9 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.interface import Parameters, Problem, map_tensors
+from clipping.interface import Parameters, Problem, map_tensors, without_autocast
 from clipping.orientation import MOVABLE, dimension_after, samples_dimension, samples_first
-from clipping.rules import COMPOSITES, HANDLERS, Broadcast, EmbeddingWeight, Refused, Rule, fallback
+from clipping.rules import COMPOSITES, HANDLERS, Broadcast, EmbeddingWeight, Refused, Rule, Spec, fallback
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
 
 Arrival = Callable[["Use", Tensor], None]
@@ -43,10 +43,19 @@ Arrival = Callable[["Use", Tensor], None]
 
 @dataclass(eq=False)
 class Use:
-    """One operation on sources: its name, and for each source the rule of its gradient."""
+    """One operation on sources.
+
+    Attributes:
+        operation: its name.
+        rules: for each source the rule of its gradient.
+        output: shape and dtype of its output, and so of g.
+        node: the number of the output's node in the order in which the forward pass made them.
+    """
 
     operation: str
     rules: list[tuple[Source, Rule]]
+    output: Spec
+    node: int = 0
 
 
 class Tape(TorchFunctionMode):
@@ -92,7 +101,9 @@ class Tape(TorchFunctionMode):
         if func in COMPOSITES:
             try:
                 with self:
-                    return COMPOSITES[func](*args, **kwargs)
+                    output = COMPOSITES[func](*args, **kwargs)
+                if output is not NotImplemented:
+                    return output
             except Refused as refused:
                 self._refuse(func, sources, refused)
                 return self._mark(func, args, kwargs, func(*args, **kwargs), data)
@@ -146,12 +157,13 @@ class Tape(TorchFunctionMode):
             return output
         if not mine:
             return output
-        use = Use(_name(func), mine)
+        use = Use(_name(func), mine, Spec(output.shape, output.dtype))
         self.uses.append(use)
         for source, _ in mine:
             self.counts.update(source.parameters.keys())
         if not differentiable:
             output = _Anchor.apply(output, self._anchor(output.device))
+        use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
         self._hooks.append(output.register_hook(lambda g: self._arrived(use, g)))
         return output
 
@@ -181,18 +193,27 @@ class Tape(TorchFunctionMode):
         fold = rows // self._batch_size
         found = []
         for source, rule in mine:
-            if rule.aligned and isinstance(rule, Broadcast):
+            if isinstance(rule, Broadcast):
                 source, rule = self._by_row(source, rule, output)
             found.append((source, rule if fold == 1 else rule.regroup(fold)))
         return found
 
     def _by_row(self, source: Source, rule: Broadcast, output: Tensor) -> tuple[Source, Rule]:
-        """A source with a row for each row of the output, traced back to what its rows were made of."""
-        if source.row is not None:
+        """A source that was made of rows, traced back to what they were made of.
+
+        A row for each row of the output (an expanded token), or rows read from an embedding, for each sample or for all
+        of them alike (positions).
+        """
+        shape = source.tensor.shape
+        if rule.aligned and source.row is not None:
             return source.row, rule.row(source.row.tensor)
-        if source.lookup is not None and rule.is_sum and source.tensor.shape == output.shape:
+        if source.lookup is not None and rule.is_sum and shape.numel() and shape[-1] == output.shape[-1]:
             ids, weight, padding_idx = source.lookup
-            return self._sources[id(weight)], EmbeddingWeight(weight, ids, padding_idx)
+            if shape == output.shape:
+                return self._sources[id(weight)], EmbeddingWeight(weight, ids, padding_idx)
+            if shape[-output.dim() + 1 :] == output.shape[1:] and shape.numel() == output[0].numel():
+                ids = ids.reshape(1, *output.shape[1:-1]).expand(output.shape[:-1])
+                return self._sources[id(weight)], EmbeddingWeight(weight, ids, padding_idx)
         return source, rule
 
     def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
@@ -214,7 +235,8 @@ class Tape(TorchFunctionMode):
 
     def _arrived(self, use: Use, g: Tensor) -> None:
         if self._arrival is not None:
-            self._arrival(use, g)
+            with without_autocast(g.device):
+                self._arrival(use, g)
             use.rules = []  # and with them the operation's input, unless somebody keeps it
 
     def _anchor(self, device: torch.device) -> Tensor:
@@ -248,9 +270,9 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     """
     names = {id(p): name for name, p in parameters.items()}
     made = [source.tensor.grad_fn for source in tape.sources() if not source.is_parameter]
-    inside = set(_nodes(made))
+    inside = set(nodes(made))
     edges: Counter[str] = Counter()
-    for node in _nodes([losses.grad_fn]):
+    for node in nodes([losses.grad_fn]):
         if node not in inside:
             edges.update(names.get(id(getattr(child, "variable", None)), "") for child, _ in node.next_functions)
     edges.pop("", None)
@@ -269,7 +291,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     ]
 
 
-def _nodes(roots: list[Any]) -> Iterator[Any]:
+def nodes(roots: list[Any]) -> Iterator[Any]:
+    """The nodes of the graph below some roots, each once."""
     stack, seen = list(roots), set()
     while stack:
         node = stack.pop()

@@ -83,7 +83,7 @@ def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case, bac
 @pytest.mark.parametrize("case", ["conv2d groups", "linear 3-D", "embedding", "layer norm over positions", "tied head"])
 def test_exact_in_blocks(case: str, backend: str, monkeypatch):
     """The same with a workspace so small that samples and Gram rows are treated one at a time."""
-    monkeypatch.setattr(clipping.rules.base, "WORKSPACE", 64)
+    monkeypatch.setattr(clipping.rules.base, "WORKSPACE", {"cpu": 64, "cuda": 64})
     assert result(case, backend) == "exact"
 
 

@@ -1,7 +1,8 @@
 """Operation -> handler: runs the operation and says what gradient each of its parameters will get.
 
 A handler takes the operation's own arguments and returns (output, rules), or raises `Refused`. A composite is a
-function of torch that is run as its parts. What is in neither table goes to the fallback, which assumes no formula.
+function of torch that is run as its parts, unless it returns NotImplemented. What is in neither table goes to the
+fallback, which assumes no formula.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.rules.base import Refused, Rule
-from clipping.rules.composite import multi_head_attention_forward
+from clipping.rules.base import Refused, Route, Rule, Spec
+from clipping.rules.composite import multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import Broadcast, add, add_, cat, mul, sub
 from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag
@@ -23,7 +24,18 @@ from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
 from clipping.rules.recurrent import gru, lstm, rnn_relu, rnn_tanh
 
-__all__ = ["COMPOSITES", "HANDLERS", "Broadcast", "EmbeddingWeight", "Handler", "Refused", "Rule", "fallback"]
+__all__ = [
+    "COMPOSITES",
+    "HANDLERS",
+    "Broadcast",
+    "EmbeddingWeight",
+    "Handler",
+    "Refused",
+    "Route",
+    "Rule",
+    "Spec",
+    "fallback",
+]
 
 Handler = Callable[..., tuple[Tensor, list[Rule]]]
 
@@ -60,6 +72,7 @@ HANDLERS: dict[Any, Handler] = {
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
     torch.lstm: lstm,
     torch.gru: gru,
     torch.rnn_tanh: rnn_tanh,

@@ -7,31 +7,76 @@ backward pass. Layouts: B samples first; T positions, d inputs, p outputs per gr
     instantiate    the per-sample gradient itself, [B, *shape]:          time 2BTpd,       space Bpd
     ghost          its squared norm from two Gram matrices, [B]:         time 2BT²(p + d), space 2BT²
 
-Both go through the batch in blocks of samples, which costs nothing where a block still fills the machine: neither needs
-more than `workspace(g)` bytes (or one sample's gradient, if that is more).
+For each there may be several *ways* of computing it, all exact; which is fastest depends on shape and device. A
+`Route` says which of it all is taken. Both go through the batch in blocks of samples that stay within
+`Rule.workspace` bytes (or one sample's need, if that is more).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
+from clipping.samples import weighted_sum
 
-WORKSPACE = 64 * 2**20
-"""Bytes that one norm may always use beside the operation's own input and output gradient."""
-
-ENTRY_COST = 32
-"""Multiplications in the time of writing an entry of a per-sample gradient and reading it again for norm and sum."""
+WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
+"""Bytes that one norm may always use beside the operation's own input and output gradient: on a CPU what its caches
+hold, on a GPU what keeps it busy."""
 
 
-def workspace(g: Tensor) -> int:
-    """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
-    return max(WORKSPACE, g.numel() * g.element_size() // 4)
+@dataclass(frozen=True)
+class Route:
+    """How the norm of one use is found, and what is kept of it for the sum.
+
+    Attributes:
+        ghost: by Gram matrices, else from the instantiated gradient.
+        way: one of the rule's ways of doing so; "" is the one that its formulas prefer.
+        block: samples at a time; 0 is as many as the workspace holds.
+        kept: the instantiated gradients are kept until the factors are known, in place of the input and the output's
+            gradient.
+    """
+
+    ghost: bool = False
+    way: str = ""
+    block: int = 0
+    kept: bool = False
+
+
+class Spec(NamedTuple):
+    """Shape and dtype of a tensor: all that the formulas read of an output's gradient that is not there yet."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+class Work(NamedTuple):
+    """What one sample takes by some way: multiplications, bytes written or read besides, bytes of workspace."""
+
+    multiplications: float
+    traffic: float
+    workspace: float
+
+
+RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
+"""Rough multiplications and bytes a second of a kind of device: only their ratio matters, and timings override it."""
+
+SUMMED = 4096
+"""Entries that are squared and added up at once."""
+
+HALVED = 64
+"""Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
 
 
 class Refused(Exception):
@@ -51,19 +96,24 @@ class Rule(ABC):
             (0 where there is none).
     """
 
-    has_ghost: ClassVar[bool] = False
+    ghosts: tuple[str, ...] = ()
+    """Ways of finding the norm by Gram matrices; none where there is no such form."""
+    instantiations: tuple[str, ...] = ("direct",)
+    """Ways of forming the per-sample gradient."""
     is_fallback = False
     aligned = False
     """The tensor has a row for each row of the output, and each meets its own."""
     fold = 1
     """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
+    route = Route()
+    """What was decided for this use, before the backward pass."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter
         self.positions, self.inputs, self.outputs, self.groups = positions, inputs, outputs, groups
 
     @abstractmethod
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         """Per-sample gradients [b, *shape] of the `samples` of a batch, from the output's gradient g [B, ...]."""
 
     def regroup(self, fold: int) -> Rule:
@@ -74,21 +124,27 @@ class Rule(ABC):
         """<this use's per-sample gradient, the other's> [B] of the same parameter, or None if there is no short way."""
         return None
 
-    def squared_norms(self, g: Tensor, *, ghost: bool) -> Tensor:
-        """‖per-sample gradient‖² [B], float32 or wider, by Gram matrices if `ghost`, else instantiated."""
-        size = self.ghost_bytes(g) if ghost else self.instantiated_bytes(g)
-        route = self._ghost if ghost else self._instantiated
-        return torch.cat([route(g, samples) for samples in blocks(self.samples(g), size, workspace(g))])
+    def squared_norms(self, g: Tensor, route: Route) -> Tensor:
+        """‖per-sample gradient‖² [B], float32 or wider."""
+        find = self._ghost if route.ghost else self._instantiated
+        way = route.way or self.best_way(g, ghost=route.ghost)
+        squares = torch.cat([find(g, samples, way) for samples in self.blocks(g, way, route.block)])
+        return squares.clamp_(min=0) if route.ghost else squares  # products of Gram matrices may cancel below zero
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""
         total = torch.zeros_like(self.parameter, memory_format=torch.contiguous_format)
-        for samples in blocks(self.samples(g), self.instantiated_bytes(g), workspace(g)):
-            gradient = self.instantiate(g, samples)
-            total += torch.tensordot(factors[samples].to(gradient.dtype), gradient, dims=1)
+        way = self.best_way(g, ghost=False)
+        for samples in self.blocks(g, way):
+            gradient = self.instantiate(g, samples, way)
+            total += weighted_sum(factors[samples], gradient)
         return total
 
-    def samples(self, g: Tensor) -> int:
+    def shapes(self) -> tuple[object, ...]:
+        """What the work of a sample depends on beside the output."""
+        return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups
+
+    def samples(self, g: Tensor | Spec) -> int:
         """B, from the output's gradient."""
         return g.shape[0] // self.fold
 
@@ -96,35 +152,61 @@ class Rule(ABC):
         """Where the rows of these samples are in the output."""
         return slice(samples.start * self.fold, samples.stop * self.fold)
 
-    def is_kept(self, g: Tensor) -> bool:
-        """Whether the instantiated gradients of the whole batch are small enough to keep until the factors are known.
+    def blocks(self, g: Tensor | Spec, way: str, block: int = 0) -> list[slice]:
+        """The batch in blocks of at most `block` samples, or of what the workspace holds."""
+        available = block if block else int(self.workspace(g) // max(1, self.work(g, way).workspace))
+        return blocks(self.samples(g), 1, available)
 
-        They replace the output's gradient, which would be kept instead.
-        """
-        return self.samples(g) * self.instantiated_bytes(g) <= max(WORKSPACE, g.numel() * g.element_size())
+    def workspace(self, g: Tensor | Spec) -> int:
+        """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
+        always = WORKSPACE.get(self.parameter.device.type, WORKSPACE["cuda"])
+        return max(always, g.numel() * g.element_size() // 4)
 
-    def norm_costs(self, g: Tensor) -> tuple[float, float]:
-        """What one sample's norm adds to a step of book-keeping, in multiplications: (ghost, instantiated).
+    def is_kept(self, g: Tensor | Spec) -> bool:
+        """Whether the instantiated gradients of the whole batch take no more than what would be kept instead."""
+        return self.samples(g) * self.instantiated_bytes(g) <= max(self.workspace(g), g.numel() * g.element_size())
 
-        A kept gradient is the weight gradient's work done sample by sample: it adds the passes over its entries only.
-        """
-        pairs = self.positions**2 * (self.inputs + self.outputs) * self.groups
-        entries = self.parameter.numel()
-        return pairs, ENTRY_COST * entries + (0 if self.is_kept(g) else self.positions * entries)
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        """What one sample's norm takes by `way`; of g only shape and dtype are read."""
+        entries, size = self.parameter.numel(), g.element_size()
+        if way in self.ghosts:
+            pairs = self.positions**2 * self.groups
+            halved = 0.75 if self.positions >= HALVED else 1.0
+            wide = norm_dtype(g.dtype).itemsize
+            return Work(halved * pairs * (self.inputs + self.outputs), 6 * pairs * wide, 2 * pairs * wide)
+        return Work(max(1, self.positions) * entries, 2 * entries * size, entries * size)
 
-    def instantiated_bytes(self, g: Tensor) -> int:
-        """Workspace that one sample's gradient takes."""
+    def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
+        """The way that the formulas prefer."""
+        ways = self.ghosts if ghost else self.instantiations
+        return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
+
+    def seconds(self, g: Tensor | Spec, way: str) -> float:
+        """Seconds of one sample's norm by `way`, predicted from its work and rough rates of the kind of device."""
+        work = self.work(g, way)
+        multiplying, moving = RATES.get(self.parameter.device.type, RATES["cuda"])
+        return work.multiplications / multiplying + work.traffic / moving
+
+    def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
+        """Seconds of one sample's share of the clipped sum, from kept gradients or by a weight gradient."""
+        multiplying, moving = RATES.get(self.parameter.device.type, RATES["cuda"])
+        if kept:
+            return self.parameter.numel() * g.element_size() / moving
+        return max(1, self.positions) * self.parameter.numel() / multiplying
+
+    def instantiated_bytes(self, g: Tensor | Spec) -> int:
+        """Bytes of one sample's gradient."""
         return self.parameter.numel() * g.element_size()
 
-    def ghost_bytes(self, g: Tensor) -> int:
+    def ghost_bytes(self, g: Tensor | Spec) -> int:
         """Workspace that one sample's ghost norm takes."""
-        return 2 * self.positions**2 * self.groups * norm_dtype(g.dtype).itemsize
+        return int(self.work(g, self.best_way(g, ghost=True)).workspace)
 
-    def _instantiated(self, g: Tensor, samples: slice) -> Tensor:
-        return sum_of_squares(self.instantiate(g, samples))
+    def _instantiated(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        return sum_of_squares(self.instantiate(g, samples, way))
 
-    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        raise NotImplementedError(f"{type(self).__name__} has no Gram form; has_ghost says so")
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no Gram form; `ghosts` says so")
 
 
 class Regrouped(Rule):
@@ -135,22 +217,30 @@ class Regrouped(Rule):
         self.rule, self.fold = rule, fold
         self.is_fallback = rule.is_fallback
 
-    def instantiated_bytes(self, g: Tensor) -> int:
-        return self.fold * self.rule.instantiated_bytes(g)
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        each = self.rule.work(g, way)
+        return Work(*(self.fold * number for number in each))
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
-        return self.rule.instantiate(g, self.rows(samples)).unflatten(0, (-1, self.fold)).sum(1)
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        return self.rule.instantiate(g, self.rows(samples), way).unflatten(0, (-1, self.fold)).sum(1)
 
 
 def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
-    """Cut a batch into blocks of samples that stay within `available` bytes."""
-    step = max(1, available // max(1, bytes_per_sample))
-    return [slice(start, min(start + step, batch_size)) for start in range(0, batch_size, step)]
+    """Cut a batch into blocks of samples that stay within `available` bytes and differ in size by one at the most."""
+    most = max(1, available // max(1, bytes_per_sample))
+    count = -(-batch_size // most)
+    return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[b, ...] to [b], accumulated in float32 or wider."""
-    return torch.linalg.vector_norm(x.reshape(x.shape[0], -1), dim=1, dtype=norm_dtype(x.dtype)).square()
+    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits."""
+    x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
+    whole = x.shape[1] // SUMMED * SUMMED
+    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, dtype=dtype).square()
+    if not whole:
+        return rest
+    parts = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, SUMMED)), dim=2, dtype=dtype)
+    return parts.square_().sum(1).add_(rest)
 
 
 def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
@@ -167,15 +257,18 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     a = a.to(norm_dtype(g.dtype))
     if a.shape[1] == 1:
         return sum_of_squares(a) * sum_of_squares(g)
-    return gram_inner(g, lambda rows: torch.bmm(a[:, rows], a.transpose(1, 2)), available)
+    return gram_inner(g, lambda rows, columns: torch.bmm(a[:, rows], a[:, columns].transpose(1, 2)), available)
 
 
-def gram_inner(g: Tensor, other: Callable[[slice], Tensor], available: int) -> Tensor:
-    """Σ_{t,s} other_{t,s} (g_t · g_s), blocked over rows t where T² entries are more than is available.
+def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: int) -> Tensor:
+    """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
+
+    A block needs the columns up to its own only, those before it counted twice: half of the work where blocks are
+    many. They are as many as fill the machine, or more where T² entries are more than is available.
 
     Args:
         g: [n, T, p].
-        other: rows of the other Gram matrix: slice -> [n, rows, T].
+        other: a block of the other Gram matrix: (rows, columns) -> [n, rows, columns].
         available: bytes that Gram matrices may take.
 
     Returns:
@@ -184,11 +277,30 @@ def gram_inner(g: Tensor, other: Callable[[slice], Tensor], available: int) -> T
     g = g.to(norm_dtype(g.dtype))
     count, positions, _ = g.shape
     rows = max(1, available // max(1, 2 * count * positions * g.element_size()))
+    rows = min(rows, -(-positions // (1 if positions < HALVED else 2 if positions < 4 * HALVED else 8)))
     total = g.new_zeros(count)
     for start in range(0, positions, rows):
-        block = slice(start, start + rows)
-        total += torch.bmm(g[:, block], g.transpose(1, 2)).mul_(other(block)).sum((1, 2))
+        block, before = slice(start, start + rows), slice(0, start + rows)
+        found = torch.bmm(g[:, block], g[:, before].transpose(1, 2)).mul_(other(block, before))
+        if start:
+            total += 2 * found[:, :, :start].sum((1, 2))
+        total += found[:, :, start:].sum((1, 2))
     return total
+
+
+def within(products: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
+    """Σ of the entries of products [n, rows, S], made in blocks of rows that stay within `available` bytes, [n].
+
+    Args:
+        products: rows -> their part of the matrix.
+        rows: how many there are.
+        columns: [n, *, S], the other factor.
+        available: bytes that two such matrices may take.
+    """
+    count, _, others = columns.shape
+    step = max(1, available // max(1, 2 * count * others * columns.element_size()))
+    parts = [products(slice(start, start + step)).sum((1, 2)) for start in range(0, rows, step)]
+    return torch.stack(parts).sum(0) if parts else columns.new_zeros(count)
 
 
 class Bias(Rule):
@@ -203,7 +315,7 @@ class Bias(Rule):
         super().__init__(parameter)
         self.channel = channel
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         g = g[samples].movedim(self.channel, -1)
         if g.dim() == 2:
             return g

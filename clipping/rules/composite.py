@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Refused
+from clipping.sources import is_marked
 
 
 def multi_head_attention_forward(
@@ -84,3 +85,28 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     if mask.dtype != torch.bool:
         return mask.to(like.dtype)
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention whose mask is made of parameters (a relative position bias).
+
+    A fused kernel gives no gradient of its mask, so that torch itself takes this way then. With a query, key or value
+    that is made of parameters alone it is not for us: NotImplemented.
+    """
+    if attn_mask is None or not all(is_marked(x) for x in (query, key, value)):
+        return NotImplemented
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = (query * (query.shape[-1] ** -0.5 if scale is None else scale)) @ key.transpose(-2, -1)
+    weights = torch.softmax(scores + attn_mask, dim=-1)
+    return F.dropout(weights, dropout_p) @ value

@@ -9,14 +9,18 @@ the weight gradient of a convolution returns one gradient a sample. (Rochette et
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, gram_product, workspace
+from clipping.rules.base import Bias, Refused, Rule, Spec, Work, gram_product
+from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
+from clipping.samples import rounded_down
 
 
 class ConvolutionWeight(Rule):
@@ -24,13 +28,14 @@ class ConvolutionWeight(Rule):
 
     Args:
         weight: [p·groups, C/groups, *kernel].
-        x: [B, C, *size], padded already wherever the padding is not the same on both sides.
+        x: [B, C, *size], padded already wherever the padding is not the same on both sides (for `work` a `Spec` will do).
         output_size: spatial size of the output.
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
     """
 
-    has_ghost = True
+    ghosts: tuple[str, ...] = ("pixels", "patches")
+    instantiations: tuple[str, ...] = ("unfold", "grouped")
 
     def __init__(
         self,
@@ -51,20 +56,44 @@ class ConvolutionWeight(Rule):
         )
         self.x, self.stride, self.padding, self.dilation = x, stride, padding, dilation
         self.kernel = list(weight.shape[2:])
+        if self._is_pointwise():  # its patches are its pixels
+            self.ghosts, self.instantiations = ("patches",), ("unfold",)
+        elif weight.shape[1] == 1 and self.outputs == 1:  # depthwise: a Gram matrix of one channel is an outer product
+            self.ghosts, self.instantiations = (), ("shifts", "grouped")
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.x[samples].to(g.dtype), g[samples]
         count = x.shape[0]
-        if self._is_pointwise():
-            x, g = x.flatten(2), g.flatten(2)
-            return torch.bmm(g, x.transpose(1, 2)).view(count, *self.parameter.shape)
+        if way == "shifts":
+            return self._by_shifts(x, g)
+        if way != "grouped":
+            a, g = self._positions(x, g)
+            return torch.bmm(g, a.transpose(1, 2)).view(count, *self.parameter.shape)
         folded_x = x.reshape(1, count * x.shape[1], *x.shape[2:])
         folded_g = g.reshape(1, count * g.shape[1], *g.shape[2:])
         return self._weight_gradient(folded_x, folded_g, count).view(count, *self.parameter.shape)
 
+    def _by_shifts(self, x: Tensor, g: Tensor) -> Tensor:
+        """Depthwise, [b, C, 1, *kernel]: for each kernel offset the sum of g · x where they meet."""
+        found = g.new_zeros(*g.shape[:2], 1, *self.kernel)
+        for remainders, offsets in phases(self._geometry()):
+            phase = every(x, remainders, self.stride)
+            for offset in itertools.product(*offsets):
+                spans = [
+                    (max(0, -o), min(n, m - o)) for o, n, m in zip(offset, g.shape[2:], phase.shape[2:], strict=True)
+                ]
+                if all(low < high for low, high in spans):
+                    at = [slice(*span) for span in spans]
+                    of = [slice(low + o, high + o) for (low, high), o in zip(spans, offset, strict=True)]
+                    places = zip(self.stride, offset, remainders, self.padding, self.dilation, strict=True)
+                    k = [(s * o + r + p) // d for s, o, r, p, d in places]
+                    where: tuple[slice | int, ...] = (slice(None), slice(None), 0, *k)
+                    found[where] = (g[:, :, *at] * phase[:, :, *of]).flatten(2).sum(2)
+        return found
+
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = factors.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
-        return self._weight_gradient(self.x.to(g.dtype), g * factors, 1)
+        factors = rounded_down(factors, g.dtype).view(-1, *[1] * (g.dim() - 1))
+        return self._weight_gradient(self.x[: g.shape[0]].to(g.dtype), g * factors, 1)
 
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
         """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
@@ -83,17 +112,54 @@ class ConvolutionWeight(Rule):
             [False, True, False],
         )[1]
 
-    def ghost_bytes(self, g: Tensor) -> int:
-        patches = self.positions * (self.inputs + self.outputs) * self.groups
-        return super().ghost_bytes(g) + patches * norm_dtype(g.dtype).itemsize
+    def shapes(self) -> tuple[object, ...]:
+        return *super().shapes(), tuple(self.x.shape[2:]), *self._geometry()
 
-    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        available = workspace(g)
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        work, size = super().work(g, way), g.element_size()
+        patches = 0 if self._is_pointwise() else self.positions * self.inputs * self.groups
+        if way == "unfold":
+            return work._replace(traffic=work.traffic + 3 * patches * size, workspace=work.workspace + patches * size)
+        if way == "shifts":  # nothing is multiplied where image and shifted kernel do not meet
+            moved = math.prod(min(k, 2 * n - 1) for k, n in zip(self.kernel, self.x.shape[2:], strict=True))
+            touched = 3 * moved * self.positions * self.groups
+            return Work(0.0, touched * size, work.workspace + self.positions * self.groups * size)
+        if way == "grouped":  # many small products, where the ordinary weight gradient has one: dots if depthwise
+            slower = 30 if "shifts" in self.instantiations else 1.5
+            return work._replace(multiplications=slower * work.multiplications)
+        wide = norm_dtype(g.dtype).itemsize
+        if way == "patches":
+            return work._replace(
+                traffic=work.traffic + 2 * patches * wide, workspace=work.workspace + 2 * patches * wide
+            )
+        channels, size_of_x = self.x.shape[1], math.prod(self.x.shape[2:])
+        phase = (size_of_x / math.prod(self.stride)) ** 2
+        grams = sum(1 for _ in phases(self._geometry()))
+        pairs, shifts = self.positions**2 * self.groups, sum(self.kernel)
+        return Work(
+            pairs * self.outputs + grams * phase * channels,
+            3 * shifts * pairs * wide,
+            (2 * pairs + phase * self.groups) * wide,
+        )
+
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        available = self.workspace(g)
         x, g = self.x[samples].to(g.dtype), g[samples]
-        count = x.shape[0]
-        a = self._patches(x).reshape(count * self.groups, self.inputs, self.positions)
-        g = g.reshape(count * self.groups, self.outputs, self.positions)
-        return gram_product(a.transpose(1, 2), g.transpose(1, 2), available).view(count, self.groups).sum(1)
+        count, groups = x.shape[0], self.groups
+        if way == "pixels":
+            x, g = (y.reshape(count * groups, y.shape[1] // groups, *y.shape[2:]) for y in (x, g))
+            return pixel_gram_product(x, g, self._geometry(), available).view(count, groups).sum(1)
+        a, g = self._positions(x, g)
+        return gram_product(a.transpose(1, 2), g.transpose(1, 2), available).view(count, groups).sum(1)
+
+    def _geometry(self) -> Geometry:
+        return Geometry(self.kernel, self.stride, self.padding, self.dilation)
+
+    def _positions(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches [b·groups, d, T] and g [b·groups, p, T]."""
+        count = x.shape[0] * self.groups
+        a = self._patches(x).reshape(count, self.inputs, self.positions)
+        return a, g.reshape(count, self.outputs, self.positions)
 
     def _patches(self, x: Tensor) -> Tensor:
         """Unfold [b, C, *size] to a view [b, C, *kernel, *output size]: positions last, where memory runs on."""
@@ -118,19 +184,23 @@ class TransposedConvolutionWeight(ConvolutionWeight):
     The roles change: the output's gradient is what is unfolded, the input is what multiplies the patches.
     """
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
-        return self._swapped(g).instantiate(self.x.to(g.dtype), samples)
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        return self._swapped(g).instantiate(self.x.to(g.dtype), samples, way)
+
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        return self._swapped(g).work(self.x, way)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = factors.to(g.dtype).view(-1, *[1] * (g.dim() - 1))
-        return self._swapped(g)._weight_gradient(g * factors, self.x.to(g.dtype), 1)
+        factors = rounded_down(factors, g.dtype).view(-1, *[1] * (g.dim() - 1))
+        return self._swapped(g)._weight_gradient(g * factors, self.x[: g.shape[0]].to(g.dtype), 1)
 
-    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        return self._swapped(g)._ghost(self.x.to(g.dtype), samples)
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        return self._swapped(g)._ghost(self.x.to(g.dtype), samples, way)
 
-    def _swapped(self, g: Tensor) -> ConvolutionWeight:
+    def _swapped(self, g: Tensor | Spec) -> ConvolutionWeight:
         size = self.x.shape[2:]
-        return ConvolutionWeight(self.parameter, g, size, self.stride, self.padding, self.dilation, self.groups)
+        x = cast(Tensor, g)
+        return ConvolutionWeight(self.parameter, x, size, self.stride, self.padding, self.dilation, self.groups)
 
 
 def transposed_convolution(

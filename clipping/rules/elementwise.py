@@ -43,7 +43,7 @@ class Broadcast(Rule):
         self.parameter, self.aligned = tensor, False
         return self
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         g = g[samples]
         if self.dim:
             g = g.narrow(self.dim, self.start, self.parameter.shape[self.dim])

@@ -9,17 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule, gram_inner, workspace
+from clipping.rules.base import Refused, Rule, Spec, Work, sum_of_squares, within
 from clipping.rules.linear import LinearWeight
 
 
 class EmbeddingWeight(Rule):
     """∂/∂W of one sample adds g_t to row id_t; positions that read the padding row add nothing.
 
-    Ghost norm (arXiv:2110.05679, §4.2): Σ_{t,s} [id_t = id_s] (g_t · g_s).
+    Its norm needs the rows that were read, and no other: positions sorted by id, those of one id added up, the squares
+    of what results. (The ghost norm of arXiv:2110.05679, §4.2, Σ_{t,s} [id_t = id_s] (g_t · g_s), has the same value
+    and takes T² comparisons.)
     """
 
-    has_ghost = True
+    ghosts = ("sorted",)
     """`scale` [B, T], of a bag, says how often each position's row was added to the one output of its sample."""
 
     def __init__(
@@ -34,7 +36,7 @@ class EmbeddingWeight(Rule):
         self.fold, self.positions = fold, self.positions * fold
         return self
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         ids, g = self._positions(g, samples)
         rows = g.new_zeros(ids.shape[0], *self.parameter.shape)
         return rows.scatter_add_(1, ids[:, :, None].expand_as(g), g)
@@ -44,10 +46,28 @@ class EmbeddingWeight(Rule):
         g = g * factors[:, None, None].to(g.dtype)
         return torch.zeros_like(self.parameter).index_add_(0, ids.flatten(), g.flatten(0, 1))
 
-    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        available = workspace(g)
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        rows = self.positions * self.outputs
+        if way in self.ghosts:
+            return Work(0.0, 4 * rows * norm_dtype(g.dtype).itemsize, 2 * rows * norm_dtype(g.dtype).itemsize)
+        return super().work(g, way)._replace(multiplications=rows)
+
+    def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
+        if kept:
+            return super().summing_seconds(g, kept=True)
+        return super().summing_seconds(g, kept=False) / self.inputs  # rows are added, nothing is multiplied
+
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         ids, g = self._positions(g, samples)
-        return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :], available)
+        count, positions, outputs = g.shape
+        ordered, order = ids.sort(1)
+        rank = torch.zeros_like(ordered)
+        rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # of each position's id among those of its sample
+        rank += torch.arange(count, device=g.device)[:, None] * positions
+        rows = torch.zeros(count * positions, outputs, dtype=norm_dtype(g.dtype), device=g.device)
+        at = torch.zeros_like(rank).scatter_(1, order, rank)
+        rows.index_add_(0, at.flatten(), _wide(g).flatten(0, 1))
+        return sum_of_squares(rows.view(count, positions * outputs))
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         """With a linear layer that has the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].
@@ -56,15 +76,23 @@ class EmbeddingWeight(Rule):
         """
         everyone = slice(0, self.samples(g))
         ids, g = self._positions(g, everyone)
+        columns = _wide(g).transpose(1, 2)
         if isinstance(other, EmbeddingWeight):
             other_ids, h = other._positions(other_g, everyone)
-            same = ids[:, :, None] == other_ids[:, None, :]
-            return torch.bmm(_wide(g), _wide(h).transpose(1, 2)).mul_(same).sum((1, 2))
+
+            def same(rows: slice) -> Tensor:
+                return torch.bmm(_wide(h[:, rows]), columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
+
+            return within(same, h.shape[1], columns, self.workspace(g))
         if not isinstance(other, LinearWeight) or other.transposed:
             return None
         a, h = other.pairs(other_g, everyone)
-        at_ids = h.gather(2, ids[:, None, :].expand(-1, h.shape[1], -1))  # [B, S, T]
-        return torch.bmm(_wide(a), _wide(g).transpose(1, 2)).mul_(at_ids).sum((1, 2))
+
+        def read(rows: slice) -> Tensor:
+            at_ids = h[:, rows].gather(2, ids[:, None, :].expand(-1, h[:, rows].shape[1], -1))  # [B, rows, T]
+            return torch.bmm(_wide(a[:, rows]), columns).mul_(at_ids)
+
+        return within(read, h.shape[1], columns, self.workspace(g))
 
     def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """ids [b, T] and g [b, T, p], zero where the padding row was read."""
@@ -119,7 +147,7 @@ def embedding_bag(
 
 def _padded(ids: Tensor, scale: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
     """Bags of different sizes, one after the other in ids [N], as rows [B, longest]; what is filled up has scale 0."""
-    ends = offsets[1:] if include_last_offset else torch.cat((offsets[1:], offsets.new_tensor([ids.shape[0]])))
+    ends = offsets[1:] if include_last_offset else F.pad(offsets[1:], (0, 1), value=ids.shape[0])
     starts = offsets[:-1] if include_last_offset else offsets
     lengths = ends - starts
     longest = int(lengths.max()) if len(lengths) else 0

@@ -30,7 +30,7 @@ class VmapRule(Rule):
         self.func, self.args, self.kwargs = func, args, kwargs
         self.data = data
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         def gradient_of_one(g_one: Tensor, *rows: Tensor) -> Tensor:
             values = {id(whole): row[None] for whole, row in zip(self.data, rows, strict=True)}
 

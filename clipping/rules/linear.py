@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, gram_product, workspace
+from clipping.rules.base import Bias, Refused, Rule, gram_product, within
 from clipping.rules.elementwise import Broadcast
+from clipping.samples import rounded_down
 
 
 class LinearWeight(Rule):
@@ -20,7 +21,7 @@ class LinearWeight(Rule):
         fold: rows of a and g to a sample.
     """
 
-    has_ghost = True
+    ghosts = ("gram",)
 
     def __init__(self, weight: Tensor, a: Tensor, *, transposed: bool = False, fold: int = 1) -> None:
         outputs, inputs = weight.shape[::-1] if transposed else weight.shape
@@ -31,13 +32,18 @@ class LinearWeight(Rule):
     def regroup(self, fold: int) -> Rule:
         return LinearWeight(self.parameter, self.a, transposed=self.transposed, fold=fold)
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         a, g = self.pairs(g, samples)
         return torch.bmm(a.transpose(1, 2), g) if self.transposed else torch.bmm(g.transpose(1, 2), a)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         a, g = self.pairs(g, slice(0, self.samples(g)))
-        a, g = a.flatten(0, 1), (g * factors[:, None, None].to(g.dtype)).flatten(0, 1)
+        factors = rounded_down(factors, g.dtype)[:, None, None]
+        if self.inputs < self.outputs:  # the factors go to whichever is smaller
+            a = a * factors
+        else:
+            g = g * factors
+        a, g = a.flatten(0, 1), g.flatten(0, 1)
         return a.t() @ g if self.transposed else g.t() @ a
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
@@ -45,10 +51,10 @@ class LinearWeight(Rule):
             return None
         everyone = slice(0, self.samples(g))
         (a, g), (b, h) = self.pairs(g, everyone), other.pairs(other_g, everyone)
-        return cross_gram(a, g, b, h)
+        return cross_gram(a, g, b, h, self.workspace(g))
 
-    def _ghost(self, g: Tensor, samples: slice) -> Tensor:
-        return gram_product(*self.pairs(g, samples), workspace(g))
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        return gram_product(*self.pairs(g, samples), self.workspace(g))
 
     def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
@@ -58,11 +64,11 @@ class LinearWeight(Rule):
         return a.reshape(count, -1, self.inputs), g.reshape(count, -1, self.outputs)
 
 
-def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor) -> Tensor:
+def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Tensor:
     """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n]."""
-    dtype = norm_dtype(g.dtype)
-    inputs = torch.bmm(a.to(dtype), b.to(dtype).transpose(1, 2))
-    return inputs.mul_(torch.bmm(g.to(dtype), h.to(dtype).transpose(1, 2))).sum((1, 2))
+    a, g, b, h = (x.to(norm_dtype(g.dtype)) for x in (a, g, b, h))
+    b, h = b.transpose(1, 2), h.transpose(1, 2)
+    return within(lambda rows: torch.bmm(a[:, rows], b).mul_(torch.bmm(g[:, rows], h)), g.shape[1], h, available)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Rule]]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, blocks, workspace
+from clipping.rules.base import Bias, Refused, Rule, blocks
 
 
 class _Scale(Rule):
@@ -28,10 +28,10 @@ class _Scale(Rule):
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         """x̂ of some samples, in a tensor of its own."""
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         dtype = norm_dtype(g.dtype)
         parts = []
-        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, workspace(g)):
+        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, self.workspace(g)):
             at = slice(samples.start + part.start, samples.start + part.stop)
             parts.append(_sum_positions(self.normalised(at, dtype).mul_(g[at]), self.parameter, self.channel))
         return torch.cat(parts)
@@ -45,7 +45,7 @@ class LayerNormWeight(_Scale):
         self.x, self.mean, self.rstd = x, mean, rstd
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return (self.x[at] - self.mean[at]).to(dtype).mul_(self.rstd[at])
+        return (self.x[at].to(dtype) - self.mean[at]).mul_(self.rstd[at])
 
 
 class RecomputedNormWeight(_Scale):
@@ -81,18 +81,22 @@ class GroupNormWeight(Rule):
         super().__init__(weight)
         self.x, self.mean, self.rstd = x, mean, rstd
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        size = math.prod(g.shape[1:]) * norm_dtype(g.dtype).itemsize
+        parts = [
+            self._part(g, slice(samples.start + part.start, samples.start + part.stop))
+            for part in blocks(g[samples].shape[0], size, self.workspace(g) // 4)  # products that stay in the cache
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _part(self, g: Tensor, samples: slice) -> Tensor:
         dtype = norm_dtype(g.dtype)
         channels = self.parameter.shape[0]
         x, g = (y[samples].to(dtype).reshape(-1, channels, math.prod(y.shape[2:])) for y in (self.x, g))
-        per_group = channels // self.mean.shape[1]
-        mean = self.mean[samples].repeat_interleave(per_group, 1).to(dtype)
-        rstd = self.rstd[samples].repeat_interleave(per_group, 1).to(dtype)
-        count, channels, positions = x.shape
-        products = torch.bmm(g.reshape(count * channels, 1, positions), x.reshape(count * channels, positions, 1)).view(
-            count, channels
-        )
-        return rstd * (products - mean * g.sum(2))
+        products, sums = (x * g).sum(2), g.sum(2)
+        grouped = (*self.mean[samples].shape, -1)
+        mean, rstd = self.mean[samples, :, None].to(dtype), self.rstd[samples, :, None].to(dtype)
+        return (rstd * (products.view(grouped) - mean * sums.view(grouped))).view(-1, channels)
 
 
 def layer_norm(
@@ -115,7 +119,7 @@ def layer_norm(
 class _LayerNormBias(Rule):
     """β [*normalized]: Σ_t g."""
 
-    def instantiate(self, g: Tensor, samples: slice) -> Tensor:
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return _sum_positions(g[samples], self.parameter, None)
 
 

@@ -1,0 +1,207 @@
+"""What each way of finding a norm costs on this device: measured once for a kind of use, and kept for the next run.
+
+A kind of use is the rule with its shapes and dtype, and the number of samples to a power of two. Of each, the seconds
+of one sample: of the norm by every way that is not hopeless, in blocks of various sizes; of its share of the clipped
+sum by the ordinary weight gradient, and from kept gradients. All are measured on the input of the step at hand and a
+random output gradient. They are written to a file that is the device's, the version of torch's, the number of threads'
+and the rules' source's, in the folder DPBENCH_CACHE (default: $XDG_CACHE_HOME/dpbench or ~/.cache/dpbench; "off" keeps
+nothing).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipping.rules import Route, Rule, Spec
+from clipping.rules.base import sum_of_squares
+from clipping.samples import weighted_sum
+
+Key = tuple[bool, str, int]
+Clock = Callable[[Callable[[], object]], float]
+
+HOPELESS = 4
+"""A way is not timed if its formula says that it takes this many times what the best one was measured to."""
+MOST_SAMPLES = 64
+SHORTLIST = 3
+CACHES = 64 * 2**20
+"""Bytes that no cache holds."""
+REPEATS = 2
+
+
+class Costs(NamedTuple):
+    """Seconds of one sample.
+
+    Attributes:
+        norms: (ghost, way, block) -> of its norm.
+        weight_gradient: of its share of the sum by the ordinary weight gradient.
+        kept: of its share of the sum from kept gradients, None if none was instantiated.
+    """
+
+    norms: dict[Key, float]
+    weight_gradient: float
+    kept: float | None
+
+    def best(self, *, ghost: bool) -> tuple[Route, float] | None:
+        """The fastest route by Gram matrices, or by instantiating, and its seconds; None if there is none."""
+        found = {key: seconds for key, seconds in self.norms.items() if key[0] == ghost}
+        if not found:
+            return None
+        key = min(found, key=found.__getitem__)
+        return Route(*key), found[key]
+
+
+def predicted(rule: Rule, output: Spec) -> Costs:
+    """The same by formula, from rough rates."""
+    norms = {}
+    for ghost, ways in ((True, rule.ghosts), (False, rule.instantiations)):
+        for way in ways:
+            norms[ghost, way, 0] = rule.seconds(output, way)
+    return Costs(norms, rule.summing_seconds(output, kept=False), rule.summing_seconds(output, kept=True))
+
+
+def measured(rule: Rule, output: Spec) -> Costs:
+    """Time every way that may win, in the blocks that may, on the rule's own input."""
+    count = min(rule.samples(output), MOST_SAMPLES)
+    device = rule.parameter.device
+    g = torch.randn((count * rule.fold, *output.shape[1:]), dtype=output.dtype, device=device)
+    factors = torch.ones(count, device=device, dtype=g.dtype)
+    clock = _clock(device)
+    single: dict[Key, float] = {}
+    formulas = predicted(rule, output).norms
+    for ghost, way, _ in sorted(formulas, key=formulas.__getitem__):
+        if not single or formulas[ghost, way, 0] <= HOPELESS * min(single.values()):
+            single |= _descend(rule, g, ghost, way, clock)
+    # one block again and again finds its memory in the caches: the best are timed once more, as they will run
+    cold = _clock(device, emptied=True)
+    norms: dict[Key, float] = {}
+    for ghost in (True, False):
+        for key in sorted((key for key in single if key[0] == ghost), key=single.__getitem__)[:SHORTLIST]:
+            norms[key] = cold(lambda key=key: _run(rule, g, key)) / count  # type: ignore[misc]
+    weight_gradient = cold(lambda: rule.weighted(g, factors)) / count
+    instantiated = [key for key in norms if not key[0]]
+    if not instantiated:
+        return Costs(norms, weight_gradient, None)
+    _, way, block = min(instantiated, key=norms.__getitem__)
+    blocks = rule.blocks(g, way, block)
+    parts = [rule.instantiate(g, samples, way) for samples in blocks]
+    kept = cold(lambda: [weighted_sum(factors[b], part) for b, part in zip(blocks, parts, strict=True)]) / count
+    return Costs(norms, weight_gradient, kept)
+
+
+def _run(rule: Rule, g: Tensor, key: Key) -> object:
+    """The whole batch by a route, with what it keeps."""
+    ghost, way, block = key
+    if ghost:
+        return rule.squared_norms(g, Route(*key))
+    made = []
+    for samples in rule.blocks(g, way, block):
+        part = rule.instantiate(g, samples, way)
+        made.append((part, sum_of_squares(part)))
+    return made
+
+
+def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict[Key, float]:
+    """Seconds of one sample: from the largest block that the workspace holds, halved while that helps."""
+    find = rule._ghost if ghost else rule._instantiated
+    block = rule.blocks(g, way)[0].stop
+    found: dict[Key, float] = {}
+    best = float("inf")
+    while True:
+        seconds = clock(lambda block=block: find(g, slice(0, block), way)) / block  # type: ignore[misc]
+        found[ghost, way, block] = seconds
+        if seconds > 1.1 * best or block == 1:
+            return found
+        best = min(best, seconds)
+        block //= 2
+
+
+def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
+    """Times a function: the best of a few runs after one that does not count, `emptied` with nothing in the caches."""
+    filler = torch.empty(CACHES, dtype=torch.uint8, device=device) if emptied else None
+
+    def seconds(run: Callable[[], object]) -> float:
+        run()
+        best = float("inf")
+        for _ in range(REPEATS):
+            if filler is not None:
+                filler.fill_(0)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            kept = run()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - start)
+            del kept
+        return best
+
+    return seconds
+
+
+class Notebook:
+    """Measured costs by kind of use, read from the device's file and written back when one is added.
+
+    Args:
+        device: whose costs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._path = _path(device)
+        self._costs: dict[str, Costs] = {}
+        if self._path is not None and self._path.is_file():
+            try:
+                self._costs = {kind: _decoded(entry) for kind, entry in json.loads(self._path.read_text()).items()}
+            except (OSError, ValueError, KeyError, TypeError):  # torn or foreign: measured again
+                self._costs = {}
+
+    def get(self, kind: str) -> Costs | None:
+        """What is known of a kind of use."""
+        return self._costs.get(kind)
+
+    def add(self, found: dict[str, Costs]) -> None:
+        """Remember, here and in the file."""
+        self._costs |= found
+        if self._path is None:
+            return
+        entries = {kind: _encoded(costs) for kind, costs in self._costs.items()}
+        partial = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(entries))
+            partial.replace(self._path)
+        except OSError:  # a home that cannot be written to: measured again next time
+            partial.unlink(missing_ok=True)
+
+
+def _encoded(costs: Costs) -> dict[str, object]:
+    norms = [[ghost, way, block, seconds] for (ghost, way, block), seconds in costs.norms.items()]
+    return {"norms": norms, "weight_gradient": costs.weight_gradient, "kept": costs.kept}
+
+
+def _decoded(entry: dict[str, object]) -> Costs:
+    norms = {(bool(g), str(w), int(b)): float(s) for g, w, b, s in entry["norms"]}  # type: ignore[attr-defined]
+    kept = entry["kept"]
+    return Costs(norms, float(entry["weight_gradient"]), None if kept is None else float(kept))  # type: ignore[arg-type]
+
+
+def _path(device: torch.device) -> Path | None:
+    folder = os.environ.get("DPBENCH_CACHE")
+    if folder == "off":
+        return None
+    base = (
+        Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "dpbench"
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    sources = sorted((Path(__file__).parent / "rules").glob("*.py"))
+    known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), *(s.read_text() for s in sources)]
+    return base / f"routes-{device.type}-{hashlib.sha256(chr(10).join(known).encode()).hexdigest()[:16]}.json"

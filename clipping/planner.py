@@ -1,0 +1,276 @@
+"""Which route each use takes: the fastest that keeps the step's memory near that of ordinary training.
+
+For a use there are three things to do with its norm and its share of the clipped sum:
+
+    ghost      norm by Gram matrices, (a, g) kept, sum by the ordinary weight gradient
+    kept       gradients instantiated and kept, sum from them
+    discarded  gradients instantiated for their norm only, (a, g) kept, sum by the ordinary weight gradient
+
+The strategies of arXiv:2205.10683 and what is better known since:
+
+    auto       least time, subject to: predicted peak memory <= (1 + memory_overhead) · that of ordinary training
+    time       least time, whatever the memory
+    memory     least kept
+    paper      ghost where 2T² <= pd, else instantiated (the rule of the paper, on space alone)
+
+Times come from formulas at first. A model that is called a second time with a batch of about the same size is being
+trained: its uses are then timed on the device, once (`clipping.costs`), and planned again. All routes are exact, so a
+plan changes a result by rounding only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from clipping.costs import MOST_SAMPLES, Costs, Notebook, measured, predicted
+from clipping.rules import Route, Rule, Spec
+from clipping.sources import Source
+from clipping.tape import Tape, Use
+from clipping.timeline import Held, Timeline, storage_of
+
+Strategy = Literal["auto", "time", "memory", "paper"]
+
+
+class Choice(NamedTuple):
+    """One thing to do with a use: its route, seconds of one sample, and what it holds (batch in all)."""
+
+    route: Route
+    seconds: float
+    held: Held
+
+    @property
+    def bytes(self) -> int:
+        return self.held.kept
+
+
+@dataclass(eq=False)
+class Item:
+    """A use that has a choice.
+
+    Attributes:
+        position: of its rule among all rules of the tape.
+        paper: the rule of arXiv:2205.10683 prefers Gram matrices here.
+        costs: of its routes.
+        choices: by what becomes of it; see the module's text.
+        taken: the chosen one.
+    """
+
+    position: int
+    paper: bool
+    costs: Costs
+    choices: list[Choice]
+    taken: Choice
+
+
+@dataclass
+class Plan:
+    """Routes of all uses, in the order of the tape, and what was predicted of them.
+
+    Attributes:
+        routes: one for each rule of each use.
+        items: the uses that had a choice.
+        peak, ordinary: predicted bytes, of this plan and of ordinary training, parameters and buffers among them.
+        timed: costs were measured, not predicted.
+    """
+
+    routes: list[Route]
+    items: list[Item]
+    peak: int
+    ordinary: int
+    timed: bool
+
+
+class Planner:
+    """Plans by kind of step: the shapes of all uses, and the batch size to a power of two.
+
+    Args:
+        strategy: see the module's text.
+        memory_overhead: predicted bytes beyond those of ordinary training, as a share of these, for "auto".
+    """
+
+    def __init__(self, strategy: Strategy = "auto", memory_overhead: float = 0.05) -> None:
+        self.strategy, self.memory_overhead = strategy, memory_overhead
+        self._plans: dict[Hashable, Plan] = {}
+        self._calls: Counter[Hashable] = Counter()
+        self._notebooks: dict[torch.device, Notebook] = {}
+
+    def plan(self, tape: Tape, losses: Tensor, outside: list[Tensor]) -> Plan:
+        """The plan for what was recorded, made anew only for a kind of step that was not seen before.
+
+        Args:
+            tape: after the forward pass.
+            losses: [B], with their graph.
+            outside: tensors that are held whatever happens.
+        """
+        readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
+        kinds = [kind(rule, use.output) for use, _, rule in readings]
+        step = (losses.shape[0].bit_length(), losses.device, *kinds)
+        self._calls[step] += 1
+        known = self._plans.get(step)
+        may_time = self._calls[step] > 1 and self.strategy in ("auto", "time") and not isinstance(losses, FakeTensor)
+        if known is None or (may_time and not known.timed):
+            self._plans[step] = self._made(tape, losses, outside, readings, kinds, may_time)
+        return self._plans[step]
+
+    def _made(
+        self,
+        tape: Tape,
+        losses: Tensor,
+        outside: list[Tensor],
+        readings: list[tuple[Use, Source, Rule]],
+        kinds: list[str],
+        may_time: bool,
+    ) -> Plan:
+        sizes = Counter[int]()
+        for use, source, _ in readings:
+            sizes[use.node] += sum(p.numel() * p.element_size() for p in source.parameters.values())
+        timeline = Timeline(losses, list(sizes.items()), outside)
+        routes = [formula_route(source, rule, use.output) for use, source, rule in readings]
+        costs = self._costs(readings, kinds, tape.counts, losses, may_time)
+        items = []
+        for position, ((use, source, rule), what) in enumerate(zip(readings, kinds, strict=True)):
+            if has_choice(source, rule, tape.counts):
+                choices = choices_of(rule, use, costs[what])
+                paper = 2 * rule.positions**2 <= rule.inputs * rule.outputs
+                items.append(Item(position, paper, costs[what], choices, choices[0]))
+        self._choose(items, timeline)
+        for item in items:
+            routes[item.position] = item.taken.route
+        peak = timeline.peak([item.taken.held for item in items])
+        constant = timeline.outside
+        return Plan(routes, items, peak + constant, timeline.ordinary + constant, may_time)
+
+    def _costs(
+        self,
+        readings: list[tuple[Use, Source, Rule]],
+        kinds: list[str],
+        counts: Counter[str],
+        losses: Tensor,
+        may_time: bool,
+    ) -> dict[str, Costs]:
+        """By kind of use: those on record, else timed if they may be, else predicted."""
+        if isinstance(losses, FakeTensor) or self.strategy not in ("auto", "time"):
+            return {what: predicted(rule, use.output) for (use, _, rule), what in zip(readings, kinds, strict=True)}
+        notebook = self._notebooks.setdefault(losses.device, Notebook(losses.device))
+        costs: dict[str, Costs] = {}
+        new: dict[str, Costs] = {}
+        with torch.no_grad():
+            for (use, source, rule), what in zip(readings, kinds, strict=True):
+                if what in costs or not has_choice(source, rule, counts):
+                    continue
+                on_record = notebook.get(what)
+                if on_record is None and may_time:
+                    try:
+                        on_record = new[what] = measured(rule, use.output)
+                    except torch.OutOfMemoryError:  # the step itself may fit
+                        may_time = False
+                costs[what] = on_record or predicted(rule, use.output)
+        if new:
+            notebook.add(new)
+        return costs
+
+    def _choose(self, items: list[Item], timeline: Timeline) -> None:
+        """Set what each item takes."""
+        if self.strategy == "paper":
+            for item in items:
+                item.taken = next((c for c in item.choices if c.route.ghost == item.paper), item.choices[0])
+            return
+        if self.strategy == "memory":
+            for item in items:
+                item.taken = min(item.choices, key=lambda c: (c.bytes + c.held.workspace, c.seconds))
+            return
+        self._fastest(items)
+        if self.strategy == "time":
+            return
+        limit = (1 + self.memory_overhead) * (timeline.ordinary + timeline.outside) - timeline.outside
+        while timeline.peak([item.taken.held for item in items]) > limit:
+            if not _relieve(items, timeline, dearest=float("inf")):  # out of reach: what can be had at a fair price
+                self._fastest(items)
+                step = 3 * sum(item.costs.weight_gradient for item in items)
+                while _relieve(items, timeline, dearest=step / (timeline.ordinary + timeline.outside)):
+                    pass
+                return
+
+    def _fastest(self, items: list[Item]) -> None:
+        for item in items:
+            item.taken = min(item.choices, key=lambda c: c.seconds)
+
+
+def _relieve(items: list[Item], timeline: Timeline, dearest: float) -> bool:
+    """Exchange the one choice that lowers the peak most for its time; False if there is none.
+
+    Args:
+        items: whose choices may be exchanged.
+        timeline: what they add up to.
+        dearest: seconds (of a sample) that a byte may cost.
+    """
+    held = [item.taken.held for item in items]
+    peak = timeline.peak(held)
+    best: tuple[float, Item, Choice] | None = None
+    for i, item in enumerate(items):
+        for choice in item.choices:
+            if choice is item.taken:
+                continue
+            saved = peak - timeline.peak([*held[:i], choice.held, *held[i + 1 :]])
+            if saved <= 0:
+                continue
+            price = (choice.seconds - item.taken.seconds) / saved
+            if price <= dearest and (best is None or price < best[0]):
+                best = price, item, choice
+    if best is None:
+        return False
+    best[1].taken = best[2]
+    return True
+
+
+def kind(rule: Rule, output: Spec) -> str:
+    """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two."""
+    samples = min(rule.samples(output), MOST_SAMPLES).bit_length()
+    return repr((type(rule).__name__, rule.shapes(), samples, tuple(output.shape[1:]), str(output.dtype), rule.fold))
+
+
+def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
+    """Its norm can be found in more than one way, and is that of its parameter alone."""
+    alone = all(counts[name] == 1 for name in source.parameters)
+    return alone and source.rearranged and bool(rule.ghosts) and not rule.is_fallback
+
+
+def formula_route(source: Source, rule: Rule, output: Spec) -> Route:
+    """For a use without a choice, or one of several uses of a parameter: what the formulas prefer."""
+    if not source.rearranged:
+        return Route()
+    costs = predicted(rule, output)
+    ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
+    if ghost is not None and (instantiated is None or ghost[1] < instantiated[1]):
+        return ghost[0]
+    return Route(kept=rule.is_kept(output))
+
+
+def choices_of(rule: Rule, use: Use, costs: Costs) -> list[Choice]:
+    """What can be done with a use; see the module's text."""
+    output = use.output
+    count, size = rule.samples(output), output.numel() * output.element_size()
+    source = getattr(rule, "x", None) if getattr(rule, "x", None) is not None else getattr(rule, "a", None)
+    stored = None if source is None else storage_of(source)
+    found = []
+    for ghost in (True, False):
+        best = costs.best(ghost=ghost)
+        if best is None:
+            continue
+        route, seconds = best
+        way = route.way or rule.best_way(output, ghost=ghost)
+        block = len(range(count)[rule.blocks(output, way, route.block)[0]])
+        workspace = int(block * rule.work(output, way).workspace)
+        found.append(Choice(route, seconds + costs.weight_gradient, Held(use.node, size, stored, workspace)))
+        if not ghost and costs.kept is not None:
+            bytes_ = count * rule.instantiated_bytes(output)
+            held = Held(use.node, bytes_, None, max(0, workspace - bytes_))
+            found.append(Choice(replace(route, kept=True), seconds + costs.kept, held))
+    return found
