@@ -8,6 +8,8 @@ run that end in reasonable time there.
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpbench.experiment import Experiment
 from dpbench.trials import OverheadTrial
 
@@ -49,7 +51,7 @@ TEXTS = [
 
 def cells(device: str) -> list[OverheadTrial]:
     cuda = device == "cuda"
-    rounds = {"rounds": 15 if cuda else 7, "max_seconds": 8.0, "device": device}
+    rounds: dict[str, Any] = {"rounds": 15 if cuda else 7, "max_seconds": 8.0, "device": device}
     images = [
         OverheadTrial(model=model, backends=OURS + PEERS, batch_size=sizes[cuda], **rounds)
         for model, sizes in IMAGES.items()
@@ -69,7 +71,7 @@ def cells(device: str) -> list[OverheadTrial]:
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    few = {"rounds": 2, "max_seconds": 0.2, "device": device}
+    few: dict[str, Any] = {"rounds": 2, "max_seconds": 0.2, "device": device}
     text = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
     some = ["nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp"]
     return [

@@ -8,6 +8,8 @@ left out beyond 64 pixels; at 512 pixels only what ends in reasonable time is ru
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpbench.experiment import Experiment
 from dpbench.trials import OverheadTrial
 
@@ -43,7 +45,7 @@ def cells(device: str) -> list[OverheadTrial]:
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    few = {"rounds": 2, "max_seconds": 0.2, "device": device, "batch_size": 2}
+    few: dict[str, Any] = {"rounds": 2, "max_seconds": 0.2, "device": device, "batch_size": 2}
     some = ["nonprivate", "mixed_ghost", "bk_mixed"]
     return [OverheadTrial(model="cnn", backends=some, image_size=size, **few) for size in (16, 32, 64)]
 

@@ -7,6 +7,8 @@ on CUDA it is the one of the overhead experiment (6 layers, 384 wide).
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpbench.experiment import Experiment
 from dpbench.trials import OverheadTrial
 
@@ -48,7 +50,14 @@ def cells(device: str) -> list[OverheadTrial]:
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    few = {"rounds": 2, "max_seconds": 0.2, "device": device, "batch_size": 2, "image_size": None, "data": "synthetic"}
+    few: dict[str, Any] = {
+        "rounds": 2,
+        "max_seconds": 0.2,
+        "device": device,
+        "batch_size": 2,
+        "image_size": None,
+        "data": "synthetic",
+    }
     tiny = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64"
     some = ["nonprivate", "mixed_ghost", "bk_mixed"]
     return [OverheadTrial(model=of_length(tiny, tokens), backends=some, **few) for tokens in (16, 64, 256)]

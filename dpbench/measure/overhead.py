@@ -76,10 +76,10 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
         "parameters": parameter_count(workload.model),
         "backends": {entry.name: entry.record for entry in entries},
     }
-    failed = {name: record for name, record in result["backends"].items() if record["outcome"] not in FINAL}
+    failed = {entry.name: entry.record["outcome"] for entry in entries if entry.record["outcome"] not in FINAL}
     if failed:
-        worst = max((record["outcome"] for record in failed.values()), key=list(Outcome).index)
-        said = ", ".join(f"{name} ({record['outcome']})" for name, record in failed.items())
+        worst = max(failed.values(), key=list(Outcome).index)
+        said = ", ".join(f"{name} ({outcome})" for name, outcome in failed.items())
         raise PartlyFailed(worst, result, f"{len(failed)} of {len(entries)} backends without a result: {said}")
     return result
 

@@ -1,4 +1,4 @@
-"""Options in a model's reference: ``NAME?option=value&option=value``, and after them what else the scheme knows (``@T``).
+"""Options in a model's reference: ``NAME?option=value&option=value``, and after them ``@T`` where the scheme knows it.
 
 Values are what they look like: ``6``, ``0.1``, ``true``, ``false``, ``none``, ``(3,3,9,3)`` or ``[3,3,9,3]`` (both give
 a tuple); all else is text. No torch here: the parent process checks the form with it.

@@ -93,9 +93,10 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
         where += [
             f"torch {_join(_distinct(r.environment.get('torch') for r in records))}",
             _join(_distinct(r.setting("dtype") for r in records)),
-            _join(f"{size}×{size} inputs" for size in _distinct(r.setting("image_size") for r in records)),
         ]
-        timed = [r for r in records if r.kind == "step"]
+        if sizes := _distinct(r.setting("image_size") for r in records):
+            where.append(_join(f"{size}×{size}" for size in sizes) + " inputs")
+        timed = [r for r in records if r.kind in ("step", "overhead")]
         if threads := _distinct(r.setting("threads") for r in timed if r.setting("device") == "cpu"):
             where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
         if timed:
@@ -148,7 +149,9 @@ def _rounds(rounds: pd.Series[int]) -> str:
 
 
 def _distinct(values: Iterable[object]) -> list[object]:
-    return sorted({value for value in values if value is not None}, key=str)
+    return sorted(
+        {value for value in values if value is not None}, key=lambda v: (v, "") if isinstance(v, int) else (0, str(v))
+    )
 
 
 def _join(values: Iterable[object]) -> str:
