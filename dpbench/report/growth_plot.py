@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dpbench.report import style
 from dpbench.report.figures import WIDTH, sheet
@@ -109,9 +109,11 @@ def _ratios(axes: Axes, own: pd.DataFrame, column: str, size: str) -> None:
 def _seconds(axes: Axes, own: pd.DataFrame, across: Across) -> None:
     axes.set_yscale("log")
     seconds = [float(value) for value in own.seconds_per_sample if not missing(value)] or [1.0]
-    axes.set_ylim(min(seconds) / 2, max(seconds) * 1.5)
-    narrow = max(seconds) / min(seconds) < 60
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if narrow else (1.0,), numticks=8))
+    low, high = min(seconds) / 2, max(seconds) * 1.5
+    axes.set_ylim(low, high)
+    digits = (1, 2, 5) if high / low < 200 else (1,)
+    ticks = [digit * 10.0**power for power in range(-7, 6) for digit in digits]
+    axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(
         FuncFormatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms")
@@ -122,7 +124,7 @@ def _seconds(axes: Axes, own: pd.DataFrame, across: Across) -> None:
     if len(base) < 2:
         return
     start, end = float(base[across.size].iloc[0]), float(base[across.size].iloc[-1])
-    last, low = 0.6 * float(base.seconds_per_sample.iloc[-1]), axes.get_ylim()[0]
+    last = 0.6 * float(base.seconds_per_sample.iloc[-1])
     for exponent, words in across.laws:
         first = max(start, end * (low / last) ** (1 / exponent))
         ends, at = [first, end], first * (end / first) ** 0.4
