@@ -8,15 +8,13 @@ run that end in reasonable time there.
 
 from __future__ import annotations
 
-from typing import Any
-
-from dpbench.experiment import Experiment
+from dpbench.experiment import Experiment, grid
 from dpbench.trials import OverheadTrial
 
-OURS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
-LONG = ["nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp"]
-LONGEST = ["nonprivate", "mixed_ghost", "bk_mixed", "opacus_ghost"]
+OURS = ("nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
+PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
+LONG = ("nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp")
+LONGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_ghost")
 
 VIT = "timm:vit_tiny_patch16_224?patch_size=4"
 BEIT = "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3"
@@ -41,43 +39,32 @@ IMAGES = {
     CONVNEXT: (32, 256),
 }
 #: Text: (model, backends, batch size on a CPU, on CUDA).
-TEXTS = [
+TEXTS = (
     (f"{GPT2}@128", OURS + PEERS, 8, 64),
     (f"{BERT}@128", OURS + PEERS, 8, 64),
     (f"{GPT2}@1024", LONG, 4, 16),
     (f"{GPT2}&max_position_embeddings=4096@4096", LONGEST, 4, 8),
-]
+)
 
 
 def cells(device: str) -> list[OverheadTrial]:
     cuda = device == "cuda"
-    rounds: dict[str, Any] = {"rounds": 15 if cuda else 7, "max_seconds": 8.0, "device": device}
-    images = [
-        OverheadTrial(model=model, backends=OURS + PEERS, batch_size=sizes[cuda], **rounds)
-        for model, sizes in IMAGES.items()
-    ]
-    texts = [
-        OverheadTrial(
-            model=model,
-            backends=backends,
-            batch_size=on_cuda if cuda else on_cpu,
-            image_size=None,
-            data="synthetic",
-            **rounds,
-        )
-        for model, backends, on_cpu, on_cuda in TEXTS
-    ]
-    return images + texts
+    rounds = {"rounds": 15 if cuda else 7, "max_seconds": 8.0, "device": device}
+    found = []
+    for model, batch_sizes in IMAGES.items():
+        found += grid(OverheadTrial, model=model, backends=OURS + PEERS, batch_size=batch_sizes[cuda], **rounds)
+    for model, backends, on_cpu, on_cuda in TEXTS:
+        text = {"model": model, "backends": backends, "batch_size": on_cuda if cuda else on_cpu}
+        found += grid(OverheadTrial, image_size=None, data="synthetic", **text, **rounds)
+    return found
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    few: dict[str, Any] = {"rounds": 2, "max_seconds": 0.2, "device": device}
+    some = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp")
+    few = {"backends": some, "batch_size": 4, "rounds": 2, "max_seconds": 0.2, "device": device}
     text = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
-    some = ["nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp"]
-    return [
-        OverheadTrial(model="cnn", backends=some, batch_size=4, **few),
-        OverheadTrial(model=text, backends=some, batch_size=4, image_size=None, data="synthetic", **few),
-    ]
+    images = grid(OverheadTrial, model="cnn", **few)
+    return images + grid(OverheadTrial, model=text, image_size=None, data="synthetic", **few)
 
 
 EXPERIMENT = Experiment(

@@ -8,20 +8,18 @@ left out beyond 64 pixels; at 512 pixels only what ends in reasonable time is ru
 
 from __future__ import annotations
 
-from typing import Any
-
-from dpbench.experiment import Experiment
+from dpbench.experiment import Experiment, grid
 from dpbench.trials import OverheadTrial
 
 VIT = "timm:vit_tiny_patch16_224"
-BACKENDS = ["nonprivate", "fastgradclip", "mixed_ghost", "bk_mixed", "opacus_hooks", "opacus_ghost"]
-WITH_GRAMS = [*BACKENDS, "ghost", "bk_ghost"]
-LARGEST = ["nonprivate", "mixed_ghost", "bk_mixed", "opacus_hooks"]
+BACKENDS = ("nonprivate", "fastgradclip", "mixed_ghost", "bk_mixed", "opacus_hooks", "opacus_ghost")
+WITH_GRAMS = (*BACKENDS, "ghost", "bk_ghost")
+LARGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_hooks")
 #: Pixels along an edge -> (batch size on a CPU, on CUDA).
 SIZES = {32: (16, 256), 64: (8, 128), 128: (4, 64), 224: (4, 32), 512: (2, 8)}
 
 
-def backends(model: str, size: int) -> list[str]:
+def backends(model: str, size: int) -> tuple[str, ...]:
     if model == VIT or size <= 64:  # a ViT's positions are patches: 1025 of them at 512 pixels
         return WITH_GRAMS
     return BACKENDS if size < 512 else LARGEST
@@ -29,25 +27,19 @@ def backends(model: str, size: int) -> list[str]:
 
 def cells(device: str) -> list[OverheadTrial]:
     cuda = device == "cuda"
-    return [
-        OverheadTrial(
-            model=model,
-            backends=backends(model, size),
-            batch_size=batch_sizes[cuda],
-            image_size=size,
-            rounds=15 if cuda else 5,
-            max_seconds=4.0,
-            device=device,
-        )
-        for model in ("vgg11", VIT)
-        for size, batch_sizes in SIZES.items()
-    ]
+    rounds = {"rounds": 15 if cuda else 5, "max_seconds": 4.0, "device": device}
+    found = []
+    for model in ("vgg11", VIT):
+        for size, batch_sizes in SIZES.items():
+            one = {"model": model, "backends": backends(model, size), "image_size": size}
+            found += grid(OverheadTrial, batch_size=batch_sizes[cuda], **one, **rounds)
+    return found
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    few: dict[str, Any] = {"rounds": 2, "max_seconds": 0.2, "device": device, "batch_size": 2}
-    some = ["nonprivate", "mixed_ghost", "bk_mixed"]
-    return [OverheadTrial(model="cnn", backends=some, image_size=size, **few) for size in (16, 32, 64)]
+    some = ("nonprivate", "mixed_ghost", "bk_mixed")
+    few = {"backends": some, "batch_size": 2, "rounds": 2, "max_seconds": 0.2, "device": device}
+    return grid(OverheadTrial, model="cnn", image_size=[16, 32, 64], **few)
 
 
 EXPERIMENT = Experiment(

@@ -45,7 +45,9 @@ class RunFile:
             self.add(trial, result, "ok" if size in fits else "over_budget", fingerprint=fingerprint)
         return self
 
-    def overhead(self, model, seconds, peaks=None, failed=None, batch_size=8, round=0, outcome="ok", **fields):
+    def overhead(
+        self, model, seconds, peaks=None, failed=None, batch_size=8, round=0, outcome="ok", fingerprint="v1", **fields
+    ):
         """One trial of many backends: name -> the seconds of its step in each round (None: it had no turn there).
 
         `peaks`: name -> bytes, 1 MiB where it is not named; `failed`: name -> (outcome, evidence).
@@ -60,7 +62,7 @@ class RunFile:
             entry["turns"] = [{"round": n, "position": 0, "step_seconds": [value] * 3} for n, value in known]
             backends[name] = entry
         backends |= {name: {"outcome": word, "evidence": said} for name, (word, said) in failed.items()}
-        return self.add(trial, {"parameters": 1, "backends": backends}, outcome, round=round)
+        return self.add(trial, {"parameters": 1, "backends": backends}, outcome, round=round, fingerprint=fingerprint)
 
     def epsilon(self, accountant, steps, value, kind="upper_bound", outcome="ok", **fields):
         setting = {"sample_rate": 0.01, "noise_multiplier": 4.0, "delta": 1e-5} | fields

@@ -12,8 +12,9 @@ import torch
 
 import clipping
 from clipping.oracle import Microbatch, NonPrivate
+from dpbench.isolation import Isolation
 from dpbench.measure import memory, overhead
-from dpbench.outcome import Outcome, PartlyFailed, classify
+from dpbench.outcome import RETRYABLE, Outcome, PartlyFailed, classify
 from dpbench.store import to_json
 from dpbench.trials import OverheadTrial, PeakTrial
 
@@ -239,6 +240,21 @@ def test_peers_on_one_model_do_not_meet():
     assert {entry["outcome"] for entry in entries.values()} == {"ok"}
     losses = [entry["loss"] for entry in entries.values()]
     assert losses == pytest.approx([losses[0]] * len(losses))
+
+
+def test_a_backend_of_one_s_own_that_is_wrong_leaves_the_record_of_the_others(tmp_path):
+    """In a process of its own, as a run has it: the outcome can be retried, and the result is kept."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from clipping.oracle import NonPrivate\nclass Unclipped(NonPrivate):\n    name, private = 'unclipped', True\n"
+    )
+    mine = f"{file}:Unclipped"
+    with Isolation({}) as isolation:
+        answer = isolation.run(TRIAL.replace(backends=[mine, "nonprivate", "bk_mixed"], max_grad_norm=0.01))
+    assert answer.outcome == Outcome.MISMATCH and answer.outcome in RETRYABLE
+    assert answer.result is not None
+    outcomes = {name: entry["outcome"] for name, entry in answer.result["backends"].items()}
+    assert outcomes == {mine: "mismatch", "nonprivate": "ok", "bk_mixed": "ok"}
 
 
 @pytest.mark.gpu

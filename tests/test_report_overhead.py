@@ -90,9 +90,17 @@ def test_a_ratio_is_of_two_turns_of_one_round(run, report):
     assert math.isnan(fastdp.time_ratio) and fastdp.note == "unsupported"
     assert "median of 1 to 3 pairs (fewer of slow backends)" in text and "peak by the CPU allocator" in text
     assert "| 100% ghost " in text and "1 unsupported" in text
-    assert "- resnet18 fastdp B=32: unsupported. `fastdp is not available here: no package`" in text
+    assert "- resnet18 fastdp B=32 32 px: unsupported. `fastdp is not available here: no package`" in text
     for words in ("cpu Test CPU, 2 CPUs", "torch 2.15.0", "float32", "32×32 inputs", "2 threads", "digits data"):
         assert words in text
+
+
+def test_only_cells_with_the_same_libraries_ought_to_be_of_one_version(run, report):
+    run.overhead("cnn", {"nonprivate": [1.0], "opacus_hooks": [2.0]}, fingerprint="with opacus")
+    run.overhead("vgg11", {"nonprivate": [1.0], "ghost": [2.0]}, fingerprint="without")
+    assert "Warning" not in report("overhead")[1]
+    run.overhead("vgg19", {"nonprivate": [1.0], "ghost": [2.0]}, fingerprint="another version")
+    assert "Warning: records of several versions" in report("overhead")[1]
 
 
 def test_rounds_of_a_run_are_pooled(run, report):

@@ -119,8 +119,12 @@ def mixed_versions(records: Iterable[Record]) -> bool:
     """
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
-        model, backend = record.trial.get("model", ""), record.trial.get("backend", "")
-        key = (record.kind, model.rpartition(":")[0], backend.startswith("opacus"))
+        model, backends = (
+            record.trial.get("model", ""),
+            record.trial.get("backends") or [record.trial.get("backend", "")],
+        )
+        with_opacus = any(backend.startswith("opacus") for backend in backends)
+        key = (record.kind, model.partition(":")[0] if ":" in model else "", with_opacus)
         versions.setdefault(key, set()).add(record.fingerprint)
     return any(len(fingerprints) > 1 for fingerprints in versions.values())
 
@@ -135,6 +139,8 @@ def causes(records: Iterable[Record]) -> list[str]:
         cause = told[-1 if record.outcome == "error" else 0].replace("`", "'")
         shown = {"model": "", "backend": "", "accountant": "", "batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
         what = " ".join(f"{sign}{record.trial[name]}" for name, sign in shown.items() if name in record.trial)
+        if record.kind == "overhead" and record.trial["image_size"]:
+            what += f" {record.trial['image_size']} px"
         lines.append(f"- {what}: {style.OUTCOMES.get(record.outcome, record.outcome)}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
 

@@ -31,10 +31,10 @@ _NUMBERS, _AT = 0.92, (0.42, 0.89)
 _LOWEST = 0.6
 _CHARACTER = 0.083  # inches, of a heading
 _TICKS = (1, 2, 4, 8, 16, 32, 64)
-_TIME: dict[str, Any] = {"marker": "o", "markersize": 5.2, "linestyle": "", "zorder": 4}
+_TIME: dict[str, Any] = {"marker": "o", "markersize": 4.4, "linestyle": "", "zorder": 4}
 _MEMORY: dict[str, Any] = {
     "marker": "D",
-    "markersize": 4.4,
+    "markersize": 5.8,  # around the other where they coincide
     "linestyle": "",
     "markerfacecolor": "white",
     "markeredgewidth": 1.2,

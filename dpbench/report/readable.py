@@ -139,7 +139,11 @@ def _range(low: Any, high: Any, text: Callable[[Any], str]) -> str:
 def _coverage(row: Any) -> str:
     """'100 % instantiated', '62 % ghost, 38 % instantiated': the share of the parameters under each route."""
     routes = {name: getattr(row, name) for name in ("ghost", "instantiated", "fallback")}
-    return ", ".join(f"{share:.0%} {name}" for name, share in routes.items() if not missing(share) and share > 0)
+    return ", ".join(
+        f"{share:.0%} {name}" if share >= 0.005 else f"<1% {name}"
+        for name, share in routes.items()
+        if not missing(share) and share > 0
+    )
 
 
 def _epsilon(value: float, kind: str) -> str:
