@@ -58,7 +58,7 @@ SCHEMES: dict[str, tuple[str, ...]] = {
     # the first model's module brings what all of them share, which takes longer than transformers itself
     "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
 }
-_FORMS = "timm:NAME, torchvision:NAME, transformers:NAME (each with ?option=value&...) or path/file.py:factory"
+_FORMS = "timm:NAME, torchvision:NAME, transformers:NAME or path/file.py:factory"
 
 
 class ModelError(UsageError, ValueError):
