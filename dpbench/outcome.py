@@ -66,6 +66,14 @@ class Mismatch(TrialFailure):
     outcome = Outcome.MISMATCH
 
 
+class PartlyFailed(TrialFailure):
+    """A trial of several backends, some of which ended with an outcome that is not final; the others' results stand."""
+
+    def __init__(self, outcome: Outcome, result: dict[str, Any], message: str) -> None:
+        super().__init__(result, message)
+        self.outcome = outcome
+
+
 def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]:
     """Name what a trial's body raised: (outcome, evidence, result or None).
 

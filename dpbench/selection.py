@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from dpbench.errors import UsageError, nearest, one_of
 from dpbench.experiment import Cell, MaxBatch
 
 Only = Mapping[str, Sequence[str]]
+#: A comma between values, not one within a value: ``timm:convnext_atto?depths=(2,2,6,2)``.
+_COMMA = re.compile(r",(?![^(\[]*[)\]])")
 
 
 def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
@@ -21,7 +24,7 @@ def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
         field, equals, values = text.partition("=")
         if not (field and equals and values):
             raise UsageError("--only field=value or field=value,value", text)
-        chosen.setdefault(field, []).extend(values.split(","))
+        chosen.setdefault(field, []).extend(_COMMA.split(values))
     return chosen
 
 

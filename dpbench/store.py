@@ -23,6 +23,7 @@ from typing import Any
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
 #      fingerprint, trial, outcome, evidence, seconds, utc, result}. Floats that are not finite are strings.
+# The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
 SCHEMA = 1
 
 Line = dict[str, Any]

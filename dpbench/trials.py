@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self
@@ -94,13 +94,17 @@ class _ModelTrial(Trial):
     backend: str
 
     def modules(self) -> tuple[str, ...]:
-        from dpbench.models import required_modules
+        return _modules_of_step(self, self.model, (self.backend,))
 
-        peer = ("opacus",) if self.backend.startswith("opacus") else ()
-        digits = ("sklearn.datasets",) if getattr(self, "data", None) == "digits" else ()
-        # torch's profiler, which watches the memory on a CPU, looks for torch._inductor, and so imports it: two seconds
-        profiler = ("torch._inductor",) if getattr(self, "device", None) == "cpu" else ()
-        return ("torch", *profiler, *digits, *required_modules(self.model), *peer)
+
+def _modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple[str, ...]:
+    from dpbench.models import required_modules
+
+    peer = ("opacus",) if any(backend.startswith("opacus") for backend in backends) else ()
+    digits = ("sklearn.datasets",) if getattr(trial, "data", None) == "digits" else ()
+    # torch's profiler, which watches the memory on a CPU, looks for torch._inductor, and so imports it: two seconds
+    profiler = ("torch._inductor",) if getattr(trial, "device", None) == "cpu" else ()
+    return ("torch", *profiler, *digits, *required_modules(model), *peer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,51 @@ class StepTrial(_BatchTrial):
     threads: int | None = None
     steps: int = 5
     max_seconds: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverheadTrial(Trial):
+    """What clipping costs beside ordinary training: one model, many backends, interleaved in one process.
+
+    Each backend is verified and warmed up; then in each of `rounds` rounds every backend has a turn, in an order of
+    the round's own, so that ratios can be taken within a round; then each one's memory is taken. A backend for which
+    `rounds` turns would take more than `max_seconds` has fewer, spread over the rounds, but three. One that is refused,
+    wrong or fails has an entry that says so, and the others go on.
+
+    `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. `image_size` and `num_classes` may
+    be None for a model that reads text. Seeds: `seed` is that of the weights, the data and the orders.
+    """
+
+    kind: ClassVar[str] = "overhead"
+    body: ClassVar[str] = "dpbench.measure.overhead:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    model: str
+    backends: Sequence[str]
+    batch_size: int
+    device: str = "cpu"
+    dtype: str = "float32"
+    image_size: int | None = 32
+    num_classes: int | None = 10
+    data: str = "digits"
+    max_grad_norm: float = 1.0
+    seed: int = 0
+    threads: int | None = None
+    rounds: int = 7
+    max_seconds: float = 10.0
+    timeout: float = 3600.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+        if len(set(self.backends)) != len(self.backends) or not self.backends:
+            raise ValueError(f"expected backends, each once, got {', '.join(self.backends) or 'none'}")
+        if self.rounds < 1:
+            raise ValueError(f"expected rounds of at least 1, got {self.rounds}")
+
+    def modules(self) -> tuple[str, ...]:
+        return _modules_of_step(self, self.model, self.backends)
+
+    def label(self) -> str:
+        return f"{super().label()}, {len(self.backends)} backends"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,4 +250,6 @@ class ExplainTrial(Trial):
 
 
 #: What each built-in kind runs.
-BODIES = {trial.kind: trial.body for trial in (StepTrial, PeakTrial, EpsilonTrial, CheckTrial, ExplainTrial)}
+BODIES = {
+    trial.kind: trial.body for trial in (StepTrial, OverheadTrial, PeakTrial, EpsilonTrial, CheckTrial, ExplainTrial)
+}

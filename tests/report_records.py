@@ -2,7 +2,7 @@
 
 import json
 
-from dpbench.trials import EpsilonTrial, PeakTrial, StepTrial
+from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 
 GIB = 2**30
 CPU = {"device": "cpu", "device_name": "Test CPU, 2 CPUs", "torch": "2.15.0", "threads": 2}
@@ -44,6 +44,25 @@ class RunFile:
             result = {"memory": memory(size * 2**20, source), "budget_bytes": budget, "parameters": 1}
             self.add(trial, result, "ok" if size in fits else "over_budget", fingerprint=fingerprint)
         return self
+
+    def overhead(
+        self, model, seconds, peaks=None, failed=None, batch_size=8, round=0, outcome="ok", fingerprint="v1", **fields
+    ):
+        """One trial of many backends: name -> the seconds of its step in each round (None: it had no turn there).
+
+        `peaks`: name -> bytes, 1 MiB where it is not named; `failed`: name -> (outcome, evidence).
+        """
+        failed = failed or {}
+        trial = OverheadTrial(model=model, backends=[*seconds, *failed], batch_size=batch_size, **fields)
+        backends = {}
+        for name, series in seconds.items():
+            entry = step_result([], (peaks or {}).get(name, 2**20)) | {"outcome": "ok", "evidence": None}
+            del entry["step_seconds"], entry["parameters"]
+            known = [(number, value) for number, value in enumerate(series) if value is not None]
+            entry["turns"] = [{"round": n, "position": 0, "step_seconds": [value] * 3} for n, value in known]
+            backends[name] = entry
+        backends |= {name: {"outcome": word, "evidence": said} for name, (word, said) in failed.items()}
+        return self.add(trial, {"parameters": 1, "backends": backends}, outcome, round=round, fingerprint=fingerprint)
 
     def epsilon(self, accountant, steps, value, kind="upper_bound", outcome="ok", **fields):
         setting = {"sample_rate": 0.01, "noise_multiplier": 4.0, "delta": 1e-5} | fields

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from dpbench.errors import UsageError
 from dpbench.experiment import experiment_names, grid, load_experiment
 from dpbench.outcome import FINAL, RETRYABLE, Outcome
 from dpbench.search import MaxBatch
-from dpbench.trials import CheckTrial, EpsilonTrial, PeakTrial, StepTrial, Trial, canonical_json
+from dpbench.trials import CheckTrial, EpsilonTrial, OverheadTrial, PeakTrial, StepTrial, Trial, canonical_json
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
 
@@ -52,11 +53,35 @@ def test_kinds_with_the_same_fields_are_different_trials():
         PeakTrial(model="cnn", backend="ghost", batch_size=8, simulated=True, memory_budget=2**34),
         EpsilonTrial(accountant="moments", sample_rate=0.01, noise_multiplier=4.0, steps=10, delta=1e-5),
         CheckTrial(model="cnn", backend="ghost"),
+        OverheadTrial(model="cnn", backends=["nonprivate", "ghost"], batch_size=8, image_size=None),
     ],
 )
 def test_a_trial_crosses_to_another_process_unchanged(trial):
-    assert Trial.from_wire(trial.to_wire()) == trial
+    assert Trial.from_wire(json.loads(json.dumps(trial.to_wire()))) == trial
     assert trial.describe()["kind"] == trial.kind
+
+
+def test_the_backends_of_one_trial_are_each_named_once():
+    trial = OverheadTrial(model="cnn", backends=["nonprivate", "opacus_hooks"], batch_size=8)
+    assert "opacus" in trial.modules() and trial.label() == "overhead cnn 8, 2 backends"
+    assert trial.id == trial.replace(backends=("nonprivate", "opacus_hooks"), timeout=1.0).id
+    assert trial.id != trial.replace(backends=["opacus_hooks", "nonprivate"]).id
+    with pytest.raises(ValueError, match="expected backends, each once, got ghost, ghost"):
+        trial.replace(backends=["ghost", "ghost"])
+    with pytest.raises(ValueError, match="expected rounds of at least 1, got 0"):
+        trial.replace(rounds=0)
+
+
+@pytest.mark.parametrize("name", ["overhead", "resolution", "sequence_length"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_model_is_measured_once_beside_ordinary_training_and_has_a_short_name(name, device):
+    from dpbench.report import style
+
+    cells = load_experiment(name).cells(device)
+    assert len({(cell.model, cell.image_size) for cell in cells}) == len(cells)
+    for cell in cells:
+        assert cell.backends[0] == "nonprivate" and "bk_mixed" in cell.backends
+        assert len(style.model(cell.model)) <= 24 and "?" not in style.model(cell.model)
 
 
 def test_canonical_json_knows_no_infinity():
@@ -83,7 +108,7 @@ def test_every_experiment_declares_trials_for_either_device(name, device):
         for trial in trials:
             if trial is not None and hasattr(trial, "model"):
                 validate_reference(trial.model)
-                assert trial.backend in BACKENDS
+                assert set(getattr(trial, "backends", None) or [trial.backend]) <= set(BACKENDS)
                 assert trial.device == device
 
 

@@ -13,7 +13,7 @@ from report_records import CUDA, GIB, RunFile
 from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
-from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
@@ -141,6 +141,10 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
     run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="error", evidence="ValueError: no")
     run.epsilon("moments", 100, None, outcome="timeout")
     run.add(ConformanceTrial(backend="vmap"), outcome="crash", evidence="killed")
+    for size in (32, 64):
+        run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, image_size=size)
+        trial = OverheadTrial(model=f"transformers:gpt2@{size}", backends=["vmap"], batch_size=8, image_size=None)
+        run.add(trial, outcome="timeout", evidence="still running")
     drawn, _ = draw(run, figure)
     assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
 

@@ -14,7 +14,7 @@ from dpbench.outcome import FINAL, Outcome
 from dpbench.progress import duration
 from dpbench.runner import Plan, make_plan
 from dpbench.schedule import TYPICAL_PROBES, Run, step_search
-from dpbench.trials import Trial
+from dpbench.trials import OverheadTrial, Trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,10 +102,11 @@ def _survey_following(search: MaxBatch, plan: Plan, row: Row) -> None:
 
 
 def _name(trial: Trial) -> tuple[str, ...]:
+    several = f"{len(trial.backends)} of them" if isinstance(trial, OverheadTrial) else "-"
     return (
         trial.kind,
         str(getattr(trial, "model", "-")),
-        str(getattr(trial, "backend", getattr(trial, "accountant", "-"))),
+        str(getattr(trial, "backend", getattr(trial, "accountant", several))),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from clipping import Backend, UnsupportedModel, load_backend
 from clipping.interface import map_tensors
 from dpbench.models import Workload, load_workload
-from dpbench.trials import CheckTrial, PeakTrial, StepTrial
+from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial
 
 
 class UnavailableBackend(UnsupportedModel):
@@ -36,10 +36,10 @@ def available_backend(name: str) -> type[Backend]:
     return backend_class
 
 
-def open_workload(trial: StepTrial | PeakTrial | CheckTrial, device: str | None = None) -> Workload:
+def open_workload(trial: StepTrial | OverheadTrial | PeakTrial | CheckTrial, device: str | None = None) -> Workload:
     """The model and data of a trial, on its device or on another."""
     wanted = ("image_size", "num_classes", "data", "dtype", "seed")
-    settings = {name: getattr(trial, name) for name in wanted if hasattr(trial, name)}
+    settings = {name: getattr(trial, name) for name in wanted if getattr(trial, name, None) is not None}
     return load_workload(trial.model, device=device or trial.device, **settings)
 
 

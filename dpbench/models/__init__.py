@@ -10,6 +10,11 @@ A reference is one string:
 ``path/file.py:factory`` ``factory()`` returns an ``nn.Module`` over images [B, 3, H, W], or a `Workload`
 =======================  ==========================================================================================
 
+A NAME may be followed by options, ``?option=value&option=value``: keyword arguments of the constructor for timm and
+torchvision, fields of the configuration for transformers. So ``timm:vit_tiny_patch16_224?patch_size=4`` and
+``transformers:gpt2?n_layer=6&n_embd=384&n_head=6@1024``. Values are numbers, ``true``, ``false``, ``none``, tuples like
+``(3,3,9,3)``, and otherwise text (see `dpbench.models.options`).
+
 Nothing is ever downloaded. Importing this package does not import torch: `BUILTIN`, `validate_reference` and
 `required_modules` serve the parent process, which must not.
 """
@@ -112,17 +117,21 @@ def split_file(ref: str) -> tuple[Path, str]:
 
 
 def validate_reference(ref: str) -> None:
-    """Check what can be checked of a reference without torch: the built-in, the scheme, the file.
+    """Check what can be checked of a reference without torch: the built-in, the scheme, the file, the form of options.
 
-    Whether timm, torchvision or transformers know the name, and whether the file has such a function, shows when
-    the model is built (`load_workload`).
+    Whether timm, torchvision or transformers know the name and the options, and whether the file has such a function,
+    shows when the model is built (`load_workload`).
 
     Raises:
         UsageError: with the nearest known name where there is one.
     """
+    from dpbench.models.options import split_options
+
     scheme, name = split_reference(ref)
     if scheme == "file":
         split_file(name)
+    elif scheme != "builtin":
+        split_options(name)
 
 
 def required_modules(ref: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dpbench.errors import nearest
 from dpbench.models import ModelError, Workload, split_file
 from dpbench.models.adapt import adapt, to_fake
+from dpbench.models.options import refuse_taken, refuse_unknown, split_options
 from dpbench.reference import load_module
 
 
@@ -32,49 +33,54 @@ class Classifier:
     classes: int
 
 
-def timm_model(name: str, *, num_classes: int, image_size: int) -> Classifier:
-    """`timm.create_model`, with random weights; img_size is passed to the architectures that take one.
+def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
+    """`timm.create_model` of NAME?options, with random weights; img_size is passed to the architectures that take one.
 
     Raises:
-        ModelError: timm is missing, has no such model, or cannot build it for such images.
+        ModelError: timm is missing, has no such model or no such option, or cannot build it for such images.
     """
     with needs("timm"):
         import timm
+    name, options = split_options(reference)
+    refuse_taken(f"timm:{name}", options, ("pretrained", "num_classes", "img_size", "in_chans"))
     if not timm.is_model(name):  # asked first: create_model would take "hf-hub:..." for a download
         raise ModelError("a model that timm knows", name, nearest(name, timm.list_models()))
 
     def make() -> nn.Module:
         try:
-            return timm.create_model(name, pretrained=False, num_classes=num_classes, img_size=image_size)
+            return timm.create_model(name, pretrained=False, num_classes=num_classes, img_size=image_size, **options)
         except TypeError as error:
-            if "img_size" not in str(error):
+            if "'img_size'" not in str(error):
                 raise
-        return timm.create_model(name, pretrained=False, num_classes=num_classes)
+        return timm.create_model(name, pretrained=False, num_classes=num_classes, **options)
 
-    return classifier(f"timm:{name}", make, num_classes=num_classes, image_size=image_size)
+    return classifier(f"timm:{name}", make, options, num_classes=num_classes, image_size=image_size)
 
 
-def torchvision_model(name: str, *, num_classes: int, image_size: int) -> Classifier:
-    """A classification model of torchvision, with random weights.
+def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
+    """A classification model of torchvision, NAME?options, with random weights.
 
     Raises:
-        ModelError: torchvision is missing, has no such model, or cannot build it for such images.
+        ModelError: torchvision is missing, has no such model or no such option, or cannot build it for such images.
     """
     with needs("torchvision"):
         from torchvision import models
+    name, options = split_options(reference)
     names = models.list_models(module=models)
     if name not in names:
         raise ModelError("a classification model that torchvision knows", name, nearest(name, names))
-    options: dict[str, Any] = {}
+    ours: dict[str, Any] = {"weights": None, "num_classes": num_classes}
     if name.startswith("vit_"):
-        options["image_size"] = image_size
+        ours["image_size"] = image_size
     elif name.startswith("maxvit"):
-        options["input_size"] = (image_size, image_size)
+        ours["input_size"] = (image_size, image_size)
     elif name in ("googlenet", "inception_v3"):
-        options |= {"aux_logits": False, "init_weights": False}  # one output, as everywhere; their own init is slow
+        ours |= {"aux_logits": False, "init_weights": False}  # one output, as everywhere; their own init is slow
+    refuse_taken(f"torchvision:{name}", options, ours)
     return classifier(
         f"torchvision:{name}",
-        lambda: models.get_model(name, weights=None, num_classes=num_classes, **options),
+        lambda: models.get_model(name, **ours, **options),
+        options,
         num_classes=num_classes,
         image_size=image_size,
     )
@@ -108,15 +114,21 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
     return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))
 
 
-def classifier(ref: str, make: Callable[[], nn.Module], *, num_classes: int, image_size: int) -> Classifier:
+def classifier(
+    ref: str, make: Callable[[], nn.Module], options: Collection[str] = (), *, num_classes: int, image_size: int
+) -> Classifier:
     """Build with make(), adapt, and try on one image. `make` runs on real tensors even under FakeTensorMode.
 
     Raises:
-        ModelError: it cannot be built, or fails on an image of this size.
+        ModelError: it cannot be built, knows one of the `options` not, or fails on an image of this size.
     """
     with unset_fake_temporarily() as mode:
         with _one_line(f"{ref} to build for {image_size}x{image_size} images"):
-            model = make()
+            try:
+                model = make()
+            except TypeError as error:
+                refuse_unknown(ref, error, options)
+                raise
         model = adapt(model)
     model = to_fake(model, mode)
     return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))

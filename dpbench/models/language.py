@@ -8,6 +8,8 @@ models. The type's default configuration is used, except for the names in `SIZES
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +19,8 @@ from torch import nn
 from dpbench.errors import nearest
 from dpbench.models import ModelError
 from dpbench.models.adapt import adapt
-from dpbench.models.external import Classifier, classifier, describe, needs
+from dpbench.models.external import Classifier, classifier, needs
+from dpbench.models.options import refuse_taken, split_options
 
 LENGTH = 128  # tokens in a sequence, unless the reference says `@T`
 MAX_PARAMETERS = 2_000_000_000  # a default of 7 billion (llama, mistral) would end the process, not the trial
@@ -51,17 +54,18 @@ class TextModel:
     classes: int | None
 
 
-def transformers_model(name: str, *, num_classes: int, image_size: int) -> TextModel | Classifier:
-    """Build NAME, or NAME@T for sequences of T tokens.
+def transformers_model(reference: str, *, num_classes: int, image_size: int) -> TextModel | Classifier:
+    """Build NAME, or NAME@T for sequences of T tokens; options between the two are fields of its configuration.
 
     Raises:
-        ModelError: transformers is missing or does not know the name; the model is an encoder-decoder, or of another
-            modality, or larger than `MAX_PARAMETERS`; T is no length that it can read.
+        ModelError: transformers is missing or does not know the name or an option; the model is an encoder-decoder, or
+            of another modality, or larger than `MAX_PARAMETERS`; T is no length that it can read.
     """
     with needs("transformers"):
         from transformers import AutoConfig
         from transformers.models.auto import modeling_auto as auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    name, options = split_options(reference)
     plain, at, length_text = name.partition("@")
     if at and not (length_text.isdecimal() and int(length_text) > 0):
         raise ModelError("transformers:NAME@T with a number of tokens T", name)
@@ -69,7 +73,10 @@ def transformers_model(name: str, *, num_classes: int, image_size: int) -> TextM
     known = [*SIZES, *CONFIG_MAPPING.keys()]
     if kind not in known:
         raise ModelError("a model type that transformers knows", plain, nearest(plain, known))
-    config = AutoConfig.for_model(kind, num_labels=num_classes, use_cache=False, **changes)
+    ours = {"num_labels": num_classes, "use_cache": False}
+    refuse_taken(f"transformers:{plain}", options, ours)
+    with _built(plain):
+        config = AutoConfig.for_model(kind, **ours, **changes | _checked(plain, AutoConfig.for_model(kind), options))
     _without_dropout(config)
 
     heads = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
@@ -85,7 +92,7 @@ def transformers_model(name: str, *, num_classes: int, image_size: int) -> TextM
         if hasattr(config, "image_size"):
             config.image_size = image_size
         build = auto.AutoModelForImageClassification.from_config
-        _refuse_large(plain, build, config)
+        _refuse_large(plain, build, config, options)
         return classifier(
             f"transformers:{plain}", lambda: build(config), num_classes=num_classes, image_size=image_size
         )
@@ -95,11 +102,9 @@ def transformers_model(name: str, *, num_classes: int, image_size: int) -> TextM
     if isinstance(longest, int) and 0 < longest < length:  # -1 stands for no limit
         raise ModelError(f"at most {longest} tokens for transformers:{plain}", length)
     build = (auto.AutoModelForCausalLM if language else auto.AutoModelForSequenceClassification).from_config
-    _refuse_large(plain, build, config)
-    try:
+    _refuse_large(plain, build, config, options)
+    with _built(plain):
         model = adapt(build(config))
-    except (ValueError, TypeError, ImportError, AttributeError) as error:
-        raise ModelError(f"transformers:{plain} to build from its configuration", describe(error)) from error
     return TextModel(model, config.vocab_size, length, None if language else num_classes)
 
 
@@ -113,10 +118,38 @@ def _without_dropout(config: Any) -> None:
             setattr(config, key, 0.0)
 
 
-def _refuse_large(name: str, build: Any, config: Any) -> None:
-    if name in SIZES:
+@contextmanager
+def _built(name: str) -> Iterator[None]:
+    """What the body raises about a configuration, in one line."""
+    try:
+        yield
+    except (ModelError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a field of the wrong type has an exception of its own in newer versions
+        said = " ".join(str(error).split())[:300]
+        expected = f"transformers:{name} to build from its configuration"
+        raise ModelError(expected, f"{type(error).__name__}: {said}") from error
+
+
+def _checked(name: str, default: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, each a field of the `default` configuration; a configuration itself would take any.
+
+    Marks of a beginning and an end that a smaller vocabulary does not hold are left out.
+    """
+    known = {*default.to_dict(), *default.attribute_map}
+    for key in options:
+        if key not in known:
+            raise ModelError(f"a field of transformers:{name}'s configuration", key, nearest(key, known))
+    vocabulary = options.get("vocab_size")
+    marks = ("bos_token_id", "eos_token_id", "pad_token_id") if isinstance(vocabulary, int) else ()
+    beyond = [key for key in marks if isinstance(getattr(default, key, None), int)]
+    return {key: None for key in beyond if getattr(default, key) >= vocabulary} | options
+
+
+def _refuse_large(name: str, build: Any, config: Any, options: dict[str, Any]) -> None:
+    if name in SIZES and not options:
         return
-    with torch.device("meta"):
+    with torch.device("meta"), _built(name):
         parameters = sum(p.numel() for p in build(config).parameters())
     if parameters > MAX_PARAMETERS:
         raise ModelError(

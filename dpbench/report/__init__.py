@@ -17,7 +17,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.errors import one_of
-from dpbench.report import captions, plots, readable, scorecard, style, tables
+from dpbench.report import captions, growth, overhead, plots, readable, scorecard, style, tables
+from dpbench.report.paired import entries
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
 from dpbench.store import slug
 
@@ -39,6 +40,7 @@ class FigureKind:
         text: from numbers to words, for people.
         caption: what they are numbers of.
         plot: the picture of them.
+        applies: whether such records make this figure at all.
     """
 
     doc: str
@@ -49,6 +51,7 @@ class FigureKind:
     text: Callable[[pd.DataFrame], pd.DataFrame]
     caption: Callable[[Sequence[Record], pd.DataFrame, LeftOut], str]
     plot: Callable[[pd.DataFrame, str], Figure]
+    applies: Callable[[Sequence[Record]], bool] = lambda records: True
 
 
 FIGURES = {
@@ -81,6 +84,38 @@ FIGURES = {
         readable.epsilon,
         captions.epsilon,
         plots.epsilon,
+    ),
+    "overhead": FigureKind(
+        "time and memory of every backend beside ordinary training, interleaved in one process",
+        ("overhead",),
+        overhead.cell,
+        dict.fromkeys(("experiment", "dtype", "threads"), ("overhead",)),
+        overhead.table,
+        overhead.text,
+        overhead.caption,
+        overhead.plot,
+    ),
+    "resolution": FigureKind(
+        "time, memory and their growth against the size of the images",
+        ("overhead",),
+        overhead.cell,
+        dict.fromkeys(("experiment", "dtype", "threads"), ("overhead",)),
+        growth.RESOLUTION.table,
+        growth.RESOLUTION.text,
+        growth.RESOLUTION.caption,
+        growth.RESOLUTION.plot,
+        growth.RESOLUTION.applies,
+    ),
+    "sequence_length": FigureKind(
+        "time, memory and their growth against the length of the sequences",
+        ("overhead",),
+        overhead.cell,
+        dict.fromkeys(("experiment", "dtype", "threads"), ("overhead",)),
+        growth.SEQUENCE_LENGTH.table,
+        growth.SEQUENCE_LENGTH.text,
+        growth.SEQUENCE_LENGTH.caption,
+        growth.SEQUENCE_LENGTH.plot,
+        growth.SEQUENCE_LENGTH.applies,
     ),
     "scorecard": FigureKind(
         "is each backend exact, does it refuse, or is it wrong, on every conformance case",
@@ -116,6 +151,8 @@ def write_report(source: Path, output: Path, figures: Sequence[str] = tuple(FIGU
         for name, kind in chosen.items():
             own = [record for record in records if record.kind in kind.kinds]
             for setting, part in facets(own, kind.facets):
+                if not kind.applies(part):
+                    continue
                 stem = "-".join([name, *(slug(f"{field}-{_short(field, value)}") for field, value in setting.items())])
                 paths += _write(part, kind, output / slug(device), stem)
     return paths
@@ -139,7 +176,7 @@ def _write(records: Sequence[Record], kind: FigureKind, folder: Path, stem: str)
     folder.mkdir(parents=True, exist_ok=True)
     paths = {suffix: folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "pdf", "csv", "md")}
     frame.to_csv(paths["csv"], index=False, lineterminator="\n")
-    parts = [readable.markdown(kind.text(frame)), caption.replace("\n", "\n\n"), *captions.causes(kept)]
+    parts = [readable.markdown(kind.text(frame)), caption.replace("\n", "\n\n"), *captions.causes(entries(kept))]
     paths["md"].write_text("\n".join(parts) + "\n", encoding="utf-8")
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it

@@ -93,9 +93,10 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
         where += [
             f"torch {_join(_distinct(r.environment.get('torch') for r in records))}",
             _join(_distinct(r.setting("dtype") for r in records)),
-            _join(f"{size}×{size} inputs" for size in _distinct(r.setting("image_size") for r in records)),
         ]
-        timed = [r for r in records if r.kind == "step"]
+        if sizes := _distinct(r.setting("image_size") for r in records):
+            where.append(_join(f"{size}×{size}" for size in sizes) + " inputs")
+        timed = [r for r in records if r.kind in ("step", "overhead")]
         if threads := _distinct(r.setting("threads") for r in timed if r.setting("device") == "cpu"):
             where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
         if timed:
@@ -118,8 +119,12 @@ def mixed_versions(records: Iterable[Record]) -> bool:
     """
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
-        model, backend = record.trial.get("model", ""), record.trial.get("backend", "")
-        key = (record.kind, model.rpartition(":")[0], backend.startswith("opacus"))
+        model, backends = (
+            record.trial.get("model", ""),
+            record.trial.get("backends") or [record.trial.get("backend", "")],
+        )
+        with_opacus = any(backend.startswith("opacus") for backend in backends)
+        key = (record.kind, model.partition(":")[0] if ":" in model else "", with_opacus)
         versions.setdefault(key, set()).add(record.fingerprint)
     return any(len(fingerprints) > 1 for fingerprints in versions.values())
 
@@ -134,6 +139,8 @@ def causes(records: Iterable[Record]) -> list[str]:
         cause = told[-1 if record.outcome == "error" else 0].replace("`", "'")
         shown = {"model": "", "backend": "", "accountant": "", "batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
         what = " ".join(f"{sign}{record.trial[name]}" for name, sign in shown.items() if name in record.trial)
+        if record.kind == "overhead" and record.trial["image_size"]:
+            what += f" {record.trial['image_size']} px"
         lines.append(f"- {what}: {style.OUTCOMES.get(record.outcome, record.outcome)}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
 
@@ -148,7 +155,9 @@ def _rounds(rounds: pd.Series[int]) -> str:
 
 
 def _distinct(values: Iterable[object]) -> list[object]:
-    return sorted({value for value in values if value is not None}, key=str)
+    return sorted(
+        {value for value in values if value is not None}, key=lambda v: (v, "") if isinstance(v, int) else (0, str(v))
+    )
 
 
 def _join(values: Iterable[object]) -> str:

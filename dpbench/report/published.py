@@ -22,6 +22,8 @@ _METHODS = {
     "ghost": "Ghost",
     "mixed_ghost": "Mixed",
 }
+BOOK_KEEPING = "arXiv:2210.00038"
+_THROUGHPUTS = {"ghost": "Ghost", "bk_mixed": "BK-MixOpt", "opacus_hooks": "Opacus"}
 _MODELS = {"cnn": "CNN 0.551M"}
 
 
@@ -60,6 +62,20 @@ def value(figure: str, quantity: str, model: str, backend: str) -> float | str |
         return None
     text = _values().get((PAPER, figure, _MODELS.get(model, style.model(model)), method, quantity))
     return text if text is None or text == "OOM" else float(text)
+
+
+def throughput_ratio(model: str, image_size: int, backend: str) -> float | None:
+    """Ordinary training's throughput over a method's, each at its own largest batch, in Figure 5 of arXiv:2210.00038.
+
+    None where it has no such point, or a throughput of 0, which stands for a batch of one that did not fit.
+    """
+    name = f"{style.model(model)}@{image_size}"
+    texts = [
+        _values().get((BOOK_KEEPING, "Figure 5", name, method, "max_throughput_40GB"))
+        for method in ("Non-DP", _THROUGHPUTS.get(backend, ""))
+    ]
+    base, ours = (0.0 if text is None else float(text) for text in texts)
+    return base / ours if base and ours else None
 
 
 def ratio(quantity: str, model: str, backend: str) -> float | str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import decimal
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -65,6 +65,31 @@ def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
     )
 
 
+def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd.DataFrame:
+    """`overhead.table` and `growth.table` for people; `sizes` are the columns between the model and the backend."""
+    columns: dict[str, Callable[[Any], str]] = {
+        "Model": _NAMES["Model"],
+        **sizes,
+        "Backend": _NAMES["Backend"],
+        "Time/step": lambda r: _or(r.step_seconds, style.duration, r.note),
+        "Time ratio": lambda r: _or(r.time_ratio, style.times),
+        "Range": lambda r: _range(r.time_ratio_low, r.time_ratio_high, style.times),
+        "Pairs": lambda r: _or(r.paired_rounds, str),
+        "Growth": lambda r: _or(getattr(r, "growth", None), "{:.2f}".format),
+        "Published time ratio": lambda r: _or(r.published_time_ratio, _published),
+        "Peak memory": lambda r: _or(r.peak_bytes, style.size),
+        "Memory ratio": lambda r: _or(r.memory_ratio, style.times),
+        "Published memory ratio": lambda r: _or(r.published_memory_ratio, _published),
+        "Norm error": lambda r: _or(r.max_norm_error, "{:.0e}".format),
+        "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
+        "Coverage": _coverage,
+    }
+    texts = _texts(frame, columns)
+    optional = [name for name in columns if name.startswith("Published") or name in ("Growth", "Pixels")]
+    empty = [name for name in optional if name in columns and not texts[name].any()]
+    return texts.drop(columns=empty)
+
+
 def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
     """`tables.epsilon` for people."""
     return _texts(
@@ -109,6 +134,16 @@ def _or(value: Any, text: Callable[[Any], str], otherwise: Any = None) -> str:
 
 def _range(low: Any, high: Any, text: Callable[[Any], str]) -> str:
     return "" if missing(low) or low == high else f"{text(low)}–{text(high)}"
+
+
+def _coverage(row: Any) -> str:
+    """'100 % instantiated', '62 % ghost, 38 % instantiated': the share of the parameters under each route."""
+    routes = {name: getattr(row, name) for name in ("ghost", "instantiated", "fallback")}
+    return ", ".join(
+        f"{share:.0%} {name}" if share >= 0.005 else f"<1% {name}"
+        for name, share in routes.items()
+        if not missing(share) and share > 0
+    )
 
 
 def _epsilon(value: float, kind: str) -> str:

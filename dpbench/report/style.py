@@ -94,6 +94,18 @@ RC: dict[Any, Any] = {
     "pdf.fonttype": 42,
 }
 
+# Models with options, by their reference without the length of their sequences; patch sizes behind a stroke.
+MODELS = {
+    "timm:vit_tiny_patch16_224": "ViT-tiny/16",
+    "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
+    "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
+    "timm:convnext_pico?patch_size=2": "ConvNeXt-pico/2",
+    "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096": "GPT-2 6×384",
+    "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024": "GPT-2 2×256",
+    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
+    "": "BERT 6×384",
+}
+
 _FAMILIES = {"cnn": "CNN", "resnet": "ResNet", "vgg": "VGG", "resnext": "ResNeXt", "wide_resnet": "Wide ResNet"}
 
 
@@ -108,16 +120,32 @@ def accountant(name: str) -> Look:
 
 
 def model(reference: str) -> str:
-    """'resnet18' -> 'ResNet18', 'timm:vit_tiny' -> 'vit_tiny', 'my/net.py:make' -> 'net.py:make'."""
+    """'resnet18' -> 'ResNet18', 'timm:vit_tiny' -> 'vit_tiny', 'my/net.py:make' -> 'net.py:make', and `MODELS`.
+
+    The length of a text model's sequences comes after: 'gpt2, T=128'.
+    """
     builtin = re.fullmatch(r"([a-z_]+?)(\d*)", reference)
     if builtin and builtin[1] in _FAMILIES:
         return _FAMILIES[builtin[1]] + builtin[2]
-    return reference.rsplit("/", 1)[-1].removeprefix("timm:").removeprefix("torchvision:").removeprefix("transformers:")
+    plain, tokens = without_length(reference)
+    name = MODELS.get(plain) or re.sub(r"^(timm|torchvision|transformers):", "", plain).rsplit("/", 1)[-1]
+    return name if tokens is None else f"{name}, T={tokens}"
+
+
+def without_length(reference: str) -> tuple[str, int | None]:
+    """(the reference without the length of its sequences, that length): what stays the same when the text grows."""
+    plain, _, tokens = reference.partition("@") if reference.startswith("transformers:") else (reference, "", "")
+    if not tokens.isdecimal():
+        return reference, None
+    plain = re.sub(r"(?<=[?&])(max_position_embeddings|n_positions)=\d+(&|$)", "", plain)
+    return plain.rstrip("?&"), int(tokens)
 
 
 def model_key(reference: str) -> tuple[object, ...]:
-    """Sorts models by family and then by size: ResNet18 before ResNet101."""
-    return tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", reference))
+    """Sorts models: the built-in ones first, by family and then by size: ResNet18 before ResNet101."""
+    plain, tokens = without_length(reference)
+    parts = tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", plain))
+    return (":" in reference, parts, tokens or 0)
 
 
 def backend_key(name: str) -> tuple[int, str]:

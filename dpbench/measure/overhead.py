@@ -1,0 +1,222 @@
+"""Body of an `OverheadTrial`: one model, many backends, interleaved, so that their ratios are of one time and place.
+
+A ratio of two processes holds whatever differs between them: frequency, neighbours, how the allocator was left. Here
+round after round every backend has a turn, in an order of the round's own, ordinary training among them, and a ratio is
+taken within a round. In order:
+
+1. Each backend is opened on the one model, verified, and warmed up until it settles, two steps at the least: a first
+   step pays for kernels, a second one still calibrates a planner.
+2. Rounds of turns. A turn is one step, or as many as fill a fifth of a second. What an earlier turn left in reference
+   cycles is collected before the next one begins, on nobody's time.
+3. The memory of one more step of each, of the very backend that was timed, and then it is closed.
+
+The backends share the model: each takes its hooks off between two calls (`clipping.Peer`), and none holds a copy. What
+a backend keeps of its own from step to step is part of its own peak and of no other's (see `_Entry.take_memory`).
+
+The result is ``{"parameters", "backends": {name: entry}}``, the entries in the order of the trial. An entry has
+``outcome`` and ``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``,
+``turns``, ``loss``, ``memory``. A turn is ``{"round", "position", "step_seconds"}``, with the position within its
+round's order. A backend that is refused, wrong, out of memory or broken ends there; the others go on. If an entry's
+outcome is not final, it is the record's too (`PartlyFailed`), so that ``--retry`` finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import random
+import resource
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from clipping import Backend, Flat
+from dpbench.conformance.references import backend_class
+from dpbench.measure import verify
+from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
+from dpbench.measure.memory import measured_peak
+from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
+from dpbench.models import Workload
+from dpbench.outcome import FINAL, Outcome, PartlyFailed, classify
+from dpbench.trials import OverheadTrial
+
+FEWEST_ROUNDS = 3
+#: A turn of a short step is several of them: so long, and so many at most.
+TURN_SECONDS = 0.2
+MOST_IN_A_TURN = 20
+#: Of the memory that is free when a trial on a CPU begins, this share is left to everybody else.
+SPARED = 0.05
+
+
+def run(trial: OverheadTrial) -> dict[str, Any]:
+    """See the module's docstring.
+
+    Raises:
+        PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
+    """
+    device = device_of(trial.device)
+    with _allocations_that_fail(device):
+        workload = open_workload(trial)
+        batch = workload.batch(trial.batch_size)
+        entries = [_Entry(name, trial, device) for name in trial.backends]
+        for entry in entries:
+            entry.open(workload, *batch)
+        for number in range(trial.rounds):
+            due = [entry for entry in order(entries, trial.seed, number) if number in entry.rounds]
+            for position, entry in enumerate(due):
+                entry.turn(number, position)
+        for entry in entries:
+            entry.take_memory()
+    result = {
+        "parameters": parameter_count(workload.model),
+        "backends": {entry.name: entry.record for entry in entries},
+    }
+    failed = {entry.name: entry.record["outcome"] for entry in entries if entry.record["outcome"] not in FINAL}
+    if failed:
+        worst = max(failed.values(), key=list(Outcome).index)
+        said = ", ".join(f"{name} ({outcome})" for name, outcome in failed.items())
+        raise PartlyFailed(worst, result, f"{len(failed)} of {len(entries)} backends without a result: {said}")
+    return result
+
+
+def order(entries: Sequence[Any], seed: int, number: int) -> list[Any]:
+    """A permutation of the entries that belongs to the round."""
+    return random.Random(f"{seed}/{number}").sample(entries, len(entries))
+
+
+def rounds_for(turn_seconds: float, rounds: int, max_seconds: float) -> list[int]:
+    """The rounds in which a backend has a turn: all, or evenly spread as many as `max_seconds` holds, but three."""
+    count = min(rounds, max(FEWEST_ROUNDS, int(max_seconds / turn_seconds) if turn_seconds > 0 else rounds))
+    return [0] if count == 1 else [round(i * (rounds - 1) / (count - 1)) for i in range(count)]
+
+
+@dataclass
+class _Entry:
+    """One backend, from its opening to its record."""
+
+    name: str
+    trial: OverheadTrial
+    device: torch.device
+    record: dict[str, Any] = field(default_factory=lambda: {"outcome": Outcome.OK, "evidence": None})
+    rounds: Sequence[int] = ()
+    steps: int = 1
+    _step: Step | None = None
+
+    def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
+        """Verify it, and warm it up."""
+        with self._guarded():
+            clip = Flat(max_grad_norm=self.trial.max_grad_norm)
+            backend = backend_class(self.name)(workload.model, workload.loss_fn, clip=clip, verify=False)
+            self._step = Step(backend, inputs, targets)
+            self._verify(backend, inputs, targets)
+            gc.collect()
+            stopwatch = stopwatch_for(self.device)
+            seconds = warm_up(self._step, stopwatch=stopwatch, max_seconds=self.trial.max_seconds / 2)
+            if len(seconds) < WINDOW:
+                seconds += stopwatch(self._step, WINDOW - len(seconds), math.inf)
+            expected = fmean(seconds[-WINDOW:])
+            self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
+            self.rounds = range(self.trial.rounds)
+            if backend.private:  # ordinary training has a turn in every round: each ratio needs it
+                self.rounds = rounds_for(self.steps * expected, self.trial.rounds, self.trial.max_seconds)
+            self.record |= {"warmup_seconds": seconds, "turns": []}
+
+    def _verify(self, backend: Backend, inputs: Any, targets: Any) -> None:
+        found, tolerance, samples = verify.against_oracle(backend, inputs, targets)
+        self.record["verification"] = verify.verification_record(found, tolerance, samples)
+        self.record["coverage"] = dict(backend.coverage)
+        if not found.within(tolerance):
+            raise verify.mismatch(self.name, found, tolerance, {})
+
+    def turn(self, number: int, position: int) -> None:
+        """Time its steps of one round."""
+        if self._step is None:
+            return
+        gc.collect()
+        with self._guarded():
+            seconds = stopwatch_for(self.device)(self._step, self.steps, math.inf)
+            self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds})
+
+    def take_memory(self) -> None:
+        """The peak of one more step; then it is closed.
+
+        On a CPU, what others hold is not seen at all: the baseline is the model's and the batch's, and only what is
+        allocated during the step comes on top. On CUDA the allocator's peak holds everything; what is left there when
+        this backend is closed, beyond the baseline, belongs to the others (and to the workspaces of libraries).
+        """
+        if self._step is None:
+            return
+        with self._guarded():
+            assert self._step.losses is not None
+            self.record["loss"] = float(self._step.losses.double().mean())
+            self.record["coverage"] = dict(self._step.backend.coverage)
+            # a fresh one: there is nothing of an earlier step that it releases
+            watched = Step(self._step.backend, self._step.inputs, self._step.targets)
+            memory = measured_peak(watched, watched.holds(), self.device)
+            del watched
+            self._close()
+            if self.device.type == "cuda":
+                others = torch.cuda.memory_allocated(self.device) - memory.baseline_bytes
+                memory = Memory(memory.source, memory.peak_bytes - others, memory.baseline_bytes)
+            self.record["memory"] = memory.as_record()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """What goes wrong is this entry's outcome, and this entry's end."""
+        try:
+            yield
+        except Exception as error:
+            outcome, evidence, _ = classify(error)
+            self.record |= {"outcome": outcome, "evidence": evidence}
+            error.__traceback__ = None  # its frames hold the tensors of the step
+        if self.record["outcome"] != Outcome.OK:
+            self.rounds = ()
+            self._close()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _close(self) -> None:
+        if self._step is not None:
+            self._step.backend.close()
+        self._step = None
+        gc.collect()
+
+
+@contextlib.contextmanager
+def _allocations_that_fail(device: torch.device) -> Iterator[None]:
+    """On a CPU: an allocation beyond the memory that is free now fails, where the kernel would kill the process.
+
+    So one backend that needs too much is `oom`, and the others are not lost with it.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _status_bytes("/proc/self/status", "VmData") + int((1 - SPARED) * _available_bytes())
+    ends = [end for end in (soft, hard) if end != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([limit, *ends]), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _available_bytes() -> int:
+    """What the machine, and the control group if it has a limit, can still give."""
+    available = _status_bytes("/proc/meminfo", "MemAvailable")
+    try:
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+    except OSError:  # no such control group
+        return available
+    return available if limit == "max" else min(available, int(limit) - int(used))
+
+
+def _status_bytes(path: str, name: str) -> int:
+    """A line "name:  123 kB" of a file in /proc, in bytes."""
+    line = next(line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024

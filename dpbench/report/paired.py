@@ -1,0 +1,68 @@
+"""Overhead records as the tables need them: one backend at a time, its ratios taken within rounds of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from statistics import median
+from typing import Any
+
+from dpbench.report.cells import Row, good_rounds, peaks_by_round, spread, why
+from dpbench.report.select import Record
+
+#: Columns that every table of overhead records has, from its number of pairs on.
+COLUMNS = (
+    *("paired_rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
+    *("time_ratio", "time_ratio_low", "time_ratio_high", "published_time_ratio"),
+    *("peak_bytes", "memory", "memory_ratio", "published_memory_ratio"),
+    *("max_norm_error", "max_grad_error", "tolerance", "ghost", "instantiated", "fallback", "note"),
+)
+
+
+def entries(records: Iterable[Record]) -> list[Record]:
+    """Records of several backends as records of one each, with its outcome, evidence and result; others as they are.
+
+    A trial that ended as a whole (a timeout, a crash) ended so for each of its backends.
+    """
+    found = []
+    for record in records:
+        if record.kind != "overhead":
+            found.append(record)
+            continue
+        known = record.result.get("backends", {})
+        for name in record.trial["backends"]:
+            own = known.get(name, {"outcome": record.outcome, "evidence": record.evidence})
+            changes: dict[str, Any] = {"outcome": own["outcome"], "evidence": own.get("evidence") or "", "result": own}
+            found.append(dataclasses.replace(record, trial=dict(record.trial) | {"backend": name}, **changes))
+    return found
+
+
+def turns(records: Iterable[Record]) -> dict[tuple[int, int], float]:
+    """(round of the run, round within the trial) -> the median step of that turn, in seconds."""
+    return {(r.round, turn["round"]): median(turn["step_seconds"]) for r in records for turn in r.result["turns"]}
+
+
+def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
+    """Numbers of one backend (entries of one cell) beside ordinary training's entries of the same cell.
+
+    A time ratio is that of two turns of one round; all rounds give their median and range. A memory ratio needs two
+    peaks that were taken in the same way.
+    """
+    good, base = good_rounds(group), good_rounds(base)
+    if not good:
+        return {"paired_rounds": 0, "note": why([r for r in group if r.outcome != "ok"], at_batch=False)}
+    seconds, base_seconds = turns(good), turns(base)
+    ratios = [seconds[at] / base_seconds[at] for at in sorted(seconds.keys() & base_seconds.keys())]
+    peaks, base_peaks = peaks_by_round(good), peaks_by_round(base)
+    memory_ratios = [peaks[at] / base_peaks[at] for at in peaks.keys() & base_peaks.keys()]
+    row: Row = {"paired_rounds": len(ratios)}
+    row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)
+    if peaks:
+        row |= {"memory": next(iter(peaks))[1], "peak_bytes": round(median(peaks.values()))}
+    if memory_ratios:
+        row["memory_ratio"] = median(memory_ratios)
+    checks = [r.result["verification"] for r in good]
+    for name in ("max_norm_error", "max_grad_error", "tolerance"):
+        row[name] = max(float(check[name]) for check in checks)
+    row |= {name: good[-1].result["coverage"].get(name) for name in ("ghost", "instantiated", "fallback")}
+    return row

@@ -1,0 +1,77 @@
+"""What private training costs beside ordinary training: every backend and every peer on 15 models, interleaved.
+
+One trial a model, in one process: ratios are of turns in the same round. On a CPU at the batch sizes of the README's
+table, which lets the whole of it end in about forty minutes on two cores; on CUDA at larger ones. A backend that takes
+much longer than the others has fewer turns, but three (see `OverheadTrial`). At 1024 tokens and more only the backends
+run that end in reasonable time there.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import OverheadTrial
+
+OURS = ("nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
+PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
+LONG = ("nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp")
+LONGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_ghost")
+
+VIT = "timm:vit_tiny_patch16_224?patch_size=4"
+BEIT = "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3"
+CONVNEXT = "timm:convnext_pico?patch_size=2"
+GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
+BERT = (
+    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
+)
+
+#: Images of 32x32: model -> (batch size on a CPU, on CUDA).
+IMAGES = {
+    "cnn": (256, 2048),
+    "resnet18": (32, 256),
+    "resnet34": (32, 256),
+    "resnet50": (16, 256),
+    "vgg11": (32, 256),
+    "vgg19": (32, 256),
+    "wide_resnet": (8, 256),
+    "resnext": (8, 256),
+    VIT: (32, 256),
+    BEIT: (32, 256),
+    CONVNEXT: (32, 256),
+}
+#: Text: (model, backends, batch size on a CPU, on CUDA).
+TEXTS = (
+    (f"{GPT2}@128", OURS + PEERS, 8, 64),
+    (f"{BERT}@128", OURS + PEERS, 8, 64),
+    (f"{GPT2}@1024", LONG, 4, 16),
+    (f"{GPT2}&max_position_embeddings=4096@4096", LONGEST, 4, 8),
+)
+
+
+def cells(device: str) -> list[OverheadTrial]:
+    cuda = device == "cuda"
+    rounds = {"rounds": 15 if cuda else 7, "max_seconds": 8.0, "device": device}
+    found = []
+    for model, batch_sizes in IMAGES.items():
+        found += grid(OverheadTrial, model=model, backends=OURS + PEERS, batch_size=batch_sizes[cuda], **rounds)
+    for model, backends, on_cpu, on_cuda in TEXTS:
+        text = {"model": model, "backends": backends, "batch_size": on_cuda if cuda else on_cpu}
+        found += grid(OverheadTrial, image_size=None, data="synthetic", **text, **rounds)
+    return found
+
+
+def smoke(device: str) -> list[OverheadTrial]:
+    some = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp")
+    few = {"backends": some, "batch_size": 4, "rounds": 2, "max_seconds": 0.2, "device": device}
+    text = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
+    images = grid(OverheadTrial, model="cnn", **few)
+    return images + grid(OverheadTrial, model=text, image_size=None, data="synthetic", **few)
+
+
+EXPERIMENT = Experiment(
+    name="overhead",
+    doc="time and memory of every backend and peer beside ordinary training, interleaved, on 15 models",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("overhead",),
+)

@@ -1,0 +1,60 @@
+"""How the cost of private training grows with the text: a GPT-2-like model at 128 to 16384 tokens.
+
+The batch falls as the sequences grow. On a CPU the model is smaller (2 layers, 256 wide), and beyond 2048 tokens only
+what does not form Gram matrices throughout is run, so that the whole of it ends in a quarter of an hour on two cores;
+on CUDA it is the one of the overhead experiment (6 layers, 384 wide).
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import OverheadTrial
+
+SMALL = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
+LARGE = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
+BACKENDS = ("nonprivate", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost")
+WITHOUT_GRAMS = ("nonprivate", "mixed_ghost", "bk_mixed")
+#: Tokens -> (batch size on a CPU, on CUDA).
+LENGTHS = {128: (16, 128), 512: (4, 32), 2048: (2, 8), 8192: (2, 4), 16384: (2, 2)}
+#: On a CPU: at so many tokens a step takes 20 seconds.
+LONGEST = 16384
+
+
+def of_length(model: str, tokens: int) -> str:
+    """The reference for sequences of `tokens`; a model that reads more than GPT-2's 1024 is told so."""
+    return f"{model}&max_position_embeddings={tokens}@{tokens}" if tokens > 1024 else f"{model}@{tokens}"
+
+
+def backends(tokens: int, cuda: bool) -> tuple[str, ...]:
+    if cuda or tokens <= 2048:
+        return BACKENDS
+    return WITHOUT_GRAMS if tokens < LONGEST else ("nonprivate", "bk_mixed")
+
+
+def cells(device: str) -> list[OverheadTrial]:
+    cuda = device == "cuda"
+    same = {"image_size": None, "data": "synthetic", "max_seconds": 4.0, "device": device}
+    model = LARGE if cuda else SMALL
+    found = []
+    for tokens, batch_sizes in LENGTHS.items():
+        rounds = 15 if cuda else 5 if tokens < LONGEST else 3
+        one = {"model": of_length(model, tokens), "backends": backends(tokens, cuda), "batch_size": batch_sizes[cuda]}
+        found += grid(OverheadTrial, rounds=rounds, **one, **same)
+    return found
+
+
+def smoke(device: str) -> list[OverheadTrial]:
+    tiny = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64"
+    some = {"backends": ("nonprivate", "mixed_ghost", "bk_mixed"), "batch_size": 2, "image_size": None}
+    few = {"data": "synthetic", "rounds": 2, "max_seconds": 0.2, "device": device}
+    return grid(OverheadTrial, model=[of_length(tiny, tokens) for tokens in (16, 64, 256)], **some, **few)
+
+
+EXPERIMENT = Experiment(
+    name="sequence_length",
+    doc="time and memory beside ordinary training of a GPT-2-like model at 128 to 16384 tokens",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("sequence_length",),
+)
