@@ -28,7 +28,7 @@ class ConvolutionWeight(Rule):
 
     Args:
         weight: [p·groups, C/groups, *kernel].
-        x: [B, C, *size], padded already wherever the padding is not the same on both sides (for `work` a `Spec` will do).
+        x: [B, C, *size], padded already wherever the padding is not the same on both sides (`work` takes a `Spec`).
         output_size: spatial size of the output.
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
