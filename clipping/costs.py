@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from clipping.rules import Route, Rule, Spec
-from clipping.rules.base import sum_of_squares
+from clipping.rules.base import KERNELS, sum_of_squares
 from clipping.samples import weighted_sum
 
 Key = tuple[bool, str, int]
@@ -60,12 +60,13 @@ class Costs(NamedTuple):
         return Route(*key), found[key]
 
 
-def predicted(rule: Rule, output: Spec) -> Costs:
-    """The same by formula, from rough rates."""
+def predicted(rule: Rule, output: Spec, *, kernels: bool = False) -> Costs:
+    """The same by formula, from rough rates; `kernels` only where they are going to be timed."""
     norms = {}
     for ghost, ways in ((True, rule.ghosts), (False, rule.instantiations)):
         for way in ways:
-            norms[ghost, way, 0] = rule.seconds(output, way)
+            if kernels or way not in KERNELS:
+                norms[ghost, way, 0] = rule.seconds(output, way)
     return Costs(norms, rule.summing_seconds(output, kept=False), rule.summing_seconds(output, kept=True))
 
 
@@ -77,7 +78,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
     factors = torch.ones(count, device=device, dtype=g.dtype)
     clock = _clock(device)
     single: dict[Key, float] = {}
-    formulas = predicted(rule, output).norms
+    formulas = predicted(rule, output, kernels=True).norms
     for ghost, way, _ in sorted(formulas, key=formulas.__getitem__):
         if not single or formulas[ghost, way, 0] <= HOPELESS * min(single.values()):
             single |= _descend(rule, g, ghost, way, clock)
@@ -126,11 +127,14 @@ def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict
 
 
 def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
-    """Times a function: the best of a few runs after one that does not count, `emptied` with nothing in the caches."""
+    """Times a function: the best of a few runs after one that does not count.
+
+    `emptied`: with nothing in the caches, and (on a CPU) results in pages that nothing has touched yet, as in a step.
+    """
     filler = torch.empty(CACHES, dtype=torch.uint8, device=device) if emptied else None
 
     def seconds(run: Callable[[], object]) -> float:
-        run()
+        made = [run()]
         best = float("inf")
         for _ in range(REPEATS):
             if filler is not None:
@@ -138,11 +142,13 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             start = time.perf_counter()
-            kept = run()
+            result = run()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - start)
-            del kept
+            if emptied and device.type == "cpu":
+                made.append(result)
+            del result
         return best
 
     return seconds

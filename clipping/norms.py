@@ -198,7 +198,10 @@ class Book(_WholeNorms):
             factors = self._clip.factors(total)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
             for name in list(self._pairs):
-                grads[name] = torch.stack([rule.weighted(g, factors) for rule, g in self._pairs.pop(name)]).sum(0)
+                (rule, g), *others = self._pairs.pop(name)
+                grads[name] = rule.weighted(g, factors)
+                for rule, g in others:
+                    grads[name] += rule.weighted(g, factors)
             while self._entries:
                 source, weigh = self._entries.pop()
                 grads |= {name: x[0] for name, x in source.pull_back(weigh(factors)[None]).items()}

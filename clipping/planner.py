@@ -35,6 +35,7 @@ from clipping.sources import Source
 from clipping.tape import Tape, Use
 from clipping.timeline import Held, Timeline, storage_of
 
+Kind = tuple[Hashable, ...]
 Strategy = Literal["auto", "time", "memory", "paper"]
 
 
@@ -125,7 +126,7 @@ class Planner:
         losses: Tensor,
         outside: list[Tensor],
         readings: list[tuple[Use, Source, Rule]],
-        kinds: list[str],
+        kinds: list[Kind],
         may_time: bool,
     ) -> Plan:
         sizes = Counter[int]()
@@ -150,25 +151,25 @@ class Planner:
     def _costs(
         self,
         readings: list[tuple[Use, Source, Rule]],
-        kinds: list[str],
+        kinds: list[Kind],
         counts: Counter[str],
         losses: Tensor,
         may_time: bool,
-    ) -> dict[str, Costs]:
+    ) -> dict[Kind, Costs]:
         """By kind of use: those on record, else timed if they may be, else predicted."""
         if isinstance(losses, FakeTensor) or self.strategy not in ("auto", "time"):
             return {what: predicted(rule, use.output) for (use, _, rule), what in zip(readings, kinds, strict=True)}
         notebook = self._notebooks.setdefault(losses.device, Notebook(losses.device))
-        costs: dict[str, Costs] = {}
+        costs: dict[Kind, Costs] = {}
         new: dict[str, Costs] = {}
         with torch.no_grad():
             for (use, source, rule), what in zip(readings, kinds, strict=True):
                 if what in costs or not has_choice(source, rule, counts):
                     continue
-                on_record = notebook.get(what)
+                on_record = notebook.get(repr(what))
                 if on_record is None and may_time:
                     try:
-                        on_record = new[what] = measured(rule, use.output)
+                        on_record = new[repr(what)] = measured(rule, use.output)
                     except torch.OutOfMemoryError:  # the step itself may fit
                         may_time = False
                 costs[what] = on_record or predicted(rule, use.output)
@@ -230,10 +231,10 @@ def _relieve(items: list[Item], timeline: Timeline, dearest: float) -> bool:
     return True
 
 
-def kind(rule: Rule, output: Spec) -> str:
+def kind(rule: Rule, output: Spec) -> Kind:
     """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two."""
     samples = min(rule.samples(output), MOST_SAMPLES).bit_length()
-    return repr((type(rule).__name__, rule.shapes(), samples, tuple(output.shape[1:]), str(output.dtype), rule.fold))
+    return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold
 
 
 def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:

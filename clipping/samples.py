@@ -42,7 +42,8 @@ def factors_by_name(layers: Tensor, names: list[str], clip: ClipFunction) -> tup
 
 def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
     """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]."""
-    return torch.tensordot(rounded_down(factors, grad.dtype), grad, dims=1)
+    rows = grad.reshape(grad.shape[0], -1)
+    return (rounded_down(factors, grad.dtype)[None] @ rows).view(grad.shape[1:])
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:

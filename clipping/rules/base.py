@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.samples import weighted_sum
 
@@ -79,6 +80,11 @@ HALVED = 64
 """Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
 
 
+GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
+KERNELS = (GRAM_KERNEL, NORM_KERNEL)
+"""Ways of `clipping.kernels`: by Gram tiles, and by tiles of the per-sample gradient."""
+
+
 class Refused(Exception):
     """This configuration of an operation has no exact rule."""
 
@@ -97,7 +103,7 @@ class Rule(ABC):
     """
 
     ghosts: tuple[str, ...] = ()
-    """Ways of finding the norm by Gram matrices; none where there is no such form."""
+    """Ways of finding the norm without the gradient in memory, by Gram matrices for most; none where there is none."""
     instantiations: tuple[str, ...] = ("direct",)
     """Ways of forming the per-sample gradient."""
     is_fallback = False
@@ -144,6 +150,11 @@ class Rule(ABC):
         """What the work of a sample depends on beside the output."""
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups
 
+    def offer_kernels(self, *ways: str) -> None:
+        """Triton's kernels as further ways of the norm, where they run: they write neither Grams nor gradients."""
+        if kernels.supported(self.parameter):
+            self.ghosts = (*self.ghosts, *ways)
+
     def samples(self, g: Tensor | Spec) -> int:
         """B, from the output's gradient."""
         return g.shape[0] // self.fold
@@ -171,14 +182,17 @@ class Rule(ABC):
         entries, size = self.parameter.numel(), g.element_size()
         if way in self.ghosts:
             pairs = self.positions**2 * self.groups
+            if way in KERNELS:
+                by_gradient = way == NORM_KERNEL
+                return Work(self.positions * entries if by_gradient else pairs * (self.inputs + self.outputs), 0, 4096)
             halved = 0.75 if self.positions >= HALVED else 1.0
             wide = norm_dtype(g.dtype).itemsize
             return Work(halved * pairs * (self.inputs + self.outputs), 6 * pairs * wide, 2 * pairs * wide)
         return Work(max(1, self.positions) * entries, 2 * entries * size, entries * size)
 
     def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
-        """The way that the formulas prefer."""
-        ways = self.ghosts if ghost else self.instantiations
+        """The way that the formulas prefer; a kernel is never taken before it was timed."""
+        ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
 
     def seconds(self, g: Tensor | Spec, way: str) -> float:
@@ -235,10 +249,10 @@ def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice
 def sum_of_squares(x: Tensor) -> Tensor:
     """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits."""
     x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
+    if x.shape[1] < 2 * SUMMED:
+        return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
     whole = x.shape[1] // SUMMED * SUMMED
-    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, dtype=dtype).square()
-    if not whole:
-        return rest
+    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, dtype=dtype).square_()
     parts = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, SUMMED)), dim=2, dtype=dtype)
     return parts.square_().sum(1).add_(rest)
 
@@ -316,7 +330,6 @@ class Bias(Rule):
         self.channel = channel
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        g = g[samples].movedim(self.channel, -1)
-        if g.dim() == 2:
-            return g
-        return g.sum(tuple(range(1, g.dim() - 1)), dtype=norm_dtype(g.dtype))
+        g, channel = g[samples], self.channel % g.dim()
+        over = [d for d in range(1, g.dim()) if d != channel]
+        return g.sum(over, dtype=norm_dtype(g.dtype)) if over else g

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, Spec, Work, gram_product
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product
 from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
 from clipping.samples import rounded_down
 
@@ -58,8 +59,11 @@ class ConvolutionWeight(Rule):
         self.kernel = list(weight.shape[2:])
         if self._is_pointwise():  # its patches are its pixels
             self.ghosts, self.instantiations = ("patches",), ("unfold",)
+            self.offer_kernels(GRAM_KERNEL)
         elif weight.shape[1] == 1 and self.outputs == 1:  # depthwise: a Gram matrix of one channel is an outer product
             self.ghosts, self.instantiations = (), ("shifts", "grouped")
+        if len(self.kernel) <= 2 and self.ghosts:
+            self.offer_kernels(NORM_KERNEL)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.x[samples].to(g.dtype), g[samples]
@@ -113,7 +117,7 @@ class ConvolutionWeight(Rule):
         )[1]
 
     def shapes(self) -> tuple[object, ...]:
-        return *super().shapes(), tuple(self.x.shape[2:]), *self._geometry()
+        return *super().shapes(), self.x.shape[2:], *map(tuple, self._geometry())
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         work, size = super().work(g, way), g.element_size()
@@ -132,6 +136,8 @@ class ConvolutionWeight(Rule):
             return work._replace(
                 traffic=work.traffic + 2 * patches * wide, workspace=work.workspace + 2 * patches * wide
             )
+        if way != "pixels":
+            return work
         channels, size_of_x = self.x.shape[1], math.prod(self.x.shape[2:])
         phase = (size_of_x / math.prod(self.stride)) ** 2
         grams = sum(1 for _ in phases(self._geometry()))
@@ -146,11 +152,14 @@ class ConvolutionWeight(Rule):
         available = self.workspace(g)
         x, g = self.x[samples].to(g.dtype), g[samples]
         count, groups = x.shape[0], self.groups
+        if way == NORM_KERNEL:
+            return kernels.convolution_norm(x, g, *self._geometry(), groups)
         if way == "pixels":
             x, g = (y.reshape(count * groups, y.shape[1] // groups, *y.shape[2:]) for y in (x, g))
             return pixel_gram_product(x, g, self._geometry(), available).view(count, groups).sum(1)
-        a, g = self._positions(x, g)
-        return gram_product(a.transpose(1, 2), g.transpose(1, 2), available).view(count, groups).sum(1)
+        a, g = (y.transpose(1, 2) for y in self._positions(x, g))
+        found = kernels.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
+        return found.view(count, groups).sum(1)
 
     def _geometry(self) -> Geometry:
         return Geometry(self.kernel, self.stride, self.padding, self.dilation)

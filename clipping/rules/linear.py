@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import Bias, Refused, Rule, gram_product, within
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, gram_product, within
 from clipping.rules.elementwise import Broadcast
 from clipping.samples import rounded_down
 
@@ -28,6 +29,7 @@ class LinearWeight(Rule):
         samples = max(1, a.shape[0] // fold)
         super().__init__(weight, positions=a.numel() // inputs // samples, inputs=inputs, outputs=outputs)
         self.a, self.transposed, self.fold = a, transposed, fold
+        self.offer_kernels(GRAM_KERNEL, NORM_KERNEL)
 
     def regroup(self, fold: int) -> Rule:
         return LinearWeight(self.parameter, self.a, transposed=self.transposed, fold=fold)
@@ -54,7 +56,12 @@ class LinearWeight(Rule):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        return gram_product(*self.pairs(g, samples), self.workspace(g))
+        a, g = self.pairs(g, samples)
+        if way == GRAM_KERNEL:
+            return kernels.gram_norm(a, g)
+        if way == NORM_KERNEL:
+            return kernels.instantiated_norm(a, g)
+        return gram_product(a, g, self.workspace(g))
 
     def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
