@@ -144,6 +144,7 @@ class BkMixed(TapeBackend):
         model, loss_fn, clip, verify: as for every backend.
         plan: what the planner aims at; see `clipping.planner`.
         memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
+        timing: time the routes on this device in the second step; else the plan is the same everywhere, by formula.
     """
 
     name = "bk_mixed"
@@ -158,9 +159,10 @@ class BkMixed(TapeBackend):
         verify: bool = True,
         plan: Strategy = "auto",
         memory_overhead: float = 0.05,
+        timing: bool = True,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify)
-        self.planner = Planner(plan, memory_overhead)
+        self.planner = Planner(plan, memory_overhead, timing=timing)
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
         found = self.planner.plan(tape, losses, [*self.model.parameters(), *self.model.buffers()])

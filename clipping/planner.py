@@ -94,10 +94,11 @@ class Planner:
     Args:
         strategy: see the module's text.
         memory_overhead: predicted bytes beyond those of ordinary training, as a share of these, for "auto".
+        timing: time routes on the device; else all is by formula, and the plan the same wherever it is made.
     """
 
-    def __init__(self, strategy: Strategy = "auto", memory_overhead: float = 0.05) -> None:
-        self.strategy, self.memory_overhead = strategy, memory_overhead
+    def __init__(self, strategy: Strategy = "auto", memory_overhead: float = 0.05, *, timing: bool = True) -> None:
+        self.strategy, self.memory_overhead, self.timing = strategy, memory_overhead, timing
         self._plans: dict[Hashable, Plan] = {}
         self._calls: Counter[Hashable] = Counter()
         self._notebooks: dict[torch.device, Notebook] = {}
@@ -115,7 +116,7 @@ class Planner:
         step = (losses.shape[0].bit_length(), losses.device, *kinds)
         self._calls[step] += 1
         known = self._plans.get(step)
-        may_time = self._calls[step] > 1 and self.strategy in ("auto", "time") and not isinstance(losses, FakeTensor)
+        may_time = self._calls[step] > 1 and self._times(losses)
         if known is None or (may_time and not known.timed):
             self._plans[step] = self._made(tape, losses, outside, readings, kinds, may_time)
         return self._plans[step]
@@ -157,7 +158,7 @@ class Planner:
         may_time: bool,
     ) -> dict[Kind, Costs]:
         """By kind of use: those on record, else timed if they may be, else predicted."""
-        if isinstance(losses, FakeTensor) or self.strategy not in ("auto", "time"):
+        if not self._times(losses):
             return {what: predicted(rule, use.output) for (use, _, rule), what in zip(readings, kinds, strict=True)}
         notebook = self._notebooks.setdefault(losses.device, Notebook(losses.device))
         costs: dict[Kind, Costs] = {}
@@ -176,6 +177,10 @@ class Planner:
         if new:
             notebook.add(new)
         return costs
+
+    def _times(self, losses: Tensor) -> bool:
+        real = not isinstance(losses, FakeTensor) and losses.device.type != "meta"
+        return self.timing and real and self.strategy in ("auto", "time")
 
     def _choose(self, items: list[Item], timeline: Timeline) -> None:
         """Set what each item takes."""

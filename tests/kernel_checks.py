@@ -26,6 +26,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.kernels import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
+from clipping.rules import Route
 from clipping.rules.convolution import ConvolutionWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -197,7 +198,7 @@ def convolutions(name: str, device: str) -> None:
         g = draw(device, dtype, *shape)
         options = (list(stride), list(padding), list(dilation), groups)
         rule = ConvolutionWeight(weight, x.double(), shape[2:], *options)
-        expected = rule.squared_norms(g.double(), ghost=False)
+        expected = rule.squared_norms(g.double(), Route())
         close(convolution_norm(x, g, kernel, *options), expected)
         if len(size) == 2:
             last, turned = x.to(memory_format=torch.channels_last), g.transpose(2, 3).contiguous().transpose(2, 3)
@@ -356,7 +357,7 @@ def times(dtype: torch.dtype) -> dict[str, str]:
         options: Any = ([1, 1], [1, 1], [1, 1], 1)
         rule = ConvolutionWeight(x.new_empty(channels, channels, 3, 3), x, x.shape[2:], *options)
         routes = {
-            "gradient, torch": lambda rule=rule, x=x: rule.squared_norms(x, ghost=False),
+            "gradient, torch": lambda rule=rule, x=x: rule.squared_norms(x, Route()),
             "gradient, kernel": lambda x=x, options=options: convolution_norm(x, x, [3, 3], *options),
         }
         taken = {name: do_bench(route, return_mode="median") for name, route in routes.items()}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import pkgutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -18,9 +16,8 @@ from kernel_checks import CHECKS, COMPILED, outcome
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping import kernels, rules
-from clipping.kernels import ROUTES, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
-from clipping.rules import Rule
+from clipping import kernels
+from clipping.kernels import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
 from dpbench.measure.simulate import StorageLifetimes
 
 HERE = Path(__file__).parent
@@ -182,11 +179,3 @@ def test_importing_the_kernels_imports_no_triton(hidden: bool):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parent)
     assert done.stdout.startswith("False ") and "'triton.language'" not in done.stdout, done.stderr
-
-
-def test_routes_name_rules_and_functions():
-    modules = [importlib.import_module(f"clipping.rules.{m.name}") for m in pkgutil.iter_modules(rules.__path__)]
-    for route in ROUTES:
-        found = [getattr(module, route.rule) for module in modules if hasattr(module, route.rule)]
-        assert found and issubclass(found[0], Rule) and callable(getattr(kernels, route.function))
-        assert route.norm != "ghost" or found[0].has_ghost

@@ -68,27 +68,6 @@ class Tiles(NamedTuple):
     warps: int
 
 
-class Route(NamedTuple):
-    """A norm that a kernel can take the place of: the class of the rule, which of its two norms, and by what."""
-
-    rule: str
-    norm: Literal["ghost", "instantiated"]
-    function: str
-    arguments: str
-
-
-ROUTES = (
-    Route("LinearWeight", "ghost", "gram_norm", "*rule.pairs(g, samples): a [n, T, d], g [n, T, p]"),
-    Route("LinearWeight", "instantiated", "instantiated_norm", "the same; a transposed weight has the same norm"),
-    Route("ConvolutionWeight", "ghost", "gram_norm", "kernel size 1 only: x and g [n·groups, C, T] transposed, summed"),
-    Route("ConvolutionWeight", "instantiated", "convolution_norm", "one and two dimensions, any configuration"),
-    Route("TransposedConvolutionWeight", "instantiated", "convolution_norm", "with x and g exchanged"),
-    Route("EmbeddingWeight", "ghost", "embedding_gram_norm", "*rule._positions(g, samples): ids [n, T], g [n, T, p]"),
-)
-"""By the names of the rules in `clipping.rules`. No kernel keeps what it instantiates: where a rule's gradients are
-kept for the weighted sum (`Rule.is_kept`), forming them once and squaring them is less work."""
-
-
 def supported(*tensors: Tensor) -> bool:
     """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
     a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps."""

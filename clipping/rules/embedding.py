@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule, Spec, Work, sum_of_squares, within
+from clipping.rules.base import GRAM_KERNEL, Refused, Rule, Spec, Work, sum_of_squares, within
 from clipping.rules.linear import LinearWeight
 
 
@@ -21,7 +22,7 @@ class EmbeddingWeight(Rule):
     and takes T² comparisons.)
     """
 
-    ghosts = ("sorted",)
+    ghosts: tuple[str, ...] = ("sorted",)
     """`scale` [B, T], of a bag, says how often each position's row was added to the one output of its sample."""
 
     def __init__(
@@ -30,6 +31,7 @@ class EmbeddingWeight(Rule):
         rows, outputs = weight.shape
         super().__init__(weight, positions=math.prod(ids.shape[1:]), inputs=rows, outputs=outputs)
         self.ids, self.scale = ids, scale
+        self.offer_kernels(GRAM_KERNEL)
         self.padding_idx = padding_idx if padding_idx is None or padding_idx >= 0 else rows + padding_idx
 
     def regroup(self, fold: int) -> Rule:
@@ -48,9 +50,10 @@ class EmbeddingWeight(Rule):
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         rows = self.positions * self.outputs
-        if way in self.ghosts:
+        if way == "sorted":
             return Work(0.0, 4 * rows * norm_dtype(g.dtype).itemsize, 2 * rows * norm_dtype(g.dtype).itemsize)
-        return super().work(g, way)._replace(multiplications=rows)
+        work = super().work(g, way)
+        return work if way == GRAM_KERNEL else work._replace(multiplications=rows)
 
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
         if kept:
@@ -59,6 +62,8 @@ class EmbeddingWeight(Rule):
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         ids, g = self._positions(g, samples)
+        if way == GRAM_KERNEL:
+            return kernels.embedding_gram_norm(ids, g)
         count, positions, outputs = g.shape
         ordered, order = ids.sort(1)
         rank = torch.zeros_like(ordered)
