@@ -93,10 +93,11 @@ class Planner:
     Args:
         strategy: see the module's text.
         memory_overhead: predicted bytes beyond those of ordinary training, as a share of these, for "auto".
+        file: costs are read from the device's file and added to it; False measures them anew.
     """
 
-    def __init__(self, strategy: Strategy = "auto", memory_overhead: float = 0.05) -> None:
-        self.strategy, self.memory_overhead = strategy, memory_overhead
+    def __init__(self, strategy: Strategy = "auto", memory_overhead: float = 0.05, *, file: bool = True) -> None:
+        self.strategy, self.memory_overhead, self.file = strategy, memory_overhead, file
         self._plans: dict[Hashable, Plan] = {}
         self._calls: Counter[Hashable] = Counter()
         self._notebooks: dict[torch.device, Notebook] = {}
@@ -158,7 +159,7 @@ class Planner:
         """By kind of use: those on record, else timed if they may be, else predicted."""
         if isinstance(losses, FakeTensor) or self.strategy not in ("auto", "time"):
             return {what: predicted(rule, use.output) for (use, _, rule), what in zip(readings, kinds, strict=True)}
-        notebook = self._notebooks.setdefault(losses.device, Notebook(losses.device))
+        notebook = self._notebook(losses.device)
         costs: dict[str, Costs] = {}
         new: dict[str, Costs] = {}
         with torch.no_grad():
@@ -175,6 +176,11 @@ class Planner:
         if new:
             notebook.add(new)
         return costs
+
+    def _notebook(self, device: torch.device) -> Notebook:
+        if device not in self._notebooks:
+            self._notebooks[device] = Notebook(device, file=self.file)
+        return self._notebooks[device]
 
     def _choose(self, items: list[Item], timeline: Timeline) -> None:
         """Set what each item takes."""
