@@ -1,8 +1,8 @@
 """How much slower the planned routes are than the best ones, by a second measurement that no plan has seen.
 
 By the timings that it was made from, a plan always looks good: of two routes alike it took the one that noise favoured.
-So every use is run again on the step's own input and gradient, as book-keeping runs it (`clipping.norms.Book`: the
-norm, and the use's share of the clipped sum), by each route that may be best. Routes take turns, and each counts with
+So every use is run again on the step's own input and gradient, as book-keeping runs it (the norm, and the use's share
+of the clipped sum), by each route that may be best. Routes take turns, and each counts with
 its median over the rounds. Then
 
     regret = Σ over uses of (seconds of the planned route − least seconds of any route)
@@ -15,21 +15,20 @@ have one route only, and are not in it.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 
 from clipping.costs import CACHES, Costs, measured, predicted
-from clipping.functions import Flat
-from clipping.norms import Book
 from clipping.planner import Plan, kind
 from clipping.readings import Reading
-from clipping.rules import Route, Spec
-from clipping.tape import Use
+from clipping.rules import Route
+from clipping.rules.base import sum_of_squares
+from clipping.samples import weighted_sum
 
 ROUNDS = 5
 
@@ -37,7 +36,7 @@ ROUNDS = 5
 def fresh_costs(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
     """Position -> measured costs of each reading that has routes: those that the plan was made from, and others'."""
     found = {item.position: item.costs for item in plan.items}
-    others: dict[str, Costs] = {}
+    others: dict[Hashable, Costs] = {}
     with torch.no_grad():
         for position, reading in enumerate(readings):
             if position not in found and reading.is_planned:
@@ -57,7 +56,7 @@ def regrets(readings: Sequence[Reading], plans: Sequence[Plan], costs: dict[int,
         costs: of a first measurement, which says what may be best; see `fresh_costs`.
     """
     lost = [0.0] * len(plans)
-    seconds: dict[tuple[str, Route], float] = {}
+    seconds: dict[tuple[Hashable, Route], float] = {}
     for position, reading in enumerate(readings):
         if not reading.is_planned:
             continue
@@ -97,31 +96,42 @@ def remeasured(reading: Reading, routes: Sequence[Route]) -> dict[Route, float]:
     device = reading.rule.parameter.device
     filler = torch.empty(CACHES, dtype=torch.uint8, device=device)
     seconds: dict[Route, list[float]] = {route: [] for route in routes}
+    made: list[object] = []
     for turn in range(ROUNDS + 1):  # the first does not count
         for route in routes:
-            filler.fill_(0)  # in a step, other layers' tensors are in the caches
-            spent = _seconds(partial(_book, reading, route), device)
+            filler.fill_(0)  # in a step, other layers' tensors are in the caches,
+            spent, results = _seconds(partial(followed, reading, route), device)
             if turn:
                 seconds[route].append(spent)
+            if device.type == "cpu":
+                made.append(results)  # and the results lie in pages that nothing has touched
     return {route: median(each) for route, each in seconds.items()}
 
 
-def _book(reading: Reading, route: Route) -> None:
-    source, rule, g = reading.source, reading.rule, reading.g
+def followed(reading: Reading, route: Route) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The squared norms [B], the sum with factors of 1, and what was kept for it: as `clipping.norms.Book` has them."""
+    rule, g = reading.rule, reading.g
     assert g is not None
-    rule.route = route
-    losses = torch.zeros(rule.samples(g), device=g.device, dtype=g.dtype)
+    factors = torch.ones(rule.samples(g), device=g.device, dtype=g.dtype)
     with torch.no_grad():
-        book = Book(Counter(source.parameters.keys()), losses, source.parameters, Flat(1.0))
-        book.arrived(Use(reading.use.operation, [(source, rule)], Spec(g.shape, g.dtype)), g)
-        book.finish()
+        if not route.kept:
+            return rule.squared_norms(g, route), rule.weighted(g, factors), []
+        parts, squares = [], []
+        blocks = rule.blocks(g, route.way, route.block)
+        for samples in blocks:
+            parts.append(rule.instantiate(g, samples, route.way))
+            squares.append(sum_of_squares(parts[-1]))
+        total = weighted_sum(factors[blocks[0]], parts[0])
+        for samples, part in zip(blocks[1:], parts[1:], strict=True):
+            total += weighted_sum(factors[samples], part)
+        return torch.cat(squares), total, parts
 
 
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
+def _seconds(run: Callable[[], object], device: torch.device) -> tuple[float, object]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    run()
+    results = run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, results

@@ -153,9 +153,9 @@ def test_the_table_is_aligned_and_sums_up(vgg):
     header, first, second = lines[2:5]
     assert len(lines[2 : lines.index("", 2)]) == 1 + len(vgg["rows"])
     assert columns(first)[:7] == ["features.0.weight", "conv2d", "50,176", "27", "64", "5.04 G", "1.73 k"]
-    assert columns(first)[7:13] == ["instantiate", "instantiate", "18.8 GiB", "5.17 MiB", "258 G", "173 M"]
+    assert columns(first)[7:13] == ["instantiate", "instantiate", "18.8 GiB", "6.75 KiB", "344 G", "173 M"]
     assert columns(second)[2:13] == ["-"] * 6 + ["instantiate", "-", "256 B", "-", "3.21 M"]
-    assert [columns(line)[13:] for line in (first, second)] == [["kept, unfold", "3.36 ms"], ["kept", "0.01 µs"]]
+    assert [columns(line)[13:] for line in (first, second)] == [["kept, grouped", "1.30 ms"], ["kept", "0.04 µs"]]
     for name in ("2T²", "pd"):  # numbers end where their header ends
         end = header.index(name) + len(name)
         assert all(line[end - 1] != " " and line[end] == " " for line in (header, first, second))
@@ -163,9 +163,9 @@ def test_the_table_is_aligned_and_sums_up(vgg):
     assert "parameters by the route of mixed_ghost: 98.4% ghost, 1.6% instantiated\n" in text
     totals = {columns(line)[0]: columns(line)[1:] for line in lines}
     assert ["all ghost", "all instantiated", "mixed"] in [columns(line) for line in lines]
-    assert totals["bytes, one sample"] == ["20.2 GiB", "507 MiB", "36.5 MiB"]
-    assert totals["operations, one sample"] == ["768 G", "15.2 G", "16.5 G"]
-    assert totals["bytes, 4 samples"] == ["80.9 GiB", "1.98 GiB", "146 MiB"]
+    assert totals["bytes, one sample"] == ["20.8 GiB", "603 MiB", "91.9 MiB"]
+    assert totals["operations, one sample"] == ["424 G", "15.2 G", "10.8 G"]
+    assert totals["bytes, 4 samples"] == ["83.0 GiB", "2.36 GiB", "368 MiB"]
     assert "Figures of a row are for one sample" in text and "2T² ≤ pd" in text and "2205.10683" in text
     assert "What is made of several parameters" not in text
     batch_of_one = table("vgg11", vgg["rows"], vgg["summary"])

@@ -99,7 +99,7 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
 
 
 def planned(found: Explanation) -> dict[str, Any]:
-    """For the summary: "predicted_peak" ("plan", "ordinary" -> bytes), "regret" ("formula", "timed" -> seconds, or None)."""
+    """Of the summary: "predicted_peak" ("plan", "ordinary": bytes), "regret" (None, or "formula", "timed": seconds)."""
     return {"predicted_peak": {"plan": found.peak, "ordinary": found.ordinary}, "regret": found.regret}
 
 
