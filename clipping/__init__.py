@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "VARIANTS",
     "Agreement",
     "Automatic",
     "Backend",
@@ -60,6 +61,13 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "fastdp": ("clipping.fastdp:FastDP", "fastDP: book-keeping by the authors of arXiv:2210.00038 (MixOpt)"),
 }
 
+# name:variant -> the same; loaded wherever a backend is, and in no list
+VARIANTS: dict[str, tuple[str, str]] = {
+    "bk_mixed:paper": ("clipping.ghost:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"),
+    "bk_mixed:time": ("clipping.ghost:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"),
+    "bk_mixed:memory": ("clipping.ghost:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"),
+}
+
 _LAZY = {
     "Agreement": "clipping.verification",
     "Automatic": "clipping.functions",
@@ -83,14 +91,15 @@ def __getattr__(name: str) -> Any:
 
 
 def load_backend(name: str) -> type[Backend]:
-    """The class of the backend called `name`; the keys of `BACKENDS` are the names.
+    """The class of the backend called `name`: of `BACKENDS`, or ``"name:variant"`` of `VARIANTS`.
 
     Raises:
         ValueError: for an unknown name, with every known one and the nearest.
     """
-    if name not in BACKENDS:
-        close = difflib.get_close_matches(name, BACKENDS, n=1)
+    known = {**BACKENDS, **VARIANTS}
+    if name not in known:
+        close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"expected a backend, one of {', '.join(BACKENDS)}, got {name!r}{hint}")
-    module, cls = BACKENDS[name][0].split(":")
+        raise ValueError(f"expected a backend, one of {', '.join(known)}, got {name!r}{hint}")
+    module, cls = known[name][0].split(":")
     return getattr(importlib.import_module(module), cls)

@@ -159,10 +159,11 @@ class Notebook:
 
     Args:
         device: whose costs.
+        file: False for a notebook of this process alone.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._path = _path(device)
+    def __init__(self, device: torch.device, *, file: bool = True) -> None:
+        self._path = _path(device) if file else None
         self._costs: dict[str, Costs] = {}
         if self._path is not None and self._path.is_file():
             try:

@@ -1,47 +1,56 @@
-"""Which route the norm of each use of each parameter takes, and what either route would cost.
+"""Which route the norm of each use of each parameter takes, what each would cost, and what `bk_mixed` plans.
 
 The decisions are those of the two-pass backends (`clipping.ghost`), found without their work: the forward pass is
 recorded on a tape, one backward pass hands every use the gradient of its output, and of both only shapes are read.
-Fake tensors will do.
+Fake tensors will do. The plan is the one that `clipping.planner` makes of that very tape.
 
-Costs are those of one sample. With the T positions, d inputs, p outputs and G groups of arXiv:2205.10683, section 4:
+Costs are those of one sample, by the formulas of the rule itself, in the way that they prefer (a convolution's Gram
+matrices may be had from its pixels or from its patches, its gradient from patches or by a grouped convolution). With
+the T positions, d inputs, p outputs and G groups of arXiv:2205.10683, section 4, in short:
 
 ==============  ===========================  ==============================================================
-route           operations                   bytes, in entries
+route           operations                   bytes, in entries: `Rule.work(...).workspace`
 ==============  ===========================  ==============================================================
-`ghost`         2 T² (p + d) G               2 T² G, and T (p + d) G for the patches of a convolution
-`instantiate`   2 T p d G                    p d G: the per-sample gradient
+`ghost`         2 T² (p + d) G               2 T² G; and by patches 2 T d G, by pixels N² G for N pixels
+`instantiate`   2 T p d G                    p d G: the per-sample gradient; and by patches T d G
 ==============  ===========================  ==============================================================
 
-A multiplication and an addition are two operations. Bytes are workspace beside the operation's own input and output
-gradient, as its rule declares it, before it is cut into blocks (`clipping.rules.base.workspace`). Besides:
+A multiplication and an addition are two operations. Those of `ghost` are `2 · Rule.work(...).multiplications`: pixels
+take 2 (T² p + N² C) G, and from `clipping.rules.base.HALVED` positions on the symmetry of a Gram matrix saves some.
+Bytes are workspace beside the operation's own input and output gradient, before it is cut into blocks. Besides:
 
-- An embedding's inputs are one-hot: no operation is spent on them, 2T²p by Gram matrices and Tp to add up its rows.
+- An embedding's inputs are one-hot, and both its norm and its gradient add up T rows of p.
 - A parameter without a linear form (bias, norm, bare parameter) is one or two operations for an entry of g.
 - A fallback's operations are not known.
 - Several uses of one parameter by Gram matrices need the cross term of each pair, 2TS(p + d) operations, 2TS entries.
   It is counted with whichever of the two comes first in the forward pass, whose gradient arrives last.
 - A slice, a cast or another function of parameters is instantiated itself, and then pulled back to the gradient of each
   parameter that it is made of. Its own gradient is counted with the first of them.
+
+Seconds are those of the whole batch: of the norm, and of the use's share of the clipped sum.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from clipping.costs import Costs, predicted
 from clipping.ghost import FastGradClip, Ghost, MixedGhost, TapeBackend
-from clipping.interface import LossFunction, Problem, UnsupportedModel, leading_dimension, map_tensors, norm_dtype
-from clipping.rules import Broadcast, EmbeddingWeight, Refused, Rule
-from clipping.sources import Source
-from clipping.tape import Tape, Use, unrecorded
+from clipping.interface import LossFunction, map_tensors
+from clipping.planner import Planner
+from clipping.readings import Reading, cross_terms, decide, in_words, record
+from clipping.regret import fresh_costs, regrets
+from clipping.rules import Broadcast, EmbeddingWeight, Rule
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
+
+Seconds = Mapping[str, float | None]
+"""Of the whole batch, norm and share of the sum: "ghost", "kept" and "discarded"; None where there is no such route."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,9 @@ class Row:
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
         reason: why "mixed" does not follow the paper's rule here, where that is so.
+        plan: what `bk_mixed` does (`clipping.readings.in_words`); None if the loss does not depend on this use.
+        predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if it has but one,
+            or nothing was measured.
     """
 
     parameter: str
@@ -82,6 +94,9 @@ class Row:
     operations: Cost
     routes: dict[str, str | None]
     reason: str | None
+    plan: str | None = None
+    predicted: Seconds | None = None
+    measured: Seconds | None = None
 
     @property
     def paper(self) -> str | None:
@@ -91,145 +106,79 @@ class Row:
         return "ghost" if 2 * self.positions**2 <= self.inputs * self.outputs else "instantiate"
 
 
-@dataclass(eq=False)
-class Reading:
-    """One source that a use reads: what a backend decides upon. `g` is None if the loss does not depend on the use."""
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found.
 
-    use: Use
-    source: Source
-    rule: Rule
-    g: Tensor | None
-    alone: bool
-    """No parameter of the source is used anywhere else."""
+    Attributes:
+        rows: one for each use of each trainable parameter, in the order of the forward pass.
+        peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planner.Plan`.
+        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.regret`), if that was measured.
+    """
+
+    rows: list[Row]
+    peak: int
+    ordinary: int
+    regret: dict[str, float] | None
 
 
-def explain(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any) -> list[Row]:
-    """One row for each use of each trainable parameter, in the order of the forward pass.
+def explain(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    planner: Planner | None = None,
+    measure: bool = False,
+) -> Explanation:
+    """The routes of the two-pass backends, and the plan of `bk_mixed`.
 
     Args:
         model, loss_fn, inputs, targets: as a backend takes them; real tensors or fake ones.
+        planner: which makes the plan; by default one like that of `bk_mixed` that reads and writes no file.
+        measure: time the routes on this device, twice over, and say what the timed plan is and loses. Takes many times
+            a step's time and memory for the inputs and gradients of all uses; on real tensors only.
 
     Raises:
         UnsupportedModel: what the two-pass backends refuse, with every problem.
         ValueError: tensors that disagree about the batch size, or a loss that is not shaped [B].
     """
+    planner = Planner(file=False) if planner is None else planner
     backends = {name: make(model, loss_fn, verify=False) for name, make in STRATEGIES.items()}
     mixed = backends["mixed"]
     with torch.enable_grad():
-        readings = record(mixed, map_tensors(lambda x: x.detach(), inputs), targets)
+        inputs = map_tensors(lambda x: x.detach(), inputs)
+        readings, plans = record(mixed, inputs, targets, planner, plans=2 if measure else 1)
     routes = {name: decide(readings, backend.by_ghost) for name, backend in backends.items()}
     crossing = cross_terms([r for r, route in zip(readings, routes["ghost"], strict=True) if route == "ghost"])
+    costs, regret = {}, None
+    if measure:
+        costs = fresh_costs(readings, plans[-1])
+        regret = dict(zip(("formula", "timed"), regrets(readings, plans, costs), strict=True))
+    planned = dict(zip((reading.rule for reading in readings), plans[-1].routes, strict=True))
+    decided = decide(readings, lambda rule: planned[rule].ghost)
     rows = []
     for i, reading in enumerate(readings):
-        mine = {name: decided[i] for name, decided in routes.items()}
+        mine = {name: found[i] for name, found in routes.items()}
         wanted = reading.g is not None and mixed.by_ghost(reading.rule)
         reason = why(reading, mine["mixed"], mine["ghost"], wanted)
-        rows += rows_of(reading, mine, crossing.get(reading, (0, 0)), reason)
-    return rows
+        words = in_words(reading, plans[-1].routes[i], decided[i])
+        by_formula = seconds(reading, predicted(reading.rule, reading.use.output)) if reading.is_planned else None
+        on_device = seconds(reading, costs[i]) if i in costs else None
+        for row in rows_of(reading, mine, crossing.get(reading, (0, 0)), reason):
+            rows.append(replace(row, plan=words, predicted=by_formula, measured=on_device))
+    return Explanation(rows, plans[-1].peak, plans[-1].ordinary, regret)
 
 
-def record(backend: TapeBackend, inputs: Any, targets: Any) -> list[Reading]:
-    """The readings of one forward pass and one backward pass for activation gradients, as `backend` would make them.
-
-    Raises:
-        UnsupportedModel: a parameter without an exact rule.
-    """
-    batch_size = leading_dimension(inputs, targets)
-    parameters = {name: p for name, p in backend.model.named_parameters() if p.requires_grad}
-    tape = Tape(parameters, (inputs, targets), batch_size)
-    gradients: dict[Use, Tensor] = {}
-    try:
-        with tape:
-            losses = backend.losses(inputs, targets, batch_size)
-        problems = tape.problems or unrecorded(losses, tape, parameters)
-        if problems:
-            raise UnsupportedModel(backend.name, dict.fromkeys(problems))
-        readings = [  # before the backward pass, in which uses let go of their rules
-            Reading(use, source, rule, None, all(tape.counts[name] == 1 for name in source.parameters))
-            for use in tape.uses
-            for source, rule in use.rules
-        ]
-        tape.backward(losses, gradients.__setitem__, retain_graph=False)
-        for reading in readings:
-            reading.g = gradients.get(reading.use)
-            if reading.rule.is_fallback and reading.g is not None:  # what it cannot do shows when it is done
-                reading.rule.instantiate(reading.g, slice(0, reading.rule.samples(reading.g)))
-    except Refused as refused:
-        raise UnsupportedModel(backend.name, [Problem("model", refused.reason, refused.remedy)]) from refused
-    finally:
-        tape.close()
-    return readings
-
-
-def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> list[str | None]:
-    """The route of each reading, under a backend that prefers Gram matrices where `by_ghost` says so.
-
-    Uses of one parameter share a route: all by Gram matrices, if each of them reads the parameter itself and each pair
-    has a cross term, or else all instantiated and added up.
-    """
-    found: list[str | None] = []
-    together: defaultdict[str, list[int]] = defaultdict(list)
-    for i, reading in enumerate(readings):
-        rule, source, g = reading.rule, reading.source, reading.g
-        if g is None:
-            found.append(None)
-            continue
-        ghost = source.rearranged and rule.ghosts and by_ghost(rule) and (reading.alone or source.is_parameter)
-        found.append("fallback" if rule.is_fallback else "ghost" if ghost else "instantiate")
-        if not reading.alone:
-            for name in source.parameters:
-                together[name].append(i)
-    for members in together.values():
-        all_ghost = all(found[i] == "ghost" for i in members)
-        if not all_ghost or not have_cross_terms([readings[i] for i in members]):
-            for i in members:
-                found[i] = "instantiate" if found[i] == "ghost" else found[i]
-    return found
-
-
-def have_cross_terms(readings: Sequence[Reading]) -> bool:
-    """Has each pair of these uses of one parameter an inner product that needs no instantiated gradient?
-
-    Asked once for each two kinds of use: a recurrent weight may have hundreds of uses, all alike.
-    """
-    kinds = {kind(reading): reading for reading in readings}
-    several = Counter(kind(reading) for reading in readings)
-    for this, a in kinds.items():
-        for that, b in kinds.items():
-            if this == that and several[this] == 1:
-                continue
-            assert a.g is not None and b.g is not None
-            if a.rule.inner(a.g, b.rule, b.g) is None and b.rule.inner(b.g, a.rule, a.g) is None:
-                return False
-    return True
-
-
-def kind(reading: Reading) -> tuple[type, str]:
-    """All about a reading but the values of its tensors: what its costs can depend on."""
-    shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in vars(reading.rule).items()}
-    return type(reading.rule), repr((shapes, None if reading.g is None else tuple(reading.g.shape)))
-
-
-def cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
-    """(operations, bytes) of the cross terms of each reading with those of the same parameter that come after it."""
-    later: defaultdict[int, Counter[int]] = defaultdict(Counter)  # parameter -> features of a Gram entry -> positions
-    found = {}
-    for reading in reversed(readings):
-        rule, after = reading.rule, later[id(reading.rule.parameter)]
-        if reading.alone or reading.g is None:
-            continue
-        mine = features(rule)
-        # one-hot inputs of either side make the Gram matrix over them a look-up
-        operations = sum(2 * rule.positions * count * min(mine, theirs) for theirs, count in after.items())
-        entries = 2 * rule.positions * after.total()
-        found[reading] = operations, entries * norm_dtype(reading.g.dtype).itemsize
-        after[mine] += rule.positions
-    return found
-
-
-def features(rule: Rule) -> int:
-    """Products that one entry of both Gram matrices takes."""
-    return rule.outputs if isinstance(rule, EmbeddingWeight) else rule.inputs + rule.outputs
+def seconds(reading: Reading, costs: Costs) -> Seconds:
+    """Of the whole batch, by each route."""
+    count = reading.rule.samples(reading.use.output)
+    ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
+    return {
+        "ghost": None if ghost is None else count * (ghost[1] + costs.weight_gradient),
+        "kept": None if instantiated is None or costs.kept is None else count * (instantiated[1] + costs.kept),
+        "discarded": None if instantiated is None else count * (instantiated[1] + costs.weight_gradient),
+    }
 
 
 def rows_of(
@@ -246,11 +195,11 @@ def rows_of(
             own = parameter.numel() * g.element_size() if pulled_back else 0
             first = position == 0
             bytes_ = Cost(
-                rule.ghost_bytes(g) + crossing[1] if ghost else None,
-                (rule.instantiated_bytes(g) if first else 0) + own,
+                workspace(rule, g, ghost=True) + crossing[1] if ghost else None,
+                (workspace(rule, g, ghost=False) if first else 0) + own,
             )
             operations = Cost(
-                2 * rule.positions**2 * features(rule) * rule.groups + crossing[0] if ghost else None,
+                multiplying(rule, g) + crossing[0] if ghost else None,
                 instantiating(rule, g) if first else 0,
             )
         linear = bool(rule.positions)
@@ -269,6 +218,18 @@ def rows_of(
             )
         )
     return rows
+
+
+def workspace(rule: Rule, g: Tensor, *, ghost: bool) -> int:
+    """Bytes of one sample's norm, in the way that the formulas prefer."""
+    return int(rule.work(g, rule.best_way(g, ghost=ghost)).workspace)
+
+
+def multiplying(rule: Rule, g: Tensor) -> int:
+    """Operations of one sample's norm by Gram matrices, in the way that the formulas prefer."""
+    if isinstance(rule, EmbeddingWeight):
+        return rule.positions * rule.outputs
+    return int(2 * rule.work(g, rule.best_way(g, ghost=True)).multiplications)
 
 
 def instantiating(rule: Rule, g: Tensor) -> int | None:

@@ -142,13 +142,14 @@ class BkMixed(TapeBackend):
 
     Args:
         model, loss_fn, clip, verify: as for every backend.
-        plan: what the planner aims at; see `clipping.planner`.
+        plan: what the planner aims at (see `clipping.planner`); None is the `strategy` of the class.
         memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
         timing: time the routes on this device in the second step; else the plan is the same everywhere, by formula.
     """
 
     name = "bk_mixed"
     norms = Book
+    strategy: ClassVar[Strategy] = "auto"
 
     def __init__(
         self,
@@ -157,15 +158,36 @@ class BkMixed(TapeBackend):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        plan: Strategy = "auto",
+        plan: Strategy | None = None,
         memory_overhead: float = 0.05,
         timing: bool = True,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify)
-        self.planner = Planner(plan, memory_overhead, timing=timing)
+        self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing)
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
         found = self.planner.plan(tape, losses, [*self.model.parameters(), *self.model.buffers()])
         rules = [rule for use in tape.uses for _, rule in use.rules]
         for rule, route in zip(rules, found.routes, strict=True):
             rule.route = route
+
+
+class BkMixedPaper(BkMixed):
+    """Book-keeping with the ghost norm where 2T² ≤ pd, as arXiv:2210.00038 mixes them."""
+
+    name = "bk_mixed:paper"
+    strategy = "paper"
+
+
+class BkMixedTime(BkMixed):
+    """Book-keeping with the fastest route of each use, whatever its memory."""
+
+    name = "bk_mixed:time"
+    strategy = "time"
+
+
+class BkMixedMemory(BkMixed):
+    """Book-keeping with the route of each use that keeps least, whatever its time."""
+
+    name = "bk_mixed:memory"
+    strategy = "memory"

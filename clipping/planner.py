@@ -95,10 +95,19 @@ class Planner:
         strategy: see the module's text.
         memory_overhead: predicted bytes beyond those of ordinary training, as a share of these, for "auto".
         timing: time routes on the device; else all is by formula, and the plan the same wherever it is made.
+        file: costs are read from the device's file and added to it; False measures them anew.
     """
 
-    def __init__(self, strategy: Strategy = "auto", memory_overhead: float = 0.05, *, timing: bool = True) -> None:
-        self.strategy, self.memory_overhead, self.timing = strategy, memory_overhead, timing
+    def __init__(
+        self,
+        strategy: Strategy = "auto",
+        memory_overhead: float = 0.05,
+        *,
+        timing: bool = True,
+        file: bool = True,
+    ) -> None:
+        self.strategy, self.memory_overhead = strategy, memory_overhead
+        self.timing, self.file = timing, file
         self._plans: dict[Hashable, Plan] = {}
         self._calls: Counter[Hashable] = Counter()
         self._notebooks: dict[torch.device, Notebook] = {}
@@ -160,7 +169,7 @@ class Planner:
         """By kind of use: those on record, else timed if they may be, else predicted."""
         if not self._times(losses):
             return {what: predicted(rule, use.output) for (use, _, rule), what in zip(readings, kinds, strict=True)}
-        notebook = self._notebooks.setdefault(losses.device, Notebook(losses.device))
+        notebook = self._notebook(losses.device)
         costs: dict[Kind, Costs] = {}
         new: dict[str, Costs] = {}
         with torch.no_grad():
@@ -181,6 +190,11 @@ class Planner:
     def _times(self, losses: Tensor) -> bool:
         real = not isinstance(losses, FakeTensor) and losses.device.type != "meta"
         return self.timing and real and self.strategy in ("auto", "time")
+
+    def _notebook(self, device: torch.device) -> Notebook:
+        if device not in self._notebooks:
+            self._notebooks[device] = Notebook(device, file=self.file)
+        return self._notebooks[device]
 
     def _choose(self, items: list[Item], timeline: Timeline) -> None:
         """Set what each item takes."""

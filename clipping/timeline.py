@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -82,28 +83,53 @@ class Timeline:
         for node, size in uses:
             gradients[self._moment(node)] += size
         self.ordinary = max(map(sum, zip(both, accumulate(gradients), strict=True)))
-        both[count] += sum(size for _, size in uses)  # the sum at the end has the shape of the parameters
+        self._sums = sorted(uses)  # formed when the backward pass is over, the first layer first
         events = {0, count, *self._freed.values(), *(self._moment(node) for node, _ in uses)}
         self._begins = sorted(events | {time + 1 for time in events if time < count})
         self._both = [max(both[a:b]) for a, b in pairwise([*self._begins, count + 1])]
 
     def peak(self, held: Iterable[Held]) -> int:
         """The most bytes that book-keeping holds."""
+        held = list(held)
         grown = [0] * len(self._begins)
-        kept: set[int] = set()
-        totals = self._both
+        keepers: Counter[int] = Counter()
         for use in held:
             at = self._segment(self._moment(use.node))
             grown[at] += use.kept
-            if use.input is not None and use.input not in kept:
-                kept.add(use.input)
-                time = max(self._moment(use.node), self._freed.get(use.input, 0))
-                grown[self._segment(time)] += self._sizes.get(use.input, 0)
+            if use.input is not None:
+                keepers[use.input] += 1
+                if keepers[use.input] == 1:
+                    time = max(self._moment(use.node), self._freed.get(use.input, 0))
+                    grown[self._segment(time)] += self._sizes.get(use.input, 0)
         totals = [a + b for a, b in zip(self._both, accumulate(grown), strict=True)]
         for use in held:
             at = self._segment(self._moment(use.node))
             totals[at] += use.workspace
-        return max(totals)
+        return max(*totals, self._peak_of_sums(held, sum(grown), keepers))
+
+    def _peak_of_sums(self, held: Sequence[Held], kept: int, keepers: Counter[int]) -> int:
+        """The most bytes at the end: one sum after the other is formed, and then what it is formed from goes.
+
+        Args:
+            held: by each use.
+            kept: bytes of all of it.
+            keepers: of each input that is kept, how many keep it; used up here.
+        """
+        by_node: dict[int, list[Held]] = {}
+        for use in held:
+            by_node.setdefault(use.node, []).append(use)
+        peak = 0
+        for node, size in self._sums:
+            kept += size
+            here = by_node.get(node, ())
+            # what the library's kernel sums up is multiplied by the factors first, in a tensor of its own
+            peak = max(peak, kept + max((use.kept for use in here if use.input is not None), default=0))
+            for use in here:
+                kept -= use.kept
+                if use.input is not None:
+                    keepers[use.input] -= 1
+                    kept -= 0 if keepers[use.input] else self._sizes.get(use.input, 0)
+        return peak
 
     def _moment(self, node: int) -> int:
         """When the node of this number is visited."""

@@ -232,7 +232,10 @@ class CheckTrial(_ModelTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainTrial(Trial):
-    """The route of each use of each parameter, and what it costs. None: the model's own size and number of classes."""
+    """The route of each use of each parameter, and what it costs. None: the model's own size and number of classes.
+
+    `measure`: on real tensors on `device`, with the seconds of each route and the peaks of a step; else from shapes.
+    """
 
     kind: ClassVar[str] = "explain"
     body: ClassVar[str] = "dpbench.measure.explain:run"
@@ -240,13 +243,15 @@ class ExplainTrial(Trial):
     batch_size: int
     image_size: int | None = None
     num_classes: int | None = None
+    measure: bool = False
+    device: str = "cpu"
     timeout: float = 300.0
 
     def modules(self) -> tuple[str, ...]:
         from dpbench.models import required_modules
 
-        # the fake mode imports torch._dynamo in its constructor, which takes a second and more
-        return ("torch", "torch._dynamo", *required_modules(self.model))
+        # the fake mode imports torch._dynamo in its constructor, which takes a second and more; the profiler, see above
+        return ("torch", "torch._inductor" if self.measure else "torch._dynamo", *required_modules(self.model))
 
 
 #: What each built-in kind runs.

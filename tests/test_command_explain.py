@@ -18,7 +18,7 @@ from dpbench.trials import ExplainTrial
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = [
     *("parameter", "op", "T", "d", "p", "groups", "two_T_squared", "p_times_d", "paper_choice", "choice"),
-    *("bytes", "flops", "reason"),
+    *("bytes", "flops", "reason", "plan", "predicted_seconds", "measured_seconds"),
 ]
 MODELS = """
 import torch
@@ -120,6 +120,8 @@ def test_json_is_a_list_of_rows(capsys, models):
     assert [list(row) for row in rows] == [KEYS] * 6
     assert [row["parameter"] for row in rows] == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
     conv, bias = rows[:2]
+    predicted = conv.pop("predicted_seconds")
+    assert list(predicted) == ["ghost", "kept", "discarded"] and 0 < predicted["kept"] < predicted["ghost"] < 1
     assert conv == {
         "parameter": "0.weight",
         "op": "conv2d",
@@ -131,9 +133,11 @@ def test_json_is_a_list_of_rows(capsys, models):
         "p_times_d": 27 * 8,
         "paper_choice": "instantiate",
         "choice": "instantiate",
-        "bytes": {"ghost": 4 * (2 * 64**2 + 64 * 35), "instantiate": 4 * 27 * 8},
-        "flops": {"ghost": 2 * 64**2 * 35, "instantiate": 2 * 64 * 27 * 8},
+        "bytes": {"ghost": 4 * (2 * 64**2 + 2 * 64 * 27), "instantiate": 4 * 27 * 8},
+        "flops": {"ghost": 0.75 * 2 * 64**2 * 35, "instantiate": 2 * 64 * 27 * 8},  # by symmetry, in two halves
         "reason": None,
+        "plan": "kept, grouped",
+        "measured_seconds": None,
     }
     assert [bias[key] for key in ("T", "d", "p", "two_T_squared", "p_times_d", "paper_choice")] == [None] * 6
     assert bias["bytes"] == {"ghost": None, "instantiate": 32}
@@ -149,8 +153,9 @@ def test_the_table_is_aligned_and_sums_up(vgg):
     header, first, second = lines[2:5]
     assert len(lines[2 : lines.index("", 2)]) == 1 + len(vgg["rows"])
     assert columns(first)[:7] == ["features.0.weight", "conv2d", "50,176", "27", "64", "5.04 G", "1.73 k"]
-    assert columns(first)[7:] == ["instantiate", "instantiate", "18.8 GiB", "6.75 KiB", "458 G", "173 M"]
-    assert columns(second)[2:] == ["-"] * 6 + ["instantiate", "-", "256 B", "-", "3.21 M"]
+    assert columns(first)[7:13] == ["instantiate", "instantiate", "18.8 GiB", "6.75 KiB", "344 G", "173 M"]
+    assert columns(second)[2:13] == ["-"] * 6 + ["instantiate", "-", "256 B", "-", "3.21 M"]
+    assert [columns(line)[13:] for line in (first, second)] == [["kept, grouped", "1.30 ms"], ["kept", "0.04 µs"]]
     for name in ("2T²", "pd"):  # numbers end where their header ends
         end = header.index(name) + len(name)
         assert all(line[end - 1] != " " and line[end] == " " for line in (header, first, second))
@@ -158,9 +163,9 @@ def test_the_table_is_aligned_and_sums_up(vgg):
     assert "parameters by the route of mixed_ghost: 98.4% ghost, 1.6% instantiated\n" in text
     totals = {columns(line)[0]: columns(line)[1:] for line in lines}
     assert ["all ghost", "all instantiated", "mixed"] in [columns(line) for line in lines]
-    assert totals["bytes, one sample"] == ["20.2 GiB", "507 MiB", "36.5 MiB"]
-    assert totals["operations, one sample"] == ["768 G", "15.2 G", "16.5 G"]
-    assert totals["bytes, 4 samples"] == ["80.9 GiB", "1.98 GiB", "146 MiB"]
+    assert totals["bytes, one sample"] == ["20.8 GiB", "603 MiB", "91.9 MiB"]
+    assert totals["operations, one sample"] == ["424 G", "15.2 G", "10.8 G"]
+    assert totals["bytes, 4 samples"] == ["83.0 GiB", "2.36 GiB", "368 MiB"]
     assert "Figures of a row are for one sample" in text and "2T² ≤ pd" in text and "2205.10683" in text
     assert "What is made of several parameters" not in text
     batch_of_one = table("vgg11", vgg["rows"], vgg["summary"])
@@ -185,10 +190,14 @@ def test_the_table_numbers_its_reasons():
         "inputs": [[2, 6], [2]],
         "batch_size": 2,
         "real_tensors": "TypeError: no",
+        "predicted_peak": {"plan": 3 * 2**20, "ordinary": 2 * 2**20},
+        "measured": None,
+        "regret": None,
     }
     lines = table("mine.py:f", rows, summary)
     assert lines[0] == "mine.py:f: 6 trainable parameters, inputs 2×6, 2"
-    assert [columns(line)[-1] for line in lines[3:7]] == ["[1]", "0", "[2]", "[1]"]
+    assert [columns(line)[-1] for line in lines[3:7]] == ["[1]", "-", "[2]", "[1]"]
+    assert "Predicted peak of the plan: 3.00 MiB, 1.50x ordinary training's 2.00 MiB." in lines
     assert columns(lines[5])[1] == "maximum, 2 groups"
     assert "[1] this" in lines and "[2] that" in lines
     assert "parameters by the route of mixed_ghost: 66.7% fallback, 33.3% that the loss does not depend on" in lines
@@ -285,3 +294,60 @@ def test_the_parent_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stderr.split()[-2:] == ["0", "False"]
     assert len(json.loads(done.stdout)) == 16
+
+
+@pytest.fixture(scope="module")
+def measured(models) -> dict:
+    return run(ExplainTrial(model=f"{models}:lazy_no_more", batch_size=4, measure=True))
+
+
+def test_measured_seconds_peaks_and_regret(measured):
+    rows, summary = measured["rows"], measured["summary"]
+    assert all(row["measured_seconds"]["kept"] > 0 for row in rows)
+    assert rows[0]["measured_seconds"]["ghost"] is None or rows[0]["measured_seconds"]["ghost"] > 0
+    assert set(summary["regret"]) == {"formula", "timed"} and min(summary["regret"].values()) >= 0
+    steps, predicted = summary["measured"], summary["predicted_peak"]
+    for name in ("plan", "ordinary"):
+        assert steps[name]["source"] == "cpu_allocator" and 0 < steps[name]["step_seconds"] < 1
+        # of a network as small as this, temporaries inside kernels are the larger part
+        assert predicted[name] / 2 < steps[name]["peak_bytes"] < 20 * predicted[name]
+
+
+def test_the_table_says_what_was_measured(measured):
+    lines = table("mine.py:f", measured["rows"], measured["summary"])
+    header = columns(lines[2])
+    assert header[-5:] == ["plan of bk_mixed", "predicted", "measured: ghost", "kept", "discarded"]
+    assert all(re.fullmatch(r"[\d.]+ (s|ms|µs)", columns(line)[-2]) for line in lines[3:9])
+    text = "\n".join(lines)
+    for said in (
+        r"Predicted peak of the plan: [\d.]+ KiB, [\d.]+x ordinary training's [\d.]+ KiB\.\n",
+        r"Measured peak of the plan: [\d.]+ [KM]iB, [\d.]+x ordinary training's [\d.]+ [KM]iB \(cpu_allocator\)\.\n",
+        r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs)\.\n",
+        r"Regret of the plan by formula: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",
+        r"Regret of the plan by timing, the one shown: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",
+    ):
+        assert re.search(said, text), said
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (None, "-"),
+        (2.345, "2.35 s"),
+        (0.0999, "99.9 ms"),
+        (0.99951, "1.00 s"),
+        (4.2e-8, "0.04 µs"),
+        (9.996e-3, "10.0 ms"),
+    ],
+)
+def test_seconds_have_three_digits(number, shown):
+    from dpbench.commands.explain import _seconds
+
+    assert _seconds(number) == shown
+
+
+def test_measuring_from_the_command_line(capsys, models):
+    assert main(["explain", f"{models}:lazy_no_more", "--batch-size", "2", "--measure", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [list(row) for row in rows] == [KEYS] * 6
+    assert all(set(row["measured_seconds"]) == {"ghost", "kept", "discarded"} for row in rows)

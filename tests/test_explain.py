@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,11 +12,16 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
+from clipping.costs import predicted
 from clipping.explain import Cost, Row, explain
+from clipping.ghost import MixedGhost
 from clipping.interface import map_tensors
-from clipping.rules import Rule
+from clipping.planner import Plan, Planner
+from clipping.readings import record
+from clipping.regret import candidates, followed, regrets, remeasured, settled
+from clipping.rules import Route, Rule
 
-BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost"}
+BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost", "plan": "bk_mixed"}
 BATCH = 3
 
 
@@ -32,7 +38,7 @@ def total(outputs, targets):
 def rows(model: nn.Module, *size: int, inputs=None, loss=total) -> dict[str, Row]:
     """parameter -> its only row, for inputs [3, *size] in float32."""
     inputs = torch.randn(BATCH, *size) if inputs is None else inputs
-    found = explain(model, loss, inputs, torch.zeros(BATCH))
+    found = explain(model, loss, inputs, torch.zeros(BATCH)).rows
     assert len({row.parameter for row in found}) == len(found)
     return {row.parameter: row for row in found}
 
@@ -64,16 +70,25 @@ def test_at_the_threshold_the_rule_takes_the_ghost_norm():
 def test_a_strided_convolution():
     weight = rows(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), 3, 9, 7)["weight"]
     assert (weight.operation, shape_of(weight)) == ("conv2d", (5 * 4, 3 * 3 * 3, 8, 1))
-    # the ghost norm unfolds the input, and so needs its patches beside the two Gram matrices
-    assert weight.bytes == Cost(ghost=4 * (2 * 20**2 + 20 * (27 + 8)), instantiate=4 * 27 * 8)
+    # by patches, which are made and copied beside the two Gram matrices; the gradient is that of a grouped convolution
+    assert weight.bytes == Cost(ghost=4 * (2 * 20**2 + 2 * 20 * 27), instantiate=4 * 27 * 8)
     assert weight.operations == Cost(ghost=2 * 20**2 * (27 + 8), instantiate=2 * 20 * 27 * 8)
+
+
+def test_a_convolution_of_many_positions_has_its_gram_matrices_from_pixels():
+    weight = rows(nn.Conv2d(64, 8, 3, padding=1, bias=False), 64, 10, 10)["weight"]
+    assert shape_of(weight) == (100, 576, 8, 1)
+    assert weight.bytes.ghost == 4 * (2 * 100**2 + 100**2)  # both Gram matrices, and that of the 10x10 pixels
+    assert weight.operations.ghost == 2 * 100**2 * (8 + 64)
+    assert weight.plan == "kept, grouped"
 
 
 def test_a_grouped_convolution_has_gram_matrices_for_each_group():
     weight = rows(nn.Conv1d(6, 9, 2, groups=3, bias=False), 6, 5)["weight"]
     assert (weight.operation, shape_of(weight)) == ("conv1d", (4, 2 * 2, 3, 3))
-    assert weight.bytes == Cost(ghost=4 * 3 * (2 * 4**2 + 4 * (4 + 3)), instantiate=4 * 9 * 2 * 2)
-    assert weight.operations == Cost(ghost=3 * 2 * 4**2 * (4 + 3), instantiate=3 * 2 * 4 * 4 * 3)
+    # by pixels, of which there are 5: both Gram matrices of a group, and that of its pixels
+    assert weight.bytes == Cost(ghost=4 * 3 * (2 * 4**2 + 5**2), instantiate=4 * 9 * 2 * 2)
+    assert weight.operations == Cost(ghost=2 * (3 * 4**2 * 3 + 5**2 * 6), instantiate=3 * 2 * 4 * 4 * 3)
     assert weight.paper == "instantiate"  # 32 > 12 in each group
 
 
@@ -85,29 +100,30 @@ def test_norms_and_bare_parameters_have_no_linear_form():
         assert (row.bytes, row.operations) == (Cost(None, 4 * 4), Cost(None, operations))
 
 
-def test_an_embedding_multiplies_no_one_hot_inputs():
+def test_an_embedding_adds_up_the_rows_that_were_read():
     ids = torch.randint(0, 50, (BATCH, 7))
     weight = rows(nn.Embedding(50, 4), inputs=ids)["weight"]
     assert (weight.operation, shape_of(weight), weight.paper) == ("embedding", (7, 50, 4, 1), "ghost")
-    assert weight.bytes == Cost(ghost=4 * 2 * 7**2, instantiate=4 * 50 * 4)
-    assert weight.operations == Cost(ghost=2 * 7**2 * 4, instantiate=7 * 4)
+    assert weight.bytes == Cost(ghost=4 * 2 * 7 * 4, instantiate=4 * 50 * 4)
+    assert weight.operations == Cost(ghost=7 * 4, instantiate=7 * 4)
 
 
 def test_a_tied_head_has_a_row_for_each_use_and_their_cross_term_in_the_first():
     ids = torch.randint(0, 7, (BATCH, 3))
-    found = explain(Tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH))
+    found = explain(Tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH)).rows
     embedding, head = (row for row in found if row.parameter == "embedding.weight")
     assert (embedding.operation, shape_of(embedding)) == ("embedding", (3, 7, 4, 1))
     assert (head.operation, shape_of(head)) == ("linear", (3, 4, 7, 1))
     assert {row.routes["mixed"] for row in (embedding, head)} == {"ghost"}  # 18 <= 28
     assert head.bytes.ghost == 4 * 2 * 3**2
     assert head.operations.ghost == 2 * 3**2 * (4 + 7)
-    assert embedding.bytes.ghost == 4 * (2 * 3**2 + 2 * 3 * 3)
-    assert embedding.operations.ghost == 2 * 3**2 * 4 + 2 * 3 * 3 * 4  # the inputs' Gram matrix is a look-up
+    assert embedding.bytes.ghost == 4 * (2 * 3 * 4 + 2 * 3 * 3)
+    assert embedding.operations.ghost == 3 * 4 + 2 * 3 * 3 * 4  # the inputs' Gram matrix is a look-up
+    assert {embedding.plan, head.plan} == {"ghost, with cross terms"}
 
 
 def test_a_layer_used_twice_has_its_cross_term_with_the_first_use():
-    found = explain(Reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH))
+    found = explain(Reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH)).rows
     first, second = (row for row in found if row.parameter == "layer.weight")
     assert (first.operations.ghost, second.operations.ghost) == (2 * (4 + 4) * 2, 2 * (4 + 4))
     assert (first.bytes.ghost, second.bytes.ghost) == (4 * 4, 4 * 2)
@@ -131,11 +147,12 @@ def test_a_slice_is_instantiated_and_pulled_back():
     assert (row.paper, row.routes["mixed"], row.routes["ghost"]) == ("ghost", "instantiate", "instantiate")
     assert row.bytes == Cost(None, 4 * (5 * 6 + 9 * 6))
     assert row.reason == "reads a function of the parameter (a slice, a cast), not the parameter"
+    assert (row.plan, row.predicted) == ("discarded, pulled back", None)
 
 
 def test_a_source_of_two_parameters_is_counted_once():
     weight = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5, bias=False))
-    scale, direction = explain(weight, total, torch.randn(BATCH, 6), torch.zeros(BATCH))
+    scale, direction = explain(weight, total, torch.randn(BATCH, 6), torch.zeros(BATCH)).rows
     assert {scale.parameter, direction.parameter} == {f"parametrizations.weight.original{i}" for i in (0, 1)}
     assert sum(row.bytes.instantiate or 0 for row in (scale, direction)) == 4 * (5 * 6 + 5 + 5 * 6)
     assert sum(row.operations.instantiate or 0 for row in (scale, direction)) == 2 * 5 * 6
@@ -144,7 +161,7 @@ def test_a_source_of_two_parameters_is_counted_once():
 def test_several_uses_share_a_route():
     """The first prefers its gradient (T = 8), the second Gram matrices (T = 1): the gradients must be added up."""
     model = Model(lambda weight, x: torch.tanh(x @ weight).mean(1) @ weight, 6, 6)
-    first, second = explain(model, total, torch.randn(BATCH, 8, 6), torch.zeros(BATCH))
+    first, second = explain(model, total, torch.randn(BATCH, 8, 6), torch.zeros(BATCH)).rows
     assert (first.paper, second.paper) == ("instantiate", "ghost")
     assert (first.routes["mixed"], second.routes["mixed"]) == ("instantiate", "instantiate")
     assert (first.routes["ghost"], second.routes["ghost"]) == ("ghost", "ghost")
@@ -154,10 +171,11 @@ def test_several_uses_share_a_route():
 
 def test_uses_without_a_cross_term_are_instantiated():
     model = Model(lambda weight, x: torch.tanh(x @ weight) + nn.functional.linear(x, weight), 6, 6)
-    found = explain(model, total, torch.randn(BATCH, 6), torch.zeros(BATCH))
+    found = explain(model, total, torch.randn(BATCH, 6), torch.zeros(BATCH)).rows
     assert {row.routes["ghost"] for row in found} == {"instantiate"}
     assert {row.reason for row in found} == {"the parameter has several uses, and no cross term with another of them"}
     assert {row.bytes.ghost for row in found} == {None}
+    assert {row.plan for row in found} == {"kept, added up"}
 
 
 def test_rows_regrouped_by_sample_lose_the_gram_form_of_a_convolution():
@@ -188,6 +206,7 @@ def test_a_use_that_the_loss_does_not_depend_on_costs_nothing():
     assert (shape_of(row), set(row.routes.values())) == ((1, 4, 3, 1), {None})
     assert (row.bytes, row.operations) == (Cost(None, None), Cost(None, None))
     assert row.reason == "the loss does not depend on this use"
+    assert (row.plan, row.predicted) == (None, None)
 
 
 def test_frozen_parameters_have_no_row():
@@ -221,22 +240,29 @@ def test_hundreds_of_uses_of_a_recurrent_weight():
         def forward(self, x):
             return self.lstm(x)[0]
 
-    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH))
+    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH)).rows
     steps = [row for row in found if row.parameter == "lstm.weight_hh_l0"]
     assert len(steps) == 200 and {row.routes["mixed"] for row in steps} == {"ghost"}
     # 200 uses of one position, and 200·199/2 pairs
     assert sum(row.operations.ghost or 0 for row in steps) == 2 * (8 + 32) * (200 + 200 * 199 // 2)
 
 
-def comparable(found: list[Row]) -> list[tuple]:
-    return [tuple(sorted((key, str(value)) for key, value in vars(row).items())) for row in found]
+def comparable(found: list[Row], plans: bool) -> list[tuple]:
+    rows = found if plans else [replace(row, plan=None) for row in found]
+    return [tuple(sorted((key, str(value)) for key, value in vars(row).items())) for row in rows]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_routes_are_the_ones_that_the_backends_take(case: Case, monkeypatch):
-    """Each norm is watched: Gram matrices alone where explain says ghost, instantiated where it does not."""
+    """Each norm is watched: Gram matrices alone where explain says ghost, instantiated where it does not.
+
+    So are those of bk_mixed, whose plan is told in words.
+    """
     model, inputs, targets, loss_fn = case.make()
-    found = explain(model, loss_fn, inputs, targets)
+    found = [
+        replace(row, routes=row.routes | {"plan": planned(row)})
+        for row in explain(model, loss_fn, inputs, targets).rows
+    ]
     names = {id(p): name for name, p in model.named_parameters()}
     seen: set[tuple[str, str]] = set()
     for cls in subclasses(Rule):
@@ -254,6 +280,12 @@ def test_the_routes_are_the_ones_that_the_backends_take(case: Case, monkeypatch)
                 assert "instantiate" in taken, (name, row)
         if all(len(routes) == 1 for routes in routes_of(found, strategy).values()):
             assert shares(found, strategy, model) == pytest.approx(backend.coverage), name
+
+
+def planned(row: Row) -> str | None:
+    """The route that the words of the plan begin with, or "fallback" for an operation without a formula."""
+    words = (row.plan or "").replace(",", " ").split()
+    return "fallback" if row.routes["mixed"] == "fallback" else words[0] if words else None
 
 
 def subclasses(cls: type) -> set[type]:
@@ -289,22 +321,24 @@ def shares(found: list[Row], strategy: str, model: nn.Module) -> dict[str, float
     share = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
     for name, size in sizes.items():
         (route,) = routes.get(name, {"instantiate"})
-        share["instantiated" if route == "instantiate" else route] += size / sum(sizes.values())
+        share[route if route in share else "instantiated"] += size / sum(sizes.values())
     return share
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_fake_tensors_tell_the_same(case: Case):
     model, inputs, targets, loss_fn = case.make()
-    real = comparable(explain(model, loss_fn, inputs, targets))
+    # attention on real tensors is another kernel, which saves something else: plans for memory may differ
+    plans = not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+    real = comparable(explain(model, loss_fn, inputs, targets).rows, plans)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     inputs, targets = map_tensors(mode.from_tensor, (inputs, targets))
     with mode:
         try:
-            found = explain(model, loss_fn, inputs, targets)
+            found = explain(model, loss_fn, inputs, targets).rows
         except DynamicOutputShapeException:
             pytest.skip("its shapes depend on values: explain runs such a model on real tensors")
-        assert comparable(found) == real
+        assert comparable(found, plans) == real
 
 
 def test_the_model_is_left_as_it_was():
@@ -315,3 +349,89 @@ def test_the_model_is_left_as_it_was():
     explain(model, cross_entropy, x, torch.zeros(BATCH, dtype=torch.long))
     assert [(p.requires_grad, sorted(vars(p))) for p in model.parameters()] == before
     assert all(p.grad is None for p in model.parameters()) and not vars(x)
+
+
+def measurable() -> tuple[nn.Module, torch.Tensor]:
+    layers = nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(4 * 16, 3)
+    return nn.Sequential(*layers), torch.randn(BATCH, 3, 6, 6)
+
+
+def test_predicted_and_measured_seconds_of_each_route():
+    model, x = measurable()
+    found = explain(model, total, x, torch.zeros(BATCH), measure=True)
+    by_name = {row.parameter: row for row in found.rows}
+    for name, row in by_name.items():
+        assert row.predicted is not None and row.measured is not None
+        assert list(row.predicted) == list(row.measured) == ["ghost", "kept", "discarded"]
+        has_ghost = name in ("0.weight", "4.weight")
+        assert (row.predicted["ghost"] is not None) == has_ghost
+        assert all(seconds is None or seconds > 0 for seconds in (*row.predicted.values(), *row.measured.values()))
+        assert row.measured["kept"] is not None and row.measured["kept"] > 1e-6  # an operation takes that long
+    assert found.regret is not None and set(found.regret) == {"formula", "timed"}
+    assert all(0 <= seconds < 0.1 for seconds in found.regret.values())
+
+
+def test_nothing_is_timed_unless_it_was_asked_for(monkeypatch):
+    def timed(*_):
+        raise AssertionError("timed")
+
+    monkeypatch.setattr("clipping.planner.measured", timed)
+    monkeypatch.setattr("clipping.regret.measured", timed)
+    model, x = measurable()
+    found = explain(model, total, x, torch.zeros(BATCH))
+    assert found.regret is None and {row.measured for row in found.rows} == {None}
+    assert min(found.peak, found.ordinary) > sum(p.numel() for p in model.parameters()) * 4
+
+
+def test_the_regret_is_what_the_taken_routes_lose(monkeypatch):
+    """With seconds that are known: ghost 3, kept 2, discarded 1 of every use; one plan discards, the other does not."""
+    monkeypatch.setattr("clipping.regret.remeasured", lambda _, routes: {r: pretended(r) for r in routes})
+    model, x = measurable()
+    planner = Planner(file=False)
+    readings, (plan,) = record(MixedGhost(model, total, verify=False), x, torch.zeros(BATCH), planner)
+    costs = {i: predicted(reading.rule, reading.use.output) for i, reading in enumerate(readings)}
+    routes = [Route() for _ in readings]
+    best = Plan(routes, plan.items, plan.peak, plan.ordinary, False)
+    kept = Plan([Route(kept=True) for _ in readings], plan.items, plan.peak, plan.ordinary, False)
+    ghost = Plan([Route(ghost=bool(r.rule.ghosts)) for r in readings], plan.items, plan.peak, plan.ordinary, False)
+    assert len(readings) == 6
+    assert regrets(readings, [best, kept, ghost], costs) == [0, 6, 2 * 2]
+
+
+def pretended(route: Route) -> float:
+    return 3.0 if route.ghost else 2.0 if route.kept else 1.0
+
+
+def test_routes_take_turns_and_noise_in_one_round_is_no_regret(monkeypatch):
+    model, x = measurable()
+    (reading, *_), _ = record(MixedGhost(model, total, verify=False), x, torch.zeros(BATCH), Planner(file=False))
+    seen = []
+
+    def clock(run, device):
+        seen.append(run.args[1])
+        return (100.0 if len(seen) in (1, 5) else 1.0), None
+
+    monkeypatch.setattr("clipping.regret._seconds", clock)
+    routes = [Route(), Route(kept=True)]
+    assert remeasured(reading, routes) == {route: 1.0 for route in routes}
+    assert seen == routes * (len(seen) // 2) and len(seen) >= 8
+
+
+@pytest.mark.parametrize("name", ["conv2d groups", "conv2d depthwise", "windows", "embedding padding_idx", "low rank"])
+def test_what_the_second_measurement_runs_is_right(name):
+    """Norm and sum by each route that may be timed."""
+    model, inputs, targets, loss_fn = next(case for case in CASES if case.name == name).make()
+    planner = Planner(file=False)
+    readings, (plan,) = record(MixedGhost(model, loss_fn, verify=False), inputs, targets, planner)
+    for i, reading in enumerate(readings):
+        if not reading.is_planned:
+            continue
+        rule, g = reading.rule, reading.g
+        assert g is not None
+        gradients = rule.instantiate(g, slice(0, rule.samples(g))).flatten(1)
+        costs = predicted(rule, reading.use.output)
+        for route in {settled(reading, plan.routes[i]), *candidates(reading, costs)}:
+            for chosen in (route, replace(route, block=2)):
+                squares, total, _ = followed(reading, chosen)
+                torch.testing.assert_close(squares, gradients.square().sum(1), rtol=1e-9, atol=1e-12)
+                torch.testing.assert_close(total.flatten(), gradients.sum(0), rtol=1e-9, atol=1e-12)

@@ -48,6 +48,15 @@ def test_accounting_imports_no_torch():
     assert [str(p) for p in MODULES if p.is_relative_to(ROOT / "accounting") and "torch" in imports(p)] == []
 
 
+def test_clipping_imports_torch_alone():
+    """The peers, and no other module, import what they wrap; kernels are written in Triton, in one module."""
+    wrapped = {"opacus": {"opacus"}, "fastdp": {"fastDP"}, "private_cnn": {"private_CNN"}, "programs": {"triton"}}
+    allowed = {"clipping", "torch", *sys.stdlib_module_names}
+    clipping = [path for path in MODULES if path.is_relative_to(ROOT / "clipping")]
+    foreign = {path.stem: imports(path) - allowed - wrapped.get(path.stem, set()) for path in clipping}
+    assert {name: found for name, found in foreign.items() if found} == {}
+
+
 def test_nothing_imports_experiments():
     assert [str(path) for path in MODULES if "experiments" in imports(path)] == []
 

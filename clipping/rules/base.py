@@ -229,7 +229,7 @@ class Regrouped(Rule):
     def __init__(self, rule: Rule, fold: int) -> None:
         super().__init__(rule.parameter, rule.positions * fold, rule.inputs, rule.outputs, rule.groups)
         self.rule, self.fold = rule, fold
-        self.is_fallback = rule.is_fallback
+        self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         each = self.rule.work(g, way)

@@ -101,11 +101,14 @@ class ConvolutionWeight(Rule):
 
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
         """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
-        shape = (fold * self.parameter.shape[0], *self.parameter.shape[1:])
+        # only its shape is read, for the weight itself is needed by the input's gradient alone
+        weight = self.parameter
+        if fold != 1 or weight.dtype != g.dtype:
+            weight = g.new_empty(fold * weight.shape[0], *weight.shape[1:])
         return torch.ops.aten.convolution_backward(
             g,
             x,
-            g.new_empty(shape),  # only its shape is read: the weight itself is needed for the input's gradient alone
+            weight,
             None,
             self.stride,
             self.padding,

@@ -1,4 +1,7 @@
-"""``dpbench explain``: for every use of every parameter, what decides the route of its norm, and what each costs."""
+"""``dpbench explain``: for every use of every parameter, what decides the route of its norm, and what each costs.
+
+And what `bk_mixed` plans for it. With ``--measure``, every route is timed on this device: how good the plan is.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dpbench.environment import DEVICES, resolve_device
 from dpbench.errors import UsageError
 from dpbench.isolation import Answer, Isolation
 from dpbench.models import validate_reference
@@ -19,7 +23,11 @@ Row = dict[str, Any]
 BATCH_SIZE = 8
 _HEADER = ("parameter", "op", "T", "d", "p", "2T²", "pd", "paper", "choice")
 _COSTS = ("bytes: ghost", "instantiate", "operations: ghost", "instantiate")
+_PLAN = ("plan of bk_mixed", "predicted")
+_ROUTES = ("ghost", "kept", "discarded")
 _NUMBERS = range(2, 7)
+#: Measuring takes as long as many steps.
+_MEASURING_TIMEOUT = 3600.0
 _STRATEGIES = {"ghost": "all ghost", "instantiate": "all instantiated", "mixed": "mixed"}
 _SHARES = {
     "ghost": "ghost",
@@ -44,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time every route of every use on this device, and the memory and time of a step: takes many steps",
+    )
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="for --measure; auto: cuda where there is one, else cpu"
+    )
     parser.add_argument("--format", choices=("table", "json"), default="table")
 
 
@@ -51,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a row for each use of each parameter; 0, or 1 if the model is refused (the problems, a line each).
 
     Raises:
-        UsageError: an unknown model, or a size below 1.
+        UsageError: an unknown model or device, or a size below 1.
     """
     validate_reference(args.model)
     for option in ("batch_size", "image_size", "num_classes"):
@@ -59,7 +75,13 @@ def run(args: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
     trial = ExplainTrial(
-        model=args.model, batch_size=args.batch_size, image_size=args.image_size, num_classes=args.num_classes
+        model=args.model,
+        batch_size=args.batch_size,
+        image_size=args.image_size,
+        num_classes=args.num_classes,
+        measure=args.measure,
+        device=resolve_device(args.device),
+        timeout=_MEASURING_TIMEOUT if args.measure else ExplainTrial.timeout,
     )
     with Isolation() as isolation:
         answer = isolation.run(trial)
@@ -92,8 +114,11 @@ def _last_words(answer: Answer) -> str:
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
     """The lines of the table: a title, the rows, what they come to, and what the columns mean."""
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
-    cells = [(*_HEADER, *_COSTS, "")] + [_cells(row, reasons) for row in rows]
-    right = {*_NUMBERS, *range(len(_HEADER), len(_HEADER) + len(_COSTS))}
+    measured = any(row["measured_seconds"] for row in rows)
+    routes = (f"measured: {_ROUTES[0]}", *_ROUTES[1:]) if measured else ()
+    header = (*_HEADER, *_COSTS, *_PLAN, *routes, "")
+    cells = [header, *(_cells(row, reasons, measured) for row in rows)]
+    right = {*_NUMBERS, *range(len(_HEADER), len(header) - 1)} - {header.index(_PLAN[0])}
     return [
         f"{model}: {summary['parameters']:,} trainable parameters, {_inputs(summary['inputs'])}",
         "",
@@ -105,7 +130,7 @@ def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]
     ]
 
 
-def _cells(row: Row, reasons: list[str]) -> tuple[str, ...]:
+def _cells(row: Row, reasons: list[str], measured: bool) -> tuple[str, ...]:
     op = row["op"] if (row["groups"] or 1) == 1 else f"{row['op']}, {row['groups']} groups"
     return (
         row["parameter"],
@@ -116,8 +141,17 @@ def _cells(row: Row, reasons: list[str]) -> tuple[str, ...]:
         row["choice"] or "-",
         *(_bytes(row["bytes"][route]) for route in ("ghost", "instantiate")),
         *(_short(row["flops"][route]) for route in ("ghost", "instantiate")),
+        row["plan"] or "-",
+        _seconds(_of_plan(row)),
+        *(_seconds((row["measured_seconds"] or {}).get(route)) for route in _ROUTES if measured),
         f"[{reasons.index(row['reason']) + 1}]" if row["reason"] else "",
     )
+
+
+def _of_plan(row: Row) -> float | None:
+    """Predicted seconds of the route that is planned, whose first word says which it is."""
+    words = (row["plan"] or "").replace(",", " ").split()
+    return (row["predicted_seconds"] or {}).get(words[0]) if words else None
 
 
 def _inputs(shapes: Sequence[Sequence[int]]) -> str:
@@ -143,9 +177,15 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
     lines += [
         "Figures of a row are for one sample; T, d, p, 2T² and pd (in entries) for one group of it.",
         "paper: ghost where 2T² ≤ pd (arXiv:2205.10683). choice: what mixed_ghost does. -: there is no such thing.",
-        "bytes: workspace of the norm, if it is not cut into blocks of samples or positions (large ones are).",
+        "bytes: workspace of the norm in the way that the formulas prefer (Gram matrices of pixels or of patches,",
+        "  gradients from patches or by a grouped convolution), if it is not cut into blocks (large ones are).",
         "operations: of the norm, a multiplication and an addition being two; all else is the same by every route.",
+        "plan: ghost, by Gram matrices; kept, gradients instantiated, kept for the sum; discarded, for the norm only.",
+        "predicted, measured: seconds of the whole batch, of the norm and of the use's share of the clipped sum.",
     ]
+    if summary["measured"]:
+        lines.append("-: a route that there is not, or that was so slow by its formula that it was not timed.")
+    lines += figures(summary)
     if any(row["flops"]["instantiate"] == 0 for row in rows):
         lines.append("What is made of several parameters has a row for each of them, and counts with the first.")
     if summary["uncounted"]:
@@ -155,6 +195,29 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
     if summary["real_tensors"]:
         lines.append(f"Computed on real tensors, as fake ones would not do ({summary['real_tensors']}).")
     return lines
+
+
+def figures(summary: dict[str, Any]) -> list[str]:
+    """What the plan comes to, a figure a line: peaks as predicted, and time, peaks and regret if they were measured."""
+    peak, measured, regret = summary["predicted_peak"], summary["measured"], summary["regret"]
+    lines = [f"Predicted peak of the plan: {_beside(peak['plan'], peak['ordinary'])}."]
+    if measured and regret:
+        plan, ordinary = measured["plan"], measured["ordinary"]
+        seconds = plan["step_seconds"]
+        lines += [
+            f"Measured peak of the plan: {_beside(plan['peak_bytes'], ordinary['peak_bytes'])} ({plan['source']}).",
+            f"Measured step: {_seconds(seconds)}, ordinary training's {_seconds(ordinary['step_seconds'])}.",
+            *(
+                f"Regret of the plan by {made}: {_seconds(regret[key])}, {regret[key] / seconds:.1%} of the step."
+                for key, made in (("formula", "formula"), ("timed", "timing, the one shown"))
+            ),
+            "Regret: seconds beyond the best route of each use, by a second measurement that no plan was made from.",
+        ]
+    return lines
+
+
+def _beside(bytes_: int, ordinary: int) -> str:
+    return f"{_bytes(bytes_)}, {bytes_ / max(1, ordinary):.2f}x ordinary training's {_bytes(ordinary)}"
 
 
 def aligned(cells: Sequence[Sequence[str]], right: set[int]) -> list[str]:
@@ -171,6 +234,16 @@ def aligned(cells: Sequence[Sequence[str]], right: set[int]) -> list[str]:
 
 def _count(number: int | None) -> str:
     return "-" if number is None else f"{number:,}"
+
+
+def _seconds(number: float | None) -> str:
+    """Three digits of s, ms or µs: 1.23 ms."""
+    if number is None:
+        return "-"
+    unit, size = ("s", 1.0) if number >= 0.9995 else ("ms", 1e-3) if number >= 0.9995e-3 else ("µs", 1e-6)
+    value = number / size
+    digits = max(0, 2 - (value >= 9.995) - (value >= 99.95))
+    return f"{value:.{digits}f} {unit}"
 
 
 def _short(number: int | None) -> str:

@@ -1,4 +1,5 @@
-"""A backend by reference: a name of `clipping.BACKENDS`, or ``path/file.py:Class``, a subclass of `clipping.Backend`.
+"""A backend by reference: a name of `clipping.BACKENDS` or `clipping.VARIANTS`, or ``path/file.py:Class``, a subclass
+of `clipping.Backend`.
 
 Importing this module imports no torch: `validate_backend` serves the parent process. What only an import of the file
 can show (no such class, no backend, an error in the file) is found in a trial's process, and handed back as one line.
@@ -13,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipping import BACKENDS
+from clipping import BACKENDS, VARIANTS
 from dpbench.errors import UsageError, nearest
 from dpbench.reference import load_module
 
@@ -42,9 +43,9 @@ def validate_backend(ref: str) -> None:
     """
     if is_file(ref):
         _split(ref)
-    elif ref not in BACKENDS:
-        expected = f"a backend, one of {', '.join(BACKENDS)}, or path/file.py:Class"
-        raise UsageError(expected, ref, nearest(ref, BACKENDS))
+    elif ref not in (known := [*BACKENDS, *VARIANTS]):
+        expected = f"a backend, one of {', '.join(known)}, or path/file.py:Class"
+        raise UsageError(expected, ref, nearest(ref, known))
 
 
 def backend_class(ref: str) -> type[Backend]:

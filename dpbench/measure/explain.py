@@ -1,7 +1,9 @@
-"""Body of an `ExplainTrial`: the decision for every use of every parameter of a model, from its shapes alone.
+"""Body of an `ExplainTrial`: the decision for every use of every parameter of a model, and the plan of `bk_mixed`.
 
 The step runs under fake tensors, which have a shape and no data: any resolution answers in seconds. (A model whose
-Python code asks for a value, or an operation that has no fake form, is run on real ones, and the result says so.)
+Python code asks for a value, or an operation that has no fake form, is run on real ones, and the result says so.) A
+trial that measures runs on real ones on its device, times the routes of each use (`clipping.regret`), and then takes
+time and memory of a step by the plan that came of it, and of ordinary training.
 
 Weights have no part in it, so the sizes are the model's own unless the trial says otherwise: 224x224 images and 1000
 classes for timm and torchvision (timm's own resolution where it is another), 32x32 and 10 for the built-in CIFAR forms
@@ -12,30 +14,40 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import AbstractContextManager, nullcontext
+from statistics import median
 from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import UnsupportedModel
-from clipping.explain import STRATEGIES, Cost, Row, explain
+from clipping.explain import STRATEGIES, Cost, Explanation, Row, explain
+from clipping.ghost import BkMixed
+from clipping.oracle import NonPrivate
+from clipping.planner import Planner
 from dpbench.errors import UsageError
-from dpbench.measure.bench import tensors_in
-from dpbench.models import load_workload, split_reference
+from dpbench.measure.bench import Step, tensors_in
+from dpbench.measure.memory import measured_peak
+from dpbench.measure.timing import stopwatch_for, time_steps
+from dpbench.models import Workload, load_workload, split_reference
 from dpbench.trials import ExplainTrial
 
 #: scheme -> (image size, classes); ImageNet's for what is made for it
 NATURAL = {"builtin": (32, 10), "file": (32, 10), "timm": (224, 1000), "torchvision": (224, 1000)}
 _TEXT = (224, 10)
+#: Steps that are timed, or as many as fit into so many seconds
+STEPS, MAX_SECONDS = 5, 10.0
 
 
 def run(trial: ExplainTrial) -> dict[str, Any]:
     """{"rows": [...], "summary": {...}}; of what cannot be explained, {"usage": line} or {"problems": [...]}.
 
-    A row has the keys of `row_of`. The summary: see `summary_of`, and "inputs" (the shape of each, of the whole batch),
-    "batch_size", and "real_tensors": None, or why fake ones would not do.
+    A row has the keys of `row_of`. The summary: see `summary_of` and `planned`, and "inputs" (the shape of each, of the
+    whole batch), "batch_size", and "real_tensors": None, or why fake ones would not do.
     """
     try:
         size, classes = sizes(trial)
+        if trial.measure:
+            return _explain(trial, size, classes, nullcontext())
         try:
             found, why_real = _explain(trial, size, classes, FakeTensorMode(allow_non_fake_inputs=True)), None
         except UnsupportedModel:
@@ -47,7 +59,7 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
         return {"usage": str(error)}
     except UnsupportedModel as error:
         return {"problems": [problem._asdict() for problem in error.problems]}
-    found["summary"] |= {"batch_size": trial.batch_size, "real_tensors": why_real}
+    found["summary"]["real_tensors"] = why_real
     return found
 
 
@@ -71,17 +83,47 @@ def _timm_size(name: str) -> int | None:
 
 
 def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContextManager[Any]) -> dict[str, Any]:
+    device = trial.device if trial.measure else "cpu"
     with mode:
-        workload = load_workload(trial.model, image_size=size, num_classes=classes, data="synthetic")
+        workload = load_workload(trial.model, image_size=size, num_classes=classes, data="synthetic", device=device)
         inputs, targets = workload.batch(trial.batch_size)
-        rows = explain(workload.model, workload.loss_fn, inputs, targets)
+        planner = Planner(file=False)
+        found = explain(workload.model, workload.loss_fn, inputs, targets, planner=planner, measure=trial.measure)
         entries = {name: p.numel() for name, p in workload.model.named_parameters() if p.requires_grad}
         shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
-    return {"rows": [row_of(row) for row in rows], "summary": summary_of(rows, entries) | {"inputs": shapes}}
+    summary = summary_of(found.rows, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
+    summary |= planned(found) | {"measured": None}
+    if trial.measure:
+        summary["measured"] = steps(workload, inputs, targets, planner)
+    return {"rows": [row_of(row) for row in found.rows], "summary": summary}
+
+
+def planned(found: Explanation) -> dict[str, Any]:
+    """Of the summary: "predicted_peak" ("plan", "ordinary": bytes), "regret" (None, or "formula", "timed": seconds)."""
+    return {"predicted_peak": {"plan": found.peak, "ordinary": found.ordinary}, "regret": found.regret}
+
+
+def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:
+    """A step by the planner's "plan", and an "ordinary" one -> {"step_seconds", "peak_bytes", "source"}."""
+    found = {}
+    device = next(iter(tensors_in(inputs))).device
+    for name, backend_class in (("plan", BkMixed), ("ordinary", NonPrivate)):
+        with backend_class(workload.model, workload.loss_fn, verify=False) as backend:
+            if isinstance(backend, BkMixed):
+                backend.planner = planner
+            step = Step(backend, inputs, targets)
+            timing = time_steps(step, stopwatch=stopwatch_for(device), steps=STEPS, max_seconds=MAX_SECONDS)
+            watched = Step(
+                backend, inputs, targets
+            )  # a fresh one: there is nothing of an earlier step that it releases
+            memory = measured_peak(watched, watched.holds(), device)
+        seconds = median(timing.step_seconds)
+        found[name] = {"step_seconds": seconds, "peak_bytes": memory.peak_bytes, "source": memory.source}
+    return found
 
 
 def row_of(row: Row) -> dict[str, Any]:
-    """A row as it is printed: figures of one sample and, T, d, p, 2T² and pd, of one group."""
+    """A row as it is printed: figures of one sample and, T, d, p, 2T² and pd, of one group; seconds of the batch."""
     linear = row.positions is not None and row.inputs is not None and row.outputs is not None
     return {
         "parameter": row.parameter,
@@ -97,6 +139,9 @@ def row_of(row: Row) -> dict[str, Any]:
         "bytes": _cost(row.bytes),
         "flops": _cost(row.operations),
         "reason": row.reason,
+        "plan": row.plan,
+        "predicted_seconds": row.predicted,
+        "measured_seconds": row.measured,
     }
 
 
