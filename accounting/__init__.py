@@ -14,10 +14,21 @@ from __future__ import annotations
 import difflib
 import importlib
 
-from accounting.base import Accountant, ArgumentError, Guarantee, Kind, NoAnswer, SubsampledGaussian
+from accounting.base import (
+    ADJACENCIES,
+    SAMPLINGS,
+    Accountant,
+    ArgumentError,
+    Guarantee,
+    Kind,
+    NoAnswer,
+    SubsampledGaussian,
+)
 
 __all__ = [
     "ACCOUNTANTS",
+    "ADJACENCIES",
+    "SAMPLINGS",
     "VARIANTS",
     "Accountant",
     "ArgumentError",
