@@ -7,7 +7,8 @@ event S
     P[M(D) ∈ S] ≤ e^ε P[M(D') ∈ S] + δ.
 
 The batches may also be drawn otherwise, and two datasets may be neighbours otherwise (`SAMPLINGS`, `ADJACENCIES`); an
-accountant names the pairs that it has a bound for, and gives no number under any other.
+accountant names the pairs that it has a formula for. An upper bound under these may be one elsewhere too, by the
+reductions of `accounting.sampling`; what none of them covers gets no number.
 
 An accountant is a function (σ, q, T, δ) → ε. These edges are answered here, once, in this order, before any formula:
 
@@ -28,22 +29,10 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
+from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, bound_elsewhere
+
 #: What an ε is worth. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
-
-#: How a batch is drawn from n records, b of them on average: name -> words. Everywhere q = b/n.
-SAMPLINGS = {
-    "poisson": "Poisson sampling",
-    "truncated_poisson": "Poisson sampling, batches cut to a physical maximum",
-    "without_replacement": "batches of a fixed size without replacement, drawn anew each step",
-    "one_pass": "one pass an epoch over fixed batches (no amplification)",
-    "shuffled": "one pass an epoch over shuffled batches",
-}
-#: When two datasets are neighbours: name -> words. Where batches have a fixed size, to remove a record is to make its
-#: gradient zero, except without replacement, where another takes its place.
-ADJACENCIES = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}
-#: (sampling, adjacency)
-Scheme = tuple[str, str]
 
 
 class ArgumentError(ValueError):
@@ -133,12 +122,12 @@ class Guarantee:
 class Accountant(ABC):
     """Maps a mechanism, a number of steps and δ to ε. Instances hold options only and can be used again.
 
-    A subclass gives `kind`, what its ε is worth; `supports`, the schemes for which this is so; and `_inside`, the
-    formula inside the edges of the module's table.
+    A subclass gives `kind`, what its ε is worth; `supports`, the schemes (sampling, adjacency) of its formula; and
+    `_inside`, the formula, inside the edges of the module's table.
     """
 
     kind: Kind = "upper_bound"
-    supports: ClassVar[frozenset[Scheme]] = frozenset({("poisson", "add_remove")})
+    supports: ClassVar[frozenset[Scheme]] = frozenset({HOME})
 
     def epsilon(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> float:
         """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN."""
@@ -160,11 +149,8 @@ class Accountant(ABC):
         count, probability = _whole("steps", steps), _real("delta", "in [0, 1]", delta)
         if not 0 <= probability <= 1:
             raise ArgumentError("delta", "in [0, 1]", delta)
-        if mechanism.scheme not in self.supports:
-            sampling, adjacency = SAMPLINGS[mechanism.sampling], ADJACENCIES[mechanism.adjacency]
-            raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
         start = time.perf_counter()
-        epsilon, detail = _edge(mechanism, count, probability) or self._inside(mechanism, count, probability)
+        epsilon, detail = _edge(mechanism, count, probability) or self._answer(mechanism, count, probability)
         if not epsilon >= 0:
             raise NoAnswer(f"no ε in [0, inf] but {epsilon} at {mechanism}, steps={steps}, delta={delta}")
         kind = detail.get("kind", self.kind)
@@ -175,6 +161,16 @@ class Accountant(ABC):
             "seconds": time.perf_counter() - start,
         }
         return Guarantee(epsilon, kind, detail)
+
+    def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        """`_inside` under the schemes that it knows, a reduction to them elsewhere."""
+        if mechanism.scheme in self.supports:
+            return self._inside(mechanism, steps, delta)
+        known = self.supports if self.kind == "upper_bound" else ()
+        if answer := bound_elsewhere(self._inside, known, mechanism, steps, delta):
+            return answer
+        sampling, adjacency = SAMPLINGS[mechanism.sampling], ADJACENCIES[mechanism.adjacency]
+        raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
 
     @abstractmethod
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
