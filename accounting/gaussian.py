@@ -91,3 +91,9 @@ def amplified(epsilon: float, q: float) -> float:
         return math.log1p(q * math.expm1(epsilon))
     above = epsilon + math.log(q)  # e^ε overflows soon
     return above + math.log1p((1.0 - q) * math.exp(-above)) if above > 0 else math.log1p(math.exp(above))
+
+
+def log_variance(sigma: float) -> float:
+    """ln(e^{1/σ²} − 1): of the χ² divergence of N(1, σ²) from N(0, σ²); ∞ where 1/σ² overflows."""
+    x = 1.0 / sigma / sigma
+    return x + math.log(-math.expm1(-x)) if x > 1e-17 else -2.0 * math.log(sigma)
