@@ -55,10 +55,11 @@ HOME: Scheme = ("poisson", "add_remove")
 
 
 def epochs_begun(sample_rate: float, steps: float) -> float:
-    """E = ⌈T/⌊1/q⌋⌉: in how many batches a record is at most, where an epoch is ⌊1/q⌋ steps. 0 < q ≤ 1."""
+    """E = ⌈T/⌊1/q⌋⌉: in how many batches a record is at most, where an epoch is ⌊1/q⌋ steps. 0 < q ≤ 1, T ≥ 1."""
     inverse = 1.0 / sample_rate
     length = max(1.0, float(math.floor(inverse * (1.0 + 1e-12)))) if inverse < 2.0**53 else inverse
-    return float(math.ceil(steps / length)) if steps / length < 2.0**53 else steps / length
+    epochs = steps / length
+    return float(max(1, math.ceil(epochs))) if epochs < 2.0**53 else epochs
 
 
 def log_truncation(dataset_size: int, sample_rate: float, max_batch_size: int) -> float:
@@ -82,7 +83,7 @@ def bound_elsewhere(at: Ask, supports: Collection[Scheme], mechanism: M, steps: 
     """
 
     def ask(other: M, count: float, probability: float) -> Answer | None:
-        if probability <= 0:  # nothing is left of δ
+        if probability <= 0 or other.noise_multiplier == 0:  # nothing is left of δ, or of σ
             return math.inf, {}
         if other.scheme in supports:
             return at(other, count, probability)
