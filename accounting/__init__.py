@@ -24,6 +24,14 @@ from accounting.base import (
     NoAnswer,
     SubsampledGaussian,
 )
+from accounting.calibration import (
+    Calibration,
+    calibrate,
+    calibrate_epochs,
+    calibrate_noise_multiplier,
+    calibrate_sample_rate,
+    calibrate_steps,
+)
 
 __all__ = [
     "ACCOUNTANTS",
@@ -32,10 +40,16 @@ __all__ = [
     "VARIANTS",
     "Accountant",
     "ArgumentError",
+    "Calibration",
     "Guarantee",
     "Kind",
     "NoAnswer",
     "SubsampledGaussian",
+    "calibrate",
+    "calibrate_epochs",
+    "calibrate_noise_multiplier",
+    "calibrate_sample_rate",
+    "calibrate_steps",
     "load_accountant",
 ]
 
