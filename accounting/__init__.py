@@ -36,6 +36,7 @@ from accounting.calibration import (
 __all__ = [
     "ACCOUNTANTS",
     "ADJACENCIES",
+    "OF_SCHEMES",
     "SAMPLINGS",
     "VARIANTS",
     "Accountant",
@@ -64,21 +65,34 @@ VARIANTS: dict[str, tuple[str, dict[str, str], str]] = {
     "strong:exact": ("accounting.strong:Strong", {"step": "exact"}, "with the exact Gaussian step everywhere"),
     "strong:published": ("accounting.strong:Published", {}, "as published in 2016: a heuristic, not an upper bound"),
 }
+#: name: (reference of the class, one line). Of use where batches are not Poisson samples, or
+#: neighbours differ by a replaced record; loaded by the same function.
+OF_SCHEMES = {
+    "pairs": ("accounting.schemes:Pairs", "the pairs of distributions that dominate a step, composed on a grid"),
+    "without_replacement": (
+        "accounting.without_replacement:WithoutReplacement",
+        "Rényi bound of fixed batches, replacing one record (Wang, Balle and Kasiviswanathan 2019)",
+    ),
+    "shuffled": (
+        "accounting.shuffled:ShuffledLowerBound",
+        "certified lower bound of shuffled batches (Chua et al. 2024)",
+    ),
+}
 
 
 def load_accountant(name: str) -> Accountant:
-    """The accountant of this name: of `ACCOUNTANTS`, or ``"name:variant"`` of `VARIANTS`.
+    """The accountant of this name: of `ACCOUNTANTS` or `OF_SCHEMES`, or ``"name:variant"`` of `VARIANTS`.
 
     Raises:
         ArgumentError: a ValueError of one line with all names, and the nearest.
     """
     arguments: dict[str, str] = {}
-    if name in ACCOUNTANTS:
-        reference = ACCOUNTANTS[name][0]
+    if name in ACCOUNTANTS or name in OF_SCHEMES:
+        reference = {**ACCOUNTANTS, **OF_SCHEMES}[name][0]
     elif name in VARIANTS:
         reference, arguments, _ = VARIANTS[name]
     else:
-        known = [*ACCOUNTANTS, *VARIANTS]
+        known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]
         close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
         hint = f" (the nearest is {close[0]!r})" if close else ""
         raise ArgumentError("accountant", f"to be one of {', '.join(known)}{hint}", name)

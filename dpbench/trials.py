@@ -152,21 +152,52 @@ class PeakTrial(_BatchTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpsilonTrial(Trial):
+class _AccountingTrial(Trial):
+    """A trial of one accountant; `sampling` to `max_batch_size` as `accounting.SubsampledGaussian` takes them."""
+
+    sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
+    accountant: str
+    sample_rate: float
+    delta: float
+    sampling: str = "poisson"
+    adjacency: str = "add_remove"
+    dataset_size: int | None = None
+    max_batch_size: int | None = None
+    timeout: float = 60.0
+
+    def modules(self) -> tuple[str, ...]:
+        return ("numpy", "scipy.special", *(("dp_accounting.pld",) if self.accountant == "pld" else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonTrial(_AccountingTrial):
     """What one accountant says of `steps` steps of the subsampled Gaussian mechanism at `delta`."""
 
     kind: ClassVar[str] = "epsilon"
     body: ClassVar[str] = "dpbench.measure.epsilon:run"
-    sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
-    accountant: str
-    sample_rate: float
     noise_multiplier: float
     steps: int
-    delta: float
-    timeout: float = 60.0
 
     def label(self) -> str:
         return f"{super().label()}, {self.steps} steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationTrial(_AccountingTrial):
+    """The noise multiplier, or the number of steps, that one accountant allows at `target_epsilon`.
+
+    `unknown` is "noise_multiplier" or "steps", and the field of that name is None.
+    """
+
+    kind: ClassVar[str] = "calibration"
+    body: ClassVar[str] = "dpbench.measure.epsilon:calibrate"
+    unknown: str
+    target_epsilon: float
+    noise_multiplier: float | None = None
+    steps: int | None = None
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.unknown} at ε {self.target_epsilon:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,5 +231,6 @@ class ExplainTrial(Trial):
         return ("torch", "torch._dynamo", *required_modules(self.model))
 
 
+_KINDS = (StepTrial, PeakTrial, EpsilonTrial, CalibrationTrial, CheckTrial, ExplainTrial)
 #: What each built-in kind runs.
-BODIES = {trial.kind: trial.body for trial in (StepTrial, PeakTrial, EpsilonTrial, CheckTrial, ExplainTrial)}
+BODIES = {trial.kind: trial.body for trial in _KINDS}
