@@ -11,6 +11,7 @@ much (by 1, where it is a number of steps).
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,6 +37,7 @@ class Calibration:
     steps: int
     guarantee: Guarantee
     evaluations: int
+    seconds: float
 
     @property
     def epochs(self) -> float:
@@ -169,7 +171,7 @@ class _Problem:
         self._whole = unknown in ("steps", "epochs")
         low, high, self._words = UNKNOWNS[unknown]
         self._ends = sorted((self._t(low), self._t(high)))
-        self._reason, self._evaluations = "", 0
+        self._reason, self._evaluations, self._began = "", 0, time.perf_counter()
 
     def solve(self, tolerance: float) -> Calibration:
         edge = self._edge()
@@ -226,7 +228,9 @@ class _Problem:
 
     def _calibration(self, x: float, guarantee: Guarantee) -> Calibration:
         mechanism, steps = self._with(x)
-        return Calibration(self._unknown, mechanism, int(steps), guarantee, self._evaluations)
+        return Calibration(
+            self._unknown, mechanism, int(steps), guarantee, self._evaluations, time.perf_counter() - self._began
+        )
 
     def _guarantee(self, x: float) -> Guarantee:
         mechanism, steps = self._with(x)

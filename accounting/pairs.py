@@ -160,14 +160,13 @@ def reach(regimes: list[Regime], log_mass: float) -> tuple[float, float]:
 
 def on_grid(regimes: list[Regime], first: int, last: int, interval: float) -> Losses:
     """The pessimistic grid at `first` to `last` (whole numbers, first ≤ 0 ≤ last, first < last) times `interval`."""
-    edges = np.arange(first, last + 1) * interval
+    edges = np.arange(first, last + 1, dtype=np.float64) * interval
     weights, infinite = np.zeros(edges.size), 0.0
     for share, pair, sign in regimes:
         p, q = pair.masses(edges)
-        own = np.ones(edges.size + 1)
         if sign:  # the bins on one side of the loss 0, which is an edge
-            own = (np.arange(own.size) > -first) if sign > 0 else (np.arange(own.size) <= -first)
-            p, q = p * own, q * own
+            above = np.arange(p.size) > -first
+            p, q = (np.where(above if sign > 0 else ~above, mass, 0.0) for mass in (p, q))
         inner_p, inner_q = p[1:-1], q[1:-1]
         with np.errstate(over="ignore", invalid="ignore"):
             high = (inner_p - inner_q * np.exp(edges[:-1])) / -math.expm1(-interval)

@@ -79,7 +79,7 @@ def _epsilon(log_p: Array, log_q: Array, epochs: int, delta: float) -> float:
     index = np.floor(loss / h * (1.0 - 1e-12) - 1e-9).astype(np.int64)
     first = math.floor(low / h) - 1
     inside = index >= first
-    weights = np.bincount(index[inside] - first, weights=p[inside])
+    weights: Array = np.bincount(index[inside] - first, weights=p[inside]).astype(np.float64)
     while True:
         try:
             value = epsilon_of(Losses(weights, first, h), epochs, delta, upper=False)[0]
