@@ -59,11 +59,21 @@ ACCOUNTANTS = {
     "simple": ("accounting.simple:Simple", "ε adds up over the steps (exact Gaussian step, exact amplification)"),
     "strong": ("accounting.strong:Strong", "strong composition (Dwork, Rothblum and Vadhan 2010), best split of δ"),
     "moments": ("accounting.moments:Moments", "moments accountant (Abadi et al. 2016), orders 1 to 32"),
+    "rdp": ("accounting.rdp:Rdp", "Rényi differential privacy, best order of all, improved conversion"),
+    "gdp": ("accounting.gdp:Gdp", "Gaussian limit of many steps: an estimate (exact at sample rate 1)"),
+    "prv": ("accounting.prv:Prv", "numerical composition, certified from both sides: the upper bound"),
+    "pld": ("accounting.pld:Pld", "privacy loss distribution of dp-accounting, connect-the-dots"),
+    "best": ("accounting.best:Best", "the smallest valid upper bound of all, beside the certified lower bound"),
 }
 #: name:variant: (reference of the class, its arguments, one line). Loaded by the same function, and not listed.
 VARIANTS: dict[str, tuple[str, dict[str, str], str]] = {
     "strong:exact": ("accounting.strong:Strong", {"step": "exact"}, "with the exact Gaussian step everywhere"),
     "strong:published": ("accounting.strong:Published", {}, "as published in 2016: a heuristic, not an upper bound"),
+    "strong:kov": ("accounting.kov:Optimal", {}, "optimal composition (Kairouz, Oh and Viswanath 2015)"),
+    "moments:extended": ("accounting.moments:Extended", {}, "with all orders, whole or not"),
+    "rdp:classic": ("accounting.rdp:Rdp", {"conversion": "classic"}, "with the conversion of 2017, as in older tools"),
+    "prv:estimate": ("accounting.prv:Estimate", {}, "between its bounds, where the truth most likely is"),
+    "prv:lower": ("accounting.prv:Lower", {}, "its certified lower bound"),
 }
 #: name: (reference of the class, one line). Of use where batches are not Poisson samples, or
 #: neighbours differ by a replaced record; loaded by the same function.

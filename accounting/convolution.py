@@ -134,8 +134,11 @@ def _log_deltas(losses: Losses, tilt: Tilt, theta: float, steps: float, upper: b
         raise NoAnswer(f"{points:,} losses {h:.3g} apart, of {LONGEST:,} at most")
     length = _quick_length(points)
     values, rounding = _convolved(losses, theta, log_moment, steps, begin, length)
-    sums = _sums(values, theta * h) - _sums(values, (theta + 1.0) * h)
-    error = math.exp(_LOG_OUTSIDE) + rounding * min(length, 1.0 / -math.expm1(-theta * h))
+    first = _sums(values, theta * h)
+    sums = first - _sums(values, (theta + 1.0) * h)
+    largest = math.exp(-theta * math.log1p(1.0 / theta)) / (1.0 + theta)  # of e^−θx − e^−(θ+1)x
+    all_of_them = math.exp(-theta * h) * math.expm1(-h) / math.expm1(-theta * h) / -math.expm1(-(theta + 1.0) * h)
+    error = math.exp(_LOG_OUTSIDE) * largest + rounding * min(length * largest, all_of_them) + 8.0 * _EPS * first
     at = drift + (begin + np.arange(length)) * h
     with np.errstate(divide="ignore"):
         return at, steps * log_moment - theta * at + np.log(np.maximum(sums + (error if upper else -error), 0.0))

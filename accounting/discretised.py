@@ -1,21 +1,19 @@
-"""One step as losses on a grid: a distribution that is certainly worse than it, and one that is certainly better.
+"""One step as losses on a grid: its outcomes, cut into cells; and a distribution that is certainly worse than it.
 
 With z standard normal under Q and μ = 1/σ, the pair that dominates a Poisson step on removing a record is
 
     P = (1 − q) N(0, 1) + q N(μ, 1),   Q = N(0, 1),   loss y(z) = ln P/Q = ln(1 − q + q e^{μz − μ²/2}),
 
-and that on adding one is (Q, P), losses −y (Zhu, Dong and Wang 2022, Theorem 11). Write x_j = o + jh for the grid.
+and that on adding one is (Q, P), with losses −y (Zhu, Dong and Wang 2022, Theorem 11).
 
-- *Worse* ("connect the dots", Doroshenko et al. 2022): P and Q between two neighbouring losses go to these two so that
-  both masses are kept. L = e^y is then spread with its mean under Q kept: every δ(ε) = E_Q[(L − e^ε)₊] grows, and so
-  does that of a composition, in both directions. What lies beyond both ends goes to a loss of ±∞.
-- *Better*: all outcomes z in one cell are told apart no more. That is post-processing, and lowers every δ(ε); the cell's
-  loss is s_j = ln P_j/Q_j. Cells are placed (by iteration: this needs no proof) such that s_j lies on the grid or just
-  above; it is then lowered to it, which on removing lowers δ(ε) of any sum. What lies beyond both ends is dropped.
+The worse grid is "connect the dots" (Doroshenko et al. 2022): P and Q between two neighbouring losses jh go to these
+two so that both masses are kept. L = e^y is then spread with its mean under Q kept, so every δ(ε) = E_Q[(L − e^ε)₊]
+grows, and so does that of a composition, in both directions. What lies beyond both ends goes to losses of ±∞. A better
+grid is in `accounting.merged`.
 
-Per step the two differ from the truth by a variance of h²/6 and −h²/12 where the loss has a smooth density, as if the
-mean were kept: their ε differ by a multiple of Th², where rounding up or down would differ by Th, and matching means
-(Gopi, Lee and Wutschitz 2021) proves h√T. Masses are sums over Gauss-Legendre nodes: no differences of tails.
+Per step they differ from the truth by variances of h²/6 and −h²/3, where the loss has a smooth density, at the same
+mean of L: ε moves by a multiple of Th², where rounding up or down would move it by Th, and matching means (Gopi, Lee
+and Wutschitz 2021) proves h√T. Masses are sums over Gauss-Legendre nodes: no digits are lost to differences of tails.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ class Step:
         return np.clip(self.sigma * u + 0.5 / self.sigma, *self.outcomes)
 
     def nodes(self, cuts: Array) -> tuple[Array, Array, np.ndarray]:
-        """Of the cells between neighbouring `cuts` (z, rising; [n + 1]): losses, P-masses and cells of nodes, all [m, 4].
+        """Losses and P-masses of nodes ([m, 4]), and their cells ([m]): those between neighbouring `cuts` (z, rising).
 
         A cell is split where the densities would change too much within it for four nodes.
         """
@@ -98,7 +96,7 @@ def worse(step: Step, interval: float) -> Losses:
 
 
 def cells(step: Step, cuts: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
-    """Of the cells between `cuts` (z, rising; [n + 1]): P, P − Qe^low and Qe^high − P, as sums of positive terms. [n]."""
+    """Of the n cells between `cuts` (z, rising; [n + 1]): P, P − Qe^low and Qe^high − P, sums of positive terms."""
     losses, masses, cell = step.nodes(cuts)
 
     def total(terms: Array) -> Array:

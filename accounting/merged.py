@@ -4,16 +4,16 @@ Cell j holds the outcomes with losses in [x_j, x_{j+1}], its P-mass p_j, and
 
     b_j = P − Q e^{x_j},   a_j = Q e^{x_{j+1}} − P,   both ≥ 0: above the lower end, below the upper one.
 
-A share α_j of each cell (drawn at random, so this is post-processing) is merged with a share 1 − α_{j+1} of the next into
-one atom. Its loss ln P/Q is the grid's x_{j+1} exactly if
+A share α_j of each cell, drawn at random, is merged with a share 1 − α_{j+1} of the next into one atom: outcomes in it
+are told apart no more. That is post-processing, and lowers every δ(ε). Its loss ln P/Q is the grid's x_{j+1} exactly if
 
     α_j a_j = (1 − α_{j+1}) b_{j+1}.
 
-From the left end (nothing comes from below: α = 1) this gives all α in turn. Where cells grow in mass errors die out, so
-it is used up to the peak, and from the right end down to it; in the peak's cell both ends meet: there its lower and its
-upper half get shares of their own, two unknowns for two equations. Where no shares in [0, 1] solve them (the grid is
-coarser than the peak) the peak's atom is aligned with the grid, by an offset of the grid, and what cannot be merged is
-lowered to the grid point below it.
+From the left end (nothing comes from below: α = 1) this gives all α in turn. Errors die out where cells grow in mass:
+so it is used up to the peak, and from the right end down to it. Both meet in the peak's cell, whose lower and upper
+half get shares of their own, two unknowns for two equations. Where no shares in [0, 1] solve them (the grid is coarser
+than the peak) the grid is aligned with the peak, by an offset. What still lies between two losses is lowered to the
+first, which on removing a record lowers the δ(ε) of any sum; and what lies beyond both ends is dropped.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def better(step: Step, interval: float, theta: float, tolerance: float) -> Losse
     low, high = step.reach
     first = math.floor(low / interval) - 1
     at = interval * np.arange(first, math.ceil(high / interval) + 2)
-    offset, best = 0.0, (math.inf, 0.0, None)
+    offset = 0.0
+    best: tuple[float, float, _Merged] | None = None
     for _ in range(_TURNS):
         found = _merge(step, at + offset)
-        if found.lost < best[0]:
+        if best is None or found.lost < best[0]:
             best = found.lost, offset, found
         if found.lost < tolerance:
             break
         offset = math.remainder(offset + found.shift, interval)
+    assert best is not None
     _, offset, found = best
-    assert found is not None
     some = found.weights > 0
     above = np.where(some, -np.log1p(-np.minimum(found.excess / np.where(some, found.weights, 1.0), 0.9)), 0.0)
     with np.errstate(divide="ignore"):
@@ -109,7 +110,7 @@ def _modes(p: Array) -> list[tuple[int, int, int]]:
 
 
 def _shares(gives: Array, takes: Array, inner: bool) -> Array:
-    """α with α_j gives_j = (1 − α_{j+1}) takes_{j+1} from α_0 = 1 on (1/2 at an end between two modes): alternating sums.
+    """α with α_j gives_j = (1 − α_{j+1}) takes_{j+1}, by alternating sums, from α_0 = 1 on (1/2 between two modes).
 
     Outside [0, 1] it is cut, and merges there are not exact. In pieces over which the products involved stay floats.
     """

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from accounting.base import Accountant, SubsampledGaussian
-from accounting.rdp import Rdp
+from accounting.rdp import LARGEST, Rdp
 
 
 class Moments(Accountant):
@@ -30,9 +30,8 @@ class Moments(Accountant):
         self._rdp = Rdp("classic", None if self.orders is None else (order + 1 for order in self.orders))
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        epsilon, found = self._rdp._inside(mechanism, steps, delta)
-        order = found["order"] - 1
-        largest = found["order_at_edge"] if self.orders is None else order == self.orders[-1]
+        epsilon, found = self._rdp.best(mechanism, steps, delta)
+        order, largest = found - 1.0, found - 1.0 >= (LARGEST if self.orders is None else self.orders[-1])
         return epsilon, {"order": int(order) if order % 1 == 0 else order, "largest_order_is_best": largest}
 
 

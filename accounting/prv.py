@@ -27,9 +27,7 @@ from accounting.convolution import Losses, epsilon_of
 from accounting.discretised import Step, worse
 from accounting.gaussian import amplified, exact_epsilon, log_variance
 from accounting.merged import better
-from accounting.sampling import HOME, Scheme
-from accounting.schemes import SCHEMES
-from accounting.schemes import epsilon as epsilon_elsewhere
+from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme
 
 #: upper − lower that is asked for: relative to upper, and absolute.
 ACCURACY, LEAST = 1e-4, 1e-7
@@ -68,7 +66,9 @@ def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
         return Bracket(0.0, 0.0)  # the distance in total variation is at most ½√(T q²(e^{1/σ²} − 1))
     for name, value, least in (("delta", delta, LEAST_DELTA), ("noise_multiplier", sigma, LEAST_SIGMA)):
         if value < least:
-            raise NoAnswer(f"{name}={value:g} is below {least:g}, where floats have no digits left for this composition")
+            raise NoAnswer(
+                f"{name}={value:g} is below {least:g}, where floats have no digits left for this composition"
+            )
     if steps > MOST_STEPS:
         raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, where rounding errors add up to more than the loss")
     return _refined(Step(sigma, q, math.log(delta) - math.log(steps) + _LOG_TAIL), steps, delta)
@@ -110,12 +110,14 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
 
 
 class Prv(Accountant):
-    """ε by numerical composition: the upper bound. The detail has both sides, and whether they are as close as asked."""
+    """ε by numerical composition: the upper bound. The detail has both, and whether they are as close as was asked."""
 
-    supports: ClassVar[frozenset[Scheme]] = SCHEMES
+    supports: ClassVar[frozenset[Scheme]] = frozenset((s, a) for s in SAMPLINGS for a in ADJACENCIES)
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         if mechanism.scheme != HOME:
+            from accounting.schemes import epsilon as epsilon_elsewhere  # with scipy, which takes long to import
+
             return epsilon_elsewhere(mechanism, steps, delta)
         found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
         return found.upper, _detail(found)

@@ -55,23 +55,25 @@ class Rdp(Accountant):
         self.orders = None if orders is None else np.array(sorted(orders), dtype=float)
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        epsilon, order = self.best(mechanism, steps, delta)
+        ends = (SMALLEST + 1.0, LARGEST + 1.0) if self.orders is None else (self.orders[0], self.orders[-1])
+        return epsilon, {"order": order, "conversion": self.conversion, "order_at_edge": order in ends}
+
+    def best(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, float]:
+        """(ε, the order it has it at), inside the edges of `accounting.base`."""
         sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
 
         def at(lambdas: Array) -> Array:
             with np.errstate(over="ignore"):
                 return to_epsilon(lambdas, steps * log_moments(lambdas, sigma, q), log_delta, self.conversion)
 
-        if self.orders is None:
-            lam, epsilon = descend(
-                lambda x: float(at(np.array([x]))[0]), _start(sigma, q, steps, log_delta), SMALLEST, LARGEST
-            )
-            edge = lam in (SMALLEST, LARGEST)
-        else:
+        if self.orders is not None:
             found = at(self.orders - 1.0)
             place = int(found.argmin())
-            lam, epsilon = float(self.orders[place]) - 1.0, float(found[place])
-            edge = place in (0, len(found) - 1)
-        return epsilon, {"order": lam + 1.0, "conversion": self.conversion, "order_at_edge": edge}
+            return float(found[place]), float(self.orders[place])
+        start = _start(sigma, q, steps, log_delta)
+        lam, epsilon = descend(lambda x: float(at(np.array([x]))[0]), start, SMALLEST, LARGEST)
+        return epsilon, lam + 1.0
 
 
 def _start(sigma: float, q: float, steps: float, log_delta: float) -> float:

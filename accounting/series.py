@@ -17,8 +17,8 @@ whose integrand is positive (Bernoulli), and ln A_a = log1p(A_a − 1) keeps the
   all terms positive: their logarithms add up to about 1e-14 relative at any q and σ.
 - Other orders: the two-sided series of Mironov, Talwar and Zhang 2019 (section 3.3) alternates and falls like a power
   where q is not small and σ < 1; libraries drop the orders at which it does not converge. The expectation itself does
-  not: the trapezoidal rule in t = z/σ is right to exp(−2π²σ/h) or so at step h, as the integrand is analytic up to the
-  branch points at distance πσ from the real line (Trefethen and Weideman 2014, Theorem 5.1), and adds up positive terms.
+  not: the trapezoidal rule in t = z/σ adds up positive terms, and is right to exp(−2π²σ/h) or so at step h, as the
+  integrand is analytic up to branch points at a distance of πσ (Trefethen and Weideman 2014, Theorem 5.1).
 - q = 1: ln A_a = (a² − a)/2σ².
 """
 
@@ -26,13 +26,14 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from accounting.gaussian import amplified
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]  # of float64, which numpy cannot always tell
 
 #: The largest order for which the sum over k is taken; the most points of a rule, and the least σ for one. Beyond,
 #: an upper bound on ln A is given, which is close where there is so little noise.

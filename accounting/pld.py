@@ -1,0 +1,82 @@
+"""The privacy loss distributions of Google's dp-accounting: connect-the-dots (Doroshenko et al. 2022), pessimistic.
+
+Imported when it is first asked, and without torch. Its ε errs upwards with the interval h by about T(θ + 1)h²/12, θ the
+tilt at ε (λ of the best Rényi order), which grows with T at a fixed h: here h is chosen for `ACCURACY` of ε, but no
+finer than `_MOST` losses allow. How many it will take is predicted by the Chernoff bounds that the library itself uses,
+so that it is never asked for what it cannot hold.
+
+Its transform is not tilted, and its rounding errors are not bounded: a δ near them is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from accounting.base import Accountant, NoAnswer, SubsampledGaussian
+from accounting.convolution import Tilt
+from accounting.discretised import Step, worse
+from accounting.rdp import Rdp
+
+#: By how much of itself ε may err for the grid's sake; the most losses, after composition.
+ACCURACY, _MOST = 2e-4, 1_000_000
+#: Below `_FEWEST` losses the library counts combinations, and never ends.
+_FEWEST, LEAST_SIGMA, LEAST_RATE, MOST_STEPS = 1_200, 1e-2, 1e-12, 1e8
+_LOG_TAIL = -50.0
+
+
+class Pld(Accountant):
+    """ε by dp-accounting. The detail has h (`discretization`) and what it adds to ε, about (`discretization_error`)."""
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
+        self._refuse(sigma, q, steps, delta)
+        epsilon, order = Rdp().best(mechanism, steps, delta)
+        if epsilon == 0:
+            return 0.0, {"reason": "zero by Rényi divergence already"}
+        wanted = math.sqrt(12.0 * ACCURACY * epsilon / (steps * order))
+        interval = self._interval(sigma, q, steps, wanted)
+        from dp_accounting.pld import privacy_loss_distribution as library
+
+        one = library.from_gaussian_mechanism(
+            sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=_LOG_TAIL
+        )
+        found = float(one.self_compose(int(steps)).get_epsilon_for_delta(delta))
+        error = steps * order * interval * interval / 12.0
+        return found, {
+            "discretization": interval,
+            "discretization_error": error,
+            "accurate": error <= 1.1 * ACCURACY * found,
+        }
+
+    @staticmethod
+    def _refuse(sigma: float, q: float, steps: float, delta: float) -> None:
+        least = 1e-12 + 1e-16 * steps
+        if delta < least:
+            raise NoAnswer(f"delta={delta:g} is below {least:g}, which its rounding errors may reach")
+        for name, value, bound in (("noise_multiplier", sigma, LEAST_SIGMA), ("sample_rate", q, LEAST_RATE)):
+            if value < bound:
+                raise NoAnswer(f"{name}={value:g} is below {bound:g}, where its grid is too large or has no digits")
+        if steps > MOST_STEPS:
+            raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, which its transform does not resolve")
+
+    @staticmethod
+    def _interval(sigma: float, q: float, steps: float, wanted: float) -> float:
+        """h: `wanted`, or as fine as `_MOST` allows.
+
+        Raises:
+            NoAnswer: if that is too coarse for the library.
+        """
+        step = Step(sigma, q, _LOG_TAIL)
+        low, high = step.reach
+        span = high - low
+        tilt = Tilt(worse(step, span / 2000))
+        slopes = [k / span for k in range(1, 21)]
+        above = min((steps * tilt.log_moment(t) + 36.0) / t for t in slopes)
+        below = min((steps * tilt.log_moment(-t) + 36.0) / t for t in slopes)
+        composed = min(steps * span, above + below)
+        finest = max(span, composed) / _MOST
+        interval = min(max(wanted, finest), span / _FEWEST)
+        if interval < finest:
+            raise NoAnswer(f"its grid would need {max(span, composed) / interval:,.0f} losses, of {_MOST:,} at most")
+        return interval
