@@ -75,10 +75,8 @@ VARIANTS: dict[str, tuple[str, dict[str, str], str]] = {
     "prv:estimate": ("accounting.prv:Estimate", {}, "between its bounds, where the truth most likely is"),
     "prv:lower": ("accounting.prv:Lower", {}, "its certified lower bound"),
 }
-#: name: (reference of the class, one line). Of use where batches are not Poisson samples, or
-#: neighbours differ by a replaced record; loaded by the same function.
+#: name: (reference of the class, one line). Of one sampling scheme each; loaded by the same function, and not listed.
 OF_SCHEMES = {
-    "pairs": ("accounting.schemes:Pairs", "the pairs of distributions that dominate a step, composed on a grid"),
     "without_replacement": (
         "accounting.without_replacement:WithoutReplacement",
         "Rényi bound of fixed batches, replacing one record (Wang, Balle and Kasiviswanathan 2019)",

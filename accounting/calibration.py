@@ -220,7 +220,7 @@ class _Problem:
             assert bad is not None
             why = self._reason or f"at {bad.x:g} it is still {math.exp(bad.f) * self._target:.4g}"
             raise NoAnswer(f"no {self._words} meets {target}: {why}")
-        if bad is None and self._whole:
+        if bad is None and self._whole and good.t == self._ends[1]:
             assert good.guarantee is not None
             raise NoAnswer(f"{good.x:g} steps and more meet {target}: ε is {good.guarantee.epsilon:.4g} there")
         assert good.guarantee is not None

@@ -10,13 +10,13 @@ ones.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import Any
 
-from accounting.base import Accountant, NoAnswer, SubsampledGaussian
+from accounting.base import NoAnswer, SubsampledGaussian
 from accounting.convolution import epsilon_of
 from accounting.gaussian import exact_epsilon
 from accounting.pairs import Regime, directions, on_grid, reach
-from accounting.sampling import ADJACENCIES, SAMPLINGS, Scheme, epochs_begun
+from accounting.sampling import ADJACENCIES, SAMPLINGS, epochs_begun
 
 #: The schemes that there is an answer for, which is all of them.
 SCHEMES = frozenset((sampling, adjacency) for sampling in SAMPLINGS for adjacency in ADJACENCIES)
@@ -25,15 +25,6 @@ _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200
 _MOST_STEPS, _FEWEST, _MOST = 1e15, 2**10, 2**18
 #: By how much of itself ε may be too large for the grid's sake.
 _TOLERANCE = 3e-4
-
-
-class Pairs(Accountant):
-    """The tightest upper bound here under each scheme."""
-
-    supports: ClassVar[frozenset[Scheme]] = SCHEMES
-
-    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        return epsilon(mechanism, steps, delta)
 
 
 def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:

@@ -183,6 +183,32 @@ class EpsilonTrial(_AccountingTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SweepTrial(EpsilonTrial):
+    """A point of curves along σ, q and δ."""
+
+    kind: ClassVar[str] = "epsilon_sweep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemeTrial(EpsilonTrial):
+    """A bar or a point of the sampling schemes side by side; `scheme` is its name in the figure."""
+
+    kind: ClassVar[str] = "epsilon_scheme"
+    scheme: str
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.scheme}, {self.adjacency}, σ {self.noise_multiplier:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapTrial(EpsilonTrial):
+    """A cell of the map over (q, σ, T, δ)."""
+
+    kind: ClassVar[str] = "epsilon_map"
+    timeout: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrationTrial(_AccountingTrial):
     """The noise multiplier, or the number of steps, that one accountant allows at `target_epsilon`.
 
@@ -231,6 +257,7 @@ class ExplainTrial(Trial):
         return ("torch", "torch._dynamo", *required_modules(self.model))
 
 
-_KINDS = (StepTrial, PeakTrial, EpsilonTrial, CalibrationTrial, CheckTrial, ExplainTrial)
+_EPSILONS = (EpsilonTrial, SweepTrial, SchemeTrial, MapTrial)
+_KINDS = (StepTrial, PeakTrial, *_EPSILONS, CalibrationTrial, CheckTrial, ExplainTrial)
 #: What each built-in kind runs.
 BODIES = {trial.kind: trial.body for trial in _KINDS}
