@@ -31,7 +31,7 @@ from accounting.series import Array
 
 #: The longest transform.
 LONGEST = 2**21
-_TRIES = 20
+_TRIES = 9
 #: What the window leaves out of the tilted weights, on each side.
 _LOG_OUTSIDE = math.log(1e-13)
 _EPS = float(np.finfo(float).eps)
@@ -115,12 +115,14 @@ def epsilon_of(
     tilt, log_target = Tilt(losses), math.log(delta - infinite)
     log_target -= (4.0 if upper else -4.0) * _EPS * steps
     theta = tilt.best(steps, log_target) if theta is None else theta
-    for _ in range(_TRIES):
+    for turn in range(_TRIES):
         at, log_deltas = _log_deltas(losses, tilt, theta, steps, upper)
         found = _crossing(at, log_deltas, log_target, upper)
         if found is not None:
             return found, theta
-        theta *= 0.3  # far from normal, as of few steps with rare large losses, ε lies before the window begins
+        if theta * (at[-1] - at[0]) < 0.01:
+            break
+        theta *= 0.3 if turn < 4 else 1e-3  # far from normal (rare large losses), ε lies before the window begins
     return (math.inf if upper else 0.0), theta
 
 

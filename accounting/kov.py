@@ -43,11 +43,12 @@ def composed_epsilon(each: float, steps: float, log_slack: float) -> float:
     loss = (count - 2.0 * ell) * each
     log_p = log_chance + ell * log_low + (count - ell) * log_high
     total_p, total_q = np.logaddexp.accumulate(log_p), np.logaddexp.accumulate(log_p - loss)
+    log_slack -= 4e-16 * (math.lgamma(steps + 1.0) + ell.size)  # for the rounding of ln C(T, ℓ)
     over = np.maximum(log_slack - total_p, -745.0)
     with np.errstate(divide="ignore", invalid="ignore"):
         candidates = np.where(over < 0, total_p + np.log(-np.expm1(np.minimum(over, 0.0))) - total_q, -math.inf)
     # δ(ε) is the largest of A_i − e^ε B_i: ε is the largest of their roots
-    return min(count * each, max(0.0, float(candidates.max())))
+    return min(count * each, max(0.0, float(candidates.max())) + 1e-13)
 
 
 def _log_binomial(n: int, k: int) -> float:

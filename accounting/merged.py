@@ -100,7 +100,8 @@ def _modes(p: Array) -> list[tuple[int, int, int]]:
     """(first cell, peak, past the last) of the mixture's one or two modes: where little noise parts them."""
     peak = int(np.argmax(p))
     least = np.minimum.accumulate(p[peak:])
-    again = peak + int(np.argmax(np.where(least > 0, p[peak:] / np.where(least > 0, least, 1.0), 0.0)))
+    with np.errstate(over="ignore"):
+        again = peak + int(np.argmax(np.where(least > 0, p[peak:] / np.where(least > 0, least, 1.0), 0.0)))
     if not p[again] > 2.0 * least[again - peak] > 0:
         return [(0, peak, p.size)]
     valley = peak + int(np.argmin(p[peak : again + 1]))

@@ -62,8 +62,11 @@ def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
         return _closed(exact_epsilon(math.exp(math.log(sigma) - 0.5 * math.log(steps)), math.log(delta)))
     if steps == 1:
         return _closed(amplified(exact_epsilon(sigma, math.log(delta) - math.log(q)), q))
+    log_distance = math.log(q) + min(0.0, 0.5 * log_variance(sigma) - math.log(2.0))  # in total variation, of a step
+    if math.log(steps) + log_distance <= math.log(delta):
+        return Bracket(0.0, 0.0)
     if math.log(steps) + 2.0 * math.log(q) + log_variance(sigma) <= 2.0 * math.log(2.0 * delta):
-        return Bracket(0.0, 0.0)  # the distance in total variation is at most ½√(T q²(e^{1/σ²} − 1))
+        return Bracket(0.0, 0.0)  # of T steps it is at most ½√(T q²(e^{1/σ²} − 1))
     for name, value, least in (("delta", delta, LEAST_DELTA), ("noise_multiplier", sigma, LEAST_SIGMA)):
         if value < least:
             raise NoAnswer(
@@ -90,10 +93,10 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
             above, theta = epsilon_of(pessimistic, steps, delta)
             optimistic = better(step, interval, theta, 0.01 * ACCURACY * min(above, 1e6) / steps)
             below, _ = epsilon_of(optimistic, steps, delta, upper=False, theta=theta or None)
-        except NoAnswer as error:  # a transform too long: beyond the finest grid, or before the first
-            if grid is not None:
+        except NoAnswer as error:  # the transform is too long
+            interval = 8.0 * interval if grid is None else math.sqrt(interval * grid.interval)
+            if grid is not None and interval > 0.8 * grid.interval:
                 break
-            interval *= 8.0
             if interval > 100.0 * span:
                 raise NoAnswer(f"no grid for {steps:g} steps: {error}") from error
             continue

@@ -91,6 +91,8 @@ def bound_elsewhere(at: Ask, supports: Collection[Scheme], mechanism: M, steps: 
 
     sampling, adjacency = mechanism.scheme
     half = replace(mechanism, noise_multiplier=0.5 * mechanism.noise_multiplier)
+    if mechanism.scheme == HOME:
+        return None
     if sampling in ("one_pass", "shuffled") or (mechanism.sample_rate == 1 and sampling != "truncated_poisson"):
         sigma = (half if adjacency == "replace_one" else mechanism).noise_multiplier
         epoch = replace(mechanism, noise_multiplier=sigma, sample_rate=1.0, sampling=HOME[0], adjacency=HOME[1])
@@ -123,16 +125,23 @@ def _at_smaller_delta(answer: Callable[[float], Answer | None], log_distance: fl
 
 
 def _twice(answer: Callable[[float], Answer | None], delta: float) -> Answer | None:
-    """2ε(δ') at a δ' with δ'(1 + e^ε) ≤ δ, by a few steps towards it."""
-    each = 0.25 * delta
-    for _ in range(8):
-        one = answer(each)
+    """2ε(δ') at a δ' with δ'(1 + e^ε(δ')) ≤ δ.
+
+    With l = −ln δ', the condition is l ≥ g(l) = −ln δ + ln(1 + e^ε). As ε is about concave in l, the secant of l − g
+    overshoots its root, to where the condition holds.
+    """
+    at, before = math.log(4.0) - math.log(delta), (0.0, 0.0)
+    for turn in range(16):
+        one = answer(math.exp(-at))
         if one is None or one[0] == math.inf:
             return one
-        log_factor = one[0] + math.log1p(math.exp(-one[0]))
-        if each == 0 or math.log(each) + log_factor <= math.log(delta):
-            return _told("group privacy: a record removed and one added", (2.0 * one[0], one[1]), delta=each)
-        each = math.exp(math.log(0.7 * delta) - log_factor)
+        wanted = one[0] + math.log1p(math.exp(-one[0])) - math.log(delta)
+        if wanted <= at:
+            words = "group privacy: a record removed and one added"
+            return _told(words, (2.0 * one[0], one[1]), delta=math.exp(-at))
+        slope = (wanted - before[1]) / (at - before[0]) if turn else 0.5
+        step = (wanted - at) / (1.0 - slope) if slope < 0.95 else at
+        before, at = (at, wanted), at + 1.005 * step + 0.005
     return math.inf, {"bound": "none that is finite"}
 
 
