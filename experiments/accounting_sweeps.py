@@ -6,7 +6,7 @@ from dpbench.experiment import Experiment, grid
 from dpbench.trials import SweepTrial
 
 BASE = {"sample_rate": 0.01, "noise_multiplier": 4.0, "delta": 1e-5, "steps": 10_000}
-ACCOUNTANTS = ["strong", "moments", "rdp", "gdp", "pld", "prv", "prv:lower"]
+ACCOUNTANTS = ["moments", "rdp", "gdp", "pld", "prv", "prv:lower"]
 AXES = {
     "noise_multiplier": [0.5, 0.6, 0.7, 0.85, 1.0, 1.3, 1.7, 2.3, 3.0, 4.0, 5.5, 7.5, 10.0, 14.0, 20.0],
     "sample_rate": [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2, 0.5, 1.0],

@@ -114,12 +114,14 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
 def mixed_versions(records: Iterable[Record]) -> bool:
     """Whether trials that share their sources and libraries have different fingerprints.
 
-    A fingerprint covers the libraries that a trial uses: a timm model and an Opacus backend have one of their own.
+    A fingerprint covers the libraries that a trial uses: a timm model, an Opacus backend and dp-accounting's `pld` have
+    one of their own.
     """
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
         model, backend = record.trial.get("model", ""), record.trial.get("backend", "")
-        key = (record.kind, model.rpartition(":")[0], backend.startswith("opacus"))
+        peer = backend.startswith("opacus") or record.trial.get("accountant") == "pld"
+        key = (record.kind, model.rpartition(":")[0], peer)
         versions.setdefault(key, set()).add(record.fingerprint)
     return any(len(fingerprints) > 1 for fingerprints in versions.values())
 

@@ -19,8 +19,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from dpbench.report import style
 from dpbench.report.figures import PUBLISHED, WIDTH, sheet
 
-_LEFT, _BETWEEN, _RIGHT, _TOP, _BELOW = 0.62, 0.62, 0.12, 0.36, 0.52
-_LEGEND_LINE, _LEGEND_COLUMNS = 0.185, 4
+_LEFT, _BETWEEN, _RIGHT, _TOP, _BELOW = 0.66, 0.55, 0.14, 0.36, 0.48
+# Of the legend: a line's height, a character's and a handle's width.
+_LEGEND_LINE, _CHARACTER, _HANDLE = 0.185, 0.058, 0.62
 #: The part of an axis that no valid bound reaches.
 SHADE: dict[str, Any] = {"facecolor": "#DDDDDD", "edgecolor": "#9A9A9A", "hatch": "....", "linewidth": 0.0}
 
@@ -38,16 +39,20 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A published point, with its label."""
+    """A point with its label: above it on the left, or below on the right."""
 
     x: float
     y: float
     label: str
+    below: bool = False
 
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis. `above` and `below` cut the y axis; None: by the curves themselves."""
+    """Curves over one axis. `marks` are published points, `words` stand at points of the curves.
+
+    `above` and `below` cut the y axis; None: by the curves themselves.
+    """
 
     title: str
     x_label: str
@@ -65,7 +70,9 @@ class Panel:
 def panels(rows: Sequence[Sequence[Panel]], caption: str, height: float = 2.75, published: str = "") -> Figure:
     """Rows of panels of equal size, `height` inches each; `published`: what the marks are."""
     legend = _legend([panel for row in rows for panel in row], published)
-    lines = math.ceil(len(legend) / _LEGEND_COLUMNS)
+    widest = max((len(str(handle.get_label())) for handle in legend), default=1)
+    columns = max(1, min(4, int((WIDTH - 0.2) / (_CHARACTER * widest + _HANDLE))))
+    lines = math.ceil(len(legend) / columns)
     depth = len(rows) * (_TOP + height + _BELOW) + lines * _LEGEND_LINE + 0.1
     figure, total = sheet(depth, caption)
     for index, row in enumerate(rows):
@@ -80,7 +87,7 @@ def panels(rows: Sequence[Sequence[Panel]], caption: str, height: float = 2.75, 
             handles=legend,
             loc="lower left",
             bbox_to_anchor=(0.1 / WIDTH, (total - depth + 0.04) / total),
-            ncols=_LEGEND_COLUMNS,
+            ncols=columns,
             frameon=False,
             fontsize=7.6,
             handlelength=3.0,
@@ -95,7 +102,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
     low, high = _reach(panel)
     axes.set_title(panel.title, pad=7)
     axes.set_xlabel(panel.x_label, labelpad=3)
-    axes.set_ylabel(panel.y_label, rotation=0 if len(panel.y_label) < 3 else 90, labelpad=6)
+    axes.set_ylabel(panel.y_label, rotation=0 if len(panel.y_label) < 3 else 90, labelpad=5)
     axes.grid(color=style.GRID, linewidth=0.7)
     axes.tick_params(length=0)
     for axis, log in ((axes.xaxis, panel.x_log), (axes.yaxis, panel.y_log)):
@@ -121,9 +128,11 @@ def _draw(axes: Axes, panel: Panel) -> None:
         _curve(axes, curve, index, low)
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], **PUBLISHED | {"markersize": 6.0})
-        axes.annotate(mark.label, (mark.x, mark.y), (-5, 5), textcoords="offset points", ha="right", fontsize=8)
-    for word in panel.words:
-        axes.annotate(word.label, (word.x, word.y), (0, 0), textcoords="offset points", fontsize=7.8, va="center")
+    for mark in (*panel.marks, *panel.words):
+        place, ha = ((6, -10), "left") if mark.below else ((-5, 5), "right")
+        axes.annotate(
+            mark.label, (mark.x, mark.y), place, textcoords="offset points", ha=ha, fontsize=7.8, linespacing=1.2
+        )
 
 
 def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
@@ -134,7 +143,7 @@ def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
         axes.fill_between(xs, [low] * len(xs), ys, zorder=1, **SHADE)
         axes.plot(xs, ys, color="#9A9A9A", linewidth=0.9, zorder=1.2)
         return
-    every = max(1, len(points) // 7)
+    every = max(2, len(points) // 6) if len(points) > 5 else 1
     axes.plot(
         xs,
         ys,
@@ -144,7 +153,7 @@ def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
         marker=look.marker,
         markersize=4.3,
         markevery=(index % every, every),  # markers of curves that lie on each other do not
-        zorder=2.2,
+        zorder=2.2 if curve.kind == "upper_bound" else 2.6,
     )
 
 
@@ -162,11 +171,12 @@ def _reach(panel: Panel) -> tuple[float, float]:
 
 
 def _legend(drawn: Sequence[Panel], published: str) -> list[Artist]:
-    """An entry for each accountant and kind, the shade once, and what the marks are."""
+    """An entry for each accountant, with its kind if it is no upper bound; the shade once; and what the marks are."""
     handles: dict[str, Artist] = {}
     for curve in (curve for panel in drawn for curve in panel.curves):
         look, (dash, words) = style.accountant(curve.accountant), style.KINDS.get(curve.kind, ("--", curve.kind))
-        label = f"{look.name}: {curve.note or words}"
+        about = curve.note or ("" if curve.kind == "upper_bound" else words.partition(" (")[0])
+        label = f"{look.name} ({about})" if about else look.name
         if label in handles:
             continue
         if dash == "shade":
@@ -182,8 +192,8 @@ def _legend(drawn: Sequence[Panel], published: str) -> list[Artist]:
 
 
 def _tick(value: float, _: object) -> str:
-    if value and not 1e-3 <= abs(value) < 1e6:
-        return style.plain(value)
+    if value and not 0.005 <= abs(value) < 1e6:
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
     return f"{value:,g}"
 
 

@@ -14,6 +14,8 @@ from dpbench.report.curves import Curve, Mark, Panel, panels
 
 #: The right panel of ε against epochs has the accountants whose last ε is within this factor of the smallest bound.
 _TIGHT = 3.0
+#: ε of Abadi et al. 2016 after 100 epochs.
+_ABADI = 1.26
 _AXES = {"noise_multiplier": "noise multiplier σ", "sample_rate": "sample rate q", "delta": "δ"}
 
 
@@ -29,21 +31,14 @@ def epochs(frame: pd.DataFrame, caption: str) -> Figure:
             curves.append(Curve(str(name), "", [], [], note=str(failed.note.iloc[0])))
     setting = tuple(frame[["sample_rate", "noise_multiplier", "delta"]].iloc[0])
     names, reach = set(frame.accountant), max(frame.epochs)
-    marks = {
-        p.accountant: Mark(p.epochs, p.epsilon, p.label)
-        for p in published.EPSILONS
-        if p.setting == setting and p.accountant in names and p.epochs <= reach * 1.05
-    }
     shown = [
-        Mark(p.epochs, p.epsilon, p.label)
+        Mark(p.epochs, p.epsilon, p.label, below=p.accountant == "strong")
         for p in published.EPSILONS
         if p.setting == setting and p.accountant in names and p.epochs <= reach * 1.05
     ]
     ends = {c.accountant: c.y[-1] for c in curves if c.kind == "upper_bound" and c.y and math.isfinite(c.y[-1])}
     tight = [c for c in curves if c.y and ends and c.y[-1] <= _TIGHT * min(ends.values())]
     left = Panel("Privacy spent, ε, as training goes on", "epochs (steps × sample rate)", "ε", curves, shown)
-    if not marks and len(tight) < 3:
-        return panels([[left]], caption, height=3.4)
     low_marks = [mark for mark in shown if mark.y <= max((max(c.y) for c in tight), default=0.0)]
     right = Panel("The tight ones", "epochs (steps × sample rate)", "ε", tight, low_marks, y_log=False)
     row = [left, right] if 2 <= len(tight) < len(curves) else [left]
@@ -55,7 +50,9 @@ def sweeps(frame: pd.DataFrame, caption: str) -> Figure:
     above, below = [], []
     for name, words in _AXES.items():
         part = _along(frame, name)
-        above.append(Panel(f"ε along {words.split()[-1]}", words, "ε", _curves(part, name, "epsilon"), x_log=True))
+        first = not above
+        title = f"ε along {words.split()[-1]}"
+        above.append(Panel(title, words, "ε" if first else "", _curves(part, name, "epsilon"), x_log=True))
         ratios = [c for c in _curves(part, name, "ratio") if c.accountant != privacy.LOWER]
         shade = [Curve(privacy.LOWER, "lower_bound", *_ends(ratios))] if ratios else []
         below.append(Panel("Over the lower bound", words, "ratio", [*shade, *ratios], x_log=True, below=0.7, above=2.5))
@@ -84,6 +81,8 @@ def _curves(frame: pd.DataFrame, x: str, y: str) -> list[Curve]:
         if len(own):
             kind = str(own.kind.mode().iloc[0])
             found.append(Curve(str(accountant), kind, [float(v) for v in own[x]], [float(v) for v in own[y]]))
+    known = list(style.ACCOUNTANTS)
+    found.sort(key=lambda curve: known.index(curve.accountant) if curve.accountant in known else len(known))
     return sorted(found, key=lambda curve: curve.kind != "lower_bound")
 
 
@@ -97,10 +96,30 @@ def prices(frame: pd.DataFrame, caption: str) -> Figure:
         part = frame[(frame.unknown == unknown) & frame.ratio.notna()]
         curves = _curves(part.sort_values("target_epsilon"), "target_epsilon", "ratio")
         close = [c for c in curves if 0.4 <= c.y[-1] <= 4.0]
+        words = _bought(part, unknown)
         drawn.append(
-            Panel(title, "target ε", label, close, x_log=True, y_log=False, reference=1.0, below=None, **_cut(close))
+            Panel(title, "target ε", label, close, words=words, x_log=True, y_log=False, reference=1.0, **_cut(close))
         )
     return panels([drawn], caption, height=3.0)
+
+
+def _bought(part: pd.DataFrame, unknown: str) -> list[Mark]:
+    """The numbers themselves at the target nearest to that of Abadi et al. 2016, by the best valid bound."""
+    valid = part[part.kind == "upper_bound"]
+    if not len(valid):
+        return []
+    target = min(valid.target_epsilon, key=lambda e: abs(e - _ABADI))
+    at = valid[valid.target_epsilon == target]
+    best = at.loc[(at.value if unknown == "steps" else -at.value).astype(float).idxmax()]
+    base = at[at.accountant == privacy.BASE]
+    if not len(base):
+        return []
+    old = base.value.iloc[0]
+    if unknown == "steps":
+        label = f"{best.value:,.0f} steps against {old:,.0f}\nat ε = {target:g}"
+        return [Mark(target, float(best.ratio) + 0.03, label, below=True)] if best.ratio > 1 else []
+    label = f"σ = {best.value:.3g} against {old:.3g}\nat ε = {target:g}"
+    return [Mark(target, float(best.ratio), label, below=True)] if best.ratio < 1 else []
 
 
 def _cut(curves: Sequence[Curve]) -> dict[str, Any]:

@@ -20,29 +20,31 @@ from dpbench.report.figures import AXIS, WIDTH, sheet
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """Left a bar for each scheme and adjacency at one σ, right the tightest bound over σ."""
-    sigma = float(frame[frame.accountant != "prv"].noise_multiplier.mode().iloc[0]) if len(frame) else 0.0
+    several = frame[~frame.accountant.isin(["prv", "prv:lower", "shuffled"])]
+    sigma = float((several if len(several) else frame).noise_multiplier.mode().iloc[0])
     at = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
     rows = list(dict.fromkeys(zip(at.scheme, at.adjacency, strict=True)))
     rows.sort(key=lambda row: list(privacy.ADJACENCIES).index(row[1]))
-    depth, top, names, numbers, gap, legend = 0.235 * len(rows) + 0.5, 0.36, 1.65, 0.5, 0.75, 0.62
+    depth, top, names, numbers, gap, legend = 0.235 * len(rows) + 0.5, 0.36, 1.65, 0.5, 0.6, 0.5
     figure, height = sheet(top + depth + AXIS + legend, caption)
-    bars_width = 3.6
-    left = figure.add_axes(box(names, top, bars_width, depth, height))
-    right_at = names + bars_width + numbers + gap
+    wide = 3.75
+    left = figure.add_axes(box(names, top, wide, depth, height))
+    right_at = names + wide + numbers + gap
     right = figure.add_axes(box(right_at, top, WIDTH - right_at - 0.12, depth, height))
     _bars(left, at, rows, sigma)
-    _over_sigma(right, frame)
-    handles = [
-        Patch(facecolor="#2266AA", label="tightest valid upper bound here"),
+    lines = _over_sigma(right, frame)
+    bars = [
+        Patch(facecolor=style.accountant("moments").color, label="tightest valid upper bound here"),
         Patch(label="spent for certain (lower bound)", **SHADE | {"linewidth": 0.6}),
         *(
-            Line2D([], [], linestyle="", marker=look.marker, color=look.color, label=look.name, markersize=5)
-            for look in (style.accountant(name) for name in dict.fromkeys(at.accountant))
-            if look.marker not in ("|", style.accountant("prv").marker)
+            Line2D([], [], linestyle="", marker=look.marker, color=look.color, label=f"bound by {look.name}")
+            for look in (style.accountant(name) for name in dict.fromkeys(several.accountant))
         ),
     ]
-    corner = (0.1 / WIDTH, 1 - (top + depth + AXIS + legend - 0.05) / height)
-    figure.legend(handles=handles, loc="lower left", bbox_to_anchor=corner, ncols=3, frameon=False, fontsize=7.8)
+    y = 1 - (top + depth + AXIS - 0.1) / height
+    looks: dict[str, Any] = {"loc": "upper left", "frameon": False, "fontsize": 7.6, "borderpad": 0, "borderaxespad": 0}
+    figure.legend(handles=bars, bbox_to_anchor=(0.12 / WIDTH, y), ncols=2, **looks)
+    figure.legend(handles=lines, bbox_to_anchor=((right_at - 0.75) / WIDTH, y), ncols=2, handlelength=2.6, **looks)
     return figure
 
 
@@ -77,10 +79,9 @@ def _bars(axes: Axes, at: pd.DataFrame, rows: Sequence[tuple[str, str]], sigma: 
         upper = own[(own.kind == "upper_bound") & own.epsilon.map(math.isfinite)]
         best = float(upper.epsilon.min()) if len(upper) else None
         if best is not None:
-            axes.barh([y], [best - low], left=[low], height=0.7, color="#2266AA", zorder=2)
-            text = f"{best:.3g}" if best >= 1 else f"{best:.2g}"
+            axes.barh([y], [best - low], left=[low], height=0.7, color=style.accountant("moments").color, zorder=2)
             axes.annotate(
-                text,
+                style.number(best),
                 (1, y),
                 xycoords=axes.get_yaxis_transform(),
                 xytext=(6, -0.5),
@@ -91,9 +92,8 @@ def _bars(axes: Axes, at: pd.DataFrame, rows: Sequence[tuple[str, str]], sigma: 
             )
             others = upper[upper.epsilon > best * 1.02]
             for row in others.itertuples(index=False):
-                look = style.accountant(str(row.accountant))
-                if float(row.epsilon) < high:  # type: ignore[arg-type]
-                    axes.plot([float(row.epsilon)], [y], marker=look.marker, color=look.color, markersize=5, zorder=4)
+                look, value = style.accountant(str(row.accountant)), float(str(row.epsilon))
+                axes.plot([value], [y], marker=look.marker, color=look.color, markersize=5, zorder=4)
         for value in own[own.kind == "lower_bound"].epsilon:
             axes.barh([y], [float(value) - low], left=[low], height=0.34, zorder=3, **SHADE | {"linewidth": 0.6})
     axes.set_title(f"ε at σ = {style.plain(sigma)}", pad=7)
@@ -109,23 +109,35 @@ _MARKERS = "oDsv^P*X"
 _COLORS = ("#2266AA", "#117733", "#44BB99", "#DDAA33", "#CC3311", "#AA4499", "#7F7F7F", "#882255")
 
 
-def _over_sigma(axes: Axes, frame: pd.DataFrame) -> None:
-    """The tightest upper bound of each scheme, adding or removing one, over σ; its name at its right end."""
+def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
+    """The tightest upper bound of each scheme, adding or removing one, over σ; curves that agree have one name."""
     part = frame[(frame.adjacency == "add_remove") & frame.epsilon.notna()]
     axes.set_xscale("log")
     axes.set_yscale("log")
-    ends: list[tuple[float, float, str, str]] = []
-    for index, (scheme, own) in enumerate(part.groupby("scheme", sort=False)):
-        for kind, dash, suffix in (("upper_bound", "-", ""), ("lower_bound", (0, (1, 1.2)), ", at least")):
-            found = own[(own.kind == kind) & own.epsilon.map(lambda e: math.isfinite(e) and e > 0)]
-            best = found.groupby("noise_multiplier").epsilon.min()
-            if len(best) < 2 or (kind == "lower_bound" and scheme == "Poisson"):
+    found: list[tuple[list[str], str, pd.Series[float]]] = []
+    for scheme, own in part.groupby("scheme", sort=False):
+        for kind, suffix in (("upper_bound", ""), ("lower_bound", ", at least")):
+            finite = own[(own.kind == kind) & own.epsilon.map(lambda e: math.isfinite(e) and e > 0)]
+            best = finite.groupby("noise_multiplier").epsilon.min().astype(float)
+            if len(best) < 2 or (kind == "lower_bound" and scheme == "Poisson"):  # no different from the upper bound
                 continue
-            color = _COLORS[index % len(_COLORS)]
-            marker = _MARKERS[index % len(_MARKERS)]
-            line: dict[str, Any] = {"linewidth": 1.5, "linestyle": dash, "color": color}
-            axes.plot(best.index.to_numpy(float), best.to_numpy(float), marker=marker, markersize=3.6, **line)
-            ends.append((float(best.index[0]), float(best.iloc[0]), f"{scheme}{suffix}", color))
+            alike = [entry for entry in found if entry[1] == kind and _agree(entry[2], best)]
+            if alike:
+                alike[0][0].append(str(scheme))
+            else:
+                found.append(([f"{scheme}{suffix}"], kind, best))
+    handles = []
+    for index, (names, kind, best) in enumerate(found):
+        handles += axes.plot(
+            best.index.to_numpy(float),
+            best.to_numpy(float),
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=3.8,
+            linewidth=1.5,
+            linestyle="-" if kind == "upper_bound" else ":",
+            color=_COLORS[index % len(_COLORS)],
+            label=", ".join(names),
+        )
     axes.set_title("over σ, add or remove one", pad=7)
     axes.set_xlabel("noise multiplier σ, logarithmic", labelpad=3)
     axes.grid(color=style.GRID, linewidth=0.7)
@@ -134,3 +146,9 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> None:
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if axis is axes.xaxis else (1.0, 3.0)))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    return handles
+
+
+def _agree(one: pd.Series[float], other: pd.Series[float]) -> bool:
+    """Whether two curves lie on each other, within 2 %."""
+    return list(one.index) == list(other.index) and bool(((one / other - 1.0).abs() < 0.02).all())
