@@ -39,12 +39,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Mark:
-    """A point with its label: above it on the left, or below on the right."""
+    """A point with its label, `offset` points beside it."""
 
     x: float
     y: float
     label: str
-    below: bool = False
+    offset: tuple[float, float] = (-5.0, 5.0)
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,9 @@ def _draw(axes: Axes, panel: Panel) -> None:
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], **PUBLISHED | {"markersize": 6.0})
     for mark in (*panel.marks, *panel.words):
-        place, ha = ((6, -10), "left") if mark.below else ((-5, 5), "right")
+        ha = "left" if mark.offset[0] > 0 else "right"
         axes.annotate(
-            mark.label, (mark.x, mark.y), place, textcoords="offset points", ha=ha, fontsize=7.8, linespacing=1.2
+            mark.label, (mark.x, mark.y), mark.offset, textcoords="offset points", ha=ha, fontsize=7.8, linespacing=1.2
         )
 
 
@@ -147,6 +147,7 @@ def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
     axes.plot(
         xs,
         ys,
+        label=look.name,
         color=look.color,
         linestyle=dash if points else "",
         linewidth=1.6,

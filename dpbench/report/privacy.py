@@ -165,7 +165,7 @@ def schemes_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
     first = frame.iloc[0]
     said = [
         f"ε at δ = {style.plain(first.delta)} after {first.steps:,} steps at q = {first.sample_rate:.4g}; right, the "
-        "tightest bound here of each scheme over σ. In a fixed batch, to remove a record is to make its gradient zero.",
+        "tightest bound here of each scheme over σ. In one pass, shuffled or not, a record is removed by a zero.",
         "Bars: the tightest valid upper bound here; marks: other valid bounds. Dotted: what the scheme spends for "
         "certain (of shuffled batches by Chua et al. 2024, over the epochs that end).",
     ]
@@ -179,7 +179,7 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Lef
         f"δ = {style.plain(first['delta'])}, over what the moments accountant of 2016 (orders to 32) does: steps at "
         "the same noise, noise for the same steps; every ε was evaluated at the number found and is within the target.",
         _POISSON,
-        "Solid: by a valid upper bound. Dotted: by an estimate, which promises nothing.",
+        "Solid: by a valid upper bound. Dotted: by an estimate, which promises nothing. What is far off: in the table.",
     ]
     return caption(said, records, left_out, setting=False)
 

@@ -32,7 +32,7 @@ def epochs(frame: pd.DataFrame, caption: str) -> Figure:
     setting = tuple(frame[["sample_rate", "noise_multiplier", "delta"]].iloc[0])
     names, reach = set(frame.accountant), max(frame.epochs)
     shown = [
-        Mark(p.epochs, p.epsilon, p.label, below=p.accountant == "strong")
+        Mark(p.epochs, p.epsilon, p.label, (6.0, -10.0) if p.accountant == "strong" else (-5.0, 5.0))
         for p in published.EPSILONS
         if p.setting == setting and p.accountant in names and p.epochs <= reach * 1.05
     ]
@@ -47,15 +47,29 @@ def epochs(frame: pd.DataFrame, caption: str) -> Figure:
 
 def sweeps(frame: pd.DataFrame, caption: str) -> Figure:
     """ε along σ, q and δ, and below it the ratio to the certified lower bound."""
-    above, below = [], []
+    above: list[Panel] = []
+    below: list[Panel] = []
     for name, words in _AXES.items():
         part = _along(frame, name)
+        first = not above
+        title = f"ε along {words.split()[-1]}"
         first = not above
         title = f"ε along {words.split()[-1]}"
         above.append(Panel(title, words, "ε" if first else "", _curves(part, name, "epsilon"), x_log=True))
         ratios = [c for c in _curves(part, name, "ratio") if c.accountant != privacy.LOWER]
         shade = [Curve(privacy.LOWER, "lower_bound", *_ends(ratios))] if ratios else []
-        below.append(Panel("Over the lower bound", words, "ratio", [*shade, *ratios], x_log=True, below=0.7, above=2.5))
+        below.append(
+            Panel(
+                "over the lower bound",
+                words,
+                "ratio" if first else "",
+                [*shade, *ratios],
+                x_log=True,
+                y_log=False,
+                below=0.7,
+                above=2.5,
+            )
+        )
     return panels([above, below], caption, height=2.2)
 
 
@@ -117,9 +131,9 @@ def _bought(part: pd.DataFrame, unknown: str) -> list[Mark]:
     old = base.value.iloc[0]
     if unknown == "steps":
         label = f"{best.value:,.0f} steps against {old:,.0f}\nat ε = {target:g}"
-        return [Mark(target, float(best.ratio) + 0.03, label, below=True)] if best.ratio > 1 else []
-    label = f"σ = {best.value:.3g} against {old:.3g}\nat ε = {target:g}"
-    return [Mark(target, float(best.ratio), label, below=True)] if best.ratio < 1 else []
+        return [Mark(target, float(best.ratio), label, (5.0, 14.0))] if best.ratio > 1 else []
+    label = f"σ = {best.value:.2f} against {old:.2f}\nat ε = {target:g}"
+    return [Mark(target, float(best.ratio), label, (12.0, -26.0))] if best.ratio < 1 else []
 
 
 def _cut(curves: Sequence[Curve]) -> dict[str, Any]:
