@@ -127,7 +127,8 @@ def _shares(gives: Array, takes: Array, inner: bool) -> Array:
         scaled = signs * here * np.exp(-relative[: end - start])
         scaled[0] *= first
         flow = signs * np.exp(relative[: end - start]) * np.cumsum(scaled)
-        found = np.clip(np.where(here > 0, flow / np.where(here > 0, here, 1.0), 1.0), 0.0, 1.0)
+        with np.errstate(over="ignore"):
+            found = np.clip(np.where(here > 0, flow / np.where(here > 0, here, 1.0), 1.0), 0.0, 1.0)
         shares[start:end] = found
         if end < gives.size and takes[end] > 0:
             first = min(1.0, max(0.0, 1.0 - found[-1] * here[-1] / takes[end]))

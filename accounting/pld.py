@@ -44,11 +44,14 @@ class Pld(Accountant):
             raise NoAnswer(f"losses {interval:.2g} apart have too few digits for {steps:g} steps")
         from dp_accounting.pld import privacy_loss_distribution as library
 
-        with np.errstate(all="ignore"):  # what is no number is no answer (`accounting.base`)
-            one = library.from_gaussian_mechanism(
-                sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=_LOG_TAIL
-            )
-            found = float(one.self_compose(int(steps)).get_epsilon_for_delta(delta))
+        try:
+            with np.errstate(all="ignore"):  # what is no number is no answer (`accounting.base`)
+                one = library.from_gaussian_mechanism(
+                    sigma, sampling_prob=q, value_discretization_interval=interval, log_mass_truncation_bound=_LOG_TAIL
+                )
+                found = float(one.self_compose(int(steps)).get_epsilon_for_delta(delta))
+        except (ValueError, ArithmeticError) as error:
+            raise NoAnswer(f"dp-accounting: {' '.join(str(error).split())}") from error
         if found == math.inf:
             raise NoAnswer(f"its losses {interval:.2g} apart do not reach ε at delta={delta:g}")
         error = steps * order * interval * interval / 12.0

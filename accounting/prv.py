@@ -32,6 +32,7 @@ from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme
 #: upper − lower that is asked for: relative to upper, and absolute.
 ACCURACY, LEAST = 1e-4, 1e-7
 _FEWEST, _MOST = 2_000, 500_000
+_COARSEST = 300.0  # e^h must be a float
 #: What lies beyond the ends of the grid, relative to δ.
 _LOG_TAIL = math.log(1e-9)
 #: Smaller δ and σ have no digits in a float, or take too many of them.
@@ -51,13 +52,28 @@ class Bracket:
         return self.lower + (self.upper - self.lower) * 2.0 / 3.0 if self.lower < self.upper < math.inf else self.upper
 
 
-@functools.lru_cache(maxsize=512)
 def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
-    """ε of T Poisson steps under adding or removing one record, from both sides.
+    """ε of T Poisson steps under adding or removing one record, from both sides. Remembered.
 
     Raises:
         NoAnswer: δ, σ or T are beyond what floats can resolve, or no grid can be had.
     """
+    found = _remembered(sigma, q, float(steps), delta)
+    if isinstance(found, str):
+        raise NoAnswer(found)
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def _remembered(sigma: float, q: float, steps: float, delta: float) -> Bracket | str:
+    """The bracket, or why there is none: both may have taken a second."""
+    try:
+        return _bracket(sigma, q, steps, delta)
+    except NoAnswer as error:
+        return str(error)
+
+
+def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     if q == 1.0:
         return _closed(exact_epsilon(math.exp(math.log(sigma) - 0.5 * math.log(steps)), math.log(delta)))
     if steps == 1:
@@ -85,29 +101,32 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
     """Both bounds on finer and finer grids: their distance falls with h², or with h where h is above the losses."""
     low, high = step.reach
     span = high - low
-    interval, lower, upper = span / _FEWEST, 0.0, math.inf
+    interval, lower, upper, too_fine = span / _FEWEST, 0.0, math.inf, 0.0
     grid: Losses | None = None
     while True:
         try:
             pessimistic = worse(step, interval)
             above, theta = epsilon_of(pessimistic, steps, delta)
+            if above == math.inf:  # no grid changes that
+                break
             optimistic = better(step, interval, theta, 0.01 * ACCURACY * min(above, 1e6) / steps)
             below, _ = epsilon_of(optimistic, steps, delta, upper=False, theta=theta or None)
         except NoAnswer as error:  # the transform is too long
-            interval = 8.0 * interval if grid is None else math.sqrt(interval * grid.interval)
-            if grid is not None and interval > 0.8 * grid.interval:
+            too_fine, interval = interval, 8.0 * interval if grid is None else math.sqrt(interval * grid.interval)
+            if grid is not None and interval > 0.7 * grid.interval:
                 break
-            if interval > 100.0 * span:
+            if interval > min(100.0 * span, _COARSEST):
                 raise NoAnswer(f"no grid for {steps:g} steps: {error}") from error
             continue
         lower, upper, grid = max(lower, below), min(upper, above), pessimistic
         gap, wanted = upper - lower, max(ACCURACY * upper, LEAST)
-        finer = max(interval * max(1.0 / 16.0, 0.7 * math.sqrt(wanted / gap)), span / _MOST) if gap > 0 else interval
-        if gap <= wanted or finer > 0.8 * interval:
+        finer = interval * max(1.0 / 16.0, 0.7 * math.sqrt(wanted / gap)) if gap > 0 else interval
+        finer = max(finer, span / _MOST, 1.2 * too_fine)
+        if gap <= wanted or finer > 0.7 * interval:
             break
         interval = finer
-    added, _ = epsilon_of(grid.reversed(), steps, delta)
-    if max(upper, added) == math.inf:
+    added = epsilon_of(grid.reversed(), steps, delta)[0] if grid is not None else math.inf
+    if grid is None or added == math.inf:
         raise NoAnswer(f"rounding errors of {steps:g} steps leave nothing of delta={delta:g}")
     return Bracket(min(lower, upper), max(upper, added), grid.interval)
 

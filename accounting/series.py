@@ -59,8 +59,8 @@ def log_moments(lambdas: ArrayLike, sigma: float, q: float) -> Array:
         whole = (orders % 1 == 0) & (orders < WHOLE_ORDERS)
         if whole.any():
             found[whole] = _whole(orders[whole].astype(int) + 1, sigma, q)
-        for place in np.flatnonzero(~whole):
-            found[place] = _fractional(float(orders[place]), sigma, q)
+        if not whole.all():
+            found[~whole] = _fractional(orders[~whole], sigma, q)
         return found
 
 
@@ -86,22 +86,26 @@ def _log_expm1(twice: Array, sigma: float) -> Array:
     return np.where(tiny, np.log(0.5 * twice) - 2.0 * math.log(sigma), x + np.log(-np.expm1(-np.where(tiny, 1.0, x))))
 
 
-def _fractional(lam: float, sigma: float, q: float) -> float:
-    """ln A at λ by the trapezoidal rule over t = z/σ, from −9.5 to 9.5 beyond the largest exponent's bump at a/σ.
+def _fractional(lambdas: Array, sigma: float, q: float) -> Array:
+    """ln A at λ by the trapezoidal rule over t = z/σ, from −9.5 to 9.5 beyond the largest exponent's bump at a/σ. [n].
 
-    For a ≤ 2 there are two bumps only, at 0 and a/σ, with nothing between them where they lie far apart.
+    For a ≤ 2 there are two bumps only, at 0 and a/σ, with nothing between them where they lie far apart. Orders share
+    one rule where that takes few enough points.
     """
     if sigma < _LEAST_SIGMA:
-        return _minkowski(lam, sigma, q)
-    last, step = (lam + 1.0) / sigma, _step(lam, sigma, q)
-    spans = [(-_REACH, _REACH), (last - _REACH, last + _REACH)]
-    if lam > 1.0 or last <= 2.0 * _REACH:
-        spans = [(-_REACH, last + _REACH)]
-    if not sum(high - low for low, high in spans) / step < _POINTS:
-        return _minkowski(lam, sigma, q)
+        return np.array([_minkowski(float(lam), sigma, q) for lam in lambdas])
+    largest = float(lambdas.max())
+    last, step = (largest + 1.0) / sigma, _step(float(lambdas.min()), sigma, q)
+    spans = [(-_REACH, last + _REACH)]
+    if lambdas.size == 1 and largest <= 1.0 and last > 2.0 * _REACH:
+        spans = [(-_REACH, _REACH), (last - _REACH, last + _REACH)]
+    if not lambdas.size * sum(high - low for low, high in spans) / step < _POINTS:
+        if lambdas.size > 1:
+            return np.concatenate([_fractional(lambdas[place : place + 1], sigma, q) for place in range(lambdas.size)])
+        return np.array([_minkowski(largest, sigma, q)])
     t = step * np.concatenate([np.arange(math.floor(low / step), math.ceil(high / step) + 1) for low, high in spans])
-    log_terms = log_excess(lam, log_ratio(t, sigma, q)) - 0.5 * t * t
-    return float(_log1p_exp(_log_sum(log_terms) + math.log(step / math.sqrt(2.0 * math.pi))))
+    log_terms = log_excess(lambdas[:, None], log_ratio(t, sigma, q)) - 0.5 * t * t
+    return _log1p_exp(_log_sum(log_terms) + math.log(step / math.sqrt(2.0 * math.pi)))
 
 
 def _minkowski(lam: float, sigma: float, q: float) -> float:
@@ -128,22 +132,21 @@ def log_ratio(t: Array, sigma: float, q: float) -> Array:
     return np.where(u < 600.0, near, np.logaddexp(0.0, u + math.log(q)))  # ln(1 − q) is nothing beside it there
 
 
-def log_excess(lam: float, s: Array) -> Array:
-    """ln[(1 + w)^a − 1 − aw] at s = ln(1 + w), a = λ + 1: the integrand; −∞ at s = 0."""
+def log_excess(lam: Array, s: Array) -> Array:
+    """ln[(1 + w)^a − 1 − aw] at s = ln(1 + w), a = λ + 1: the integrand; −∞ at s = 0. Both broadcast."""
     a = lam + 1.0
     powers = s * a
     small, large = np.abs(powers) < 0.05, powers > 30.0
-    series = np.zeros_like(s)
+    series, log_a = np.zeros_like(powers), np.log1p(lam)
     for k in range(9, 1, -1):  # Σ (a^k − a)s^k/k!, over s²; a^k − a without loss as a → 1
-        series = series * s + a * math.expm1((k - 1) * math.log1p(lam)) / math.factorial(k) if a < 1e30 else series
-    middle = np.where(small | large, 1.0, s)
+        series = series * s + a * np.expm1((k - 1) * log_a) / math.factorial(k)
+    middle = np.where(small | large, 1.0 / a, s)
     direct = np.exp(middle) * np.expm1(lam * middle) - lam * np.expm1(middle)
-    far = np.where(large, s, 1.0)
-    return np.where(
-        small,
-        2.0 * np.log(np.abs(s)) + np.log(np.where(small, series, 1.0)),
-        np.where(large, a * far + np.log1p(lam * np.exp(-a * far) - a * np.exp(-lam * far)), np.log(direct)),
-    )
+    far = np.where(large, s, 0.0)
+    beyond = a * far + np.log1p(np.where(large, lam * np.exp(-a * far) - a * np.exp(-lam * far), 0.0))
+    with np.errstate(divide="ignore"):
+        near = 2.0 * np.log(np.abs(s)) + np.log(np.where(small, series, 1.0))
+    return np.where(small, near, np.where(large, beyond, np.log(direct)))
 
 
 def _log_sum(log_terms: Array) -> Array:
