@@ -187,7 +187,7 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Lef
 def map_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     said = [
         f"Over T of {_several(frame.steps)} and δ of {_several(frame.delta)}, at each σ and q: the largest ε over the "
-        "certified lower bound, and the longest time. ✕: settings without an answer. Red: below the lower bound.",
+        "certified lower bound, and the longest time. ✕: settings without an answer. Red: below it somewhere.",
         _POISSON,
     ]
     return caption(said, records, left_out, setting=False)
