@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from accounting.base import NoAnswer
 from accounting.convolution import Losses
 from accounting.series import Array, log_ratio
 
@@ -50,9 +51,15 @@ class Step:
 
     @property
     def reach(self) -> tuple[float, float]:
-        """The losses there."""
-        low, high = log_ratio(np.array(self.outcomes), self.sigma, self.q)
-        return float(low), float(high)
+        """The losses there.
+
+        Raises:
+            NoAnswer: there are no grids of so much noise.
+        """
+        low, high = (float(y) for y in log_ratio(np.array(self.outcomes), self.sigma, self.q))
+        if not 1e-100 < high - low < math.inf:
+            raise NoAnswer(f"losses of a step from {low:g} to {high:g} are too few floats for a grid")
+        return low, high
 
     def outcome(self, losses: Array) -> Array:
         """z with y(z) = `losses`, kept within `outcomes`."""

@@ -69,6 +69,11 @@ def exact_epsilon(sigma: float, log_target: float) -> float:
     return high / sigma
 
 
+def epsilon_of_shift(log_mu: float, log_target: float) -> float:
+    """`exact_epsilon` of a Gaussian mechanism with mean shift μ = 1/σ; beyond what floats hold ∞, or of a larger μ."""
+    return math.inf if log_mu > 350.0 else exact_epsilon(math.exp(min(700.0, -log_mu)), log_target)
+
+
 def classical_epsilon(sigma: float, log_target: float) -> float:
     """√(2 ln(1.25/δ))/σ at δ = e^log_target ≤ 1: a claim, not everywhere a fact."""
     return _classical_u(log_target) / sigma

@@ -13,7 +13,7 @@ import math
 from typing import Any
 
 from accounting.base import Accountant, Kind, SubsampledGaussian
-from accounting.gaussian import exact_epsilon, log_variance
+from accounting.gaussian import epsilon_of_shift, log_variance
 
 
 class Gdp(Accountant):
@@ -24,8 +24,7 @@ class Gdp(Accountant):
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
         log_mu = 0.5 * math.log(steps) + (-math.log(sigma) if q == 1.0 else math.log(q) + 0.5 * log_variance(sigma))
-        # beyond these ends ε is ∞, or that of a μ which is not quite as small
-        epsilon = math.inf if log_mu > 350.0 else exact_epsilon(math.exp(min(700.0, -log_mu)), math.log(delta))
+        epsilon = epsilon_of_shift(log_mu, math.log(delta))
         mu = math.exp(log_mu) if log_mu < 709.0 else math.inf
         if q == 1.0:
             return epsilon, {"kind": "upper_bound", "mu": mu, "exact": True}

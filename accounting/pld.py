@@ -54,11 +54,11 @@ class Pld(Accountant):
             raise NoAnswer(f"dp-accounting: {' '.join(str(error).split())}") from error
         if found == math.inf:
             raise NoAnswer(f"its losses {interval:.2g} apart do not reach ε at delta={delta:g}")
-        error = steps * order * interval * interval / 12.0
+        added = steps * order * interval * interval / 12.0
         return found, {
             "discretization": interval,
-            "discretization_error": error,
-            "accurate": error <= 1.1 * ACCURACY * found,
+            "discretization_error": added,
+            "accurate": added <= 1.1 * ACCURACY * found,
         }
 
     @staticmethod

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from accounting.base import Accountant, Kind, NoAnswer, SubsampledGaussian
 from accounting.convolution import Losses, epsilon_of
 from accounting.discretised import Step, worse
-from accounting.gaussian import amplified, exact_epsilon, log_variance
+from accounting.gaussian import amplified, epsilon_of_shift, exact_epsilon, log_variance
 from accounting.merged import better
 from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme
 
@@ -75,7 +75,7 @@ def _remembered(sigma: float, q: float, steps: float, delta: float) -> Bracket |
 
 def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     if q == 1.0:
-        return _closed(exact_epsilon(math.exp(math.log(sigma) - 0.5 * math.log(steps)), math.log(delta)))
+        return _closed(epsilon_of_shift(0.5 * math.log(steps) - math.log(sigma), math.log(delta)))
     if steps == 1:
         return _closed(amplified(exact_epsilon(sigma, math.log(delta) - math.log(q)), q))
     log_distance = math.log(q) + min(0.0, 0.5 * log_variance(sigma) - math.log(2.0))  # in total variation, of a step
@@ -94,7 +94,7 @@ def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
 
 
 def _closed(epsilon: float) -> Bracket:
-    return Bracket(epsilon * (1.0 - 1e-12), epsilon)
+    return Bracket(epsilon * (1.0 - 1e-12) if epsilon < math.inf else 0.0, epsilon)
 
 
 def _refined(step: Step, steps: float, delta: float) -> Bracket:
