@@ -81,8 +81,9 @@ def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     log_distance = math.log(q) + min(0.0, 0.5 * log_variance(sigma) - math.log(2.0))  # in total variation, of a step
     if math.log(steps) + log_distance <= math.log(delta):
         return Bracket(0.0, 0.0)
-    if math.log(steps) + 2.0 * math.log(q) + log_variance(sigma) <= 2.0 * math.log(2.0 * delta):
-        return Bracket(0.0, 0.0)  # of T steps it is at most ½√(T q²(e^{1/σ²} − 1))
+    log_squared = 2.0 * math.log(q) + log_variance(sigma)  # ln χ² of a step; T steps are ½√((1 + χ²)^T − 1) apart
+    if math.log(steps) + log_squared <= _log(math.log1p(4.0 * delta * delta)):
+        return Bracket(0.0, 0.0)
     for name, value, least in (("delta", delta, LEAST_DELTA), ("noise_multiplier", sigma, LEAST_SIGMA)):
         if value < least:
             raise NoAnswer(
@@ -91,6 +92,10 @@ def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     if steps > MOST_STEPS:
         raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, where rounding errors add up to more than the loss")
     return _refined(Step(sigma, q, math.log(delta) - math.log(steps) + _LOG_TAIL), steps, delta)
+
+
+def _log(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf
 
 
 def _closed(epsilon: float) -> Bracket:
@@ -128,7 +133,7 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
     added = epsilon_of(grid.reversed(), steps, delta)[0] if grid is not None else math.inf
     if grid is None or added == math.inf:
         raise NoAnswer(f"rounding errors of {steps:g} steps leave nothing of delta={delta:g}")
-    return Bracket(min(lower, upper), max(upper, added), grid.interval)
+    return Bracket(lower, max(upper, added), grid.interval)
 
 
 class Prv(Accountant):
