@@ -51,21 +51,26 @@ def _log_masses(a: float, sigma: float, batches: int, seen: int) -> Array:
     """ln P[max in interval] for `_INTERVALS` of them from −∞ to ∞."""
     far = sigma * math.sqrt(2.0 * (math.log(seen) + 750.0))
     c = np.linspace(-min(far, 6.0 * sigma), 2.0 + far, _INTERVALS - 1)
-    rest = log_ndtr(c / sigma)
-    log_cdf = log_ndtr((c - a) / sigma) + (seen - 1) * rest
+    rest, share = log_ndtr(c / sigma), seen / batches
+    total = share * _between(log_ndtr((c - a) / sigma) + (seen - 1) * rest)
     if seen < batches:
-        share = seen / batches
-        log_cdf = np.logaddexp(math.log(share) + log_cdf, math.log1p(-share) + seen * rest)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        below, above = np.exp(log_cdf), -np.expm1(log_cdf)
-        inner = np.where(below[1:] < 0.5, below[1:] - below[:-1], above[:-1] - above[1:])
-        return np.log(np.maximum(np.concatenate([[below[0]], inner, [above[-1]]]), 0.0))
+        total += (1.0 - share) * _between(seen * rest)
+    with np.errstate(divide="ignore"):
+        return np.log(total)
+
+
+def _between(log_cdf: Array) -> Array:
+    """The mass between neighbouring points and beyond the ends, each from the tail in which it keeps its digits."""
+    below, above = np.exp(log_cdf), -np.expm1(log_cdf)
+    inner = np.where(below[1:] < 0.5, below[1:] - below[:-1], above[:-1] - above[1:])
+    return np.maximum(np.concatenate([[below[0]], inner, [above[-1]]]), 0.0)
 
 
 def _epsilon(log_p: Array, log_q: Array, epochs: int, delta: float) -> float:
     """The lower bound of ε of the discrete pair, `epochs` times."""
-    kept = (log_p > -700.0) & (log_q > -700.0)
-    p, loss = np.exp(log_p[kept]), log_p[kept] - log_q[kept]
+    kept = log_p > -700.0
+    # what is nearer to underflow than that in Q has few digits: it is below e^-700, and the loss above what is taken
+    p, loss = np.exp(log_p[kept]), log_p[kept] - np.maximum(log_q[kept], -700.0)
     # rarer losses than this change nothing; they are rounded down to the largest that is left
     order = np.argsort(loss)
     p, loss = p[order], loss[order]

