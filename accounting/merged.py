@@ -141,7 +141,7 @@ def _meet(merged: _Merged, step: Step, at: Array, place: int, from_below: float,
     low, high = float(at[place]), float(at[place + 1])
     halves = step.outcome(np.array([low, low + 0.5 * (high - low), high]))
     p, b, a = cells(step, halves, np.full(2, low), np.full(2, high))
-    kept = _kept(b, a, from_below, from_above)
+    kept = _kept(b, a, float(from_below), float(from_above))
     lost = float(kept @ b) - from_below + from_above - float((1.0 - kept) @ a)
     total, over, under = float(p.sum()), float(b.sum()) - from_below, float(a.sum()) - from_above
     merged.weights[place] += float(kept @ p)

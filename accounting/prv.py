@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 from accounting.base import Accountant, Kind, NoAnswer, SubsampledGaussian
 from accounting.convolution import Losses, epsilon_of
 from accounting.discretised import Step, worse
-from accounting.gaussian import amplified, epsilon_of_shift, exact_epsilon, log_variance
+from accounting.gaussian import amplified, epsilon_of_shift, exact_epsilon, indistinct
 from accounting.merged import better
 from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme
 
@@ -78,11 +78,7 @@ def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
         return _closed(epsilon_of_shift(0.5 * math.log(steps) - math.log(sigma), math.log(delta)))
     if steps == 1:
         return _closed(amplified(exact_epsilon(sigma, math.log(delta) - math.log(q)), q))
-    log_distance = math.log(q) + min(0.0, 0.5 * log_variance(sigma) - math.log(2.0))  # in total variation, of a step
-    if math.log(steps) + log_distance <= math.log(delta):
-        return Bracket(0.0, 0.0)
-    log_squared = 2.0 * math.log(q) + log_variance(sigma)  # ln χ² of a step; T steps are ½√((1 + χ²)^T − 1) apart
-    if math.log(steps) + log_squared <= _log(math.log1p(4.0 * delta * delta)):
+    if indistinct(sigma, q, steps, delta):
         return Bracket(0.0, 0.0)
     for name, value, least in (("delta", delta, LEAST_DELTA), ("noise_multiplier", sigma, LEAST_SIGMA)):
         if value < least:
@@ -92,10 +88,6 @@ def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     if steps > MOST_STEPS:
         raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, where rounding errors add up to more than the loss")
     return _refined(Step(sigma, q, math.log(delta) - math.log(steps) + _LOG_TAIL), steps, delta)
-
-
-def _log(x: float) -> float:
-    return math.log(x) if x > 0 else -math.inf
 
 
 def _closed(epsilon: float) -> Bracket:

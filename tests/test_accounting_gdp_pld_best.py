@@ -72,13 +72,20 @@ def test_the_interval_of_pld_falls_with_the_steps():
     [
         (1e-3, 0.01, 10_000, 1e-5, r"^noise_multiplier=0\.001 is below 0\.01"),
         (1.0, 0.01, 10**9, 1e-5, r"^steps=1e\+09 is above 1e\+07"),
-        (1.0, 0.01, 1000, 1e-14, r"^delta=1e-14 is below 4e-12, which its rounding errors may reach$"),
-        (1.0, 1e-14, 1000, 1e-5, r"^sample_rate=1e-14 is below"),
+        (1.0, 0.01, 1000, 1e-14, r"^delta=1e-14 is below 8\.8e-12, which its rounding errors may reach$"),
+        (0.1, 1e-14, 10**6, 9e-9, r"^sample_rate=1e-14 is below"),
     ],
 )
 def test_pld_refuses_what_it_would_get_wrong_or_never_end(sigma, q, steps, delta, message):
     with pytest.raises(NoAnswer, match=message):
         guarantee("pld", sigma, q, steps, delta)
+
+
+def test_pld_allows_for_its_rounding():
+    """Without it the library's ε is here 6.10087, below what is certainly needed."""
+    found = guarantee("pld", 0.4, 1e-5, 10_000, 1e-10)
+    assert found.detail["rounding"] == pytest.approx(2.02e-11)
+    assert found.epsilon > bracket(0.4, 1e-5, 10_000.0, 1e-10).lower > 6.1015
 
 
 def test_an_error_of_the_library_is_no_answer(monkeypatch):

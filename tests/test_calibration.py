@@ -191,7 +191,7 @@ def test_errors_name_the_argument(changes, message):
 def test_unknown_names():
     with pytest.raises(ArgumentError, match="got 'rpd'"):
         calibrate_noise_multiplier("rpd", target_epsilon=1.0, **RUN)
-    with pytest.raises(ArgumentError, match=r"^expected unknown to be one of noise_multiplier, steps, .*, got 'sigma'$"):
+    with pytest.raises(ArgumentError, match=r"^expected unknown to be one of noise_multiplier, .*, got 'sigma'$"):
         calibrate("rdp", "sigma", target_epsilon=1.0, **RUN)
 
 
