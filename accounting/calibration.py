@@ -1,11 +1,11 @@
 """Inverse problems: the noise, or the steps, epochs or sample rate, at which T steps have a target ε at δ.
 
 ε falls in σ and rises in T and q. In t = −ln σ, ln T or ln q it is close to a power of e^t over decades, so that t is
-interpolated in ln ε: a start from the Gaussian limit (μ = q√(T(e^{1/σ²} − 1)), Dong, Roth and Su 2022, Corollary 5.4),
-a walk to the other side of the target, then inverse quadratic interpolation, with bisection where this is slow. What is
-returned was itself evaluated, and its ε is no larger than the target, whatever the accountant's rounding does in
-between. It is tight: ε is within `tolerance` of the target, or a change of the unknown by `tolerance` of itself is too
-much (by 1, where it is a number of steps).
+interpolated in ln ε: a start from the Gaussian limit (μ = q√(T(e^{1/σ²} − 1)), Bu, Dong, Long and Su 2020), a walk to
+the other side of the target, then inverse quadratic interpolation, with bisection where this is slow. What is returned
+was itself evaluated, and its ε is no larger than the target, whatever the accountant's rounding does in between. It is
+tight: ε is within `tolerance` of the target, or a change of the unknown by `tolerance` of itself is too much (by 1,
+where it is a number of steps).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ replacement     uniformly: that gives the batches of the dataset without x. So w
 truncated       Cut to B records, batches with more are drawn uniformly from the sample. Either x fits beside the others
 Poisson         (moving the sum by C), or it takes the place of one of them (by 2C), the second with a probability below
                 q: σ/2: q. And with τ = P[Bin(n, q) > B], T steps are τT-close to steps that were never cut, so
-                δ' = δ + τT(1 + e^ε) at the same ε (Chua et al. 2024b, Theorem 3.2's argument): whichever is smaller.
+                δ' = δ + τT(1 + e^ε) at the same ε (Chua et al. 2024b): whichever is smaller.
 all records     At q = 1 every scheme but the truncated is the Gaussian mechanism: σ: 1, or σ/2: 1 to replace one.
 replace one     Remove one, add the other: (ε, δ) twice is (2ε, (1 + e^ε)δ) (group privacy; Dwork and Roth 2014). Where
                 there is better, as for one pass, that is used.

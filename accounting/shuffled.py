@@ -1,15 +1,15 @@
 """A certified lower bound under shuffled batches (Chua et al. 2024, "How Private are DP-SGD Implementations?").
 
-An epoch is m = ⌈1/q⌉ batches; a record is in one of them, each with chance 1/m. Let one coordinate of every other
-record's gradient be −C and the record's own +C. Then, in units of C and up to a shift that everybody knows, an epoch
+An epoch is m = ⌈1/q⌉ batches over all records; a record is in one of them, each with chance 1/m. Let one coordinate of every
+other record's gradient be −C and the record's own +C. Then, in units of C and up to a shift that everybody knows, an epoch
 with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch with a zero in its place is N(e_t, σ²I)
 (add or remove), and one with another −C is N(0, σ²I) (replace). What is told of w by max_t w_t alone,
 
     F_a(c) = P[max ≤ c] = Φ((c − a)/σ) Φ(c/σ)^{m−1},   a = 2 against a = 1 or 0,
 
 cut into intervals, is no more than what is told by w: δ(ε) of this discrete pair, composed over E = ⌊T/m⌋ epochs, is a
-lower bound of DP-SGD's (their Theorem 4.2 for one epoch, with the best single interval). Losses are rounded down. Of a
-first epoch that does not end, r < m batches, F_a = (r/m) Φ((c − a)/σ) Φ(c/σ)^{r−1} + (1 − r/m) Φ(c/σ)^r.
+lower bound of DP-SGD's (theirs is of one epoch, by the best single interval). Losses are rounded down. Of a first
+epoch that does not end, r < m batches, F_a = (r/m) Φ((c − a)/σ) Φ(c/σ)^{r−1} + (1 − r/m) Φ(c/σ)^r.
 """
 
 from __future__ import annotations

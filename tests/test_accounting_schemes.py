@@ -209,7 +209,7 @@ def test_what_is_of_one_scheme_has_no_answer_under_poisson_sampling(name):
 @pytest.mark.parametrize(("sigma", "batches"), [(0.5, 20), (1.0, 100), (3.0, 500)])
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_one_epoch_of_shuffled_batches_is_the_best_threshold(sigma, batches, adjacency):
-    """Chua et al. 2024, Theorem 4.2: δ(ε) ≥ P[max > c] − e^ε Q[max > c]; ours uses all thresholds at once."""
+    """Chua et al. 2024: δ(ε) ≥ P[max > c] − e^ε Q[max > c]; ours uses all thresholds at once."""
     delta, other = 1e-5, 0 if adjacency == "replace_one" else 1
     ours = spent("shuffled", "shuffled", adjacency, sigma=sigma, q=1 / batches, steps=batches, delta=delta)
 

@@ -166,8 +166,8 @@ def test_ratios_are_to_the_lower_bound_at_the_same_setting(run):
 def test_what_was_bought_is_said_in_numbers(run):
     _, drawn, boxes = draw(priced(run), "accountant_price")
     texts = [text for text, _ in boxes]
-    assert "16,835 steps against 10,021\nat ε = 1.26" in texts
-    assert "σ = 3.09 against 4.00\nat ε = 1.26" in texts
+    assert "at ε = 1.26: 16,835 steps\nagainst 10,021" in texts
+    assert "at ε = 1.26: σ = 3.09\nagainst 4.00" in texts
     assert "simple composition" not in {line.get_label() for line in drawn.axes[0].lines}  # a hundredth: in the table
 
 

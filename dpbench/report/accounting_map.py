@@ -62,8 +62,10 @@ def _cells(
             axes.text(place, row, text, ha="center", va="center", fontsize=6.3, color=style.INK)
             if failed:
                 signs = f"✕{failed}" if values else f"✕ {failed}"
-                at = (place + 0.46, row - 0.44, "right", "top") if values else (place, row, "center", "center")
-                axes.text(*at[:2], signs, ha=at[2], va=at[3], fontsize=4.8 if values else 6.3, color=style.FAILURE)
+                x, y, ha, va = (
+                    (place + 0.46, row - 0.44, "right", "top") if values else (place, row, "center", "center")
+                )
+                axes.text(x, y, signs, ha=ha, va=va, fontsize=4.8 if values else 6.3, color=style.FAILURE)
     named = [style.plain(sigma) for sigma in sigmas] if last else [""] * len(sigmas)
     axes.set_xticks(range(len(sigmas)), named, fontsize=7)
     axes.set_yticks(range(len(rates)), [style.plain(q) for q in rates] if labelled else [""] * len(rates), fontsize=7)

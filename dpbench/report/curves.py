@@ -49,7 +49,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Panel:
-    """Curves over one axis. `marks` are published points, `words` stand at points of the curves.
+    """Curves over one axis. `marks` are published points; `note` stands at the right, at the "top" or the "bottom".
 
     `above` and `below` cut the y axis; None: by the curves themselves.
     """
@@ -64,7 +64,7 @@ class Panel:
     above: float | None = None
     below: float | None = None
     reference: float | None = None
-    words: Sequence[Mark] = ()
+    note: tuple[str, str] | None = None
 
 
 def panels(rows: Sequence[Sequence[Panel]], caption: str, height: float = 2.75, published: str = "") -> Figure:
@@ -128,11 +128,12 @@ def _draw(axes: Axes, panel: Panel) -> None:
         _curve(axes, curve, index, low)
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], **PUBLISHED | {"markersize": 6.0})
-    for mark in (*panel.marks, *panel.words):
         ha = "left" if mark.offset[0] > 0 else "right"
-        axes.annotate(
-            mark.label, (mark.x, mark.y), mark.offset, textcoords="offset points", ha=ha, fontsize=7.8, linespacing=1.2
-        )
+        axes.annotate(mark.label, (mark.x, mark.y), mark.offset, textcoords="offset points", ha=ha, fontsize=7.8)
+    if panel.note:
+        text, end = panel.note
+        place: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": end}
+        axes.text(0.98, 0.96 if end == "top" else 0.04, text, fontsize=8.2, linespacing=1.3, **place)
 
 
 def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:

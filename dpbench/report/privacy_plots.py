@@ -110,30 +110,27 @@ def prices(frame: pd.DataFrame, caption: str) -> Figure:
         part = frame[(frame.unknown == unknown) & frame.ratio.notna()]
         curves = _curves(part.sort_values("target_epsilon"), "target_epsilon", "ratio")
         close = [c for c in curves if 0.4 <= c.y[-1] <= 4.0]
-        words = _bought(part, unknown)
+        note = _bought(part, unknown)
         drawn.append(
-            Panel(title, "target ε", label, close, words=words, x_log=True, y_log=False, reference=1.0, **_cut(close))
+            Panel(title, "target ε", label, close, note=note, x_log=True, y_log=False, reference=1.0, **_cut(close))
         )
     return panels([drawn], caption, height=3.0)
 
 
-def _bought(part: pd.DataFrame, unknown: str) -> list[Mark]:
-    """The numbers themselves at the target nearest to that of Abadi et al. 2016, by the best valid bound."""
+def _bought(part: pd.DataFrame, unknown: str) -> tuple[str, str] | None:
+    """The numbers at the target nearest to that of Abadi et al. 2016, by the best valid bound; and where room is."""
     valid = part[part.kind == "upper_bound"]
     if not len(valid):
-        return []
+        return None
     target = min(valid.target_epsilon, key=lambda e: abs(e - _ABADI))
     at = valid[valid.target_epsilon == target]
-    best = at.loc[(at.value if unknown == "steps" else -at.value).astype(float).idxmax()]
     base = at[at.accountant == privacy.BASE]
     if not len(base):
-        return []
-    old = base.value.iloc[0]
+        return None
+    old, found = float(base.value.iloc[0]), at.value.astype(float)
     if unknown == "steps":
-        label = f"{best.value:,.0f} steps against {old:,.0f}\nat ε = {target:g}"
-        return [Mark(target, float(best.ratio), label, (5.0, 14.0))] if best.ratio > 1 else []
-    label = f"σ = {best.value:.2f} against {old:.2f}\nat ε = {target:g}"
-    return [Mark(target, float(best.ratio), label, (12.0, -26.0))] if best.ratio < 1 else []
+        return f"at ε = {target:g}: {found.max():,.0f} steps\nagainst {old:,.0f}", "top"
+    return f"at ε = {target:g}: σ = {found.min():.2f}\nagainst {old:.2f}", "bottom"
 
 
 def _cut(curves: Sequence[Curve]) -> dict[str, Any]:
