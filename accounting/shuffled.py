@@ -1,9 +1,9 @@
 """A certified lower bound under shuffled batches (Chua et al. 2024, "How Private are DP-SGD Implementations?").
 
-An epoch is m = ⌈1/q⌉ batches over all records; a record is in one of them, each with chance 1/m. Let one coordinate of every
-other record's gradient be −C and the record's own +C. Then, in units of C and up to a shift that everybody knows, an epoch
-with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch with a zero in its place is N(e_t, σ²I)
-(add or remove), and one with another −C is N(0, σ²I) (replace). What is told of w by max_t w_t alone,
+An epoch is m = ⌈1/q⌉ batches over all records; a record is in one of them, each with chance 1/m. Let one coordinate
+of every other record's gradient be −C and the record's own +C. Then, in units of C and up to a shift that everybody
+knows, an epoch with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch with a zero in its place is
+N(e_t, σ²I) (add or remove), and one with another −C is N(0, σ²I) (replace). What is told of w by max_t w_t alone,
 
     F_a(c) = P[max ≤ c] = Φ((c − a)/σ) Φ(c/σ)^{m−1},   a = 2 against a = 1 or 0,
 
