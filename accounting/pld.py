@@ -68,7 +68,7 @@ class Pld(Accountant):
             "discretization": interval,
             "discretization_error": added,
             "rounding": _rounding(steps),
-            "accurate": added <= 1.1 * ACCURACY * found,
+            "accurate": added <= 1.1 * ACCURACY * found and _rounding(steps) <= 1e-3 * delta,
         }
 
     @staticmethod
