@@ -6,6 +6,10 @@ event S
 
     P[M(D) ∈ S] ≤ e^ε P[M(D') ∈ S] + δ.
 
+The batches may also be drawn otherwise, and two datasets may be neighbours otherwise (`SAMPLINGS`, `ADJACENCIES`); an
+accountant names the pairs that it has a formula for. An upper bound under these may be one elsewhere too, by the
+reductions of `accounting.sampling`; what none of them covers gets no number.
+
 An accountant is a function (σ, q, T, δ) → ε. These edges are answered here, once, in this order, before any formula:
 
     q = 0, or T = 0, or σ = ∞    ε = 0      nothing that depends on a record is released
@@ -25,6 +29,8 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
+from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, bound_elsewhere
+
 #: What an ε is worth. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
 
@@ -43,12 +49,17 @@ class NoAnswer(ArithmeticError):
 
 @dataclass(frozen=True)
 class SubsampledGaussian:
-    """One step: the Gaussian mechanism on a Poisson sample, under adding or removing one record.
+    """One step: the Gaussian mechanism on a sample; by default a Poisson sample, under adding or removing one record.
 
     Args:
         noise_multiplier: σ ≥ 0, the standard deviation of the noise on the *sum* of clipped gradients, in units of the
             clipping norm C.
-        sample_rate: q in [0, 1], the probability with which each record enters the sample, independently.
+        sample_rate: q in [0, 1], the probability of each record to be in the sample; independent of the others' under
+            Poisson sampling, b/n where batches have a fixed size b.
+        sampling: one of `SAMPLINGS`.
+        adjacency: one of `ADJACENCIES`.
+        dataset_size: n ≥ 1; needed where a Poisson sample is cut to `max_batch_size`.
+        max_batch_size: of a Poisson sample with more records than this, so many are kept, drawn uniformly.
 
     Raises:
         ArgumentError: a ValueError of one line that names the argument.
@@ -56,8 +67,10 @@ class SubsampledGaussian:
 
     noise_multiplier: float
     sample_rate: float
-    sampling: ClassVar[str] = "poisson"
-    adjacency: ClassVar[str] = "add_remove"
+    sampling: str = "poisson"
+    adjacency: str = "add_remove"
+    dataset_size: int | None = None
+    max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         sigma = _real("noise_multiplier", "to be a number >= 0", self.noise_multiplier)
@@ -68,6 +81,29 @@ class SubsampledGaussian:
             raise ArgumentError("sample_rate", "in [0, 1]", self.sample_rate)
         object.__setattr__(self, "noise_multiplier", sigma)
         object.__setattr__(self, "sample_rate", q)
+        for argument, names in (("sampling", SAMPLINGS), ("adjacency", ADJACENCIES)):
+            if getattr(self, argument) not in names:
+                raise ArgumentError(argument, f"to be one of {', '.join(names)}", getattr(self, argument))
+        for argument in ("dataset_size", "max_batch_size"):
+            self._check_size(argument)
+
+    def _check_size(self, argument: str) -> None:
+        value, truncated = getattr(self, argument), self.sampling == "truncated_poisson"
+        if value is None and truncated:
+            raise ArgumentError(argument, "under truncated Poisson sampling", value)
+        if value is None:
+            return
+        if argument == "max_batch_size" and not truncated:
+            raise ArgumentError(argument, f"with truncated Poisson sampling only, not with {self.sampling}", value)
+        size = _whole(argument, value, least=1)
+        if size > 2**53:
+            raise ArgumentError(argument, "to be at most 2**53", value)
+        object.__setattr__(self, argument, int(size))
+
+    @property
+    def scheme(self) -> Scheme:
+        """(sampling, adjacency)."""
+        return self.sampling, self.adjacency
 
 
 @dataclass(frozen=True)
@@ -86,10 +122,12 @@ class Guarantee:
 class Accountant(ABC):
     """Maps a mechanism, a number of steps and δ to ε. Instances hold options only and can be used again.
 
-    A subclass gives `kind`, what its ε is worth, and `_inside`, the formula inside the edges of the module's table.
+    A subclass gives `kind`, what its ε is worth; `supports`, the schemes (sampling, adjacency) of its formula; and
+    `_inside`, the formula, inside the edges of the module's table.
     """
 
     kind: Kind = "upper_bound"
+    supports: ClassVar[frozenset[Scheme]] = frozenset({HOME})
 
     def epsilon(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> float:
         """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN."""
@@ -105,26 +143,41 @@ class Accountant(ABC):
 
         Raises:
             ArgumentError: naming `steps` or `delta`.
-            NoAnswer: if there is no number to give.
+            NoAnswer: if there is no number to give: no bound is known here for the mechanism's sampling and adjacency,
+                or it cannot be computed.
         """
         count, probability = _whole("steps", steps), _real("delta", "in [0, 1]", delta)
         if not 0 <= probability <= 1:
             raise ArgumentError("delta", "in [0, 1]", delta)
         start = time.perf_counter()
-        epsilon, detail = _edge(mechanism, count, probability) or self._inside(mechanism, count, probability)
+        epsilon, detail = _edge(mechanism, count, probability) or self._answer(mechanism, count, probability)
         if not epsilon >= 0:
             raise NoAnswer(f"no ε in [0, inf] but {epsilon} at {mechanism}, steps={steps}, delta={delta}")
+        kind = detail.get("kind", self.kind)
         detail = {
             "sampling": mechanism.sampling,
             "adjacency": mechanism.adjacency,
-            **detail,
+            **{name: value for name, value in detail.items() if name != "kind"},
             "seconds": time.perf_counter() - start,
         }
-        return Guarantee(epsilon, self.kind, detail)
+        return Guarantee(epsilon, kind, detail)
+
+    def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        """`_inside` under the schemes that it knows, a reduction to them elsewhere."""
+        if mechanism.scheme in self.supports:
+            return self._inside(mechanism, steps, delta)
+        known = self.supports if self.kind == "upper_bound" else ()
+        if answer := bound_elsewhere(self._inside, known, mechanism, steps, delta):
+            return answer
+        sampling, adjacency = SAMPLINGS[mechanism.sampling], ADJACENCIES[mechanism.adjacency]
+        raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
 
     @abstractmethod
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        """(ε, detail) for 0 < q ≤ 1, 0 < σ < ∞, 1 ≤ T < ∞, 0 < δ < 1."""
+        """(ε, detail) for 0 < q ≤ 1, 0 < σ < ∞, 1 ≤ T < ∞, 0 < δ < 1, under a scheme out of `supports`.
+
+        A detail `kind` is this answer's own kind, where it is worth more or less than the accountant's others.
+        """
 
 
 def _edge(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]] | None:
@@ -156,9 +209,9 @@ def _real(argument: str, expected: str, value: object) -> float:
     return number
 
 
-def _whole(argument: str, value: object) -> float:
-    expected = "to be a whole number >= 0"
+def _whole(argument: str, value: object, least: int = 0) -> float:
+    expected = f"to be a whole number >= {least}"
     count = _real(argument, expected, value)
-    if count < 0 or value == math.inf or (count < math.inf and count % 1):
+    if count < least or value == math.inf or (count < math.inf and count % 1):
         raise ArgumentError(argument, expected, value)
     return count

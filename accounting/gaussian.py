@@ -69,6 +69,11 @@ def exact_epsilon(sigma: float, log_target: float) -> float:
     return high / sigma
 
 
+def epsilon_of_shift(log_mu: float, log_target: float) -> float:
+    """`exact_epsilon` of a Gaussian mechanism with mean shift μ = 1/σ; beyond what floats hold ∞, or of a larger μ."""
+    return math.inf if log_mu > 350.0 else exact_epsilon(math.exp(min(700.0, -log_mu)), log_target)
+
+
 def classical_epsilon(sigma: float, log_target: float) -> float:
     """√(2 ln(1.25/δ))/σ at δ = e^log_target ≤ 1: a claim, not everywhere a fact."""
     return _classical_u(log_target) / sigma
@@ -91,3 +96,19 @@ def amplified(epsilon: float, q: float) -> float:
         return math.log1p(q * math.expm1(epsilon))
     above = epsilon + math.log(q)  # e^ε overflows soon
     return above + math.log1p((1.0 - q) * math.exp(-above)) if above > 0 else math.log1p(math.exp(above))
+
+
+def indistinct(sigma: float, q: float, steps: float, delta: float) -> bool:
+    """Whether T Poisson steps are (0, δ)-private by their distance in total variation alone.
+
+    One step's is at most q, and ½χ, χ² = q²(e^{1/σ²} − 1); that of T steps T times as much, and ½√((1 + χ²)^T − 1).
+    """
+    log_squared, twice = 2.0 * math.log(q) + log_variance(sigma), math.log1p(4.0 * delta * delta)
+    one = min(math.log(q), 0.5 * log_squared - math.log(2.0))
+    return math.log(steps) + one <= math.log(delta) or (twice > 0 and math.log(steps) + log_squared <= math.log(twice))
+
+
+def log_variance(sigma: float) -> float:
+    """ln(e^{1/σ²} − 1): of the χ² divergence of N(1, σ²) from N(0, σ²); ∞ where 1/σ² overflows."""
+    x = 1.0 / sigma / sigma
+    return x + math.log(-math.expm1(-x)) if x > 1e-17 else -2.0 * math.log(sigma)

@@ -27,6 +27,7 @@ COMMANDS = {
     "explain": ("dpbench.commands.explain", "which route each use of each parameter takes, and what each would cost"),
     "report": ("dpbench.commands.report", "figures and tables from records"),
     "epsilon": ("dpbench.commands.epsilon", "the privacy that a training run buys, by each accountant"),
+    "calibrate": ("dpbench.commands.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
 }
 _TYPES = {"int": "a whole number", "float": "a number"}
 

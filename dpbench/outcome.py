@@ -6,7 +6,7 @@ outcome         meaning                                                         
 `ok`            measured, and the answer verified                                                        yes
 `oom`           the device or the allocator had no memory left                                           yes
 `over_budget`   it ran, and needed more than the budget; the result is kept                              yes
-`unsupported`   the backend refuses this model, and says why                                             yes
+`unsupported`   the backend refuses this model, or the accountant has no answer, and says why            yes
 `mismatch`      it ran, and its answer is not the oracle's; the result is kept and enters no figure       no
 `timeout`       still running at its time limit; killed, with its whole process group                    no
 `crash`         the process went away by a signal or an exit of its own                                  no
@@ -90,11 +90,9 @@ def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]
 
 
 def _is_unsupported(error: BaseException) -> bool:
-    if not any(name.partition(".")[0] == "clipping" for name in sys.modules):
-        return False
-    from clipping import UnsupportedModel
-
-    return isinstance(error, UnsupportedModel)
+    refusals = {"clipping": "UnsupportedModel", "accounting": "NoAnswer"}
+    loaded = ((sys.modules[package], name) for package, name in refusals.items() if package in sys.modules)
+    return any(isinstance(error, getattr(package, name)) for package, name in loaded)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

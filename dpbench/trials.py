@@ -201,21 +201,78 @@ class PeakTrial(_BatchTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EpsilonTrial(Trial):
+class _AccountingTrial(Trial):
+    """A trial of one accountant; `sampling` to `max_batch_size` as `accounting.SubsampledGaussian` takes them."""
+
+    sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
+    accountant: str
+    sample_rate: float
+    delta: float
+    sampling: str = "poisson"
+    adjacency: str = "add_remove"
+    dataset_size: int | None = None
+    max_batch_size: int | None = None
+    timeout: float = 60.0
+
+    def modules(self) -> tuple[str, ...]:
+        return ("numpy", "scipy.special", *(("dp_accounting.pld",) if self.accountant == "pld" else ()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpsilonTrial(_AccountingTrial):
     """What one accountant says of `steps` steps of the subsampled Gaussian mechanism at `delta`."""
 
     kind: ClassVar[str] = "epsilon"
     body: ClassVar[str] = "dpbench.measure.epsilon:run"
-    sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
-    accountant: str
-    sample_rate: float
     noise_multiplier: float
     steps: int
-    delta: float
-    timeout: float = 60.0
 
     def label(self) -> str:
         return f"{super().label()}, {self.steps} steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepTrial(EpsilonTrial):
+    """A point of curves along σ, q and δ."""
+
+    kind: ClassVar[str] = "epsilon_sweep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemeTrial(EpsilonTrial):
+    """A bar or a point of the sampling schemes side by side; `scheme` is its name in the figure."""
+
+    kind: ClassVar[str] = "epsilon_scheme"
+    scheme: str
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.scheme}, {self.adjacency}, σ {self.noise_multiplier:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapTrial(EpsilonTrial):
+    """A cell of the map over (q, σ, T, δ)."""
+
+    kind: ClassVar[str] = "epsilon_map"
+    timeout: float = 20.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationTrial(_AccountingTrial):
+    """The noise multiplier, or the number of steps, that one accountant allows at `target_epsilon`.
+
+    `unknown` is "noise_multiplier" or "steps", and the field of that name is None.
+    """
+
+    kind: ClassVar[str] = "calibration"
+    body: ClassVar[str] = "dpbench.measure.epsilon:calibrate"
+    unknown: str
+    target_epsilon: float
+    noise_multiplier: float | None = None
+    steps: int | None = None
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.unknown} at ε {self.target_epsilon:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +311,7 @@ class ExplainTrial(Trial):
         return ("torch", "torch._inductor" if self.measure else "torch._dynamo", *required_modules(self.model))
 
 
+_EPSILONS = (EpsilonTrial, SweepTrial, SchemeTrial, MapTrial)
+_KINDS = (StepTrial, OverheadTrial, PeakTrial, *_EPSILONS, CalibrationTrial, CheckTrial, ExplainTrial)
 #: What each built-in kind runs.
-BODIES = {
-    trial.kind: trial.body for trial in (StepTrial, OverheadTrial, PeakTrial, EpsilonTrial, CheckTrial, ExplainTrial)
-}
+BODIES = {trial.kind: trial.body for trial in _KINDS}

@@ -8,10 +8,16 @@ import mpmath
 import pytest
 
 from accounting import ACCOUNTANTS, VARIANTS, ArgumentError, SubsampledGaussian, load_accountant
-from accounting.moments import Moments, log_moment
+from accounting.moments import Moments
+from accounting.series import log_moments
 
 ABADI = SubsampledGaussian(noise_multiplier=4.0, sample_rate=0.01)
 UPPER = [name for name in [*ACCOUNTANTS, *VARIANTS] if load_accountant(name).kind == "upper_bound"]
+
+
+def log_moment(order, sigma, q):
+    """α(λ) at the whole order λ."""
+    return log_moments([order], sigma, q)[0]
 
 
 def epsilon(name, sigma, q, steps, delta):
@@ -111,7 +117,8 @@ def test_log_moment_to_fifty_digits(sigma, q):
 def test_moments_takes_the_best_order_and_says_which():
     answer = load_accountant("moments").guarantee(ABADI, steps=10_000, delta=1e-5)
     each = {k: (10_000 * log_moment(k, 4.0, 0.01) - math.log(1e-5)) / k for k in range(1, 33)}
-    assert answer.epsilon == min(each.values()) == each[answer.detail["order"]]
+    assert answer.epsilon == pytest.approx(min(each.values()), rel=1e-14)
+    assert min(each.values()) == each[answer.detail["order"]]
     assert not answer.detail["largest_order_is_best"]
     assert load_accountant("moments").guarantee(ABADI, steps=1, delta=1e-5).detail["largest_order_is_best"]
     assert Moments(orders=range(1, 200)).epsilon(ABADI, steps=1, delta=1e-5) < each[32]
@@ -157,11 +164,8 @@ def test_strong_does_not_rely_on_a_false_claim():
 
 
 POINTS = {  # (q, σ, steps, δ): the discretisation at which its lower bound is close, in a fraction of a second
-    (0.01, 4.0, 10_000, 1e-5): 1e-5,
-    (0.001, 1.0, 2000, 1e-6): 5e-5,
-    (256 / 60000, 1.1, 3000, 1e-5): 5e-5,
+    (256 / 60000, 1.1, 3000, 1e-5): 1e-4,
     (0.1, 3.0, 512, 1e-6): 5e-5,
-    (0.05, 0.8, 100, 1e-5): 3e-4,
     (0.5, 2.0, 20, 1e-3): 3e-4,
     (1.0, 5.0, 25, 1e-5): 1e-4,
     (0.2, 0.6, 1, 1e-5): 1e-3,
@@ -199,12 +203,17 @@ def test_the_lower_bounds_are_worth_comparing_with(lower_bounds):
     assert lower_bounds[0.2, 0.6, 1, 1e-5] == pytest.approx(epsilon("simple", 0.6, 0.2, 1, 1e-5), abs=0.001)
 
 
-def test_only_the_published_curve_is_no_bound():
+def test_what_each_is_worth():
     kinds = {
         name: load_accountant(name).guarantee(ABADI, steps=1, delta=1e-5).kind for name in [*ACCOUNTANTS, *VARIANTS]
     }
-    assert kinds.pop("strong:published") == "heuristic"
-    assert set(kinds.values()) == {"upper_bound"}
+    others = {
+        "strong:published": "heuristic",
+        "gdp": "estimate",
+        "prv:estimate": "estimate",
+        "prv:lower": "lower_bound",
+    }
+    assert {name: kind for name, kind in kinds.items() if kind != "upper_bound"} == others
 
 
 def test_the_published_curve_lies_below_what_is_needed():
@@ -213,19 +222,26 @@ def test_the_published_curve_lies_below_what_is_needed():
 
 
 def test_names():
-    assert list(ACCOUNTANTS) == ["simple", "strong", "moments"]
+    assert list(ACCOUNTANTS) == ["simple", "strong", "moments", "rdp", "gdp", "prv", "pld", "best"]
     with pytest.raises(ValueError, match=r"^expected accountant to be one of simple, strong, .*, got 'nope'$"):
         load_accountant("nope")
     with pytest.raises(ArgumentError, match=r"\(the nearest is 'moments'\), got 'momets'$"):
         load_accountant("momets")
 
 
-def test_nothing_heavy_is_imported():
+@pytest.mark.parametrize(
+    ("names", "allowed"),
+    [
+        (["simple", "strong", "strong:exact", "strong:published", "gdp"], []),
+        (["moments", "moments:extended", "rdp", "rdp:classic", "strong:kov", "prv", "prv:lower"], ["numpy"]),
+    ],
+)
+def test_nothing_heavy_is_imported(names, allowed):
     code = (
         "import sys; from accounting import *\n"
-        "for name in [*ACCOUNTANTS, *VARIANTS]:\n"
+        f"for name in {names}:\n"
         "    load_accountant(name).epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)\n"
-        "print(*sorted({'torch', 'numpy', 'scipy', 'pandas', 'dpbench'} & set(sys.modules)))"
+        "print(*sorted({'torch', 'numpy', 'scipy', 'dp_accounting', 'pandas', 'dpbench'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []
+    assert done.stdout.split() == allowed

@@ -13,7 +13,7 @@ from report_records import CUDA, GIB, RunFile
 from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
-from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials import CalibrationTrial, MapTrial, OverheadTrial, PeakTrial, SchemeTrial, StepTrial, SweepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
@@ -145,6 +145,14 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, image_size=size)
         trial = OverheadTrial(model=f"transformers:gpt2@{size}", backends=["vmap"], batch_size=8, image_size=None)
         run.add(trial, outcome="timeout", evidence="still running")
+    point = {"accountant": "prv", "sample_rate": 0.01, "delta": 1e-5}
+    for trial in (
+        SweepTrial(**point, noise_multiplier=4.0, steps=100),
+        SchemeTrial(**point, noise_multiplier=4.0, steps=100, scheme="Poisson"),
+        MapTrial(**point, noise_multiplier=4.0, steps=100),
+        CalibrationTrial(**point, unknown="steps", target_epsilon=1.0, noise_multiplier=4.0),
+    ):
+        run.add(trial, outcome="unsupported", evidence="no valid bound")
     drawn, _ = draw(run, figure)
     assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
 
@@ -157,9 +165,9 @@ def test_only_a_bound_is_drawn_solid(run):
     dashes = {line.get_label().partition("\n")[0]: line.get_linestyle() for line in drawn.axes[0].lines}
     assert dashes["moments"] == "-"
     assert dashes["strong, as published in 2016"] == "--"
-    assert dashes["GDP"] == "-."
-    assert "strong, as published in 2016\nheuristic (not a bound)" in words(boxes)
-    assert "simple composition\nupper bound, infinite" in words(boxes)
+    assert dashes["GDP"] == ":"
+    assert {"strong, as published in 2016 (heuristic)", "GDP (estimate)", "moments"} <= set(words(boxes))
+    assert "simple composition (upper bound, infinite)" in words(boxes)
 
 
 def test_printed_values_stand_only_beside_their_own_setting(run, tmp_path):

@@ -1,22 +1,70 @@
-"""The body of an `epsilon` trial: what one accountant says, and how long it takes to say it."""
+"""The bodies of `epsilon` and `calibration` trials: what one accountant says, and how long it takes to say it."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
-from accounting import SubsampledGaussian, load_accountant
-from dpbench.trials import EpsilonTrial
+import accounting
+from accounting import Guarantee, NoAnswer, SubsampledGaussian, load_accountant
+from dpbench.trials import CalibrationTrial, EpsilonTrial
+
+#: A quick answer is asked for again, for times without what is done once in a process: so often, in so many seconds.
+_TIMES, _ENOUGH = 4, 0.5
 
 
 def run(trial: EpsilonTrial) -> dict[str, Any]:
-    """The record's result: `epsilon` (may be infinite), `kind`, `detail`, `compute_seconds`.
+    """The record's result: `epsilon` (may be infinite), `kind`, `detail`, `compute_seconds`, `all_seconds`.
+
+    The times are of this answer, and then of one step more each, as some accountants remember their last answers.
 
     Raises:
         accounting.ArgumentError: for a value outside its domain, or an unknown accountant.
         accounting.NoAnswer: if the accountant has none here.
     """
-    mechanism = SubsampledGaussian(noise_multiplier=trial.noise_multiplier, sample_rate=trial.sample_rate)
-    guarantee = load_accountant(trial.accountant).guarantee(mechanism, steps=trial.steps, delta=trial.delta)
-    detail = dict(guarantee.detail)
-    seconds = detail.pop("seconds")
-    return {"epsilon": guarantee.epsilon, "kind": guarantee.kind, "detail": detail, "compute_seconds": seconds}
+    mechanism = SubsampledGaussian(
+        noise_multiplier=trial.noise_multiplier, sample_rate=trial.sample_rate, **_scheme(trial)
+    )
+    accountant = load_accountant(trial.accountant)
+    answer = accountant.guarantee(mechanism, steps=trial.steps, delta=trial.delta)
+    seconds = [answer.detail["seconds"]]
+    with contextlib.suppress(NoAnswer):  # of a mechanism that is no longer the one asked for
+        while len(seconds) < _TIMES and sum(seconds) < _ENOUGH:
+            again = accountant.guarantee(mechanism, steps=trial.steps + len(seconds), delta=trial.delta)
+            seconds.append(again.detail["seconds"])
+    return _told(answer) | {"compute_seconds": min(seconds), "all_seconds": seconds}
+
+
+def calibrate(trial: CalibrationTrial) -> dict[str, Any]:
+    """As `run`, of the largest ε within the target; and `value` of the unknown, `steps`, `evaluations`.
+
+    A number of steps is exact, a noise multiplier is within 1e-4 of itself.
+
+    Raises:
+        accounting.ArgumentError: for a value outside its domain, or an unknown accountant.
+        accounting.NoAnswer: if the target cannot be met, or the accountant has no answer.
+    """
+    given = {"noise_multiplier": trial.noise_multiplier, "sample_rate": trial.sample_rate, "steps": trial.steps}
+    answer = accounting.calibrate(
+        load_accountant(trial.accountant),
+        trial.unknown,
+        target_epsilon=trial.target_epsilon,
+        delta=trial.delta,
+        tolerance=0.0 if trial.unknown == "steps" else 1e-4,
+        **{name: value for name, value in given.items() if value is not None},
+        **_scheme(trial),
+    )
+    return _told(answer.guarantee) | {
+        "value": answer.value,
+        "steps": answer.steps,
+        "evaluations": answer.evaluations,
+    }
+
+
+def _scheme(trial: EpsilonTrial | CalibrationTrial) -> dict[str, Any]:
+    return {name: getattr(trial, name) for name in ("sampling", "adjacency", "dataset_size", "max_batch_size")}
+
+
+def _told(answer: Guarantee) -> dict[str, Any]:
+    detail = {name: value for name, value in answer.detail.items() if name != "seconds"}
+    return {"epsilon": answer.epsilon, "kind": answer.kind, "detail": detail}

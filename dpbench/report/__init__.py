@@ -17,7 +17,20 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.errors import one_of
-from dpbench.report import captions, growth, overhead, plots, readable, scorecard, style, tables
+from dpbench.report import (
+    accounting_map,
+    captions,
+    growth,
+    overhead,
+    plots,
+    privacy,
+    privacy_plots,
+    readable,
+    scheme_plot,
+    scorecard,
+    style,
+    tables,
+)
 from dpbench.report.paired import entries
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
 from dpbench.store import slug
@@ -83,7 +96,47 @@ FIGURES = {
         tables.epsilon,
         readable.epsilon,
         captions.epsilon,
-        plots.epsilon,
+        privacy_plots.epochs,
+    ),
+    "epsilon_sweeps": FigureKind(
+        "ε along σ, q and δ by each accountant, and how far each is from the certified lower bound",
+        ("epsilon_sweep",),
+        lambda r: r.id,
+        {"experiment": ("epsilon_sweep",)},
+        privacy.points,
+        privacy.points_text,
+        privacy.sweeps_caption,
+        privacy_plots.sweeps,
+    ),
+    "sampling_schemes": FigureKind(
+        "ε of each sampling scheme and adjacency, at equal records, batch size, noise and epochs",
+        ("epsilon_scheme",),
+        lambda r: r.id,
+        dict.fromkeys(("experiment", "sample_rate", "steps", "delta"), ("epsilon_scheme",)),
+        privacy.schemes,
+        privacy.schemes_text,
+        privacy.schemes_caption,
+        scheme_plot.plot,
+    ),
+    "accountant_price": FigureKind(
+        "the steps that each accountant allows, and the noise that it asks for, at a target ε",
+        ("calibration",),
+        lambda r: r.id,
+        dict.fromkeys(("experiment", "sample_rate", "delta"), ("calibration",)),
+        privacy.prices,
+        privacy.prices_text,
+        privacy.prices_caption,
+        privacy_plots.prices,
+    ),
+    "accounting_map": FigureKind(
+        "time, failures and distance from the lower bound of each accountant over (q, σ, T, δ)",
+        ("epsilon_map",),
+        lambda r: r.id,
+        {"experiment": ("epsilon_map",)},
+        privacy.points,
+        privacy.points_text,
+        privacy.map_caption,
+        accounting_map.plot,
     ),
     "overhead": FigureKind(
         "time and memory of every backend beside ordinary training, interleaved in one process",

@@ -115,16 +115,16 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
 def mixed_versions(records: Iterable[Record]) -> bool:
     """Whether trials that share their sources and libraries have different fingerprints.
 
-    A fingerprint covers the libraries that a trial uses: a timm model and an Opacus backend have one of their own.
+    A fingerprint covers the libraries that a trial uses: a timm model, an Opacus backend and dp-accounting's `pld` have
+    one of their own.
     """
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
-        model, backends = (
-            record.trial.get("model", ""),
-            record.trial.get("backends") or [record.trial.get("backend", "")],
-        )
-        with_opacus = any(backend.startswith("opacus") for backend in backends)
-        key = (record.kind, model.partition(":")[0] if ":" in model else "", with_opacus)
+        model = record.trial.get("model", "")
+        backends = record.trial.get("backends") or [record.trial.get("backend", "")]
+        opacus = any(backend.startswith("opacus") for backend in backends)
+        with_peer = opacus or record.trial.get("accountant") == "pld"
+        key = (record.kind, model.partition(":")[0] if ":" in model else "", with_peer)
         versions.setdefault(key, set()).add(record.fingerprint)
     return any(len(fingerprints) > 1 for fingerprints in versions.values())
 

@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.report import captions, figures, published, style
+from dpbench.report import captions, figures, style
 from dpbench.report.figures import Bar, Panel, Row
-from dpbench.report.lines import Line, lines
 from dpbench.report.style import missing
 
 
@@ -134,22 +133,6 @@ def _absolute_bar(cell: Any, column: str, unit: float, text: Callable[[float], s
         text=text(value),
         simulated=column == "peak_bytes" and cell.memory == "simulated",
     )
-
-
-def epsilon(frame: pd.DataFrame, caption: str) -> Figure:
-    """One line for each accountant and kind of statement, and the published points of the same setting."""
-    curves = []
-    for name, own in frame.groupby("accountant", sort=False):
-        failed, answered = own[own.epsilon.isna()], own[own.epsilon.notna()]
-        for kind, points in answered.groupby("kind", sort=False):
-            curves.append(Line(str(name), str(kind), list(points.epochs), list(points.epsilon)))
-        if not len(answered):
-            curves.append(Line(str(name), "", [], [], note=str(failed.note.iloc[0])))
-    setting = tuple(frame[["sample_rate", "noise_multiplier", "delta"]].iloc[0])
-    names = set(frame.accountant)
-    points_of = [p for p in published.EPSILONS if p.setting == setting and p.accountant in names]
-    reach = max(frame.epochs)
-    return lines(curves, [p for p in points_of if p.epochs <= reach * 1.05], caption)
 
 
 def _text(value: Any) -> str:

@@ -27,7 +27,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
     """`tables.max_batch_throughput` for people."""
-    return _texts(
+    return texts(
         frame,
         {
             **_NAMES,
@@ -45,7 +45,7 @@ def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
 
 def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
     """`tables.memory_speed` for people."""
-    return _texts(
+    return texts(
         frame,
         {
             "Model": _NAMES["Model"],
@@ -92,7 +92,7 @@ def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd
 
 def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
     """`tables.epsilon` for people."""
-    return _texts(
+    return texts(
         frame,
         {
             "Accountant": lambda r: style.accountant(r.accountant).name,
@@ -102,7 +102,7 @@ def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
             "δ": lambda r: style.plain(r.delta),
             "Steps": lambda r: f"{r.steps:,}",
             "Epochs": lambda r: f"{r.epochs:g}",
-            "ε": lambda r: _or(r.epsilon, lambda value: _epsilon(value, r.kind), r.note),
+            "ε": lambda r: _or(r.epsilon, lambda value: rounded_epsilon(value, r.kind), r.note),
         },
     )
 
@@ -121,7 +121,7 @@ _NAMES: dict[str, Callable[[Any], str]] = {
 }
 
 
-def _texts(frame: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> pd.DataFrame:
+def texts(frame: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> pd.DataFrame:
     rows = list(frame.itertuples(index=False))
     return pd.DataFrame({header: [text(row) for row in rows] for header, text in columns.items()}, dtype=object)
 
@@ -146,7 +146,7 @@ def _coverage(row: Any) -> str:
     )
 
 
-def _epsilon(value: float, kind: str) -> str:
+def rounded_epsilon(value: float, kind: str) -> str:
     """Four digits; an upper bound is rounded up, or it would be none."""
     rounding = decimal.ROUND_CEILING if kind == "upper_bound" else decimal.ROUND_HALF_EVEN
     return f"{decimal.Context(prec=4, rounding=rounding).create_decimal(value):g}" if math.isfinite(value) else "inf"

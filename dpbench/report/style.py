@@ -49,6 +49,11 @@ ACCOUNTANTS = {
     "gdp": Look("GDP", "#DDAA33", "v"),
     "prv": Look("PRV", "#AA4499", "P"),
     "pld": Look("PLD", "#117733", "X"),
+    "best": Look("best valid bound", "#222222", "*"),
+    "prv:lower": Look("certified lower bound", "#6B6B6B", "|"),
+    "prv:estimate": Look("PRV", "#EE99AA", "p"),
+    "without_replacement": Look("Rényi, without replacement", "#332288", "d"),
+    "shuffled": Look("certified lower bound, shuffled", "#6B6B6B", "|"),
 }
 _UNKNOWN = ("#000000", "|")
 
@@ -65,8 +70,8 @@ OUTCOMES = {
 # How a line of ε is drawn, by the kind of statement that its accountant makes.
 KINDS = {
     "upper_bound": ("-", "upper bound"),
-    "lower_bound": (":", "lower bound"),
-    "estimate": ("-.", "estimate (not a bound)"),
+    "lower_bound": ("shade", "lower bound"),
+    "estimate": (":", "estimate (not a bound)"),
     "heuristic": ("--", "heuristic (not a bound)"),
 }
 SOURCES = {"cuda_allocator": "CUDA allocator", "cpu_allocator": "CPU allocator", "simulated": "simulated"}

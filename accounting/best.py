@@ -1,0 +1,47 @@
+"""The smallest valid upper bound of all accountants, with the certified lower bound beside it.
+
+The smallest of several upper bounds is one, so long as which one is taken depends on public parameters only (as here).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from accounting import ACCOUNTANTS, load_accountant
+from accounting.base import Accountant, Guarantee, NoAnswer, SubsampledGaussian
+from accounting.sampling import ADJACENCIES, SAMPLINGS, Scheme
+
+
+class Best(Accountant):
+    """ε of the accountant whose upper bound is smallest.
+
+    The detail has its name (`accountant`), the certified `lower` bound and the `gap`, where there is one, and who had
+    no answer.
+    """
+
+    supports: ClassVar[frozenset[Scheme]] = frozenset((s, a) for s in SAMPLINGS for a in ADJACENCIES)
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        answers, silent = {}, {}
+        for name in ACCOUNTANTS:
+            if name != "best":
+                try:
+                    answers[name] = load_accountant(name).guarantee(mechanism, steps=steps, delta=delta)
+                except NoAnswer as error:
+                    silent[name] = str(error)
+        valid = {name: answer for name, answer in answers.items() if answer.kind == "upper_bound"}
+        if not valid:
+            raise NoAnswer("; ".join(f"{name}: {reason}" for name, reason in silent.items()))
+        name = min(valid, key=lambda each: valid[each].epsilon)
+        found = {"accountant": name, **self._lower(mechanism, steps, delta, valid[name])}
+        if silent:
+            found["no_answer"] = ", ".join(silent)
+        return valid[name].epsilon, found
+
+    @staticmethod
+    def _lower(mechanism: SubsampledGaussian, steps: float, delta: float, best: Guarantee) -> dict[str, float]:
+        try:
+            lower = load_accountant("prv:lower").epsilon(mechanism, steps=steps, delta=delta)
+        except NoAnswer:
+            return {}
+        return {"lower": lower, "gap": best.epsilon - lower}

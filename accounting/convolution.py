@@ -1,0 +1,207 @@
+"""ε of T steps from the privacy losses of one: a T-fold convolution under an exponential tilt.
+
+One step is a grid: weights w_j ≥ 0 at the losses x_j = o + jh, and a weight w_∞ at ∞, of the loss L = ln P/Q under P.
+T steps have the loss of a sum, and
+
+    δ(ε) = 1 − (1 − w_∞)^T + Σ_{x > ε} (1 − e^{ε − x}) w_T(x).
+
+By Chernoff, ln Σ_{x ≥ ε} w_T(x) ≤ T K(θ) − θε with K(θ) = ln Σ w_j e^{θx_j}. At the θ that makes this bound's ε
+smallest, the tilted weights v_j = w_j e^{θx_j − K(θ)} have their T-fold sum spread about that very ε. It is the tilted
+weights that are transformed, so that the digits lie where δ is made, be it 1e-5 or 1e-250, and a window of a few of
+their standard deviations is enough:
+
+    δ(ε) = e^{TK(θ) − θε} Σ_{x > ε} (e^{−θ(x − ε)} − e^{−(θ+1)(x − ε)}) v_T(x).
+
+Errors, added for an upper bound of ε and taken off for a lower one: what the window leaves out, which wraps around
+(Chernoff's bound of it); the rounding of the transform f, as T ln f multiplies it by T, which is taken as
+ln(1 + (f − 1)) without the atom at j = 0, so that it is relative to the weight off that atom (at a million steps of a
+small rate nearly all weight is on it); and the rounding of the weights and of K, T times.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from accounting.base import NoAnswer
+from accounting.search import golden
+from accounting.series import Array
+
+#: The longest transform.
+LONGEST = 2**21
+_TRIES = 9
+#: What the window leaves out of the tilted weights, on each side.
+_LOG_OUTSIDE = math.log(1e-13)
+_EPS = float(np.finfo(float).eps)
+#: What a step may add to ln δ by rounding of its weights, quadrature included: 3e-14 was seen.
+_STEP_ROUNDING = 1e-13
+
+
+@dataclass(frozen=True)
+class Losses:
+    """One step: `weights` [n] at the losses `offset` + (`first` + 0 .. n − 1)·`interval`, and `at_infinity`."""
+
+    weights: Array
+    first: int
+    interval: float
+    at_infinity: float = 0.0
+    offset: float = 0.0
+
+    @property
+    def at(self) -> Array:
+        return self.offset + self.interval * (self.first + np.arange(self.weights.size))
+
+    def reversed(self) -> Losses:
+        """Those of (Q, P), where `at_infinity` bounds the mass of Q without P as well."""
+        with np.errstate(divide="ignore"):
+            weights = np.exp(np.log(self.weights) - self.at)[::-1]
+        last = self.first + self.weights.size - 1
+        return Losses(weights, -last, self.interval, self.at_infinity, -self.offset)
+
+
+class Tilt:
+    """K and its exponential family."""
+
+    def __init__(self, losses: Losses) -> None:
+        kept = losses.weights > 0
+        self.at = losses.at[kept]
+        self.log_weights = np.log(losses.weights[kept])
+
+    def log_moment(self, theta: float) -> float:
+        """K(θ)."""
+        terms = self.log_weights + theta * self.at
+        top = float(terms.max())
+        return top + math.log(float(np.exp(terms - top).sum()))
+
+    def best(self, steps: float, log_delta: float) -> float:
+        """θ at which Chernoff's ε = (T K(θ) − ln δ)/θ is smallest: unimodal in θ."""
+
+        def bound(log_theta: float) -> float:
+            theta = math.exp(log_theta)
+            return (steps * self.log_moment(theta) - log_delta) / theta
+
+        high = math.log(1e4) - math.log(max(float(np.abs(self.at).max()), 1e-300))
+        return math.exp(golden(bound, high - 60.0, high, tolerance=0.02)[0])
+
+    def window(self, theta: float, steps: float) -> tuple[float, float]:
+        """Between which losses the T-fold sum lies under the tilt, but for e^_LOG_OUTSIDE on each side."""
+        here = self.log_moment(theta)
+        weights = np.exp(self.log_weights + theta * self.at - here)
+        mean = float(weights @ self.at)
+        spread = math.sqrt(max(float(weights @ (self.at - mean) ** 2), 1e-300) * steps)
+
+        def end(sign: float) -> float:
+            # slopes of the right size for normal and longer tails; each gives a bound, and the nearest end counts
+            slopes = (k / spread for k in (0.3, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0))
+            return min((steps * (self.log_moment(theta + sign * t) - here) - _LOG_OUTSIDE) / t for t in slopes)
+
+        return -end(-1.0), end(1.0)
+
+
+def epsilon_of(
+    losses: Losses, steps: float, delta: float, upper: bool = True, theta: float | None = None
+) -> tuple[float, float]:
+    """(ε ≥ 0 at δ after `steps` steps, the tilt θ): an upper bound, or else a lower one; ∞ if w_∞ alone is above δ.
+
+    Args:
+        theta: the tilt to begin with; by default the best by Chernoff's bound, which is nearly the best of all.
+
+    Raises:
+        NoAnswer: the window has more than `LONGEST` points.
+    """
+    infinite = -math.expm1(steps * math.log1p(-losses.at_infinity)) if losses.at_infinity else 0.0
+    if infinite >= delta:
+        return math.inf, 0.0
+    tilt, log_target = Tilt(losses), math.log(delta - infinite)
+    log_target -= (_STEP_ROUNDING if upper else -_STEP_ROUNDING) * steps
+    theta = tilt.best(steps, log_target) if theta is None else theta
+    for turn in range(_TRIES):
+        at, log_deltas = _log_deltas(losses, tilt, theta, steps, upper)
+        found = _crossing(at, log_deltas, log_target, upper)
+        if found is not None:
+            return found, theta
+        if theta * (at[-1] - at[0]) < 0.01:
+            break
+        theta *= 0.3 if turn < 4 else 1e-3  # far from normal (rare large losses), ε lies before the window begins
+    return (math.inf if upper else 0.0), theta
+
+
+def _log_deltas(losses: Losses, tilt: Tilt, theta: float, steps: float, upper: bool) -> tuple[Array, Array]:
+    """All losses of the window; and ln δ there, bounded from above or below."""
+    h, drift, log_moment = losses.interval, steps * losses.offset, tilt.log_moment(theta)
+    low, high = tilt.window(theta, steps)
+    begin = math.floor((low - drift) / h)
+    points = math.ceil((high - drift) / h) - begin + 1
+    if points > LONGEST:
+        raise NoAnswer(f"{points:,} losses {h:.3g} apart, of {LONGEST:,} at most")
+    length = _quick_length(points)
+    values, rounding = _convolved(losses, theta, log_moment, steps, begin, length)
+    first = _sums(values, theta * h)
+    sums = first - _sums(values, (theta + 1.0) * h)
+    largest = math.exp(-theta * math.log1p(1.0 / theta)) / (1.0 + theta)  # of e^−θx − e^−(θ+1)x
+    all_of_them = math.exp(-theta * h) * math.expm1(-h) / math.expm1(-theta * h) / -math.expm1(-(theta + 1.0) * h)
+    error = math.exp(_LOG_OUTSIDE) * largest + rounding * min(length * largest, all_of_them) + 8.0 * _EPS * first
+    at = drift + (begin + np.arange(length)) * h
+    with np.errstate(divide="ignore"):
+        return at, steps * log_moment - theta * at + np.log(np.maximum(sums + (error if upper else -error), 0.0))
+
+
+def _quick_length(points: int) -> int:
+    """The smallest 2^a·{1, 5/4, 3/2} that is no smaller: transforms of these are fast."""
+    power = 1 << max(4, (points - 1).bit_length())
+    return next((n for n in (power * 5 // 8, power * 3 // 4) if n >= points), power)
+
+
+def _convolved(
+    losses: Losses, theta: float, log_moment: float, steps: float, begin: int, length: int
+) -> tuple[Array, float]:
+    """v_T at index (begin + 0 .. length − 1), what lies outside wrapped around; and a bound on each one's rounding."""
+    with np.errstate(divide="ignore"):
+        tilted = np.exp(np.log(losses.weights) + theta * losses.at - log_moment)
+    front = losses.first % length
+    folded = np.zeros(-(-(front + tilted.size) // length) * length)
+    folded[front : front + tilted.size] = tilted
+    folded = folded.reshape(-1, length).sum(axis=0)
+    folded[0] = 0.0
+    off = float(folded.sum())  # the weight off the atom at 0
+    less = np.fft.rfft(folded) - off  # f − 1
+    with np.errstate(divide="ignore"):
+        log_magnitude = 0.5 * np.log1p(np.maximum(less.real * (2.0 + less.real) + less.imag**2, -1.0))
+    power = np.exp(steps * np.minimum(log_magnitude, 0.0))
+    turns = steps * (np.arctan2(less.imag, 1.0 + less.real) / (2.0 * math.pi))
+    phase = 2.0 * math.pi * (turns - np.floor(turns) + np.arange(turns.size) * (begin % length) % length / length)
+    values = np.fft.irfft(power * (np.cos(phase) + 1j * np.sin(phase)), length)
+    rounding = 8.0 * _EPS * (steps * off + math.log2(length)) * math.log2(length) * float(power.mean())
+    return np.maximum(values, 0.0), rounding
+
+
+def _sums(values: Array, rate: float) -> Array:
+    """Σ_{j ≥ i} e^{−rate (j − i)} values_j for every i: from the right, by doubling."""
+    total, reach = values.copy(), 1
+    while reach < values.size:
+        factor = math.exp(-rate * reach)
+        if factor < 1e-30:
+            break
+        total[:-reach] += factor * total[reach:]
+        reach *= 2
+    return total
+
+
+def _crossing(at: Array, log_deltas: Array, log_target: float, upper: bool) -> float | None:
+    """The ε ≥ 0 at which ln δ(ε) falls to the target for good; None if that is before the window begins.
+
+    Between two losses δ is linear in e^ε.
+    """
+    over = np.flatnonzero(log_deltas > log_target)
+    if over.size == 0:
+        return 0.0 if at[0] <= 0 else None
+    last = int(over[-1])
+    if last == at.size - 1:
+        return math.inf if upper else max(0.0, float(at[-1]))
+    left, right = float(at[last]), float(at[last + 1])
+    if right - left > 700.0:
+        return max(0.0, right if upper else left)
+    above, below = math.expm1(min(log_deltas[last] - log_target, 700.0)), math.expm1(log_deltas[last + 1] - log_target)
+    return max(0.0, left + math.log1p(above / (above - below) * math.expm1(right - left)))

@@ -1,0 +1,173 @@
+"""Numerical composition of privacy random variables, with a certified lower and upper bound on both sides of the truth.
+
+As in Gopi, Lee and Wutschitz 2021 the loss ln P/Q of one step, a random variable, is put on a grid, and T of them are
+added up by fast Fourier transform. Where theirs is one grid with a proved distance to the truth, here are two that
+enclose it (`accounting.discretised`, `accounting.merged`: Doroshenko et al. 2022, and the post-processing theorem):
+
+    upper      of the pessimistic grid, the larger of ε on removing and on adding a record
+    lower      of the optimistic one, on removing
+    estimate   lower + 2/3 (upper − lower): to first order in h² these err by −h²/3 and h²/6 in the variance of a step
+
+Every source of error is inside the bounds: grid, tails, what wraps around, and rounding (`accounting.convolution`). The
+grid is refined until they are within `ACCURACY` of each other, or the transform is at its longest. In closed form are
+q = 1 (the sum of Gaussians is one) and T = 1 (Balle, Barthe and Gaboardi 2018, Theorem 8).
+
+Other schemes: the upper bound of `accounting.schemes`, by the same composition.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from accounting.base import Accountant, Kind, NoAnswer, SubsampledGaussian
+from accounting.convolution import Losses, epsilon_of
+from accounting.discretised import Step, worse
+from accounting.gaussian import amplified, epsilon_of_shift, exact_epsilon, indistinct
+from accounting.merged import better
+from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme
+
+#: upper − lower that is asked for: relative to upper, and absolute.
+ACCURACY, LEAST = 1e-4, 1e-7
+_FEWEST, _MOST = 2_000, 500_000
+_COARSEST = 300.0  # e^h must be a float
+#: What lies beyond the ends of the grid, relative to δ.
+_LOG_TAIL = math.log(1e-9)
+#: Smaller δ and σ have no digits in a float, or take too many of them.
+LEAST_DELTA, LEAST_SIGMA, MOST_STEPS = 1e-250, 4e-3, 1e13
+
+
+@dataclass(frozen=True)
+class Bracket:
+    """lower ≤ ε ≤ upper, certainly; the grid's interval (0 where in closed form)."""
+
+    lower: float
+    upper: float
+    interval: float = 0.0
+
+    @property
+    def estimate(self) -> float:
+        return self.lower + (self.upper - self.lower) * 2.0 / 3.0 if self.lower < self.upper < math.inf else self.upper
+
+
+def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
+    """ε of T Poisson steps under adding or removing one record, from both sides. Remembered.
+
+    Raises:
+        NoAnswer: δ, σ or T are beyond what floats can resolve, or no grid can be had.
+    """
+    found = _remembered(sigma, q, float(steps), delta)
+    if isinstance(found, str):
+        raise NoAnswer(found)
+    return found
+
+
+@functools.lru_cache(maxsize=512)
+def _remembered(sigma: float, q: float, steps: float, delta: float) -> Bracket | str:
+    """The bracket, or why there is none: both may have taken a second."""
+    try:
+        return _bracket(sigma, q, steps, delta)
+    except NoAnswer as error:
+        return str(error)
+
+
+def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
+    if q == 1.0:
+        return _closed(epsilon_of_shift(0.5 * math.log(steps) - math.log(sigma), math.log(delta)))
+    if steps == 1:
+        return _closed(amplified(exact_epsilon(sigma, math.log(delta) - math.log(q)), q))
+    if indistinct(sigma, q, steps, delta):
+        return Bracket(0.0, 0.0)
+    for name, value, least in (("delta", delta, LEAST_DELTA), ("noise_multiplier", sigma, LEAST_SIGMA)):
+        if value < least:
+            raise NoAnswer(
+                f"{name}={value:g} is below {least:g}, where floats have no digits left for this composition"
+            )
+    if steps > MOST_STEPS:
+        raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, where rounding errors add up to more than the loss")
+    return _refined(Step(sigma, q, math.log(delta) - math.log(steps) + _LOG_TAIL), steps, delta)
+
+
+def _closed(epsilon: float) -> Bracket:
+    return Bracket(epsilon * (1.0 - 1e-12) if epsilon < math.inf else 0.0, epsilon)
+
+
+def _refined(step: Step, steps: float, delta: float) -> Bracket:
+    """Both bounds on finer and finer grids: their distance falls with h², or with h where h is above the losses."""
+    low, high = step.reach
+    span = high - low
+    interval, lower, upper, too_fine = span / _FEWEST, 0.0, math.inf, 0.0
+    grid: Losses | None = None
+    while True:
+        try:
+            pessimistic = worse(step, interval)
+            above, theta = epsilon_of(pessimistic, steps, delta)
+            if above == math.inf:  # no grid changes that
+                break
+            optimistic = better(step, interval, theta, 0.01 * ACCURACY * min(above, 1e6) / steps)
+            below, _ = epsilon_of(optimistic, steps, delta, upper=False, theta=theta or None)
+        except NoAnswer as error:  # the transform is too long
+            too_fine, interval = interval, 8.0 * interval if grid is None else math.sqrt(interval * grid.interval)
+            if grid is not None and interval > 0.7 * grid.interval:
+                break
+            if interval > min(100.0 * span, _COARSEST):
+                raise NoAnswer(f"no grid for {steps:g} steps: {error}") from error
+            continue
+        lower, upper, grid = max(lower, below), min(upper, above), pessimistic
+        gap, wanted = upper - lower, max(ACCURACY * upper, LEAST)
+        finer = interval * max(1.0 / 16.0, 0.7 * math.sqrt(wanted / gap)) if gap > 0 else interval
+        finer = max(finer, span / _MOST, 1.2 * too_fine)
+        if gap <= wanted or finer > 0.7 * interval:
+            break
+        interval = finer
+    added = epsilon_of(grid.reversed(), steps, delta)[0] if grid is not None else math.inf
+    if grid is None or added == math.inf:
+        raise NoAnswer(f"rounding errors of {steps:g} steps leave nothing of delta={delta:g}")
+    return Bracket(lower, max(upper, added), grid.interval)
+
+
+class Prv(Accountant):
+    """ε by numerical composition: the upper bound. The detail has both, and whether they are as close as was asked."""
+
+    supports: ClassVar[frozenset[Scheme]] = frozenset((s, a) for s in SAMPLINGS for a in ADJACENCIES)
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        if mechanism.scheme != HOME:
+            from accounting.schemes import epsilon as epsilon_elsewhere  # with scipy, which takes long to import
+
+            return epsilon_elsewhere(mechanism, steps, delta)
+        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
+        return found.upper, _detail(found)
+
+
+class Estimate(Accountant):
+    """Between the bounds, where the truth most likely is."""
+
+    kind: Kind = "estimate"
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
+        return found.estimate, _detail(found)
+
+
+class Lower(Accountant):
+    """ε that is certainly needed."""
+
+    kind: Kind = "lower_bound"
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
+        return found.lower, _detail(found)
+
+
+def _detail(found: Bracket) -> dict[str, Any]:
+    gap = found.upper - found.lower
+    return {
+        "lower": found.lower,
+        "estimate": found.estimate,
+        "upper": found.upper,
+        "discretization": found.interval,
+        "accurate": gap <= max(ACCURACY * found.upper, LEAST),
+    }

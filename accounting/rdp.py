@@ -1,0 +1,82 @@
+"""Rényi differential privacy of the subsampled Gaussian (Mironov, Talwar and Zhang 2019), and back to (ε, δ).
+
+One step has Rényi divergence ρ(a) = ln A_a/(a − 1) of order a > 1 (`accounting.series`); T adaptive steps have Tρ(a),
+and each order gives an ε at δ:
+
+    classic    Tρ(a) + ln(1/δ)/(a − 1)                                       (Mironov 2017, Proposition 3)
+    improved   Tρ(a) + ln((a − 1)/a) − (ln δ + ln a)/(a − 1)                 (Canonne, Kamath and Steinke 2020,
+                                                                              Proposition 12; Balle et al. 2020)
+
+The classic one is the tail bound of the moments accountant of 2016 with every order allowed. As any order is valid the
+smallest ε is taken: over a geometric grid walked downhill from where a Gaussian of the same variance has its minimum,
+then by golden section between the neighbours (whole orders only where a > 1024 or σ is too small for others).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from accounting.base import Accountant, SubsampledGaussian
+from accounting.gaussian import log_variance
+from accounting.search import descend
+from accounting.series import Array, log_moments
+
+Conversion = Literal["improved", "classic"]
+
+#: λ = a − 1 is searched between these; where the best is one of them, the detail says so.
+SMALLEST, LARGEST = 2.0**-40, 2.0**50
+
+
+def to_epsilon(lambdas: Array, log_moment: Array, log_delta: float, conversion: Conversion) -> Array:
+    """ε at each order a = λ + 1, from `log_moment` = T ln A_a = (a − 1)Tρ(a). [n], never below 0."""
+    if conversion == "classic":
+        return np.maximum(0.0, (log_moment - log_delta) / lambdas)
+    orders = lambdas + 1.0
+    return np.maximum(0.0, (log_moment - log_delta - np.log(orders)) / lambdas - np.log1p(1.0 / lambdas))
+
+
+class Rdp(Accountant):
+    """ε by the best Rényi order.
+
+    Args:
+        conversion: from Rényi divergence to ε.
+        orders: the orders a > 1 that are tried; all of them by default.
+
+    Formal guarantees: an upper bound at every order, whichever is taken. The detail has `order`, `conversion` and
+    `order_at_edge`: whether a smaller ε may lie beyond the orders that were tried.
+    """
+
+    def __init__(self, conversion: Conversion = "improved", orders: Iterable[float] | None = None) -> None:
+        self.conversion: Conversion = conversion
+        self.orders = None if orders is None else np.array(sorted(orders), dtype=float)
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        epsilon, order = self.best(mechanism, steps, delta)
+        ends = (SMALLEST + 1.0, LARGEST + 1.0) if self.orders is None else (self.orders[0], self.orders[-1])
+        return epsilon, {"order": order, "conversion": self.conversion, "order_at_edge": order in ends}
+
+    def best(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, float]:
+        """(ε, the order it has it at), inside the edges of `accounting.base`."""
+        sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
+
+        def at(lambdas: Array) -> Array:
+            with np.errstate(over="ignore"):
+                return to_epsilon(lambdas, steps * log_moments(lambdas, sigma, q), log_delta, self.conversion)
+
+        if self.orders is not None:
+            found = at(self.orders - 1.0)
+            place = int(found.argmin())
+            return float(found[place]), float(self.orders[place])
+        start = _start(sigma, q, steps, log_delta)
+        lam, epsilon = descend(lambda x: float(at(np.array([x]))[0]), start, SMALLEST, LARGEST)
+        return epsilon, lam + 1.0
+
+
+def _start(sigma: float, q: float, steps: float, log_delta: float) -> float:
+    """λ where Tλ(λ + 1)v/2 + ln(1/δ) over λ is smallest, v = q²(e^{1/σ²} − 1): right for small losses."""
+    log_squared = math.log(-2.0 * log_delta) - math.log(steps) - 2.0 * math.log(q) - log_variance(sigma)
+    return math.exp(max(-27.0, min(34.0, 0.5 * log_squared)))

@@ -1,0 +1,51 @@
+"""Where a function of one number is smallest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+_GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
+
+
+def golden(f: Callable[[float], float], low: float, high: float, tolerance: float) -> tuple[float, float]:
+    """(x, f(x)) with the smallest f that golden section finds in [low, high], down to an interval of `tolerance`."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    f_left, f_right = f(left), f(right)
+    best = min((f_left, left), (f_right, right))
+    while high - low > tolerance:
+        if f_left <= f_right:
+            high, right, f_right = right, left, f_left
+            left = high - _GOLDEN * (high - low)
+            f_left = f(left)
+            best = min(best, (f_left, left))
+        else:
+            low, left, f_left = left, right, f_right
+            right = low + _GOLDEN * (high - low)
+            f_right = f(right)
+            best = min(best, (f_right, right))
+    return best[1], best[0]
+
+
+def descend(f: Callable[[float], float], start: float, low: float, high: float) -> tuple[float, float]:
+    """(x, f(x)) for a positive x in [low, high]: downhill by factors of 2 from `start`, then `golden` in ln x.
+
+    For a function that falls, then rises; where it is infinite (not to be had), smaller x are tried first.
+    """
+    bottom, top = round(math.log2(low)), round(math.log2(high))
+    place = min(top, max(bottom, round(math.log2(start))))
+    values: dict[int, float] = {}
+
+    def at(exponent: int) -> float:
+        if exponent not in values:
+            values[exponent] = f(2.0**exponent) if bottom <= exponent <= top else math.inf
+        return values[exponent]
+
+    while place > bottom and math.isinf(at(place)):
+        place -= 1
+    for way in (-1, 1):
+        while at(place + way) < at(place):
+            place += way
+    span = math.log(2.0) * max(bottom, place - 1), math.log(2.0) * min(top, place + 1)
+    found, value = golden(lambda x: f(math.exp(x)), *span, tolerance=1e-4)
+    return (math.exp(found), value) if value < at(place) else (2.0**place, at(place))

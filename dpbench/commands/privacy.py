@@ -1,0 +1,138 @@
+"""What `epsilon` and `calibrate` share: the options of a mechanism, who is asked, and how a number is rounded."""
+
+from __future__ import annotations
+
+import argparse
+import decimal
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accounting import (
+    ACCOUNTANTS,
+    ADJACENCIES,
+    OF_SCHEMES,
+    SAMPLINGS,
+    VARIANTS,
+    ArgumentError,
+    NoAnswer,
+    load_accountant,
+)
+from dpbench.errors import UsageError, one_of
+
+Row = dict[str, Any]
+
+#: What keeps an accountant from answering, and is told in its row: it has no bound, or its library is missing or fails.
+CANNOT = (NoAnswer, ImportError, MemoryError)
+#: Details that are in the heading, or in a column of their own.
+_ELSEWHERE = ("sampling", "adjacency", "seconds", "reason", "evaluations")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of both commands."""
+    # -1e-5 is a value, to be refused as one, and not an option that argparse does not know (as it thinks before 3.14).
+    parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
+    parser.add_argument("--delta", metavar="D", required=True, help="δ")
+    parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
+    parser.add_argument("--adjacency", metavar="NAME", default="add_remove", help=f"{', '.join(ADJACENCIES)}")
+    parser.add_argument("--dataset-size", metavar="N", help="number of records; for truncated_poisson")
+    parser.add_argument("--max-batch-size", metavar="B", help="at which truncated_poisson cuts a batch")
+    parser.add_argument(
+        "--accountant",
+        metavar="NAME",
+        action="append",
+        help=f"may be given again; {', '.join(ACCOUNTANTS)} (default: all), {', '.join(VARIANTS)}; for other schemes "
+        f"than Poisson sampling and add_remove also {', '.join(OF_SCHEMES)}",
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def scheme(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of `accounting.SubsampledGaussian` that say how batches are drawn.
+
+    Raises:
+        UsageError: for a name or a number that is none.
+    """
+    sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size")}
+    return {
+        "sampling": one_of("a sampling scheme", args.sampling, SAMPLINGS),
+        "adjacency": one_of("an adjacency", args.adjacency, ADJACENCIES),
+        **{name: number(f"--{name.replace('_', '-')}", text) for name, text in sizes.items() if text is not None},
+    }
+
+
+def accountants(args: argparse.Namespace) -> list[str]:
+    """The names asked for, each once; by default all, and those made for the scheme.
+
+    Raises:
+        UsageError: for one that is not known.
+    """
+    known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]
+    if args.accountant:
+        return list(dict.fromkeys(one_of("an accountant", name, known) for name in args.accountant))
+    if (args.sampling, args.adjacency) == ("poisson", "add_remove"):
+        return list(ACCOUNTANTS)
+    made = [name for name in OF_SCHEMES if (args.sampling, args.adjacency) in load_accountant(name).supports]
+    return [*made, *ACCOUNTANTS]
+
+
+def number(option: str, text: str) -> float:
+    """An int where it is written as one, as a float loses digits beyond 2**53."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    raise UsageError(f"{option} to be a number", text)
+
+
+def usage(error: ArgumentError) -> UsageError:
+    """The same complaint, of the option in place of the argument."""
+    return UsageError(f"--{error.argument.replace('_', '-')} {error.expected}", error.came)
+
+
+def failed(error: BaseException) -> dict[str, str]:
+    """The detail of a row without a number."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return {"reason": text if isinstance(error, NoAnswer) else f"{type(error).__name__}: {text}"}
+
+
+def under(sampling: str, adjacency: str) -> str:
+    """The line over a table that says under what it holds."""
+    return f"under {SAMPLINGS[sampling]}, {ADJACENCIES[adjacency]}, noise on the sum of clipped gradients"
+
+
+def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The heading's lines, then columns as wide as they need to be."""
+    lines = [tuple(header), *(tuple(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join([*heading, "", *texts])
+
+
+def seconds(detail: Mapping[str, Any]) -> str:
+    return f"{detail['seconds']:.4f}" if "seconds" in detail else "-"
+
+
+def how(detail: Mapping[str, Any]) -> str:
+    """What the accountant adds, in a few words; the reason last."""
+    shown = [f"{name}={_value(value)}" for name, value in detail.items() if name not in _ELSEWHERE]
+    return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
+
+
+def rounded(value: float | None, up: bool | None = None) -> str:
+    """Six digits, rounded up, down, or to the nearest."""
+    if value is None or not math.isfinite(value):
+        return "-" if value is None else "inf"
+    rounding = {True: decimal.ROUND_CEILING, False: decimal.ROUND_FLOOR, None: decimal.ROUND_HALF_EVEN}[up]
+    return f"{float(decimal.Context(prec=6, rounding=rounding).create_decimal(value)):.6g}"
+
+
+def epsilon(value: float | None, kind: str) -> str:
+    """Six digits, an upper bound rounded up and a lower one down."""
+    return rounded(value, {"upper_bound": True, "lower_bound": False}.get(kind))
+
+
+def _value(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,38 @@
+"""What another accountant buys: the steps that it allows at a target ε, and the noise that it asks for (q = 0.01).
+
+Steps at σ = 4, noise at T = 10⁴, δ = 1e-5, as in Abadi et al. 2016, whose ε is 1.26.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import CalibrationTrial
+
+ACCOUNTANTS = ["simple", "strong", "moments", "rdp", "gdp", "pld", "prv"]
+TARGETS = [0.5, 0.7, 1.0, 1.26, 1.8, 2.5, 3.5, 5.0, 7.0, 10.0]
+
+
+def price(targets: list[float]) -> list[CalibrationTrial]:
+    given = {"accountant": ACCOUNTANTS, "sample_rate": 0.01, "delta": 1e-5, "target_epsilon": targets}
+    return [
+        *grid(CalibrationTrial, unknown="steps", noise_multiplier=4.0, **given),
+        *grid(CalibrationTrial, unknown="noise_multiplier", steps=10_000, **given),
+    ]
+
+
+def cells(device: str) -> list[CalibrationTrial]:
+    return price(TARGETS)
+
+
+def smoke(device: str) -> list[CalibrationTrial]:
+    return price([1.26, 5.0])
+
+
+EXPERIMENT = Experiment(
+    name="accountant_price",
+    doc="the steps that an accountant allows, and the noise that it asks for, at a target ε",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("accountant_price",),
+)

@@ -1,0 +1,34 @@
+"""Every accountant over a grid of (q, σ, T, δ): time, failures, distance from the lower bound."""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import MapTrial
+
+ACCOUNTANTS = ["simple", "strong", "moments", "rdp", "gdp", "pld", "prv", "prv:lower"]
+RATES = [1e-4, 1e-3, 0.01, 0.1, 1.0]
+SIGMAS = [0.5, 1.0, 2.0, 5.0, 20.0]
+STEPS = [100, 10_000, 1_000_000]
+DELTAS = [1e-5, 1e-10]
+
+
+def over(rates: list[float], sigmas: list[float], steps: list[int], deltas: list[float]) -> list[MapTrial]:
+    return grid(MapTrial, accountant=ACCOUNTANTS, sample_rate=rates, noise_multiplier=sigmas, steps=steps, delta=deltas)
+
+
+def cells(device: str) -> list[MapTrial]:
+    return over(RATES, SIGMAS, STEPS, DELTAS)
+
+
+def smoke(device: str) -> list[MapTrial]:
+    return over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
+
+
+EXPERIMENT = Experiment(
+    name="accounting_map",
+    doc="time, failures and distance from the lower bound of each accountant over (q, σ, T, δ)",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("accounting_map",),
+)

@@ -1,0 +1,136 @@
+"""The Gaussian limit, dp-accounting behind its adapter, and the best of all."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from accounting import ACCOUNTANTS, NoAnswer, SubsampledGaussian, load_accountant
+from accounting.prv import bracket
+
+ABADI = SubsampledGaussian(noise_multiplier=4.0, sample_rate=0.01)
+
+
+def guarantee(name, sigma, q, steps, delta):
+    return load_accountant(name).guarantee(SubsampledGaussian(sigma, q), steps=steps, delta=delta)
+
+
+def test_the_gaussian_limit_is_an_estimate_and_says_so():
+    found = guarantee("gdp", 1.0, 0.01, 10_000, 1e-5)
+    assert found.kind == "estimate" and not found.detail["exact"] and "central limit" in found.detail["reason"]
+    assert found.detail["mu"] == pytest.approx(0.01 * math.sqrt(10_000 * math.expm1(1.0)), rel=1e-12)
+    assert found.epsilon < bracket(1.0, 0.01, 10_000.0, 1e-5).lower  # as it often is
+
+
+@pytest.mark.parametrize(("sigma", "steps", "epsilon"), [(1.0, 1, 4.377178), (10.0, 100, 4.377178)])
+def test_without_sampling_it_is_exact(sigma, steps, epsilon):
+    found = guarantee("gdp", sigma, 1.0, steps, 1e-5)
+    assert found.kind == "upper_bound" and found.detail["exact"]
+    assert found.epsilon == pytest.approx(epsilon, abs=5e-7)
+
+
+def test_the_limit_is_reached_with_many_steps():
+    """q√T fixed: its distance to the truth falls."""
+    gaps = []
+    for q, steps in ((0.1, 100), (0.01, 10_000)):
+        truth = bracket(1.0, q, float(steps), 1e-5)
+        gaps.append(abs(guarantee("gdp", 1.0, q, steps, 1e-5).epsilon / truth.estimate - 1))
+    assert gaps[1] < 0.25 * gaps[0]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta", "published", "off"),
+    [
+        (3.0, 0.1, 512, 1e-6, 3.77, 0.005),  # jax_privacy's documentation
+        (1.0, 1.0, 1, 1e-5, 4.377178, 0.0005),
+        (4.0, 0.01, 10_000, 1e-5, 0.94687, 0.0003),
+    ],
+)
+def test_pld_published(sigma, q, steps, delta, published, off):
+    found = guarantee("pld", sigma, q, steps, delta)
+    assert found.kind == "upper_bound"
+    assert found.epsilon == pytest.approx(published, abs=off)
+
+
+def test_pld_says_its_discretization_and_what_that_costs():
+    """The error that is said is about the one that is made, of which the certified bounds tell."""
+    found = guarantee("pld", 1.0, 0.01, 10_000, 1e-5)
+    excess = found.epsilon - bracket(1.0, 0.01, 10_000.0, 1e-5).estimate
+    assert 0.5 * excess < found.detail["discretization_error"] < 2.0 * excess
+    assert found.detail["accurate"] and 1e-5 < found.detail["discretization"] < 1e-3
+
+
+def test_the_interval_of_pld_falls_with_the_steps():
+    intervals = [guarantee("pld", 2.0, 0.01, steps, 1e-5).detail["discretization"] for steps in (100, 10_000)]
+    assert intervals[1] < 0.7 * intervals[0]
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta", "message"),
+    [
+        (1e-3, 0.01, 10_000, 1e-5, r"^noise_multiplier=0\.001 is below 0\.01"),
+        (1.0, 0.01, 10**9, 1e-5, r"^steps=1e\+09 is above 1e\+07"),
+        (1.0, 0.01, 1000, 1e-14, r"^delta=1e-14 is below 8\.8e-12, which its rounding errors may reach$"),
+        (0.1, 1e-14, 10**6, 9e-9, r"^sample_rate=1e-14 is below"),
+    ],
+)
+def test_pld_refuses_what_it_would_get_wrong_or_never_end(sigma, q, steps, delta, message):
+    with pytest.raises(NoAnswer, match=message):
+        guarantee("pld", sigma, q, steps, delta)
+
+
+def test_pld_allows_for_its_rounding():
+    """Without it the library's ε is here 6.10087, below what is certainly needed."""
+    found = guarantee("pld", 0.4, 1e-5, 10_000, 1e-10)
+    assert found.detail["rounding"] == pytest.approx(2.02e-11)
+    assert found.epsilon > bracket(0.4, 1e-5, 10_000.0, 1e-10).lower > 6.1015
+
+
+def test_an_error_of_the_library_is_no_answer(monkeypatch):
+    from dp_accounting.pld import privacy_loss_distribution as library
+
+    def broken(*args, **options):
+        raise ValueError("a must be\n greater than b")
+
+    monkeypatch.setattr(library, "from_gaussian_mechanism", broken)
+    with pytest.raises(NoAnswer, match=r"^dp-accounting: a must be greater than b$"):
+        guarantee("pld", 1.0, 0.01, 100, 1e-5)
+
+
+def test_best_is_the_smallest_upper_bound_and_names_it():
+    found = guarantee("best", 1.0, 0.01, 10_000, 1e-5)
+    others = {name: guarantee(name, 1.0, 0.01, 10_000, 1e-5) for name in ACCOUNTANTS if name != "best"}
+    valid = {name: other.epsilon for name, other in others.items() if other.kind == "upper_bound"}
+    assert found.epsilon == min(valid.values()) == valid[found.detail["accountant"]]
+    assert others["gdp"].epsilon < found.epsilon  # an estimate is no candidate
+    assert found.detail["lower"] == bracket(1.0, 0.01, 10_000.0, 1e-5).lower
+    assert found.detail["gap"] == found.epsilon - found.detail["lower"] > 0
+    assert "no_answer" not in found.detail
+
+
+def test_best_without_numerical_composition():
+    """With next to no noise prv and pld have no answer; it says so, and the others are there."""
+    found = guarantee("best", 1e-3, 0.01, 10_000, 1e-5)
+    assert found.detail["accountant"] == "rdp" and found.detail["no_answer"] == "prv, pld"
+    assert "lower" not in found.detail
+
+
+def test_best_under_another_scheme():
+    step = SubsampledGaussian(1.1, 256 / 60000, adjacency="replace_one")
+    found = load_accountant("best").guarantee(step, steps=14_062, delta=1e-5)
+    alone = load_accountant("prv").guarantee(step, steps=14_062, delta=1e-5)
+    assert found.epsilon <= alone.epsilon
+    assert found.kind == "upper_bound"
+
+
+@pytest.mark.parametrize("name", ["best", "pld"])
+def test_no_torch(name):
+    code = (
+        "import sys, json; from accounting import *\n"
+        f"load_accountant({name!r}).epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)\n"
+        "print(json.dumps(sorted({'torch', 'opacus', 'jax', 'pandas', 'dpbench'} & set(sys.modules))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
