@@ -10,6 +10,7 @@ nothing).
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -165,10 +166,10 @@ class Notebook:
     def __init__(self, device: torch.device, *, file: bool = True) -> None:
         self._path = _path(device) if file else None
         self._costs: dict[str, Costs] = {}
-        if self._path is not None and self._path.is_file():
+        if self._path is not None:
             try:
                 self._costs = {kind: _decoded(entry) for kind, entry in json.loads(self._path.read_text()).items()}
-            except (OSError, ValueError, KeyError, TypeError):  # torn or foreign: measured again
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, torn or foreign: measured again
                 self._costs = {}
 
     def get(self, kind: str) -> Costs | None:
@@ -187,7 +188,8 @@ class Notebook:
             partial.write_text(json.dumps(entries))
             partial.replace(self._path)
         except OSError:  # a home that cannot be written to: measured again next time
-            partial.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                partial.unlink()
 
 
 def _encoded(costs: Costs) -> dict[str, object]:
@@ -202,12 +204,10 @@ def _decoded(entry: dict[str, object]) -> Costs:
 
 
 def _path(device: torch.device) -> Path | None:
-    folder = os.environ.get("DPBENCH_CACHE")
-    if folder == "off":
+    folder, home = os.environ.get("DPBENCH_CACHE"), os.path.expanduser("~/.cache")
+    if folder == "off" or (not folder and home.startswith("~")):  # a user without a home
         return None
-    base = (
-        Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "dpbench"
-    )
+    base = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or home) / "dpbench"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     sources = sorted((Path(__file__).parent / "rules").glob("*.py"))
     known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), *(s.read_text() for s in sources)]

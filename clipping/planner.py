@@ -259,7 +259,8 @@ def kind(rule: Rule, output: Spec) -> Kind:
 def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
     """Its norm can be found in more than one way, and is that of its parameter alone."""
     alone = all(counts[name] == 1 for name in source.parameters)
-    return alone and source.rearranged and bool(rule.ghosts) and not rule.is_fallback
+    several = len(rule.ghosts) + len(rule.instantiations) > 1
+    return alone and source.rearranged and several and not rule.is_fallback
 
 
 def formula_route(source: Source, rule: Rule, output: Spec) -> Route:

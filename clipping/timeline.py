@@ -108,7 +108,7 @@ class Timeline:
         return max(*totals, self._peak_of_sums(held, sum(grown), keepers))
 
     def _peak_of_sums(self, held: Sequence[Held], kept: int, keepers: Counter[int]) -> int:
-        """The most bytes at the end: one sum after the other is formed, and then what it is formed from goes.
+        """The most bytes at the end: the sum of one use after the other is formed, then what it was formed from goes.
 
         Args:
             held: by each use.

@@ -84,10 +84,10 @@ def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd
         "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
         "Coverage": _coverage,
     }
-    texts = _texts(frame, columns)
+    table = texts(frame, columns)
     optional = [name for name in columns if name.startswith("Published") or name in ("Growth", "Pixels")]
-    empty = [name for name in optional if name in columns and not texts[name].any()]
-    return texts.drop(columns=empty)
+    empty = [name for name in optional if name in columns and not table[name].any()]
+    return table.drop(columns=empty)
 
 
 def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
