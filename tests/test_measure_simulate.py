@@ -30,6 +30,8 @@ MIB = 2**20
 #: Opacus makes tensor subclasses of parameters, and exchanges parameters: neither can be done to a fake one.
 NOT_SIMULATED = {"opacus_functorch", "opacus_ew"}
 SIMULATED = [name for name in BACKENDS if name not in NOT_SIMULATED]
+#: The planner of bk_mixed times its routes in the second step, on real tensors only: the variant never does.
+COMPARED = ["bk_mixed:memory" if name == "bk_mixed" else name for name in SIMULATED]
 
 
 @dataclass
@@ -223,7 +225,7 @@ def compare_with_measured(open_step: Callable[[], contextlib.AbstractContextMana
 
 
 @pytest.mark.parametrize("make", [plain, Residual], ids=["plain", "residual"])
-@pytest.mark.parametrize("backend", SIMULATED)
+@pytest.mark.parametrize("backend", COMPARED)
 def test_the_simulated_peak_is_the_measured_one_but_for_temporaries_inside_kernels(backend, make):
     """To the byte between operations, for every backend.
 
