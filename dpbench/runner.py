@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -178,6 +179,7 @@ def make_record(experiment: str, run: Run, fingerprint: str, answer: Answer) -> 
         "evidence": answer.evidence,
         "seconds": answer.seconds,
         "utc": utc_now(),
+        "load": os.getloadavg()[0],
         "result": answer.result,
     }
 
