@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpbench.environment import device_label
+from dpbench.errors import UsageError, nearest
+from dpbench.experiment import experiment_names, is_reference, load_experiment
 from dpbench.store import Run, read_runs
 
 K = TypeVar("K", bound=Hashable)
@@ -95,6 +97,27 @@ def _records(runs: Iterable[Run]) -> list[Record]:
     ]
 
 
+def locate(text: str, results: Path = Path("results")) -> Path:
+    """Where the records lie that a person means: those of an experiment in `results`, or a folder or file of records.
+
+    Raises:
+        UsageError: in one line, if there are none.
+    """
+    path = Path(text)
+    names = experiment_names()
+    if text in names or is_reference(text):
+        folder = results / load_experiment(text).name
+        if any(folder.glob("*.jsonl")):
+            return folder
+        if not path.is_dir():
+            raise UsageError(f"records in {folder} (`python -m dpbench run {text}` makes them)", "none")
+    if not path.exists():
+        raise UsageError("an experiment, or a folder or file with records", text, nearest(text, names))
+    if path.is_dir() and next(path.rglob("*.jsonl"), None) is None:
+        raise UsageError(f"records (*.jsonl) in {path}", "none")
+    return path
+
+
 def by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
     """Records by device label: a CPU's and a GPU's never share a figure."""
     return dict(sorted(grouped(records, lambda record: record.device).items()))
@@ -140,6 +163,14 @@ def entries(records: Iterable[Record]) -> list[Record]:
             changes: dict[str, Any] = {"outcome": own["outcome"], "evidence": own.get("evidence") or "", "result": own}
             found.append(dataclasses.replace(record, trial=dict(record.trial) | {"backend": name}, **changes))
     return found
+
+
+def newest_trial(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
+    """Of the records of one cell, the rounds of the trial that was measured last."""
+    latest = max(records, key=lambda record: record.utc).id
+    kept = [record for record in records if record.id == latest]
+    left_out["of an older declaration of the same cell"] += len(records) - len(kept)
+    return kept
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, list[Record]]:

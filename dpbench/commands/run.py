@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """What `run` and `plan` have in common: which part of which experiment, where."""
-    parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or the path of its .py file")
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
     parser.add_argument(
         "--output", metavar="DIR", type=Path, default=Path("results"), help="records and figures lie here"
     )

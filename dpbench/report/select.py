@@ -9,17 +9,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dpbench.records import LeftOut, Record, by_device, grouped, newest, newest_version, read
+from dpbench.records import LeftOut, Record, by_device, grouped, newest, newest_trial, newest_version, read
 
 __all__ = ["LeftOut", "Record", "by_device", "facets", "grouped", "newest", "newest_trial", "newest_version", "read"]
-
-
-def newest_trial(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
-    """Of the records of one cell, the rounds of the trial that was measured last."""
-    latest = max(records, key=lambda record: record.utc).id
-    kept = [record for record in records if record.id == latest]
-    left_out["of an older declaration of the same cell"] += len(records) - len(kept)
-    return kept
 
 
 def facets(
