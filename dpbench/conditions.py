@@ -5,18 +5,17 @@ Every warning says what is wrong, by how much, and what to do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from dpbench.records import Record, grouped
+from dpbench.records import Record, from_line, grouped
 from dpbench.stats import MUCH_DRIFT, Series, shared_drift, trend
 
 #: What a trial that has every CPU to itself makes of the load average is the number of CPUs; so much more is others'.
 LOAD_MARGIN = 1.25
 #: Facts that differ from run to run and say nothing of what was measured.
 _PASSING = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes", "device"})
-_TIMED = ("step", "overhead")
 
 Difference = tuple[str, str, str]
 
@@ -55,7 +54,7 @@ def drift_of(records: Sequence[Record]) -> dict[Any, float]:
     """Round -> by which factor its times stand above those of the other rounds, over all cells that `records` time."""
     cells: dict[tuple[str, str], dict[Any, Any]] = {}
     for record in records:
-        if record.outcome == "ok":
+        if record.outcome == "ok" or record.kind == "overhead":  # there each backend has an outcome of its own
             for backend, series in series_of(record).items():
                 cells.setdefault((record.id, backend), {}).update(series)
     return shared_drift(list(cells.values()))
@@ -74,7 +73,7 @@ def drifting(seconds: Sequence[float]) -> str | None:
 
 def warnings(records: Sequence[Record]) -> list[str]:
     """What a reader of these records must be told of how they were taken; a sentence or two each."""
-    timed = [r for r in records if r.kind in _TIMED and r.outcome == "ok"]
+    timed = [r for r in records if series_of(r)]
     found = []
     loads = [(r, load) for r in timed for load in (r.load, r.environment.get("load_average")) if load is not None]
     over = [(load, cpus) for r, load in loads if overload(load, cpus := _cpus(r.environment))]
@@ -102,6 +101,53 @@ def warnings(records: Sequence[Record]) -> list[str]:
             f"more than {MUCH_DRIFT:.0%}: the machine had not settled. Run these again when it is idle."
         )
     return found
+
+
+class Watch:
+    """Says, while a run goes on, what spoils its times: once of each kind in full, and at the end how often it was so.
+
+    Args:
+        environment: of the run.
+        say: takes a warning.
+    """
+
+    def __init__(self, environment: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._environment, self._say = environment, say
+        self._records: list[Record] = []
+        self._loaded = self._unsteady = 0
+
+    def begin(self) -> None:
+        """Before the first trial: the load that the run finds."""
+        if wrong := overload(self._environment.get("load_average"), _cpus(self._environment)):
+            self._say(f"warning: before the first trial {wrong}")
+
+    def ended(self, line: Mapping[str, Any], label: str) -> None:
+        """A trial that must run alone has ended with this record."""
+        record = from_line(line, self._environment, "")
+        self._records.append(record)
+        if wrong := overload(record.load, _cpus(self._environment)):
+            self._loaded += 1
+            if self._loaded == 1:
+                self._say(f"warning: at the end of {label} {wrong}")
+        series = [seconds for cell in series_of(record).values() for seconds in cell.values()]
+        if wrong := next(filter(None, map(drifting, series)), None):
+            self._unsteady += 1
+            if self._unsteady == 1:
+                self._say(f"warning: {label}: {wrong}")
+
+    def end(self) -> None:
+        """After the last trial: how many were disturbed, and whether the rounds drifted."""
+        if self._loaded > 1 or self._unsteady > 1:
+            self._say(
+                f"warning: of {len(self._records)} trials that must run alone, {self._loaded} ended under a load above "
+                f"the CPUs, and the steps of {self._unsteady} drifted; their records say so"
+            )
+        factors = drift_of(self._records)
+        if factors and (by := max(factors.values()) / min(factors.values()) - 1) > MUCH_DRIFT:
+            self._say(
+                f"warning: times drifted by {by:.0%} between rounds: ratios within a round hold, seconds less so; "
+                "fix the clock, stop other programs, or run more rounds"
+            )
 
 
 def _cpus(environment: Mapping[str, Any]) -> int | None:

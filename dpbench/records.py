@@ -75,26 +75,27 @@ def read(source: Path) -> list[Record]:
 
 
 def _records(runs: Iterable[Run]) -> list[Record]:
-    return [
-        Record(
-            device=device_label(run.environment),
-            experiment=line["experiment"],
-            id=line["id"],
-            round=line["round"],
-            fingerprint=line["fingerprint"],
-            trial=line["trial"],
-            outcome=line["outcome"],
-            evidence=line.get("evidence") or "",
-            result=line.get("result") or {},
-            utc=line["utc"],
-            environment=run.environment,
-            seconds=line.get("seconds") or 0.0,
-            load=line.get("load"),
-            run=run.path.stem,
-        )
-        for run in runs
-        for line in run.records
-    ]
+    return [from_line(line, run.environment, run.path.stem) for run in runs for line in run.records]
+
+
+def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str) -> Record:
+    """A trial's line as a `Record`."""
+    return Record(
+        device=device_label(environment),
+        experiment=line["experiment"],
+        id=line["id"],
+        round=line["round"],
+        fingerprint=line["fingerprint"],
+        trial=line["trial"],
+        outcome=line["outcome"],
+        evidence=line.get("evidence") or "",
+        result=line.get("result") or {},
+        utc=line["utc"],
+        environment=environment,
+        seconds=line.get("seconds") or 0.0,
+        load=line.get("load"),
+        run=run,
+    )
 
 
 def locate(text: str, results: Path = Path("results")) -> Path:

@@ -82,6 +82,10 @@ class Store:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one trial's record; when this returns, it is on the disk."""
         if self._file is None:
+            stem, number = self.path.stem, 1
+            while self.path.exists():  # a process may run twice within a second
+                number += 1
+                self.path = self.path.with_name(f"{stem}-{number}.jsonl")
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
             self._write(head | {"environment": self._environment})

@@ -58,6 +58,14 @@ def test_no_file_before_the_first_record(tmp_path):
     assert read_records(tmp_path / "nowhere", fail) == []
 
 
+def test_two_runs_of_one_process_within_a_second_have_a_file_each(tmp_path):
+    stores = [Store(tmp_path, {}) for _ in range(3)]
+    for number, runs in enumerate(stores):
+        runs.append(record(number))
+        runs.close()
+    assert len({runs.path for runs in stores}) == 3 and len(read_records(tmp_path, fail)) == 3
+
+
 @pytest.mark.parametrize("keep", [1, 10, 40])
 def test_a_torn_last_line_is_passed_over_in_silence(written, keep):
     whole = written.read_bytes()
