@@ -25,6 +25,10 @@ COMMANDS = {
     "run": ("dpbench.commands.run", "run what remains of an experiment, then draw its figures"),
     "check": ("dpbench.commands.check", "are the backends exact? norms and gradients beside the microbatch oracle"),
     "explain": ("dpbench.commands.explain", "which route each use of each parameter takes, and what each would cost"),
+    "compare": (
+        "dpbench.commands.compare",
+        "two runs beside each other: faster, slower, same, inconclusive for each cell",
+    ),
     "report": ("dpbench.commands.report", "figures and tables from records"),
     "epsilon": ("dpbench.commands.epsilon", "the privacy that a training run buys, by each accountant"),
     "calibrate": ("dpbench.commands.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),

@@ -1,6 +1,7 @@
 """Experiments: what is measured, declared in Python.
 
-An experiment is a module of the package `experiments`, or any ``.py`` file, that defines ``EXPERIMENT``. Its cells are
+An experiment is a module of the package `experiments`, or any ``.py`` file, that defines ``EXPERIMENT``; or any object
+of a module or file, named as ``my/file.py:NAME`` or ``package.module:NAME``. Nothing is registered. Its cells are
 trials, and searches for the largest batch that fits::
 
     def cells(device):
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dpbench.errors import UsageError, one_of
+from dpbench.errors import UsageError, nearest, one_of
 from dpbench.reference import load_module
 from dpbench.search import MaxBatch, Probe
 from dpbench.trials import Trial
@@ -64,23 +65,32 @@ def experiment_names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(spec.submodule_search_locations) if not m.name.startswith("_"))
 
 
+def is_reference(name: str) -> bool:
+    """Whether this is ``file.py``, ``file.py:NAME`` or ``package.module:NAME``, and not the name of an experiment."""
+    return name.endswith(".py") or ":" in name
+
+
 def load_experiment(name: str) -> Experiment:
-    """The experiment of this name, or the one that a ``.py`` file defines.
+    """The experiment of this name, or the one that a reference leads to; ``EXPERIMENT`` if that names a file alone.
 
     Raises:
-        UsageError: in one line, if there is none, if its file raises, or if it defines no ``EXPERIMENT``.
+        UsageError: in one line, if there is none, if its file raises, or if it defines no such experiment.
     """
-    if name.endswith(".py"):
-        if not Path(name).is_file():
-            raise UsageError("an experiment or the path of its .py file", name)
+    attribute = "EXPERIMENT"
+    if is_reference(name):
         module_name = name
+        if ":" in name:
+            module_name, _, attribute = name.rpartition(":")
+        if module_name.endswith(".py") and not Path(module_name).is_file():
+            raise UsageError("an experiment or the path of its .py file", name)
     else:
         module_name = f"experiments.{one_of('an experiment', name, experiment_names())}"
     try:
         module = load_module(module_name)
     except Exception as error:  # whatever a file of the user's own may raise, told in one line
         raise UsageError("an experiment that can be imported", f"{name}: {type(error).__name__}: {error}") from error
-    found = getattr(module, "EXPERIMENT", None)
+    found = getattr(module, attribute, None)
     if not isinstance(found, Experiment):
-        raise UsageError(f"EXPERIMENT = Experiment(...) in {name}", found)
+        near = nearest(attribute, [key for key, value in vars(module).items() if isinstance(value, Experiment)])
+        raise UsageError(f"{attribute} = Experiment(...) in {module_name}", found, near)
     return found

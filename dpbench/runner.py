@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from types import FrameType
 from typing import Any
 
 from dpbench import environment
+from dpbench.conditions import Watch
 from dpbench.errors import UsageError
 from dpbench.experiment import Cell, Experiment
 from dpbench.forked import available_cpus
@@ -75,11 +78,12 @@ def make_plan(request: Request, device: str) -> Plan:
 
 @dataclass
 class Report:
-    """What a run came to: how many trials ended how, the file they are in, the signal that ended it early."""
+    """What a run came to: how many trials ended how, the file they are in, the signal that ended it early, where."""
 
     outcomes: Counter[str]
     path: Path | None = None
     signum: int | None = None
+    device: str = "cpu"
 
 
 def run(request: Request, progress: Progress) -> Report:
@@ -91,7 +95,7 @@ def run(request: Request, progress: Progress) -> Report:
     """
     plan = make_plan(request, environment.resolve_device(request.device))
     if plan.schedule.next() is None:
-        return Report(Counter())
+        return Report(Counter(), device=plan.device)
     Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
     variables = dict(environment.SERVER_VARIABLES)
     if plan.device == "cpu":
@@ -106,27 +110,40 @@ def run(request: Request, progress: Progress) -> Report:
             progress.say(f"dpbench: {error}; measuring on the CPU")
             plan = make_plan(request, "cpu")
             where = environment.gather("cpu", isolation)
-        return _Loop(request, plan, isolation, Store(request.folder, where), progress).run()
+        return _Loop(request, plan, isolation, Store(request.folder, where), progress, where).run()
 
 
 class _Loop:
     """Start what can be started, wait for an end, record it."""
 
-    def __init__(self, request: Request, plan: Plan, isolation: Isolation, store: Store, progress: Progress) -> None:
+    def __init__(
+        self,
+        request: Request,
+        plan: Plan,
+        isolation: Isolation,
+        store: Store,
+        progress: Progress,
+        where: Mapping[str, Any],
+    ) -> None:
         self._experiment = request.experiment.name
         self._plan = plan
         self._isolation = isolation
         self._store = store
         self._progress = progress
+        self._watch = Watch(where, lambda warning: progress.say(f"dpbench: {warning}"))
         self._running: dict[int, Run] = {}
         self._outcomes: Counter[str] = Counter()
 
     def run(self) -> Report:
         try:
+            if any(trial.alone for trial, _ in self._plan.schedule.remaining()):
+                self._watch.begin()
             with Interruption() as interruption:
                 while interruption.signum is None and self._start():
                     self._wait(interruption)
-            return Report(self._outcomes, self._store.path if self._outcomes else None, interruption.signum)
+            self._watch.end()
+            path = self._store.path if self._outcomes else None
+            return Report(self._outcomes, path, interruption.signum, self._plan.device)
         finally:
             self._progress.close()
             self._store.close()
@@ -159,6 +176,8 @@ class _Loop:
         self._plan.clock.add(record)
         self._outcomes[answer.outcome] += 1
         self._progress.ended(run, record, *self._state())
+        if run.trial.alone:
+            self._watch.ended(record, run.trial.label())
 
     def _state(self) -> tuple[int, float, float | None]:
         """(trials ended in this run, trials left, seconds left)."""
@@ -178,6 +197,7 @@ def make_record(experiment: str, run: Run, fingerprint: str, answer: Answer) -> 
         "evidence": answer.evidence,
         "seconds": answer.seconds,
         "utc": utc_now(),
+        "load": os.getloadavg()[0],
         "result": answer.result,
     }
 
@@ -195,7 +215,8 @@ class Interruption:
         self._before: Mapping[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        self._before = {signum: signal.signal(signum, self._note) for signum in self._SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set them
+            self._before = {signum: signal.signal(signum, self._note) for signum in self._SIGNALS}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -163,6 +163,11 @@ class Schedule:
     def _left(self) -> Iterator[Run]:
         return (run for run in self.runs() if self.history.of(run) is None and not self.history.pruned_by(run))
 
+    def recorded(self) -> list[Record]:
+        """The records so far of these cells, their searches' probes among them, in their present version."""
+        probes = [r for search in self.searches for r in self.history.by_batch_size(search.probe).values()]
+        return probes + [record for run in self.runs() if (record := self.history.of(run)) is not None]
+
     def remaining(self) -> list[tuple[Trial, float]]:
         """What is left, as (a trial, how many such runs); of a search that has not ended, an estimate."""
         left: list[tuple[Trial, float]] = [(run.trial, 1) for run in self._left()]

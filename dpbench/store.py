@@ -23,12 +23,15 @@ from typing import Any
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
 #      fingerprint, trial, outcome, evidence, seconds, utc, result}. Floats that are not finite are strings.
+#   2  a trial line has `load`: the machine's load average over a minute when the trial ended; null if not known.
 # The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
-SCHEMA = 1
+SCHEMA = 2
 
 Line = dict[str, Any]
 #: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
-UPGRADES: dict[int, Callable[[Line], Line]] = {}
+UPGRADES: dict[int, Callable[[Line], Line]] = {
+    1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
+}
 
 
 def utc_now() -> str:
@@ -79,6 +82,10 @@ class Store:
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one trial's record; when this returns, it is on the disk."""
         if self._file is None:
+            stem, number = self.path.stem, 1
+            while self.path.exists():  # a process may run twice within a second
+                number += 1
+                self.path = self.path.with_name(f"{stem}-{number}.jsonl")
             self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
             self._write(head | {"environment": self._environment})
@@ -120,14 +127,14 @@ def _say(warning: str) -> None:
     print(f"dpbench: {warning}", file=sys.stderr)
 
 
-def read_runs(folder: Path, warn: Callable[[str], None] = _say) -> list[Run]:
-    """All runs recorded in `folder`, in the order of their files' names (which begin with the time).
+def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
+    """All runs recorded in a folder, in the order of their files' names (which begin with the time); or one file's.
 
     A torn last line is what a killed run leaves, and is passed over. Anything else that is no record of a schema known
     here is passed over too, with a warning that names file and line.
     """
     runs = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
         run = None
         for number, line in _lines(path, warn):
             if line["type"] == "environment" and run is None:

@@ -125,6 +125,19 @@ def test_an_experiment_may_be_a_file(tmp_path):
     assert load_experiment(str(path)).name == "mine"
 
 
+def test_an_experiment_may_be_any_object_of_a_file_or_module(tmp_path, monkeypatch):
+    text = "from dpbench.experiment import Experiment\ndef none(device): return []\n"
+    text += "".join(f"{n.upper()} = Experiment(name='{n}', doc='d', cells=none, smoke=none)\n" for n in ("one", "two"))
+    (tmp_path / "several_of_mine.py").write_text(text)
+    assert load_experiment(f"{tmp_path}/several_of_mine.py:TWO").name == "two"
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_experiment("several_of_mine:ONE").name == "one"
+    with pytest.raises(UsageError, match=r"TWOO = Experiment\(...\) in .*did you mean 'TWO'"):
+        load_experiment(f"{tmp_path}/several_of_mine.py:TWOO")
+    with pytest.raises(UsageError, match="no_such_module"):
+        load_experiment("no_such_module:ONE")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from dpbench import store
+from dpbench import records, store
 from dpbench.store import Store, read_records, read_runs
 
 
@@ -58,6 +58,14 @@ def test_no_file_before_the_first_record(tmp_path):
     assert read_records(tmp_path / "nowhere", fail) == []
 
 
+def test_two_runs_of_one_process_within_a_second_have_a_file_each(tmp_path):
+    stores = [Store(tmp_path, {}) for _ in range(3)]
+    for number, runs in enumerate(stores):
+        runs.append(record(number))
+        runs.close()
+    assert len({runs.path for runs in stores}) == 3 and len(read_records(tmp_path, fail)) == 3
+
+
 @pytest.mark.parametrize("keep", [1, 10, 40])
 def test_a_torn_last_line_is_passed_over_in_silence(written, keep):
     whole = written.read_bytes()
@@ -99,6 +107,35 @@ def test_an_older_schema_is_upgraded_as_it_is_read(written, monkeypatch):
     before = written.read_bytes()
     assert all(r["b"] == 1 and r["schema"] == store.SCHEMA for r in read_records(written.parent, fail))
     assert written.read_bytes() == before
+
+
+#: A run as the first version of this project wrote it.
+SCHEMA_1 = """\
+{"type": "environment", "schema": 1, "run": "20261120T130558Z-vm-6959", "utc": "2026-11-20T13:06:15.696619Z", \
+"environment": {"utc": "2026-11-20T13:05:57.072873Z", "dpbench": "0.1.0", "host": "vm", "device": "cpu", \
+"device_name": "AMD EPYC, 2 CPUs", "cpus_available": 2, "load_average": 1.29, "torch": "2.15.0+cu132", "threads": 2}}
+{"type": "trial", "schema": 1, "experiment": "memory_speed", "id": "8307ba3cde532d27", "round": 1, \
+"fingerprint": "e4dd033f5178d84a", "trial": {"kind": "step", "timeout": 600.0, "model": "vgg16", "backend": \
+"nonprivate", "batch_size": 32, "device": "cpu", "dtype": "float32", "image_size": 32, "num_classes": 10, "data": \
+"digits", "max_grad_norm": 1.0, "seed": 0, "threads": null, "memory_budget": null, "steps": 3, "max_seconds": 8.0}, \
+"outcome": "ok", "evidence": null, "seconds": 3.44, "utc": "2026-11-20T13:28:34.722353Z", "result": {"parameters": \
+14728266, "verification": {"samples": 2, "max_norm_error": 0.0, "max_grad_error": 3.5e-15, "tolerance": 1e-06}, \
+"coverage": {}, "warmup_seconds": [0.37, 0.303, 0.292], "step_seconds": [0.2927, 0.2981, 0.3097], "memory": \
+{"source": "cpu_allocator", "peak_bytes": 194167512, "baseline_bytes": 59306536}, "loss": 2.45}}
+"""
+
+
+def test_a_record_from_schema_1_still_loads(tmp_path):
+    path = tmp_path / "old.jsonl"
+    path.write_text(SCHEMA_1)
+    (run,) = read_runs(path, fail)  # one file, as well as the folder
+    assert run == read_runs(tmp_path, fail)[0] and run.environment["threads"] == 2
+    (line,) = run.records
+    assert (line["schema"], line["load"]) == (store.SCHEMA, None)
+    assert line["result"]["step_seconds"] == [0.2927, 0.2981, 0.3097]
+    (record,) = records.read(path)
+    assert (record.device, record.load, record.cell) == ("cpu AMD EPYC, 2 CPUs", None, ("vgg16", "nonprivate"))
+    assert path.read_text() == SCHEMA_1
 
 
 def test_floats_that_are_not_finite_become_strings():

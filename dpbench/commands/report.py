@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from dpbench.errors import UsageError, nearest
-from dpbench.experiment import experiment_names, load_experiment
+from dpbench.experiment import experiment_names, is_reference, load_experiment
 
 RESULTS = Path("results")
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]:
     """(folder with the records, figures to draw or () for all, what makes such records)."""
     names = experiment_names()
-    if name in names or name.endswith(".py"):
+    if name in names or is_reference(name):
         experiment = load_experiment(name)
         folders = [root / experiment.name for root in (output, RESULTS) if root is not None]
         source = next((folder for folder in folders if any(folder.glob("*.jsonl"))), RESULTS / experiment.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 
 from dpbench.environment import DEVICES
@@ -21,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """What `run` and `plan` have in common: which part of which experiment, where."""
-    parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or the path of its .py file")
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
     parser.add_argument(
         "--output", metavar="DIR", type=Path, default=Path("results"), help="records and figures lie here"
     )
@@ -45,10 +46,8 @@ def request_from(args: argparse.Namespace) -> Request:
     Raises:
         UsageError: for any that cannot be.
     """
-    if args.rounds is not None and args.rounds < 1:
-        raise UsageError("at least 1 for --rounds", args.rounds)
-    known = sorted(map(str, RETRYABLE))
-    retry = [one_of("an outcome for --retry", name, known) for name in args.retry.split(",") if name]
+    retry = [name for name in args.retry.split(",") if name]
+    check(args.rounds, retry)
     return Request(
         experiment=load_experiment(args.experiment),
         results=args.output,
@@ -58,6 +57,18 @@ def request_from(args: argparse.Namespace) -> Request:
         retry=retry,
         smoke=args.smoke,
     )
+
+
+def check(rounds: int | None, retry: Collection[str]) -> None:
+    """
+    Raises:
+        UsageError: for a number of rounds, or outcomes to retry, that cannot be.
+    """
+    if rounds is not None and rounds < 1:
+        raise UsageError("at least 1 for --rounds", rounds)
+    known = sorted(map(str, RETRYABLE))
+    for name in retry:
+        one_of("an outcome for --retry", name, known)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
+from dpbench.conditions import warnings
 from dpbench.report import published, style
 from dpbench.report.cells import DOES_NOT_FIT, is_probe
 from dpbench.report.select import LeftOut, Record
@@ -109,7 +110,7 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
             "Warning: records of several versions (of the sources, the libraries or the machine) are mixed; "
             "run again to make them one."
         )
-    return "\n".join(paragraphs)
+    return "\n".join([*paragraphs, *warnings(records)])
 
 
 def mixed_versions(records: Iterable[Record]) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from statistics import median
-from typing import Any
 
+from dpbench.records import Record, entries
 from dpbench.report.cells import Row, good_rounds, peaks_by_round, spread, why
-from dpbench.report.select import Record
+
+__all__ = ["COLUMNS", "entries", "paired_row", "turns"]
 
 #: Columns that every table of overhead records has, from its number of pairs on.
 COLUMNS = (
@@ -17,24 +17,6 @@ COLUMNS = (
     *("peak_bytes", "memory", "memory_ratio", "published_memory_ratio"),
     *("max_norm_error", "max_grad_error", "tolerance", "ghost", "instantiated", "fallback", "note"),
 )
-
-
-def entries(records: Iterable[Record]) -> list[Record]:
-    """Records of several backends as records of one each, with its outcome, evidence and result; others as they are.
-
-    A trial that ended as a whole (a timeout, a crash) ended so for each of its backends.
-    """
-    found = []
-    for record in records:
-        if record.kind != "overhead":
-            found.append(record)
-            continue
-        known = record.result.get("backends", {})
-        for name in record.trial["backends"]:
-            own = known.get(name, {"outcome": record.outcome, "evidence": record.evidence})
-            changes: dict[str, Any] = {"outcome": own["outcome"], "evidence": own.get("evidence") or "", "result": own}
-            found.append(dataclasses.replace(record, trial=dict(record.trial) | {"backend": name}, **changes))
-    return found
 
 
 def turns(records: Iterable[Record]) -> dict[tuple[int, int], float]:

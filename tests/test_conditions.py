@@ -1,0 +1,139 @@
+"""Load, drift and environments: every warning says what is wrong, by how much, and what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from report_records import CPU, RunFile
+
+from dpbench.cli import main
+from dpbench.conditions import Watch, differences, drifting, overload, warnings
+from dpbench.records import read
+from dpbench.trials import StepTrial
+
+
+@pytest.mark.parametrize("load", [None, 0.0, 2.0, 2.5])
+def test_a_run_s_own_load_is_no_overload(load):
+    assert overload(load, 2) is None and overload(load, None) is None
+
+
+def test_an_overload_says_how_much_and_what_to_do():
+    said = overload(3.04, 2)
+    assert said is not None and "3.0 on 2 CPUs" in said and "stop those" in said
+
+
+def test_steps_that_drift_within_a_trial():
+    assert drifting([1.0, 1.01, 0.99, 1.0, 1.05, 1.02]) is None and drifting([1.0, 9.0]) is None
+    said = drifting([1.0, 1.0, 1.0, 1.5, 1.5, 1.5])
+    assert said is not None and "+50%, from 1 s to 1.5 s" in said and "cool" in said
+    assert "-50%" in (drifting([2.0] * 3 + [1.0] * 3) or "")
+
+
+def steps(path, factors, environment=CPU):
+    file = RunFile(path, environment=environment)
+    for number, factor in enumerate(factors):
+        for backend, seconds in (("nonprivate", 1.0), ("ghost", 3.0)):
+            file.step("cnn", backend, [seconds * factor] * 3, round=number)
+    return path
+
+
+def test_quiet_records_are_warned_of_in_no_way(tmp_path):
+    assert warnings(read(steps(tmp_path / "a.jsonl", [1.0, 1.02, 0.98]))) == []
+
+
+def test_rounds_that_drift_are_told_of_with_the_slowest(tmp_path):
+    (said,) = warnings(read(steps(tmp_path / "a.jsonl", [1.0, 1.0, 1.3])))
+    assert "drifted by 30% between rounds of a, slowest in round 3" in said and "run more rounds" in said
+
+
+def test_rounds_of_one_trial_drift_too(tmp_path):
+    RunFile(tmp_path / "a.jsonl").overhead("cnn", {"nonprivate": [1.0, 1.0, 1.4], "ghost": [2.0, 2.0, 2.8]})
+    (said,) = warnings(read(tmp_path))
+    assert "drifted by 40%" in said and "round 3 of trial 1" in said
+
+
+def test_one_method_that_gets_slower_is_no_drift_of_the_machine(tmp_path):
+    RunFile(tmp_path / "a.jsonl").overhead(
+        "cnn", {"nonprivate": [1.0] * 3, "vmap": [1.0] * 3, "ghost": [1.0, 2.0, 3.0]}
+    )
+    assert warnings(read(tmp_path)) == []
+
+
+def loaded(path, load):
+    lines = [json.loads(text) for text in steps(path, [1.0, 1.0]).read_text().splitlines()]
+    lines[1] |= {"schema": 2, "load": load}
+    lines[0]["environment"] |= {"cpus_available": 2, "load_average": 1.0}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_load_above_the_cpus_is_told_of_in_captions(tmp_path, capsys):
+    (said,) = warnings(read(loaded(tmp_path / "a.jsonl", 6.5)))
+    assert "reached 6.5 on 2 CPUs" in said and "1 of 4 timed trials" in said and "idle machine" in said
+    assert main(["report", str(tmp_path)]) == 0
+    (caption,) = [path.read_text() for path in tmp_path.rglob("memory_speed_table.md")]
+    assert said in caption
+    assert "reached" not in "".join(warnings(read(loaded(tmp_path / "a.jsonl", 2.1))))
+
+
+def line(number, seconds=1.0, load=0.5, last=None):
+    trial = StepTrial(model="cnn", backend="ghost", batch_size=8)
+    samples = [seconds] * 3 + [last or seconds] * 3
+    return {
+        **{"experiment": "e", "id": trial.id, "round": number, "fingerprint": "f", "trial": trial.describe()},
+        **{"outcome": "ok", "evidence": None, "utc": "u", "load": load, "result": {"step_seconds": samples}},
+    }
+
+
+def watched(lines, load=0.5):
+    said: list[str] = []
+    watch = Watch(CPU | {"cpus_available": 2, "load_average": load}, said.append)
+    watch.begin()
+    for one in lines:
+        watch.ended(one, "step cnn ghost 8")
+    watch.end()
+    return said
+
+
+def test_a_run_says_nothing_of_a_quiet_machine():
+    assert watched([line(n) for n in range(3)]) == []
+
+
+def test_a_run_tells_of_the_load_that_it_finds_and_of_each_kind_of_trouble_once():
+    said = watched([line(0, load=5.0), line(1, load=6.0, last=2.0), line(2, last=3.0)], load=4.0)
+    assert "before the first trial the load average is 4.0 on 2 CPUs" in said[0]
+    assert "at the end of step cnn ghost 8 the load average is 5.0" in said[1]
+    assert "step cnn ghost 8: its steps drifted by +100%" in said[2]
+    assert "of 3 trials" in said[3] and "2 ended under a load" in said[3] and "steps of 2 drifted" in said[3]
+    assert all(text.startswith("warning: ") for text in said)
+
+
+def test_a_run_tells_of_rounds_that_drift():
+    (said,) = watched([line(0), line(1, seconds=1.5)])
+    assert "drifted by 50% between rounds" in said
+
+
+def test_a_run_on_a_loaded_machine_warns_on_standard_error(tmp_path, capsys, monkeypatch):
+    bodies = os.path.join(os.path.dirname(__file__), "bodies.py")
+    (tmp_path / "mine.py").write_text(
+        "from dpbench.experiment import Experiment\nfrom dpbench.reference import load_module\n"
+        f"def cells(device): return [load_module({bodies!r}).Act(action='sleep')]\n"
+        "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1)\n"
+    )
+    monkeypatch.setattr(os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    assert main(["run", str(tmp_path / "mine.py"), "--device", "cpu", "--output", str(tmp_path)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and "warning: before the first trial the load average is 99.0" in err
+    assert "warning: at the end of act" in err
+    (record,) = read(tmp_path / "mine")
+    assert record.load == 99.0
+
+
+def test_environments_differ_in_what_matters(tmp_path):
+    facts = {"packages": {"opacus": "1.6"}, "git_sha": "a", "utc": "1", "load_average": 1.0, "driver": None}
+    a = read(steps(tmp_path / "a.jsonl", [1.0], CPU | facts))
+    b = read(steps(tmp_path / "b.jsonl", [1.0], CPU | facts | {"git_sha": "b", "utc": "2", "variables": {"OMP": "1"}}))
+    assert differences(a, b) == [("OMP", "none", "1"), ("git_sha", "a", "b")]
+    assert differences(a, a) == []
