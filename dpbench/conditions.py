@@ -167,6 +167,11 @@ def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
     return [(name, first, second) for name, first, second in told if first != second]
 
 
+def pooled(records: Iterable[Record]) -> list[tuple[str, str]]:
+    """(fact, its values) for all in which the runs differ that these records come from."""
+    return [(name, ", ".join(sorted(values))) for name, values in sorted(_facts(records).items()) if len(values) > 1]
+
+
 def _facts(records: Iterable[Record]) -> dict[str, set[str]]:
     facts: dict[str, set[str]] = {}
     environments = {id(r.environment): r.environment for r in records}
