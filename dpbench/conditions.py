@@ -14,6 +14,14 @@ from dpbench.stats import MUCH_DRIFT, Series, shared_drift, trend
 
 #: What a trial that has every CPU to itself makes of the load average is the number of CPUs; so much more is others'.
 LOAD_MARGIN = 1.25
+#: Bits of nvidia-smi's clocks_throttle_reasons.active (NVML) that slow a step; idle and chosen clocks are none.
+_THROTTLES = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "thermal, by software",
+    0x40: "thermal, by hardware",
+    0x80: "power brake",
+}
 #: Facts that differ from run to run and say nothing of what was measured.
 _PASSING = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes", "device"})
 
@@ -28,6 +36,26 @@ def overload(load: float | None, cpus: int | None) -> str | None:
         f"the load average is {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}: other programs share them, and times "
         "come out too long; stop those, or compare ratios within a round and nothing else"
     )
+
+
+def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the GPU as the run found it: throttled, or shared."""
+    found = []
+    try:
+        active = int((environment.get("gpu_state") or {}).get("clocks_throttle_reasons.active", "0"), 16)
+    except ValueError:  # "[N/A]" where the driver does not say
+        active = 0
+    if reasons := [name for bit, name in _THROTTLES.items() if active & bit]:
+        found.append(
+            f"the GPU is throttled ({', '.join(reasons)}): steps come out too long and uneven; let it cool, or lock "
+            "its clocks below that limit (nvidia-smi --lock-gpu-clocks)"
+        )
+    if others := len(environment.get("gpu_processes") or []) // 2:  # each is a pid and its memory
+        found.append(
+            f"{others} other process{'es are' if others > 1 else ' is'} on this machine's GPUs: on the same one, time "
+            "and memory are shared; end them, or choose another GPU (CUDA_VISIBLE_DEVICES)"
+        )
+    return found
 
 
 def series_of(record: Record) -> dict[str, Series]:
@@ -85,6 +113,9 @@ def warnings(records: Sequence[Record]) -> list[str]:
             f"{len(timed)} timed trials or when their runs began: times may be too long; ratios within a round hold "
             "better. Run again on an idle machine."
         )
+    environments = {id(r.environment): r.environment for r in timed}.values()
+    gpu = dict.fromkeys(trouble for environment in environments for trouble in gpu_trouble(environment))
+    found += [f"Warning: when a run began, {trouble}." for trouble in gpu]
     for run, part in grouped(timed, lambda r: r.run).items():
         factors = drift_of(part)
         if factors and (by := max(factors.values()) / min(factors.values()) - 1) > MUCH_DRIFT:
@@ -118,7 +149,8 @@ class Watch:
 
     def begin(self) -> None:
         """Before the first trial: the load that the run finds."""
-        if wrong := overload(self._environment.get("load_average"), _cpus(self._environment)):
+        load = overload(self._environment.get("load_average"), _cpus(self._environment))
+        for wrong in [*([load] if load else []), *gpu_trouble(self._environment)]:
             self._say(f"warning: before the first trial {wrong}")
 
     def ended(self, line: Mapping[str, Any], label: str) -> None:
@@ -165,6 +197,11 @@ def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
     names = sorted(set(sides[0]) | set(sides[1]))
     told = [(name, *(", ".join(sorted(side.get(name, {"none"}))) for side in sides)) for name in names]
     return [(name, first, second) for name, first, second in told if first != second]
+
+
+def pooled(records: Iterable[Record]) -> list[tuple[str, str]]:
+    """(fact, its values) for all in which the runs differ that these records come from."""
+    return [(name, ", ".join(sorted(values))) for name, values in sorted(_facts(records).items()) if len(values) > 1]
 
 
 def _facts(records: Iterable[Record]) -> dict[str, set[str]]:

@@ -170,6 +170,16 @@ def test_environments_that_differ_are_told_and_cells_of_one_side_named(tmp_path,
     assert found["only_in_b"] == ["step vgg11 vmap 8"] and "only in B, and so not compared: step vgg11 vmap 8" in err
 
 
+def test_runs_that_are_pooled_on_one_side_are_told_of_where_they_differ(tmp_path, compare):
+    for name, sha in (("one", "aaa"), ("two", "bbb")):
+        file = RunFile(tmp_path / "a" / f"{name}.jsonl", environment=CPU | {"git_sha": sha})
+        file.step("cnn", "ghost", [1.0, 1.0], round=int(name == "two"))
+    write_steps(tmp_path / "b.jsonl", 1, rounds=2, environment=CPU | {"git_sha": "bbb"})
+    _, cells, err, found = compare(a="a")
+    assert cells["ghost", "time"]["rounds"] == [2, 2]
+    assert found["warnings"] == ["A pools runs that differ in git_sha: aaa, bbb"] and found["warnings"][0] in err
+
+
 def test_outliers_are_counted_and_kept(tmp_path, compare):
     for name, last in (("a", 1.0), ("b", 30.0)):
         file = RunFile(tmp_path / f"{name}.jsonl")

@@ -9,7 +9,7 @@ import pytest
 from report_records import CPU, RunFile
 
 from dpbench.cli import main
-from dpbench.conditions import Watch, differences, drifting, overload, warnings
+from dpbench.conditions import Watch, differences, drifting, gpu_trouble, overload, warnings
 from dpbench.records import read
 from dpbench.trials import StepTrial
 
@@ -95,6 +95,25 @@ def watched(lines, load=0.5):
         watch.ended(one, "step cnn ghost 8")
     watch.end()
     return said
+
+
+GPU = "clocks_throttle_reasons.active"
+
+
+@pytest.mark.parametrize("state", ["0x0000000000000000", "0x0000000000000001", "[N/A]", "0x0000000000000002"])
+def test_a_gpu_that_idles_or_has_chosen_clocks_is_not_throttled(state):
+    assert gpu_trouble({"gpu_state": {GPU: state}, "gpu_processes": []}) == [] == gpu_trouble({})
+
+
+def test_a_gpu_that_is_throttled_or_shared_is_told_of(tmp_path):
+    facts = CPU | {"gpu_state": {GPU: "0x0000000000000044"}, "gpu_processes": ["12", "400", "13", "70"]}
+    hot, shared = gpu_trouble(facts)
+    assert "throttled (power cap, thermal, by hardware)" in hot and "--lock-gpu-clocks" in hot
+    assert "2 other processes are on this machine's GPUs" in shared and "CUDA_VISIBLE_DEVICES" in shared
+    assert hot in warnings(read(steps(tmp_path / "a.jsonl", [1.0], facts)))[0]
+    said: list[str] = []
+    Watch(facts, said.append).begin()
+    assert [hot in said[0], shared in said[1]] == [True, True]
 
 
 def test_a_run_says_nothing_of_a_quiet_machine():

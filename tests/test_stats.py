@@ -48,7 +48,7 @@ def test_of_two_runs_of_the_same_code_one_in_a_hundred_at_most_is_called_differe
     assert share(verdicts(noise, paired=paired, cases=800), "slower", "faster") <= 0.01
 
 
-@pytest.mark.parametrize(("correlation", "size"), [(0.0, 0.05), (0.5, 0.05), (0.8, 0.02), (0.95, 0.02)])
+@pytest.mark.parametrize(("correlation", "size"), [(0.0, 0.05), (0.5, 0.05), (0.8, 0.02), (0.9, 0.02)])
 def test_a_drift_that_nothing_of_the_same_round_corrects_is_not_called_a_difference(correlation, size):
     found = verdicts(0.02, paired=False, correlation=correlation, size=size, cases=500, seed=1)
     assert share(found, "slower", "faster") <= 0.01
@@ -60,7 +60,7 @@ def test_ten_percent_slower_is_found_with_seven_rounds(noise, power):
     assert share(found, "slower") >= power and share(found, "same", "faster") == 0
 
 
-@pytest.mark.parametrize(("noise", "power"), [(0.01, 1.0), (0.02, 0.95), (0.03, 0.5)])
+@pytest.mark.parametrize(("noise", "power"), [(0.01, 1.0), (0.02, 0.97), (0.03, 0.75)])
 def test_ten_percent_is_found_on_a_machine_that_does_not_drift_even_with_nothing_beside_it(noise, power):
     assert share(verdicts(noise, ratio=1.1, paired=False, size=0.0, cases=200), "slower") >= power
 

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """
     limits = [parse_limit(text) for text in args.fail_on]
     from dpbench.comparison import VERDICTS, compare_records
-    from dpbench.conditions import differences, warnings
+    from dpbench.conditions import differences, pooled, warnings
     from dpbench.records import LeftOut, locate, read
 
     assert set(_CALLABLE) < set(VERDICTS)
@@ -88,7 +88,10 @@ def run(args: argparse.Namespace) -> int:
             f"{len(only_a)} in {paths[0]} alone, {len(only_b)} in {paths[1]} alone",
         )
     differ = differences(sides[0], sides[1])
-    told = [f"{name}: {sentence}" for name, side in zip("AB", sides, strict=True) for sentence in warnings(side)]
+    told = []
+    for name, side in zip("AB", sides, strict=True):
+        told += [f"{name} pools runs that differ in {fact}: {values}" for fact, values in pooled(side)]
+        told += [f"{name}: {sentence}" for sentence in warnings(side)]
     limits += [Limit("failed", 0.0)] if limits else []
     failed = [row for row in rows if any(limit.struck_by(row.verdict, row.ratio) for limit in limits)]
     for line in _said(differ, told, only_a, only_b, left_out):
