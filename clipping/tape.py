@@ -70,6 +70,7 @@ class Tape(TorchFunctionMode):
         uses: in the order of the forward pass.
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
+        by_hand: called when a gradient arrives in a backward pass that is not the tape's own.
     """
 
     def __init__(self, parameters: Parameters, batch: Any, batch_size: int) -> None:
@@ -77,6 +78,7 @@ class Tape(TorchFunctionMode):
         self.uses: list[Use] = []
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
+        self.by_hand: Callable[[], None] | None = None
         self._batch_size = batch_size
         self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
@@ -238,6 +240,8 @@ class Tape(TorchFunctionMode):
             with without_autocast(g.device):
                 self._arrival(use, g)
             use.rules = []  # and with them the operation's input, unless somebody keeps it
+        elif self.by_hand is not None:
+            self.by_hand()
 
     def _anchor(self, device: torch.device) -> Tensor:
         if device not in self._anchors:
