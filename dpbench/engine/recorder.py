@@ -9,6 +9,7 @@ sample); one of another size starts anew, and so do the losses of each step.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class Recorder:
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
-        before = self._model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
-        after = self._model.register_forward_hook(self._after, always_call=True)
+        before = self._model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
+        after = self._model.register_forward_hook(_Hook(self._after), always_call=True)
         self._handles = [before, after]
 
     def close(self) -> None:
@@ -158,6 +159,22 @@ class Recorder:
         problem = batch_norm_problem(self._norms)
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
+
+
+class _Hook:
+    """A hook that copies of the model share, and do nothing in them: it knows its model. Pickled, it is no hook."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._BatchNorm]]:
