@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from clipping import BACKENDS, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
+from dpbench.engine.distributed import add_up, from_first, place, quieten, same_model, shared_key, unwrapped
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import Noise, Pseudo, Secure
@@ -91,6 +92,7 @@ class PrivacyEngine:
         mixed: bool | None = None,
         numerical_stability_constant: float = 0.0,
     ) -> None:
+        self._wrapped, model = model, unwrapped(model)
         problem = batch_norm_problem(batch_norms(model))
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
@@ -118,7 +120,7 @@ class PrivacyEngine:
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
         self.noise: Noise = Secure() if secure else Pseudo(generator)
-        self._sampler = Sampler(self.settings, _key(generator))
+        self._sampler = Sampler(self.settings, shared_key(_key(generator)))
         self._recorder = Recorder(model, for_recording(cls, model, self.clip))
         self._patch: Patch | None = None
         self._sums: dict[str, Tensor] = {}
@@ -150,6 +152,8 @@ class PrivacyEngine:
             raise Misuse("expected an engine that is not attached; call detach() first")
         self._patch = Patch(self, optimizer)
         self._recorder.open()
+        quieten(self._wrapped, True)
+        same_model(self.model)
         if not self.noise.private:
             self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
 
@@ -159,6 +163,7 @@ class PrivacyEngine:
         self._sums.clear()
         if self._patch is not None:
             self._patch.undo()
+            quieten(self._wrapped, False)
             self._patch = None
             release(self)
 
@@ -206,7 +211,7 @@ class PrivacyEngine:
         mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & options.keys())
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
-        return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, (0, 1), options)
+        return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, place(), options)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε of the steps so far, at the engine's δ or another."""
@@ -307,8 +312,10 @@ class PrivacyEngine:
                 total = (
                     torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if total is None else total
                 )
-                noisy = self.noise.added(total.detach(), deviation) if deviation else total
-                p.grad = (noisy / settings.batch_size).to(p.dtype)
+                total = add_up(total.detach())
+                if deviation and place()[0] == 0:
+                    total = self.noise.added(total, deviation)
+                p.grad = (from_first(total) / settings.batch_size).to(p.dtype)
         self._sums.clear()
         self.steps += 1  # before the step: what raises there may have moved parameters
         self._sampled += sampled
