@@ -44,4 +44,4 @@ class UtilityTrial(Trial):
         return True  # the seconds are part of it
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch", "numpy", "scipy")
+        return ("torch", "torch._dynamo", "numpy", "scipy")  # which the first step of an optimizer imports

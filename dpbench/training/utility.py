@@ -38,7 +38,7 @@ def run(trial: UtilityTrial) -> dict[str, Any]:
         backend=trial.backend,
         clip=trial.clip,
         generator=generator,
-        **budget,  # type: ignore[arg-type]
+        **budget,
     )
     batches = Sampler(engine.settings, trial.seed.to_bytes(32, "little"))  # the same for private and ordinary training
     if private:
@@ -90,9 +90,7 @@ def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
     name = trial.data.partition(":")[0]
     count = COUNTS[one_of("data", name, COUNTS)]
     size = 8 if name == "digits" else 32
-    batch = images(
-        trial.data, image_size=size, num_classes=10, device=trial.device, dtype=torch.float32, seed=1
-    )
+    batch = images(trial.data, image_size=size, num_classes=10, device=trial.device, dtype=torch.float32, seed=1)
     x, y = batch(count)
     if name == "digits":
         x = x[:, :1].contiguous()  # grey: the other channels are copies
@@ -101,7 +99,7 @@ def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 
 
 def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
-    """A linear model on pixels, or two convolutions with GroupNorm and tanh (Papernot et al. 2020) and a linear layer."""
+    """A linear model on pixels, or two convolutions with GroupNorm and tanh, and a linear layer."""
     one_of("a model", name, MODELS)
     channels, height, width = shape
     state = torch.random.get_rng_state()
