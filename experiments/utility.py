@@ -17,8 +17,8 @@ SEEDS = [0, 1, 2, 3, 4]
 
 def cells(device: str) -> list[UtilityTrial]:
     found = []
-    for model, settings in SETTINGS.items():
-        same = {"model": model, "device": device, **settings}
+    for network, settings in SETTINGS.items():
+        same = {"network": network, "device": device, **settings}
         found += grid(UtilityTrial, target_epsilon=[None, *EPSILONS], seed=SEEDS, **same)
         found += grid(UtilityTrial, target_epsilon=EPSILONS, clip=["automatic", "per_layer"], seed=SEEDS, **same)
         others = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost"]
@@ -27,7 +27,7 @@ def cells(device: str) -> list[UtilityTrial]:
 
 
 def smoke(device: str) -> list[UtilityTrial]:
-    return grid(UtilityTrial, model="linear", target_epsilon=[None, 8.0], seed=0, epochs=2, lr=0.2, device=device)
+    return grid(UtilityTrial, network="linear", target_epsilon=[None, 8.0], seed=0, epochs=2, lr=0.2, device=device)
 
 
 EXPERIMENT = Experiment(

@@ -1,4 +1,4 @@
-"""Accuracy against ε: a panel a model, a line a clipping function, ordinary training as a band across."""
+"""Accuracy against ε: a panel a network, a line a clipping function, ordinary training as a band across."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpbench.report.select import LeftOut, Record
 #: clipping function -> (colour, marker, where beside ε it is drawn)
 LOOKS = {"flat": ("#0077BB", "o", 1.0), "automatic": ("#EE7733", "s", 1.035), "per_layer": ("#009988", "^", 0.965)}
 _TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.35
-_SAME = ["data", "model", "clip", "backend", "target_epsilon"]
+_SAME = ["data", "network", "clip", "backend", "target_epsilon"]
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
@@ -25,7 +25,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     rows = []
     for record in records:
         if "accuracy" not in record.result:
-            left_out[f"{record.trial['model']} {record.trial['backend']}: {record.outcome}"] += 1
+            left_out[f"{record.trial['network']} {record.trial['backend']}: {record.outcome}"] += 1
             continue
         private = record.trial["target_epsilon"] is not None
         named = {name: record.trial[name] for name in _SAME}
@@ -97,20 +97,20 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """A panel for each data set and model, with one scale of accuracy."""
-    panels = list(dict.fromkeys(zip(frame.data, frame.model, strict=True)))
+    panels = list(dict.fromkeys(zip(frame.data, frame.network, strict=True)))
     figure, height = sheet(_TOP + _DEPTH + AXIS + 0.2, caption)
     count = max(1, len(panels))
     wide = (WIDTH - _LEFT - 0.15 - _GAP * (count - 1)) / count
     low = float(frame.least.min()) if len(frame) else 0.0
-    for i, (data, model) in enumerate(panels):
+    for i, (data, network) in enumerate(panels):
         axes = figure.add_axes(box(_LEFT + i * (wide + _GAP), _TOP, wide, _DEPTH, height))
-        part = frame[(frame.data == data) & (frame.model == model)]
+        part = frame[(frame.data == data) & (frame.network == network)]
         ordinary = part[part.backend == "ordinary"]
         for _, row in ordinary.iterrows():
             axes.axhline(row.accuracy, color="#555555", linewidth=1.0, label="ordinary training")
             axes.axhspan(row.least, row.greatest, color="#555555", alpha=0.15, linewidth=0)
         for clip, (color, marker, beside) in LOOKS.items():
-            _line(axes, part[(part.clip == clip) & (part.backend == "bk_mixed")], clip, color, marker, beside)
+            _line(axes, part[(part["clip"] == clip) & (part.backend == "bk_mixed")], clip, color, marker, beside)
         axes.set_xscale("log")
         ticks = sorted(part.target_epsilon.dropna().unique())
         axes.set_xticks(ticks)
@@ -119,7 +119,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_ylim(max(0.0, low - 0.03), 1.0)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_xlabel("ε")
-        axes.set_title(f"{model} on {data.partition(':')[0]}", fontsize=9)
+        axes.set_title(f"{network} on {data.partition(':')[0]}", fontsize=9)
         axes.grid(color=style.GRID, linewidth=0.5)
         if i == 0:
             axes.set_ylabel("accuracy")

@@ -15,7 +15,7 @@ class UtilityTrial(Trial):
     """Train one model to one ε, and test it. The noise is seeded, so that a trial can be repeated: a measurement.
 
     `target_epsilon` None is ordinary training of the same model on the same batches, with neither clipping nor noise.
-    `model` is "linear" or "cnn"; `data` is "digits", "cifar10:ROOT" or "synthetic". A fifth of the data is for testing.
+    `network` is "linear" or "cnn"; `data` is "digits", "cifar10:ROOT" or "synthetic". A fifth of the data is for testing.
     """
 
     kind: ClassVar[str] = "utility"
@@ -26,7 +26,7 @@ class UtilityTrial(Trial):
         "dpbench/engine/*.py",
         "accounting/*.py",
     )
-    model: str
+    network: str
     target_epsilon: float | None
     seed: int
     backend: str = "bk_mixed"
@@ -45,3 +45,7 @@ class UtilityTrial(Trial):
 
     def modules(self) -> tuple[str, ...]:
         return ("torch", "torch._dynamo", "numpy", "scipy")  # which the first step of an optimizer imports
+
+    def label(self) -> str:
+        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"
+        return f"{self.kind} {self.network} {budget} seed {self.seed}"

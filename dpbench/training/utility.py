@@ -23,7 +23,7 @@ MODELS = ("linear", "cnn")
 def run(trial: UtilityTrial) -> dict[str, Any]:
     """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone."""
     (x, y), (test_x, test_y) = data_of(trial)
-    model = model_of(trial.model, x.shape[1:], trial.seed).to(trial.device)
+    model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
     private = trial.target_epsilon is not None
     generator = torch.Generator().manual_seed(trial.seed)
