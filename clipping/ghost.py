@@ -17,7 +17,8 @@ weighted gradient is formed where the norm is found, in all of them alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -68,14 +69,33 @@ class TapeBackend(Backend):
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         tape = Tape(parameters, (inputs, targets), batch_size)
-        try:
+        with self._explained(tape):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)
             self._refuse(tape, losses, parameters)
-            kind = LayerByLayer if self.clip.per_layer else self.norms
-            self.plan(tape, losses)
-            norms = kind(tape.counts, losses, parameters, self.clip)
-            tape.backward(losses, norms.arrived, retain_graph=kind.second_pass)
+            return self._finished(tape, losses, parameters)
+
+    def clipped(
+        self, tape: Tape, losses: Tensor, parameters: Parameters, *, keep_graph: bool = False
+    ) -> ClippedGradient:
+        """The rest, of a forward pass that somebody else ran under `tape`: see `clipping.recording`.
+
+        Args:
+            tape: no longer active; its hooks are gone when this returns.
+            losses: [B], with their graph. Whatever reads a parameter there must be on the tape: looked for every time,
+                since nobody knows what computes them.
+            parameters: the trainable ones, as the tape has them.
+            keep_graph: do not use up the graph of the losses.
+        """
+        self._graph_checked = False
+        with self._explained(tape):
+            self._refuse(tape, losses, parameters)
+            return self._finished(tape, losses, parameters, keep_graph)
+
+    @contextmanager
+    def _explained(self, tape: Tape) -> Iterator[None]:
+        try:
+            yield
         except Refused as refused:  # found out only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
         except RuntimeError as error:
@@ -85,6 +105,15 @@ class TapeBackend(Backend):
             raise UnsupportedModel(self.name, [problem]) from error
         finally:
             tape.close()
+
+    def _finished(
+        self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
+    ) -> ClippedGradient:
+        kind = LayerByLayer if self.clip.per_layer else self.norms
+        self.plan(tape, losses)
+        norms = kind(tape.counts, losses, parameters, self.clip)
+        norms.keep_graph = keep_graph
+        tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph)
         with without_autocast(losses.device):
             total, grads = norms.finish()
         self.coverage = norms.coverage()

@@ -42,6 +42,8 @@ class Norms(ABC):
     """
 
     second_pass: ClassVar[bool] = False
+    keep_graph = False
+    """The second pass leaves the graph as it was."""
 
     def __init__(
         self,
@@ -163,7 +165,8 @@ class TwoPasses(_WholeNorms):
             factors = self._clip.factors(total)
         self._pairs.clear()
         self._sums.clear()
-        return total, gradients((rounded_down(factors, self._losses.dtype) * self._losses).sum(), self._parameters)
+        weighted = (rounded_down(factors, self._losses.dtype) * self._losses).sum()
+        return total, gradients(weighted, self._parameters, keep_graph=self.keep_graph)
 
 
 class Book(_WholeNorms):

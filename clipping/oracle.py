@@ -53,11 +53,11 @@ class NonPrivate(Backend):
         return ClippedGradient(with_zeros(grads, parameters), None, losses.detach())
 
 
-def gradients(loss: torch.Tensor, parameters: Parameters) -> dict[str, torch.Tensor]:
+def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, torch.Tensor]:
     """∂loss/∂θ for the parameters that it depends on; `.grad` is neither read nor written."""
     if not parameters or not loss.requires_grad:
         return {}
-    grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=keep_graph, allow_unused=True)
     return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
 
 

@@ -70,6 +70,7 @@ class Tape(TorchFunctionMode):
         uses: in the order of the forward pass.
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
+        by_hand: called when a gradient arrives in a backward pass that is not the tape's own.
     """
 
     def __init__(self, parameters: Parameters, batch: Any, batch_size: int) -> None:
@@ -77,6 +78,7 @@ class Tape(TorchFunctionMode):
         self.uses: list[Use] = []
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
+        self.by_hand: Callable[[], None] | None = None
         self._batch_size = batch_size
         self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
@@ -238,6 +240,8 @@ class Tape(TorchFunctionMode):
             with without_autocast(g.device):
                 self._arrival(use, g)
             use.rules = []  # and with them the operation's input, unless somebody keeps it
+        elif self.by_hand is not None:
+            self.by_hand()
 
     def _anchor(self, device: torch.device) -> Tensor:
         if device not in self._anchors:
@@ -266,20 +270,24 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     """Parameters that the loss's graph reads and the tape did not see used at all, or less often than the graph does.
 
     An edge of the graph into a parameter's gradient accumulator is one read. Reads on the way to a source are the
-    source's own; each other one must be a recorded use, or its share would be missing from the norm.
+    source's own; each other one must be a recorded use, or its share would be missing from the norm. A use that is not
+    in this graph (of a forward pass that came to nothing) stands for no read in it.
     """
     names = {id(p): name for name, p in parameters.items()}
     made = [source.tensor.grad_fn for source in tape.sources() if not source.is_parameter]
     inside = set(nodes(made))
     edges: Counter[str] = Counter()
+    there = set()
     for node in nodes([losses.grad_fn]):
+        there.add(node._sequence_nr())
         if node not in inside:
             edges.update(names.get(id(getattr(child, "variable", None)), "") for child, _ in node.next_functions)
     edges.pop("", None)
+    uses = [use for use in tape.uses if use.node in there]
     counted = Counter(
-        name for use in tape.uses for source, rule in use.rules if not rule.is_fallback for name in source.parameters
+        name for use in uses for source, rule in use.rules if not rule.is_fallback for name in source.parameters
     )
-    loose = {name for use in tape.uses for source, rule in use.rules if rule.is_fallback for name in source.parameters}
+    loose = {name for use in uses for source, rule in use.rules if rule.is_fallback for name in source.parameters}
     return [
         Problem(
             name,

@@ -5,15 +5,30 @@ imported when it is first asked for::
 
     dpbench.load("memory_speed")               # records as a tidy pandas.DataFrame
     dpbench.run("memory_speed", smoke=True)    # measure, and the same frame
+    dpbench.PrivacyEngine(model, ...)          # train with it
 """
 
+from __future__ import annotations
+
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpbench.engine import Misuse, PrivacyEngine, PrivacySpent, PrivacyWarning
+    from dpbench.notebook import load, run
 
 __version__ = "0.1.0"
+__all__ = ["Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning", "load", "run"]
 
 #: Public name -> the module that defines it.
-_LAZY = {"load": "dpbench.notebook", "run": "dpbench.notebook"}
+_LAZY = {
+    "Misuse": "dpbench.engine",
+    "PrivacyEngine": "dpbench.engine",
+    "PrivacySpent": "dpbench.engine",
+    "PrivacyWarning": "dpbench.engine",
+    "load": "dpbench.notebook",
+    "run": "dpbench.notebook",
+}
 
 
 def __getattr__(name: str) -> Any:

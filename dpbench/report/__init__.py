@@ -30,6 +30,7 @@ from dpbench.report import (
     scorecard,
     style,
     tables,
+    utility,
 )
 from dpbench.report.paired import entries
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
@@ -179,6 +180,16 @@ FIGURES = {
         scorecard.text,
         scorecard.caption,
         scorecard.plot,
+    ),
+    "utility": FigureKind(
+        "accuracy against ε by model and clipping function, beside ordinary training",
+        ("utility",),
+        lambda r: r.id,
+        {"experiment": ("utility",)},
+        utility.table,
+        utility.text,
+        utility.caption,
+        utility.plot,
     ),
 }
 

@@ -1,0 +1,147 @@
+"""Clipping where the caller runs the forward pass: the losses come with their graph, and no loss function is known.
+
+    recording = record("bk_mixed", model, clip, inputs)
+    with recording:                 # around each forward pass, at the least
+        outputs = model(inputs)
+    losses = ...                    # [B], of the outputs; the tape need not be active
+    gradient = recording.finish(losses)
+
+What reads a parameter outside of `with` is found in the graph of the losses, and refused. Microbatch needs no tape:
+with the graph at hand it differentiates one loss after the other, the definition, by which the others are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.functions import ClipFunction
+from clipping.ghost import BkMixed, TapeBackend
+from clipping.interface import Backend, ClippedGradient, Parameters, map_tensors, norm_dtype
+from clipping.oracle import Microbatch, gradients, with_zeros
+from clipping.samples import factors_by_name
+from clipping.sources import mark_data
+from clipping.tape import Tape
+from clipping.verification import TOLERANCE, Agreement, WrongGradient, compare
+
+
+class Recording:
+    """One batch's forward passes (one, or several of the same samples), and what comes of them.
+
+    Args:
+        backend: a tape backend or microbatch, made for the model; its loss function is never called.
+        inputs: every tensor [B, ...].
+        batch_size: B >= 1.
+        by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
+    """
+
+    def __init__(
+        self, backend: Backend, inputs: Any, batch_size: int, by_hand: Callable[[], None] | None = None
+    ) -> None:
+        self.backend, self.batch_size = backend, batch_size
+        self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
+        self.passes = 1
+        self.tape = Tape(self.parameters, inputs, batch_size) if isinstance(backend, TapeBackend) else None
+        if self.tape is not None:
+            self.tape.by_hand = by_hand
+
+    def again(self, inputs: Any) -> None:
+        """Another forward pass of the same samples is to come; the losses may depend on all of them."""
+        self.passes += 1
+        if self.tape is not None:
+            map_tensors(mark_data, inputs)
+
+    def __enter__(self) -> Recording:
+        if self.tape is not None:
+            self.tape.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self.tape is not None:
+            self.tape.__exit__(kind, error, tb)
+
+    def finish(self, losses: Tensor, *, verify: bool = False) -> ClippedGradient:
+        """Backward and clip. The graph of the losses is used up.
+
+        Args:
+            losses: [B], with their graph; loss i depends on sample i alone.
+            verify: compare with autograd's own gradients of the first two losses, and the sum with an ordinary backward
+                pass of Σ_i c_i ℓ_i.
+
+        Raises:
+            ValueError: losses that are not shaped [B].
+            UnsupportedModel: a use of a parameter that the backend cannot treat exactly, or that it did not see.
+            WrongGradient: the two differ; a loss that mixes samples shows here too.
+        """
+        if tuple(losses.shape) != (self.batch_size,):
+            raise ValueError(f"expected one loss a sample, shape [{self.batch_size}], got {list(losses.shape)}")
+        try:
+            with torch.enable_grad():
+                if self.tape is None:
+                    return one_by_one(losses, self.parameters, self.backend.clip)
+                assert isinstance(self.backend, TapeBackend)
+                result = self.backend.clipped(self.tape, losses, self.parameters, keep_graph=verify)
+                if verify:
+                    self._verify(result, losses)
+                return result
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Take every hook off; what was recorded is let go."""
+        if self.tape is not None:
+            self.tape.close()
+            self.tape.uses.clear()
+
+    def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
+        clip, names = self.backend.clip, list(self.parameters)
+        assert result.norms is not None
+        few = min(2, self.batch_size)
+        reference = one_by_one(losses[:few], self.parameters, clip, keep_graph=True)
+        assert reference.norms is not None
+        grads = reference.grads if few == self.batch_size else result.grads
+        if few < self.batch_size and not clip.per_layer:
+            factors = clip.factors(result.norms).to(losses.dtype)
+            grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
+        found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
+        agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
+        tolerance = max(TOLERANCE.get(x.dtype, 2e-1) for x in (losses, *grads.values()))
+        if not agreement.within(tolerance):
+            raise WrongGradient(self.backend.name, agreement, tolerance)
+
+
+def recordable(cls: type[Backend]) -> bool:
+    """Can this backend work from losses that its caller computed?"""
+    return issubclass(cls, (TapeBackend, Microbatch))
+
+
+def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction) -> Backend:
+    """A backend whose plan is made by formula, and so the same in every run: training can be repeated bit for bit."""
+    assert recordable(cls)
+    options: dict[str, Any] = {"timing": False} if issubclass(cls, BkMixed) else {}
+    return cls(model, _no_loss, clip=clip, verify=False, **options)
+
+
+def one_by_one(
+    losses: Tensor, parameters: Parameters, clip: ClipFunction, *, keep_graph: bool = False
+) -> ClippedGradient:
+    """Σ_i c_i g_i by its definition: a backward pass for each loss [B], through the one graph."""
+    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    norms, last = [], losses.shape[0] - 1
+    for i in range(losses.shape[0]):
+        found = gradients(losses[i], parameters, keep_graph=keep_graph or i < last)
+        grads = with_zeros(found, parameters)
+        layers = torch.stack([torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype)) for g in grads.values()])
+        norm, factors = factors_by_name(layers[:, None], list(grads), clip)
+        norms.append(norm)
+        for name, grad in grads.items():
+            sums[name].addcmul_(grad, factors[name][0].to(grad.dtype))
+    return ClippedGradient(sums, torch.cat(norms), losses.detach())
+
+
+def _no_loss(outputs: Any, targets: Any) -> Tensor:
+    raise RuntimeError("expected losses that the caller computed: this backend records, it is not called")

@@ -1,0 +1,67 @@
+"""The engine in several processes, under torchrun: one sum over all of them, one draw of noise, one sample.
+
+Each process clips the records of its shard of the logical batch. The sums are added up at the first process, which adds
+the noise, once, and sends the result to the rest: what crosses between the processes before that is not private, as
+gradients of ordinary training are not. The key of the sampling is the first process's, and so is the model.
+
+`DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
+taken as it is, and its own communication is off while the engine is attached.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def place() -> tuple[int, int]:
+    """(rank, processes) of this process; (0, 1) without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within a DistributedDataParallel, whose parameters have the names that they have without it."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def quieten(model: nn.Module, on: bool) -> None:
+    """Switch the communication of a DistributedDataParallel off, and on again."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = not on
+
+
+def shared_key(key: bytes) -> bytes:
+    """The first process's."""
+    if place()[1] == 1:
+        return key
+    box: list[Any] = [key]
+    dist.broadcast_object_list(box, src=0)
+    found: bytes = box[0]
+    return found
+
+
+def same_model(model: nn.Module) -> None:
+    """Every process starts with the first one's parameters and buffers."""
+    if place()[1] > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+
+def add_up(total: Tensor) -> Tensor:
+    """Over all processes; known at the first one only."""
+    if place()[1] > 1:
+        total = total.contiguous()
+        dist.reduce(total, dst=0)
+    return total
+
+
+def from_first(total: Tensor) -> Tensor:
+    """What the first process has, everywhere."""
+    if place()[1] > 1:
+        dist.broadcast(total, src=0)
+    return total

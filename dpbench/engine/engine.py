@@ -1,0 +1,368 @@
+"""The engine: DP-SGD's step around any optimizer.
+
+    sum over the logical batch of the clipped gradients            (clipping; several physical batches add up)
+    + N(0, σ²S²I), once, S the clipping function's sensitivity     (dpbench.engine.noise)
+    / b, the expected batch size, a constant                       -> p.grad, and the optimizer's own step
+
+The realised size of a batch is itself private under Poisson sampling, and never divides anything. A batch of no samples
+is a step like any other. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping import BACKENDS, load_backend
+from clipping.interface import UnsupportedModel
+from clipping.recording import for_recording, recordable
+from dpbench.engine.distributed import add_up, from_first, place, quieten, same_model, shared_key, unwrapped
+from dpbench.engine.errors import Misuse, PrivacyWarning
+from dpbench.engine.loader import PrivateLoader
+from dpbench.engine.noise import Noise, Pseudo, Secure
+from dpbench.engine.patch import Patch, claim, release
+from dpbench.engine.recorder import Recorder, batch_norm_problem, batch_norms
+from dpbench.engine.sampling import Sampler
+from dpbench.engine.settings import backend_name, clip_function, resolve
+from dpbench.engine.spent import NOT_ACCOUNTED, PrivacySpent
+
+if TYPE_CHECKING:
+    from clipping import ClipFunction
+
+_ALIKE = 8
+"""Steps with exactly batch_size samples each after which Poisson sampling is no longer believed (b >= 16)."""
+
+
+class PrivacyEngine:
+    """Makes an optimizer's steps differentially private.
+
+    Formal guarantees: the parameters after T steps are (ε, δ)-private as `privacy_spent` says if the loss of a sample
+    depends on that sample alone (compared with autograd on the first batch) and the batches are drawn by the scheme
+    that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule) is not
+    accounted.
+
+    Args:
+        model: in training mode; its trainable parameters are those of the optimizer.
+        batch_size: b, the expected size of a logical batch.
+        sample_size: n, the records in the data set. q = b/n.
+        epochs, steps: one of them: how long training is to be; needed for `target_epsilon`. An epoch has ⌈n/b⌉ steps.
+        max_grad_norm: C.
+        target_epsilon, noise_multiplier: one of them: ε to be reached at the end, or σ.
+        target_delta: δ; 1/(2n) if None.
+        backend: "bk_mixed", "bk_ghost", "mixed_ghost", "ghost", "fastgradclip", a variant, or "microbatch".
+        clip: "flat", "automatic", "per_layer", or a clipping function of sensitivity C.
+        accountant: a name of `accounting`.
+        secure: noise from the operating system's cryptographic generator.
+        generator: of the caller's, for noise and sampling that can be repeated: not private.
+        sampling: how batches are drawn; see `dpbench.engine.sampling`.
+        max_batch_size: for "truncated_poisson" alone.
+        ghost_clipping, mixed: private_CNN's choice of a backend.
+        numerical_stability_constant: the clipping function's stabiliser.
+
+    Raises:
+        ValueError: an argument, in one line.
+        UnsupportedModel: a model that has no per-sample gradients, or none that the backend finds.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        batch_size: int,
+        sample_size: int,
+        max_grad_norm: float,
+        epochs: float | None = None,
+        steps: int | None = None,
+        target_epsilon: float | None = None,
+        noise_multiplier: float | None = None,
+        target_delta: float | None = None,
+        backend: str = "bk_mixed",
+        clip: str | ClipFunction = "flat",
+        accountant: str = "prv",
+        secure: bool = False,
+        generator: torch.Generator | None = None,
+        sampling: str = "poisson",
+        max_batch_size: int | None = None,
+        ghost_clipping: bool | None = None,
+        mixed: bool | None = None,
+        numerical_stability_constant: float = 0.0,
+    ) -> None:
+        self._wrapped, model = model, unwrapped(model)
+        problem = batch_norm_problem(batch_norms(model))
+        if problem is not None:
+            raise UnsupportedModel("PrivacyEngine", [problem])
+        if secure and generator is not None:
+            raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
+        name = backend_name(backend, ghost_clipping, mixed)
+        cls = load_backend(name)
+        if not recordable(cls):
+            usable = ", ".join(known for known in BACKENDS if recordable_name(known))
+            raise ValueError(f"expected a backend that works from losses, one of {usable}, got {name!r}")
+        self.clip = clip_function(clip, max_grad_norm, numerical_stability_constant)
+        self.settings = resolve(
+            batch_size=batch_size,
+            sample_size=sample_size,
+            epochs=epochs,
+            steps=steps,
+            target_epsilon=target_epsilon,
+            noise_multiplier=noise_multiplier,
+            target_delta=target_delta,
+            accountant=accountant,
+            sampling=sampling,
+            max_batch_size=max_batch_size,
+        )
+        if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
+            raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
+        self.model, self.backend = model, name
+        self.noise: Noise = Secure() if secure else Pseudo(generator)
+        self._sampler = Sampler(self.settings, shared_key(_key(generator)))
+        self._recorder = Recorder(model, for_recording(cls, model, self.clip))
+        self._patch: Patch | None = None
+        self._sums: dict[str, Tensor] = {}
+        self._names: list[str] = []
+        self.steps = 0
+        """Logical batches released."""
+        self.drawn = 0
+        """Logical batches that the loader handed out."""
+        self.stepped = False
+        """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
+        self._sampled = self._size = self._alike = 0
+        self._drawing = -1  # the logical batch that the loader is handing out
+        self._piece: bool | None = None  # of the loader's last batch, if it was not stepped yet: is it the last piece
+        self._warned: set[str] = set()
+        claim(self)
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ, as given or as calibrated for the target."""
+        return self.settings.mechanism.noise_multiplier
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the model's forward passes, and take over `optimizer.step`; adds `optimizer.virtual_step`.
+
+        Raises:
+            Misuse: a model or an optimizer that has an engine, or one whose parameters are not the other's.
+        """
+        if self._patch is not None:
+            raise Misuse("expected an engine that is not attached; call detach() first")
+        self._patch = Patch(self, optimizer)
+        self._recorder.open()
+        quieten(self._wrapped, True)
+        same_model(self.model)
+        if not self.noise.private:
+            self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
+
+    def detach(self) -> None:
+        """Leave model and optimizer as they were. What was accumulated is dropped; detaching twice is fine."""
+        self._recorder.close()
+        self._sums.clear()
+        if self._patch is not None:
+            self._patch.undo()
+            quieten(self._wrapped, False)
+            self._patch = None
+            release(self)
+
+    def step(self, loss: Any) -> None:
+        """`optimizer.step(loss=losses)`: the end of a logical batch. `loss`: [B], with its graph."""
+        piece, self._piece = self._piece, None
+        self._accumulate(loss)
+        self.stepped = piece is not False
+        if self.stepped:
+            self._release(sampled=piece is not None)
+
+    def virtual_step(self, loss: Any) -> None:
+        """`optimizer.virtual_step(loss=losses)`: part of a logical batch, clipped and added; no noise, no step yet."""
+        if self._piece is not None:
+            raise Misuse(
+                "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
+                "logical batch; for larger ones take a larger batch_size"
+            )
+        self.stepped = False
+        self._accumulate(loss)
+
+    def empty_step(self) -> None:
+        """A logical batch of no samples, for a model that cannot take one: noise, a step, and it counts."""
+        self._attached()
+        self._recorder.drop()
+        sampled, self._piece = self._piece is not None, None
+        self.stepped = True
+        self._release(sampled=sampled)
+
+    def data_loader(self, dataset: Any, *, max_physical_batch_size: int | None = None, **options: Any) -> PrivateLoader:
+        """Batches of `dataset` as `sampling` says: what is sampled is what is accounted.
+
+        Args:
+            dataset: indexable, of `sample_size` records.
+            max_physical_batch_size: larger batches come in pieces, of which `optimizer.step` moves the parameters at
+                the last alone (`engine.stepped` says so; a scheduler steps then).
+            options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
+        """
+        if len(dataset) != self.settings.sample_size:
+            raise ValueError(
+                f"expected a dataset of sample_size={self.settings.sample_size}, got {len(dataset)} records"
+            )
+        if max_physical_batch_size is not None and max_physical_batch_size < 1:
+            raise ValueError(f"expected max_physical_batch_size >= 1, got {max_physical_batch_size!r}")
+        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & options.keys())
+        if mine:
+            raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
+        return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, place(), options)
+
+    def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
+        """ε of the steps so far, at the engine's δ or another."""
+        settings = self.settings
+        delta = settings.delta if delta is None else delta
+        steps = self.steps
+        if settings.mechanism.sampling in ("shuffled", "one_pass"):
+            steps = max(steps, self.drawn)  # a batch that was skipped ends its epoch no later
+        found = settings.load().guarantee(settings.mechanism, steps=steps, delta=delta)
+        caveats = []
+        if not self.noise.private:
+            caveats.append("the noise is seeded and can be repeated")
+        if self.noise_multiplier == 0:
+            caveats.append("there is no noise")
+        if found.kind != "upper_bound":
+            caveats.append(f"ε is a {found.kind.replace('_', ' ')} and no upper bound")
+        private = not caveats
+        by_engine = self._sampled == self.steps
+        if not by_engine:
+            caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
+        return PrivacySpent(
+            epsilon=found.epsilon,
+            delta=delta,
+            steps=self.steps,
+            accountant=settings.accountant,
+            kind=found.kind,
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=settings.mechanism.sample_rate,
+            sampling=settings.mechanism.sampling,
+            adjacency=settings.mechanism.adjacency,
+            sampled_by="engine" if by_engine else "assumed",
+            noise=self.noise.words,
+            private=private,
+            caveats=(*caveats, NOT_ACCOUNTED),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """For torch.save, beside the model's and the optimizer's own: with it, training goes on exactly as it would.
+
+        It holds the state of the noise and the key of the sampling: as secret as the data. Secure noise has no state,
+        and goes on with other numbers. torch's global generator (dropout) is the caller's to keep.
+        """
+        return {
+            "settings": self.settings.as_state(),
+            "sensitivity": self.clip.sensitivity,
+            "steps": self.steps,
+            "drawn": self.drawn,
+            "sampled": self._sampled,
+            "key": self._sampler.key,
+            "noise": self.noise.state_dict(),
+            "sums": {name: total.clone() for name, total in self._sums.items()},
+            "size": self._size,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: a setting that differs, so that ε would be of neither run.
+        """
+        mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
+        saved = {**state["settings"], "sensitivity": state["sensitivity"]}
+        different = [name for name in mine if mine[name] != saved.get(name)]
+        if different:
+            name = different[0]
+            raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
+        self.noise.load_state_dict(state["noise"])
+        self._sampler = Sampler(self.settings, state["key"])
+        self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
+        device = {name: p.device for name, p in self.model.named_parameters()}
+        self._sums = {name: total.to(device[name]) for name, total in state["sums"].items()}
+        self._size, self._piece = state["size"], None
+
+    def _attached(self) -> Patch:
+        if self._patch is None:
+            raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
+        return self._patch
+
+    def _accumulate(self, losses: Any) -> None:
+        self._attached()
+        result = self._recorder.finish(losses)
+        if result is None:
+            return
+        if self._sums and self._sums.keys() != result.grads.keys():
+            name = sorted(self._sums.keys() ^ result.grads.keys())[0]
+            raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {name!r} in a part")
+        for name, grad in result.grads.items():
+            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
+        self._size += len(result.losses)
+
+    def _release(self, *, sampled: bool) -> None:
+        patch, settings = self._attached(), self.settings
+        deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                total = self._sums.pop(name, None)
+                total = (
+                    torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if total is None else total
+                )
+                total = add_up(total.detach())
+                if deviation and place()[0] == 0:
+                    total = self.noise.added(total, deviation)
+                p.grad = (from_first(total) / settings.batch_size).to(p.dtype)
+        self._sums.clear()
+        self.steps += 1  # before the step: what raises there may have moved parameters
+        self._sampled += sampled
+        patch.inner_step()
+        self._watch(sampled)
+
+    def _watch(self, sampled: bool) -> None:
+        """Say once what can be seen to be amiss."""
+        settings, size, self._size = self.settings, self._size, 0
+        same = size == settings.batch_size and not sampled and settings.mechanism.sampling == "poisson"
+        self._alike = self._alike + 1 if same and 16 <= size < settings.sample_size else 0
+        if self._alike >= _ALIKE:
+            self._warn(
+                "fixed",
+                f"{_ALIKE} batches in a row had exactly {size} samples: not Poisson samples, as is accounted; "
+                "take data_loader, or say sampling='shuffled'",
+            )
+        planned = settings.planned_steps
+        if planned is not None and self.steps > planned and settings.target_epsilon is not None:
+            self._warn("over", f"step {self.steps} is beyond the {planned} that target_epsilon was calibrated for")
+
+    def _warn(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(text, PrivacyWarning, stacklevel=4)
+
+    def _begin_drawing(self) -> None:
+        """A loader starts: what an abandoned iteration left of a logical batch is drawn again."""
+        if self._piece is not None or self._sums:
+            self._recorder.drop()
+            self._sums.clear()
+            self._size, self._piece = 0, None
+
+    def _drew(self, step: int, is_last: bool) -> None:
+        if step != self._drawing:  # pieces of a batch whose last one was skipped are in no other batch
+            self._begin_drawing()
+        self._drawing, self._piece = step, is_last
+        self.drawn = step + 1 if is_last else step
+
+
+def recordable_name(name: str) -> bool:
+    """Is this backend of ours, and recordable? Loading a peer's may need its package."""
+    return BACKENDS[name][0].startswith(("clipping.ghost:", "clipping.oracle:")) and recordable(load_backend(name))
+
+
+def _key(generator: torch.Generator | None) -> bytes:
+    if generator is None:
+        return os.urandom(32)
+    words = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
+    return bytes(words.tolist())

@@ -1,0 +1,101 @@
+"""The engine's data loader: logical batches drawn by the scheme that is accounted, handed out in physical pieces.
+
+A logical batch of more than `max_physical_batch_size` samples comes in several pieces. `optimizer.step` knows which is
+the last one: it accumulates the others, and the distribution of the logical batch is what it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, default_collate
+
+from clipping.interface import map_tensors
+from dpbench.engine.sampling import Sampler
+
+if TYPE_CHECKING:
+    from dpbench.engine.engine import PrivacyEngine
+
+
+class PrivateLoader:
+    """An iterable over physical batches; each iteration goes to the end of the epoch that training is in.
+
+    Args:
+        engine: whose progress says where to begin, and who is told which piece is the last.
+        sampler: the logical batches.
+        dataset: indexable, of as many records as the sampler knows.
+        most: samples in a physical batch; None for no limit.
+        shard: (rank, processes): every so-manieth record of each logical batch.
+        options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
+    """
+
+    def __init__(
+        self,
+        engine: PrivacyEngine,
+        sampler: Sampler,
+        dataset: Any,
+        most: int | None,
+        shard: tuple[int, int],
+        options: dict[str, Any],
+    ) -> None:
+        collate = options.pop("collate_fn", None) or default_collate
+        options.setdefault("generator", torch.Generator())  # or the loader would draw from the global one
+        self._engine = engine
+        self._pieces = _Pieces(engine, sampler, most, shard)
+        self._loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_sampler=self._pieces,
+            collate_fn=_Collate(dataset, collate),
+            **options,
+        )
+
+    def __len__(self) -> int:
+        """Logical batches in an epoch; an iteration yields more if these are split, fewer if it began within one."""
+        return self._pieces.steps_per_epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._engine._begin_drawing()
+        batches = iter(self._loader)
+        drawn = self._pieces.drawn
+        for batch in batches:
+            step, is_last = drawn.popleft()
+            self._engine._drew(step, is_last)
+            yield batch
+
+
+class _Pieces:
+    """Index lists for the DataLoader, and beside them (number of the logical batch, is it its last piece)."""
+
+    def __init__(self, engine: PrivacyEngine, sampler: Sampler, most: int | None, shard: tuple[int, int]) -> None:
+        self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
+        self.steps_per_epoch = sampler.settings.steps_per_epoch
+        self.drawn: deque[tuple[int, bool]] = deque()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.drawn = deque()  # of this iteration alone: workers may have drawn ahead in one that was broken off
+        return self._generate(self.drawn)
+
+    def _generate(self, drawn: deque[tuple[int, bool]]) -> Iterator[list[int]]:
+        rank, processes = self._shard
+        first = self._engine.drawn
+        for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
+            batch = self._sampler.batch(step)[rank::processes].tolist()
+            size = self._most or max(1, len(batch))
+            for start in range(0, max(1, len(batch)), size):
+                drawn.append((step, start + size >= len(batch)))
+                yield batch[start : start + size]
+
+
+class _Collate:
+    """`collate`, and for no samples what it makes of one, emptied: tensors [0, ...]."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self._collate(samples)
+        return map_tensors(lambda x: x[:0], self._collate([self._dataset[0]]))

@@ -1,0 +1,139 @@
+"""What the engine puts on an optimizer, and takes off again; and the watch over steps that go round it."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dpbench.engine.errors import Misuse
+
+if TYPE_CHECKING:
+    from dpbench.engine.engine import PrivacyEngine
+
+_ENGINES: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
+_WATCH: list[Any] = []
+
+
+def claim(engine: PrivacyEngine) -> None:
+    """Watch the optimizers of this process, as long as there are engines."""
+    _ENGINES.add(engine)
+    if not _WATCH:
+        _WATCH.append(register_optimizer_step_pre_hook(_watch))
+
+
+def release(engine: PrivacyEngine) -> None:
+    """This engine is done; the watch ends with the last one."""
+    _ENGINES.discard(engine)
+    if not _ENGINES:
+        while _WATCH:
+            _WATCH.pop().remove()
+
+
+class Patch:
+    """`optimizer.step` and `optimizer.virtual_step` of an attached optimizer; a scheduler may wrap the former.
+
+    Raises:
+        Misuse: the optimizer or the model has an engine, or their parameters differ.
+    """
+
+    def __init__(self, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
+        _refuse(engine, optimizer)
+        self.optimizer = optimizer
+        self.stepping = False
+        self._before = vars(optimizer).get("step")
+        inner = optimizer.step
+        self._inner: Any = inner
+        patch = self
+        _ENGINES.add(engine)
+        if not _WATCH:
+            claim(engine)
+
+        def step(this: Any, closure: Any = None, *, loss: Any = None, **others: Any) -> Any:
+            if patch.engine is None:  # detached, under a scheduler's wrapper that stays
+                return inner(closure) if closure is not None else inner()
+            if closure is not None or loss is None or others:
+                raise Misuse(
+                    "expected optimizer.step(loss=losses) with per-sample losses, got "
+                    + ("a closure" if closure is not None else ", ".join(others) or "no loss")
+                    + ("" if closure or others else ": gradients in .grad were not clipped, and are not used")
+                )
+            patch.engine.step(loss)
+
+        def virtual_step(this: Any, *, loss: Any) -> None:
+            if patch.engine is None:
+                raise Misuse("expected an engine on this optimizer, got a virtual_step after detach()")
+            patch.engine.virtual_step(loss)
+
+        if hasattr(inner, "_wrapped_by_lr_sched"):  # torch would wrap it once more, and warn of the order of calls
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self.engine: PrivacyEngine | None = engine
+        self._step = types.MethodType(step, optimizer)
+        optimizer.step = self._step  # type: ignore[method-assign]
+        optimizer.virtual_step = types.MethodType(virtual_step, optimizer)  # type: ignore[attr-defined]
+        optimizer.privacy_engine = engine  # type: ignore[attr-defined]
+
+    def inner_step(self) -> None:
+        """The optimizer's own step, with the gradients that are there."""
+        self.stepping = True
+        try:
+            self._inner()
+        finally:
+            self.stepping = False
+
+    def undo(self) -> None:
+        """Take it off, except from under a wrapper that came later: that then reaches the optimizer's own step."""
+        self.engine = None
+        own = vars(self.optimizer)
+        if own.get("step") is self._step:
+            del self.optimizer.step
+            if self._before is not None:
+                self.optimizer.step = self._before  # type: ignore[method-assign]
+        for name in ("virtual_step", "privacy_engine"):
+            own.pop(name, None)
+
+
+def _refuse(engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
+    if hasattr(optimizer, "privacy_engine"):
+        raise Misuse("expected an optimizer without an engine, got one that has one; detach() that first")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")
+    mine = {id(p): name for name, p in engine.model.named_parameters() if p.requires_grad}
+    for other in list(_ENGINES):
+        if other is not engine and other._patch is not None:
+            shared = [name for name, p in other.model.named_parameters() if id(p) in mine]
+            if shared:
+                raise Misuse(
+                    f"expected one engine on a model, got a second one on {shared[0]!r}: neither would account for the "
+                    "other's steps; detach() the first"
+                )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    known = {id(p) for p in engine.model.parameters()}
+    if not mine:
+        raise Misuse("expected a model with trainable parameters, got none that requires grad")
+    if held - known:
+        raise Misuse(f"expected an optimizer of the model's parameters alone, got {len(held - known)} of others")
+    loose = [name for key, name in mine.items() if key not in held]
+    if loose:
+        raise Misuse(
+            f"expected the optimizer to hold every trainable parameter, but {loose[0]!r} is not among its: freeze it "
+            "(requires_grad_(False)) or add it"
+        )
+
+
+def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: is it one that moves a private model without its engine?"""
+    for engine in list(_ENGINES):
+        patch = engine._patch
+        if patch is not None and patch.optimizer is optimizer and patch.stepping:
+            return
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(id(p) in held for p in engine.model.parameters()):
+            continue
+        if patch is not None:
+            raise Misuse("expected steps of the attached optimizer alone, got one that goes round the privacy engine")
+        if "loss" in kwargs:
+            raise Misuse("expected engine.attach(optimizer) before optimizer.step(loss=losses)")

@@ -1,0 +1,200 @@
+"""The model's forward passes, recorded as the user runs them, and the losses, checked before they are believed.
+
+The hooks are the model's own, not its modules': a forward pass in training mode with gradients enabled runs under the
+tape of a recording; any other (evaluation, no_grad, a deep copy) runs as if there were no engine. Forward passes of as
+many samples as the last one go on with its recording, so that losses may depend on several of them (two views of one
+sample); one of another size starts anew, and so do the losses of each step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.interface import (
+    Backend,
+    ClippedGradient,
+    Problem,
+    UnsupportedModel,
+    leading_dimension,
+    map_tensors,
+)
+from clipping.recording import Recording
+from dpbench.engine.errors import Misuse, PrivacyWarning
+
+MANY_PASSES = 16
+"""Forward passes without a step after which it is said that each of them is held in memory."""
+_BACKWARD = (
+    "expected no backward(): optimizer.step(loss=losses) runs it, since gradients that were not clipped are not private"
+)
+_SECOND_TIME = "backward through the graph a second time"
+
+
+class Recorder:
+    """Records `model` for `backend` between `open` and `close`."""
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self._model, self._backend = model, backend
+        self._norms = batch_norms(model)
+        self._recording: Recording | None = None
+        self._entered: list[bool] = []
+        self._handles: list[Any] = []
+        self._dropped = self._skipped = False
+        self._verify = True
+
+    def open(self) -> None:
+        """Hook the model: first before its forward pass, and last after it, whatever it raises."""
+        before = self._model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
+        after = self._model.register_forward_hook(_Hook(self._after), always_call=True)
+        self._handles = [before, after]
+
+    def close(self) -> None:
+        """Take the hooks off, and let go of what was recorded."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what was recorded since the last step."""
+        if self._recording is not None:
+            self._recording.close()
+        self._recording = None
+
+    def finish(self, losses: Any) -> ClippedGradient | None:
+        """Σ_i c_i g_i of the recorded batch; None for a batch of no samples.
+
+        Raises:
+            Misuse: one line.
+        """
+        self._check(losses)
+        recording, self._recording = self._recording, None
+        dropped, self._dropped = self._dropped, False
+        if recording is None:
+            return None
+        try:
+            result = recording.finish(losses, verify=self._verify)
+        except UnsupportedModel as error:
+            if dropped:
+                raise Misuse(
+                    "expected losses of the last forward pass, got some of an earlier one with another batch size; "
+                    "step, or evaluate under torch.no_grad(), in between"
+                ) from error
+            raise
+        except RuntimeError as error:
+            if _SECOND_TIME in str(error):
+                raise Misuse(_BACKWARD) from error
+            raise
+        self._verify = self._verify and recording.batch_size < 2  # one sample cannot show that samples are told apart
+        return result
+
+    def _check(self, losses: Any) -> None:
+        step = "optimizer.step(loss=losses)"
+        if not isinstance(losses, Tensor):
+            raise Misuse(f"expected {step} with one loss a sample, a tensor [B], got {type(losses).__name__}")
+        recorded = self._recording.batch_size if self._recording is not None else None
+        wanted = "[B]" if recorded is None else f"[{recorded}]"
+        if losses.dim() == 0:
+            raise Misuse(
+                f"expected {step} with one loss a sample, shape {wanted}, got a scalar: use reduction='none'; "
+                "the engine averages after clipping"
+            )
+        if recorded is None and losses.shape == (0,):
+            return
+        if recorded is None:
+            why = "the model was in eval mode" if self._skipped else "none was run since the last step"
+            raise Misuse(f"expected a forward pass of the model in training mode before {step}, but {why}")
+        if tuple(losses.shape) != (recorded,):
+            raise Misuse(
+                f"expected one loss a sample, shape [{recorded}] as the first dimension of the model's inputs says, "
+                f"got {list(losses.shape)}: samples must come first, and none may be left out (weigh it by 0 instead)"
+            )
+        if not losses.requires_grad:
+            raise Misuse("expected losses with their graph, got some that require no gradient: detached, or of no_grad")
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not self._model:  # a deep copy, which took the hooks along
+            return None
+        self._entered.append(False)
+        if any(self._entered) or not torch.is_grad_enabled():
+            return None
+        if not module.training:
+            self._skipped = True
+            return None
+        self._refuse_batch_norm()
+        batch_size = leading_dimension(args, kwargs)
+        if batch_size == 0:
+            self.drop()
+            return None
+        # other tensors of the same storage, for the tape to mark
+        args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), (args, kwargs))
+        if self._recording is not None and self._recording.batch_size != batch_size:
+            self.drop()
+            self._dropped = True
+        if self._recording is None:
+            self._recording = Recording(self._backend, (args, kwargs), batch_size, _by_hand)
+        else:
+            self._recording.again((args, kwargs))
+            if self._recording.passes == MANY_PASSES:
+                warnings.warn(
+                    f"{MANY_PASSES} forward passes in training mode without a step: each is kept; evaluate in eval "
+                    "mode or under torch.no_grad()",
+                    PrivacyWarning,
+                    stacklevel=2,
+                )
+        self._recording.__enter__()
+        self._entered[-1] = True
+        return args, kwargs
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if module is self._model and self._entered and self._entered.pop():
+            assert self._recording is not None
+            self._recording.__exit__(None, None, None)
+
+    def _refuse_batch_norm(self) -> None:
+        problem = batch_norm_problem(self._norms)
+        if problem is not None:
+            raise UnsupportedModel("PrivacyEngine", [problem])
+
+
+class _Hook:
+    """A hook that copies of the model share, and do nothing in them: it knows its model. Pickled, it is no hook."""
+
+    def __init__(self, function: Callable[..., Any] | None = None) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return None if self._function is None else self._function(*args)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._BatchNorm]]:
+    """The BatchNorm layers of a model by name."""
+    kinds = nn.modules.batchnorm._BatchNorm
+    return [(name or "model", module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._BatchNorm]]) -> Problem | None:
+    """Those that mix the samples of a batch, in one line, however many they are."""
+    mixing = [name for name, module in layers if module.training or not module.track_running_stats]
+    if not mixing:
+        return None
+    more = f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
+    return Problem(
+        mixing[0] + more,
+        "BatchNorm mixes the samples of a batch, so there is no per-sample gradient to clip",
+        "replace it by nn.GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it in eval mode",
+    )
+
+
+def _by_hand() -> None:
+    raise Misuse(_BACKWARD)

@@ -1,0 +1,65 @@
+"""Which records are in which batch: a function of a secret key and the number of the step, and of nothing else.
+
+So training can be resumed in the middle of an epoch, whatever a loader's workers had fetched ahead, and every process
+of a distributed run knows the same batch. The bits are SHAKE-256 of key and number: nobody without the key can tell
+them from random ones. Amplification by sampling is proved for batches that nobody knows: keep the key secret.
+
+    poisson              each record by a coin of its own, q = b/n; the batch may be empty
+    truncated_poisson    the same, and of a batch above the maximum so many, drawn uniformly
+    without_replacement  b records, drawn anew each step
+    shuffled             a permutation an epoch, cut into ⌊n/b⌋ batches; the rest is left out
+    one_pass             the records in their order, cut in the same way, every epoch
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from dpbench.engine.settings import Settings
+
+Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
+_Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
+
+
+class Sampler:
+    """The batches of `settings.mechanism.sampling` under `key`, 32 secret bytes."""
+
+    def __init__(self, settings: Settings, key: bytes) -> None:
+        self.settings, self.key = settings, key
+        self._permutation: tuple[int, Indices] | None = None
+
+    def batch(self, step: int) -> Indices:
+        """The records of the logical batch number `step`, from 0; ascending unless shuffled."""
+        scheme, n = self.settings.mechanism.sampling, self.settings.sample_size
+        b = self.settings.batch_size
+        if scheme == "without_replacement":
+            return np.sort(np.argsort(self._words("batch", step, n), kind="stable")[:b])
+        if scheme in ("poisson", "truncated_poisson"):
+            sample = np.flatnonzero(_uniform(self._words("batch", step, n)) < self.settings.mechanism.sample_rate)
+            most = self.settings.mechanism.max_batch_size
+            if most is not None and len(sample) > most:
+                order = np.argsort(self._words("cut", step, len(sample)), kind="stable")
+                sample = np.sort(sample[order[:most]])
+            return sample
+        epoch, place = divmod(step, self.settings.steps_per_epoch)
+        return self._order(epoch)[place * b : (place + 1) * b]
+
+    def _order(self, epoch: int) -> Indices:
+        n = self.settings.sample_size
+        if self.settings.mechanism.sampling == "one_pass":
+            return np.arange(n)
+        if self._permutation is None or self._permutation[0] != epoch:
+            self._permutation = epoch, np.argsort(self._words("epoch", epoch, n), kind="stable")
+        return self._permutation[1]
+
+    def _words(self, purpose: str, number: int, count: int) -> _Words:
+        """`count` words of 64 random bits."""
+        seed = self.key + purpose.encode() + number.to_bytes(16, "little")
+        return np.frombuffer(hashlib.shake_256(seed).digest(8 * count), dtype="<u8")
+
+
+def _uniform(words: _Words) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """In [0, 1), multiples of 2^-53: below q with probability q, but for one such step."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

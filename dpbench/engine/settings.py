@@ -1,0 +1,176 @@
+"""The arguments of the engine, made sense of: backend, clipping function, sampling, steps, noise. No torch."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accounting import Accountant, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from dpbench.engine.errors import PrivacyWarning
+from dpbench.errors import nearest
+
+if TYPE_CHECKING:
+    from clipping import ClipFunction
+
+#: How batches may be drawn; the cut ones are drawn as Poisson batches are, and cut.
+SCHEMES = ("poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass")
+CLIPS = ("flat", "automatic", "per_layer")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that ε depends on but the number of steps taken.
+
+    Attributes:
+        batch_size: b, the expected size of a logical batch; what the noisy sum is divided by.
+        sample_size: n.
+        planned_steps: what the noise was calibrated for, or what the epochs come to; None if neither was said.
+        delta: δ.
+        target_epsilon: None if the noise multiplier was given.
+        accountant: its name.
+        mechanism: one step.
+    """
+
+    batch_size: int
+    sample_size: int
+    planned_steps: int | None
+    delta: float
+    target_epsilon: float | None
+    accountant: str
+    mechanism: SubsampledGaussian
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Of a loader: fixed batches leave out what does not fill the last one, so that q is b/n for all."""
+        return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
+
+    def load(self) -> Accountant:
+        return load_accountant(self.accountant)
+
+    def as_state(self) -> dict[str, Any]:
+        """What a checkpoint must agree with."""
+        m = self.mechanism
+        return {
+            "batch_size": self.batch_size,
+            "sample_size": self.sample_size,
+            "noise_multiplier": m.noise_multiplier,
+            "sampling": m.sampling,
+            "max_batch_size": m.max_batch_size,
+        }
+
+
+def resolve(
+    *,
+    batch_size: int,
+    sample_size: int,
+    epochs: float | None,
+    steps: int | None,
+    target_epsilon: float | None,
+    noise_multiplier: float | None,
+    target_delta: float | None,
+    accountant: str,
+    sampling: str,
+    max_batch_size: int | None,
+) -> Settings:
+    """Check the arguments and find the noise multiplier.
+
+    Raises:
+        ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
+    """
+    for name, value in (("batch_size", batch_size), ("sample_size", sample_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"expected {name} to be a whole number >= 1, got {value!r}")
+    if batch_size > sample_size:
+        raise ValueError(f"expected batch_size <= sample_size, got {batch_size} > {sample_size}")
+    if sampling not in SCHEMES:
+        hint = nearest(str(sampling), SCHEMES)
+        raise ValueError(
+            f"expected sampling, one of {', '.join(SCHEMES)}, got {sampling!r}"
+            + (f"; did you mean {hint!r}?" if hint else "")
+        )
+    if epochs is not None and steps is not None:
+        raise ValueError(f"expected epochs or steps, not both, got epochs={epochs!r} and steps={steps!r}")
+    if (target_epsilon is None) == (noise_multiplier is None):
+        came = "neither" if noise_multiplier is None else "both"
+        raise ValueError(f"expected one of target_epsilon and noise_multiplier, got {came}")
+    planned = _planned(epochs, steps, batch_size, sample_size, sampling)
+    if target_epsilon is not None and planned is None:
+        raise ValueError("expected epochs or steps beside target_epsilon, got neither: the noise depends on them")
+    delta = _delta(target_delta, sample_size)
+    scheme: dict[str, Any] = {"sampling": sampling, "dataset_size": sample_size, "max_batch_size": max_batch_size}
+    q = batch_size / sample_size
+    load_accountant(accountant)
+    if noise_multiplier is None:
+        assert target_epsilon is not None and planned is not None
+        noise_multiplier = calibrate_noise_multiplier(
+            accountant, target_epsilon=target_epsilon, sample_rate=q, steps=planned, delta=delta, **scheme
+        )
+    mechanism = SubsampledGaussian(noise_multiplier, q, **scheme)
+    return Settings(batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism)
+
+
+def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
+    """⌈n/b⌉, as many as an ordinary loader has; ⌊n/b⌋ where batches are fixed and the last is left out."""
+    if sampling in ("shuffled", "one_pass"):
+        return sample_size // batch_size
+    return -(-sample_size // batch_size)
+
+
+def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: float) -> ClipFunction:
+    """A clipping function by its name, or the one that was given."""
+    from clipping import Automatic, ClipFunction, Flat, PerLayer
+
+    if isinstance(clip, str):
+        if clip not in CLIPS:
+            hint = nearest(clip, CLIPS)
+            raise ValueError(
+                f"expected clip, one of {', '.join(CLIPS)} or a clipping function, got {clip!r}"
+                + (f"; did you mean {hint!r}?" if hint else "")
+            )
+        kinds: dict[str, Any] = {"flat": Flat, "automatic": Automatic, "per_layer": PerLayer}
+        found: ClipFunction = kinds[clip](max_grad_norm=max_grad_norm, stabiliser=stabiliser)
+        return found
+    if not isinstance(clip, ClipFunction):
+        raise ValueError(f"expected clip, one of {', '.join(CLIPS)} or a clipping function, got {clip!r}")
+    if clip.sensitivity != max_grad_norm:
+        raise ValueError(f"expected max_grad_norm to be the sensitivity of clip={clip!r}, got {max_grad_norm!r}")
+    return clip
+
+
+def backend_name(backend: str, ghost_clipping: bool | None, mixed: bool | None) -> str:
+    """private_CNN's two switches, or the name: without ghost clipping, every gradient is instantiated."""
+    if ghost_clipping is None and mixed is None:
+        return backend
+    if backend != "bk_mixed":
+        raise ValueError(f"expected backend or ghost_clipping and mixed, not both, got backend={backend!r} beside them")
+    if ghost_clipping is False:
+        return "fastgradclip"
+    return "ghost" if mixed is False else "mixed_ghost"
+
+
+def _planned(epochs: float | None, steps: int | None, batch_size: int, sample_size: int, sampling: str) -> int | None:
+    if steps is not None:
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"expected steps to be a whole number >= 1, got {steps!r}")
+        return steps
+    if epochs is None:
+        return None
+    if not 0 < epochs < math.inf:
+        raise ValueError(f"expected epochs to be a finite number > 0, got {epochs!r}")
+    return math.ceil(epochs * steps_per_epoch(batch_size, sample_size, sampling))
+
+
+def _delta(target_delta: float | None, sample_size: int) -> float:
+    delta = 1 / (2 * sample_size) if target_delta is None else target_delta
+    if not 0 <= delta <= 1:
+        raise ValueError(f"expected target_delta in [0, 1], got {delta!r}")
+    if delta >= 1 / sample_size:
+        warnings.warn(
+            f"target_delta={delta:g} is not below 1/sample_size={1 / sample_size:g}: publishing a record at random "
+            "would be as private; take it well below",
+            PrivacyWarning,
+            stacklevel=4,
+        )
+    return delta

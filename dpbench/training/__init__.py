@@ -1,0 +1,51 @@
+"""What a privacy budget buys: trials that train with the engine. This module is for the parent; it imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpbench.trials import STEP_SOURCES, Trial
+
+__all__ = ["UtilityTrial"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UtilityTrial(Trial):
+    """Train one model to one ε, and test it. The noise is seeded, so that a trial can be repeated: a measurement.
+
+    `target_epsilon` None is ordinary training of the same model on the same batches, with neither clipping nor noise.
+    `network` is "linear" or "cnn"; `data` is "digits", "cifar10:ROOT" or "synthetic". A fifth of the data is for testing.
+    """
+
+    kind: ClassVar[str] = "utility"
+    body: ClassVar[str] = "dpbench.training.utility:run"
+    sources: ClassVar[tuple[str, ...]] = (
+        *STEP_SOURCES,
+        "dpbench/training/*.py",
+        "dpbench/engine/*.py",
+        "accounting/*.py",
+    )
+    network: str
+    target_epsilon: float | None
+    seed: int
+    backend: str = "bk_mixed"
+    clip: str = "flat"
+    data: str = "digits"
+    delta: float = 1e-5
+    batch_size: int = 512
+    epochs: int = 40
+    lr: float = 1.0
+    max_grad_norm: float = 1.0
+    device: str = "cpu"
+
+    @property
+    def alone(self) -> bool:
+        return True  # the seconds are part of it
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch", "torch._dynamo", "numpy", "scipy")  # which the first step of an optimizer imports
+
+    def label(self) -> str:
+        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"
+        return f"{self.kind} {self.network} {budget} seed {self.seed}"

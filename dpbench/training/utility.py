@@ -1,0 +1,132 @@
+"""The body of a `UtilityTrial`: a model trained with the privacy engine, and its accuracy on what it never saw."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpbench.data import images
+from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.engine.sampling import Sampler
+from dpbench.errors import one_of
+from dpbench.training import UtilityTrial
+
+COUNTS = {"digits": 1797, "cifar10": 50000, "synthetic": 1000}
+MODELS = ("linear", "cnn")
+
+
+def run(trial: UtilityTrial) -> dict[str, Any]:
+    """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone."""
+    (x, y), (test_x, test_y) = data_of(trial)
+    model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
+    private = trial.target_epsilon is not None
+    generator = torch.Generator().manual_seed(trial.seed)
+    budget = {"target_epsilon": trial.target_epsilon} if private else {"noise_multiplier": 0.0}
+    engine = PrivacyEngine(
+        model,
+        batch_size=trial.batch_size,
+        sample_size=len(y),
+        epochs=trial.epochs,
+        max_grad_norm=trial.max_grad_norm,
+        target_delta=trial.delta,
+        backend=trial.backend,
+        clip=trial.clip,
+        generator=generator,
+        **budget,
+    )
+    batches = Sampler(engine.settings, trial.seed.to_bytes(32, "little"))  # the same for private and ordinary training
+    if private:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrivacyWarning)  # the noise is seeded; the record says so
+            engine.attach(optimizer)
+    curve, spent, losses_seen, step = [], 0.0, [], 0
+    for _ in range(trial.epochs):
+        start = time.perf_counter()
+        for _ in range(engine.settings.steps_per_epoch):
+            rows = torch.from_numpy(batches.batch(step).copy()).to(trial.device)
+            losses = F.cross_entropy(model(x[rows]), y[rows], reduction="none")
+            if private:
+                optimizer.step(loss=losses)  # type: ignore[call-arg]
+            else:
+                optimizer.zero_grad()
+                (losses.sum() / trial.batch_size).backward()
+                optimizer.step()
+            step += 1
+        spent += time.perf_counter() - start
+        accuracy, loss = tested(model, test_x, test_y)
+        curve.append({"steps": step, "seconds": spent, "accuracy": accuracy})
+        losses_seen.append(loss)
+    result: dict[str, Any] = {
+        "accuracy": curve[-1]["accuracy"],
+        "curve": curve,
+        "test_losses": losses_seen,
+        "train_size": len(y),
+        "test_size": len(test_y),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "steps": step,
+        "noise": engine.noise.words if private else "none",
+    }
+    if private:
+        spent_privacy = engine.privacy_spent()
+        result |= {
+            "epsilon": spent_privacy.epsilon,
+            "delta": spent_privacy.delta,
+            "kind_of_epsilon": spent_privacy.kind,
+            "sampling": spent_privacy.sampling,
+            "noise_multiplier": engine.noise_multiplier,
+        }
+        engine.detach()
+    return result
+
+
+def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(images, labels) to train on, and to test on: the same split for every trial of the same data."""
+    name = trial.data.partition(":")[0]
+    count = COUNTS[one_of("data", name, COUNTS)]
+    size = 8 if name == "digits" else 32
+    batch = images(trial.data, image_size=size, num_classes=10, device=trial.device, dtype=torch.float32, seed=1)
+    x, y = batch(count)
+    if name == "digits":
+        x = x[:, :1].contiguous()  # grey: the other channels are copies
+    cut = count - count // 5
+    return (x[:cut], y[:cut]), (x[cut:], y[cut:])
+
+
+def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
+    """A linear model on pixels, or two convolutions with GroupNorm and tanh, and a linear layer."""
+    one_of("a model", name, MODELS)
+    channels, height, width = shape
+    state = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        if name == "linear":
+            return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, 10))
+        return nn.Sequential(
+            nn.Conv2d(channels, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.Tanh(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.GroupNorm(4, 32),
+            nn.Tanh(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32 * (height // 4) * (width // 4), 10),
+        )
+    finally:
+        torch.random.set_rng_state(state)
+
+
+def tested(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
+    """Accuracy and mean loss."""
+    model.eval()
+    with torch.no_grad():
+        outputs = torch.cat([model(part) for part in x.split(1000)])
+    model.train()
+    return float((outputs.argmax(1) == y).double().mean()), float(F.cross_entropy(outputs, y))

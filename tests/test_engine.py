@@ -1,0 +1,296 @@
+"""The privacy engine: the step, the accumulated one, the noise, checkpoints, and that backends agree."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipping import Flat, WrongGradient, load_backend
+from dpbench import PrivacyEngine
+
+BACKENDS = ["microbatch", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:paper"]
+
+
+def small_cnn():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 10)
+    )
+
+
+def images(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 1, 8, 8, generator=generator), torch.randint(0, 10, (count,), generator=generator)
+
+
+def loss_of(model, x, y):
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def engine_of(model, **changes):
+    settings = {"batch_size": 8, "sample_size": 1000, "max_grad_norm": 0.5, "noise_multiplier": 0.0}
+    return PrivacyEngine(model, **(settings | changes))
+
+
+def parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_importing_dpbench_imports_no_torch():
+    code = (
+        "import dpbench, sys; assert 'torch' not in sys.modules; dpbench.PrivacyEngine; assert 'torch' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_noise_a_step_is_the_clipped_sum_over_the_expected_batch_size(backend, clip):
+    model, (x, y) = small_cnn(), images(5)
+    before = parameters(model)
+    engine = engine_of(model, backend=backend, clip=clip)
+    reference = load_backend("microbatch")(
+        model, lambda o, t: F.cross_entropy(o, t, reduction="none"), clip=engine.clip
+    )
+    wanted = torch.cat([g.flatten() for g in reference(x, y).grads.values()]) / 8  # b, though 5 samples came
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    engine.attach(optimizer)
+    optimizer.step(loss=loss_of(model, x, y))
+    torch.testing.assert_close(before - parameters(model), 2 * wanted, rtol=1e-4, atol=1e-6)
+    assert engine.steps == 1 and engine.stepped
+
+
+def test_every_backend_takes_the_same_path_from_the_same_seed():
+    ends = {}
+    for backend in BACKENDS:
+        model = small_cnn()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        engine = engine_of(model, backend=backend, noise_multiplier=1.0, generator=torch.Generator().manual_seed(3))
+        with pytest.warns(UserWarning, match="not private"):
+            engine.attach(optimizer)
+        for x, y in engine.data_loader(torch.utils.data.TensorDataset(*images(1000))):
+            optimizer.step(loss=loss_of(model, x, y))
+            if engine.steps == 12:
+                break
+        ends[backend] = parameters(model)
+    assert (ends["microbatch"] - parameters(small_cnn())).abs().max() > 0.05
+    for backend, end in ends.items():
+        torch.testing.assert_close(end, ends["microbatch"], rtol=1e-3, atol=1e-4, msg=backend)
+
+
+def test_accumulated_parts_are_the_large_batch():
+    ends = []
+    for parts in ([8], [3, 1, 4], [0, 7, 1]):
+        model, (x, y) = small_cnn(), images(8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = engine_of(model, noise_multiplier=1.0, generator=torch.Generator().manual_seed(3))
+        with pytest.warns(UserWarning, match="not private"):
+            engine.attach(optimizer)
+        for i, (xs, ys) in enumerate(zip(x.split(parts), y.split(parts), strict=True)):
+            take = optimizer.step if i == len(parts) - 1 else optimizer.virtual_step
+            take(loss=loss_of(model, xs, ys))
+            optimizer.zero_grad()  # what is accumulated is not in .grad
+        assert engine.steps == 1
+        ends.append(parameters(model))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ends[2], ends[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_noise_has_the_deviation_that_is_accounted(secure):
+    """σ·C/b within 1 %, and it looks normal; the batch has no samples, and still moves the parameters and counts."""
+    model = nn.Linear(400, 500, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = engine_of(model, batch_size=16, max_grad_norm=0.7, noise_multiplier=1.3, secure=secure)
+    engine.attach(optimizer)
+    before = parameters(model)
+    optimizer.step(loss=model(torch.zeros(0, 400)).sum(1))
+    moved = (before - parameters(model)).double() / (1.3 * 0.7 / 16)
+    assert moved.std().item() == pytest.approx(1, rel=0.01)
+    assert abs(moved.mean().item()) < 4 / math.sqrt(moved.numel())
+    assert (moved**4).mean().item() == pytest.approx(3, rel=0.05)
+    assert (moved[1:] * moved[:-1]).mean().abs().item() < 4 / math.sqrt(moved.numel())
+    assert engine.steps == 1 and engine.privacy_spent().epsilon > 0
+    engine.empty_step()
+    assert engine.steps == 2
+
+
+def test_noise_is_drawn_once_a_logical_batch():
+    model = nn.Linear(300, 300, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = engine_of(model, max_grad_norm=1.0, noise_multiplier=1.0)
+    engine.attach(optimizer)
+    before = parameters(model)
+    for _ in range(9):
+        optimizer.virtual_step(loss=0 * model(torch.randn(2, 300)).sum(1))
+    assert torch.equal(parameters(model), before)
+    optimizer.step(loss=0 * model(torch.randn(2, 300)).sum(1))  # samples of weight 0 add nothing
+    assert (before - parameters(model)).std().item() == pytest.approx(1 / 8, rel=0.02)
+
+
+def test_secure_noise_is_rounded_to_one_grid_and_never_repeats():
+    from dpbench.engine.noise import Secure
+
+    total = torch.linspace(-1e-3, 1e3, 999)
+    first, second = Secure().added(total, 1.5), Secure().added(total, 1.5)
+    assert not torch.equal(first, second)
+    near = first[first.abs() < 16].double() * 2**20
+    assert len(near) > 5 and torch.equal(near, near.round())
+
+
+def run(steps, model, optimizer, engine, data):
+    while engine.steps < steps:
+        for x, y in engine.data_loader(data, max_physical_batch_size=6):
+            optimizer.step(loss=loss_of(model, x, y))
+            if engine.steps == steps and engine.stepped:
+                break
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+@pytest.mark.filterwarnings("ignore:the noise comes from a generator")
+def test_resumed_training_is_the_uninterrupted_bit_for_bit(sampling, seeded):
+    data = torch.utils.data.TensorDataset(*images(50))
+
+    def fresh():
+        model = small_cnn()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        generator = torch.Generator().manual_seed(5) if seeded else None
+        settings = {"sample_size": 50, "noise_multiplier": 1.0, "sampling": sampling, "generator": generator}
+        engine = engine_of(model, **settings)
+        engine.attach(optimizer)
+        return model, optimizer, engine
+
+    model, optimizer, engine = fresh()
+    run(9, model, optimizer, engine, data)  # in the middle of an epoch of 7, or of 6
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), engine.state_dict()], file)
+    run(17, model, optimizer, engine, data)
+    file.seek(0)
+    again, optimizer_again, engine_again = fresh()
+    states = torch.load(file)
+    for part, state in zip((again, optimizer_again, engine_again), states, strict=True):
+        part.load_state_dict(state)
+    run(17, again, optimizer_again, engine_again, data)
+    assert torch.equal(parameters(again), parameters(model))
+    assert engine_again.privacy_spent() == engine.privacy_spent() and engine.privacy_spent().steps == 17
+
+
+def test_a_checkpoint_of_other_settings_is_refused():
+    state = engine_of(small_cnn(), noise_multiplier=1.0).state_dict()
+    with pytest.raises(ValueError, match=r"expected noise_multiplier=1.0 as in the checkpoint, got 0.5"):
+        engine_of(small_cnn(), noise_multiplier=0.5).load_state_dict(state)
+    with pytest.raises(ValueError, match="same kind of noise"):
+        engine_of(small_cnn(), noise_multiplier=1.0, secure=True).load_state_dict(state)
+
+
+def test_schedulers_before_and_after_attaching():
+    for before in (True, False):
+        model, (x, y) = small_cnn(), images(4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = engine_of(model)
+        if before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        engine.attach(optimizer)
+        if not before:
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for _ in range(2):
+            optimizer.step(loss=loss_of(model, x, y))
+            scheduler.step()
+        assert optimizer.param_groups[0]["lr"] == 0.25 and engine.steps == 2
+        engine.detach()
+        F.cross_entropy(model(x), y).backward()
+        now = parameters(model)
+        optimizer.step()  # an ordinary one again
+        assert not torch.equal(now, parameters(model)) and engine.steps == 2
+
+
+def test_detaching_leaves_nothing():
+    model = small_cnn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = engine_of(model)
+    was = sorted(vars(optimizer)), sorted(vars(model)), [sorted(vars(p)) for p in model.parameters()]
+    engine.attach(optimizer)
+    x, y = images(4)
+    optimizer.step(loss=loss_of(model, x, y))
+    loss_of(model, x, y)
+    assert not hasattr(x, "_depends_on_data")
+    engine.detach()
+    engine.detach()
+    assert was == (sorted(vars(optimizer)), sorted(vars(model)), [sorted(vars(p)) for p in model.parameters()])
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    engine.attach(optimizer)
+    optimizer.step(loss=loss_of(model, x, y))
+    assert engine.steps == 2
+
+
+def test_evaluation_copies_and_failed_forward_passes_do_not_count():
+    model, (x, y) = small_cnn(), images(4)
+    plain = small_cnn()
+    ends = []
+    for disturbed in (False, True):
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = engine_of(model)
+        engine.attach(optimizer)
+        for _ in range(2):
+            if disturbed:
+                with pytest.raises(RuntimeError):
+                    model(torch.randn(4, 3, 8, 8))
+            losses = loss_of(model, x, y)
+            if disturbed:
+                with torch.no_grad():
+                    model(x[:2])
+                model.eval()
+                model(x[:3])
+                model.train()
+                copy.deepcopy(model)(x[:1]).sum().backward()  # an average of the weights, say
+                pickle.loads(pickle.dumps(model))(x[:1]).sum().backward()
+            optimizer.step(loss=losses)
+        ends.append(parameters(model))
+    torch.testing.assert_close(ends[1], ends[0])
+
+
+def test_a_loss_of_two_views_of_each_sample():
+    model, (x, y) = small_cnn(), images(4)
+    engine = engine_of(model, backend="bk_mixed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    both = lambda m, x, y: loss_of(m, x, y) + loss_of(m, x.flip(-1), y)  # noqa: E731
+
+    def loss_fn(outputs, targets):
+        return F.cross_entropy(outputs[0], targets, reduction="none") + F.cross_entropy(
+            outputs[1], targets, reduction="none"
+        )
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x):
+            return self.inner(x), self.inner(x.flip(-1))
+
+    wanted = load_backend("microbatch")(Twice(), loss_fn, clip=Flat(0.5))(x, y).grads.values()
+    before = parameters(model)
+    engine.attach(optimizer)
+    optimizer.step(loss=both(model, x, y))
+    wanted = torch.cat([g.flatten() for g in wanted]) / 8
+    torch.testing.assert_close(before - parameters(model), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_that_mixes_samples_does_not_pass():
+    model, (x, y) = small_cnn(), images(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine_of(model).attach(optimizer)
+    losses = loss_of(model, x, y)
+    with pytest.raises(WrongGradient, match="not exact"):
+        optimizer.step(loss=losses * losses.sum())

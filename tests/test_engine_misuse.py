@@ -1,0 +1,260 @@
+"""What goes wrong in the hands of a user gets one line: what was expected, what came, what to do."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipping import Flat, UnsupportedModel
+from dpbench import Misuse, PrivacyEngine, PrivacyWarning
+
+
+def engine_of(model, **changes):
+    settings = {"batch_size": 16, "sample_size": 1000, "max_grad_norm": 0.5, "noise_multiplier": 1.0}
+    return PrivacyEngine(model, **(settings | changes))
+
+
+@pytest.fixture
+def attached():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model)
+    engine.attach(optimizer)
+    yield model, optimizer, engine
+    engine.detach()
+
+
+def losses_of(model, count=6):
+    return F.cross_entropy(model(torch.randn(count, 5)), torch.zeros(count, dtype=torch.long), reduction="none")
+
+
+def says(kind, pattern):
+    """The whole message is one line."""
+    return pytest.raises(kind, match=re.compile(rf"^(?=[^\n]*\Z).*{pattern}"))
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+def test_backward_by_hand(backend):
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model, backend=backend)
+    engine.attach(optimizer)
+    losses = losses_of(model)
+    with says(Misuse, r"expected no backward\(\): optimizer.step\(loss=losses\) runs it"):
+        losses.mean().backward()
+        optimizer.step(loss=losses)
+    optimizer.step(loss=losses_of(model))  # and training can go on
+    assert engine.steps == 1
+
+
+def test_step_without_a_loss_or_with_a_closure(attached):
+    _, optimizer, _ = attached
+    with says(Misuse, r"expected optimizer.step\(loss=losses\) with per-sample losses, got no loss"):
+        optimizer.step()
+    with says(Misuse, "got a closure"):
+        optimizer.step(lambda: None)
+    with says(Misuse, r"a tensor \[B\], got float"):
+        optimizer.step(loss=0.3)
+
+
+def test_scalar_loss(attached):
+    model, optimizer, engine = attached
+    with says(Misuse, r"shape \[6\], got a scalar: use reduction='none'"):
+        optimizer.step(loss=losses_of(model).mean())
+    assert engine.steps == 0
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:4], lambda x: x[:, None], lambda x: x.repeat(2)])
+def test_losses_of_other_samples(attached, change):
+    model, optimizer, _ = attached
+    with says(Misuse, r"expected one loss a sample, shape \[6\].*samples must come first, and none may be left out"):
+        optimizer.step(loss=change(losses_of(model)))
+
+
+def test_samples_in_the_second_dimension(attached):
+    model, optimizer, _ = attached
+    losses = model(torch.randn(7, 4, 5)).square().sum((0, 2))  # [T, B, d]
+    with says(Misuse, r"shape \[7\] as the first dimension of the model's inputs says, got \[4\]"):
+        optimizer.step(loss=losses)
+
+
+def test_losses_without_a_graph_or_a_forward_pass(attached):
+    model, optimizer, _ = attached
+    with says(Misuse, "detached, or of no_grad"):
+        optimizer.step(loss=losses_of(model).detach())
+    losses = losses_of(model)
+    optimizer.step(loss=losses)
+    with says(Misuse, "none was run since the last step"):
+        optimizer.step(loss=losses)
+    model.eval()
+    losses = losses_of(model)
+    with says(Misuse, "the model was in eval mode"):
+        optimizer.step(loss=losses)
+
+
+def test_losses_of_an_earlier_forward_pass(attached):
+    model, optimizer, _ = attached
+    losses = losses_of(model, 6)
+    losses_of(model, 4)
+    with says(Misuse, r"shape \[4\]"):
+        optimizer.step(loss=losses)
+    losses = losses_of(model, 6)
+    losses_of(model, 4)
+    losses_of(model, 6)
+    with says(Misuse, "got some of an earlier one with another batch size"):
+        optimizer.step(loss=losses)
+    model.eval()
+    losses = losses_of(model, 6)
+    model.train()
+    losses_of(model, 6)
+    with says(UnsupportedModel, "is read 1 times, of which the tape saw 0"):
+        optimizer.step(loss=losses)
+
+
+def test_a_parameter_in_the_loss(attached):
+    model, optimizer, engine = attached
+    optimizer.step(loss=losses_of(model))
+    with says(UnsupportedModel, r"2.weight: is read 2 times, of which the tape saw 1"):
+        optimizer.step(loss=losses_of(model) + model[2].weight.square().sum())
+    assert engine.steps == 1
+
+
+def test_many_forward_passes_without_a_step(attached):
+    model, _, _ = attached
+    with pytest.warns(PrivacyWarning, match="16 forward passes in training mode without a step"):
+        for _ in range(16):
+            model(torch.randn(2, 5))
+
+
+def test_batch_norm():
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    with says(UnsupportedModel, "1 and 1 more: BatchNorm mixes the samples.*GroupNorm"):
+        engine_of(model)
+    model.eval()
+    engine = engine_of(model)  # frozen
+    engine.attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.train()
+    with says(UnsupportedModel, "1 and 1 more: BatchNorm mixes the samples"):
+        model(torch.randn(6, 5))
+
+
+def test_a_delta_that_protects_nobody():
+    with pytest.warns(PrivacyWarning, match=r"target_delta=0.001 is not below 1/sample_size=0.001"):
+        engine_of(nn.Linear(2, 2), target_delta=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert engine_of(nn.Linear(2, 2)).privacy_spent().delta == 1 / 2000
+
+
+def test_two_engines_on_one_model(attached):
+    model, optimizer, engine = attached
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with says(Misuse, "expected one engine on a model, got a second one on '0.weight'"):
+        engine_of(model).attach(other)
+    with says(Misuse, "expected an optimizer without an engine"):
+        engine_of(model).attach(optimizer)
+    with says(Misuse, "expected an engine that is not attached"):
+        engine.attach(other)
+    engine.detach()
+    engine_of(model).attach(optimizer)
+
+
+def test_step_without_attach():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model)
+    with says(Misuse, r"expected engine.attach\(optimizer\) before optimizer.step\(loss=losses\)"):
+        optimizer.step(loss=losses_of(model))
+    with says(Misuse, r"expected engine.attach\(optimizer\) before a step"):
+        engine.step(losses_of(model))
+
+
+def test_another_optimizer_does_not_go_round_the_engine(attached):
+    model, _, engine = attached
+    other = torch.optim.Adam(model[2].parameters(), lr=0.1)
+    with says(Misuse, "got one that goes round the privacy engine"):
+        other.step()
+    bystander = nn.Linear(2, 2)
+    torch.optim.Adam(bystander.parameters()).step()
+    engine.detach()
+    other.step()
+
+
+def test_parameters_of_optimizer_and_model(attached):
+    model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))
+    with says(Misuse, r"'0.weight' is not among its: freeze it"):
+        engine_of(model).attach(torch.optim.SGD(model[1].parameters(), lr=0.1))
+    with says(Misuse, "expected an optimizer of the model's parameters alone, got 2 of others"):
+        engine_of(model[1]).attach(torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0].requires_grad_(False)
+    frozen = model[0].weight.clone()
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    engine_of(model).attach(optimizer)
+    optimizer.step(loss=losses_of(model))
+    assert torch.equal(frozen, model[0].weight)
+    with says(Misuse, "got LBFGS"):
+        engine_of(nn.Linear(2, 2)).attach(torch.optim.LBFGS(nn.Linear(2, 2).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"noise_multiplier": None}, "expected one of target_epsilon and noise_multiplier, got neither"),
+        ({"target_epsilon": 1.0}, "expected one of target_epsilon and noise_multiplier, got both"),
+        ({"noise_multiplier": None, "target_epsilon": 1.0}, "expected epochs or steps beside target_epsilon"),
+        ({"epochs": 1, "steps": 3}, "expected epochs or steps, not both"),
+        ({"batch_size": 2000}, "expected batch_size <= sample_size, got 2000 > 1000"),
+        ({"batch_size": 0}, "expected batch_size to be a whole number >= 1, got 0"),
+        ({"sampling": "poison"}, "did you mean 'poisson'"),
+        ({"clip": "flatt"}, "did you mean 'flat'"),
+        ({"clip": Flat(2.0)}, "expected max_grad_norm to be the sensitivity"),
+        ({"accountant": "prw"}, "prv"),
+        ({"backend": "gost"}, "did you mean 'ghost'"),
+        ({"backend": "nonprivate"}, "expected a backend that works from losses, one of microbatch, fastgradclip"),
+        ({"backend": "opacus_ghost"}, "expected a backend that works from losses"),
+        ({"backend": "ghost", "mixed": True}, "not both"),
+        ({"max_grad_norm": float("inf")}, "expected a finite max_grad_norm with noise"),
+        ({"secure": True, "generator": torch.Generator()}, "what is seeded is not secure"),
+        ({"target_delta": 2.0}, r"expected target_delta in \[0, 1\]"),
+        ({"sampling": "truncated_poisson"}, "expected max_batch_size"),
+    ],
+)
+def test_arguments(changes, message):
+    with says(ValueError, message):
+        engine_of(nn.Linear(2, 2), **changes)
+
+
+def test_fixed_batches_are_not_taken_for_poisson_samples(attached):
+    model, optimizer, engine = attached
+    with pytest.warns(PrivacyWarning, match="8 batches in a row had exactly 16 samples: not Poisson"):
+        for _ in range(8):
+            optimizer.step(loss=losses_of(model, 16))
+    spent = engine.privacy_spent()
+    assert spent.sampled_by == "assumed" and "assumed" in spent.caveats[0]
+
+
+def test_beyond_the_planned_steps():
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = engine_of(model, noise_multiplier=None, target_epsilon=2.0, steps=2)
+    engine.attach(optimizer)
+    for _ in range(2):
+        optimizer.step(loss=losses_of(model))
+    assert 1.9 < engine.privacy_spent().epsilon <= 2
+    with pytest.warns(PrivacyWarning, match="step 3 is beyond the 2"):
+        optimizer.step(loss=losses_of(model))
+    assert engine.privacy_spent().epsilon > 2
+
+
+def test_seeded_noise_is_not_private():
+    engine = engine_of(nn.Linear(2, 2), generator=torch.Generator().manual_seed(0))
+    spent = engine.privacy_spent()
+    assert not spent.private and "NOT PRIVATE: the noise is seeded" in str(spent)
+    assert engine_of(nn.Linear(2, 2)).privacy_spent().private
+    assert not engine_of(nn.Linear(2, 2), noise_multiplier=0.0).privacy_spent().private
