@@ -82,3 +82,17 @@ print(code, *({{"torch", "matplotlib.pyplot"}} & set(sys.modules)), file=sys.std
     root = Path(dpbench_package.__file__).parent.parent
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=root)
     assert done.stderr == "0\n"
+
+
+def test_an_experiment_of_one_s_own_is_planned_and_reported_by_reference(here, capsys):
+    (here / "own.py").write_text(
+        "from dpbench.experiment import Experiment\nfrom dpbench.trials import StepTrial\n"
+        "def cells(device): return [StepTrial(model='cnn', backend='ghost', batch_size=8, device=device)]\n"
+        "TABLE = Experiment(name='own', doc='d', cells=cells, smoke=cells, figures=('memory_speed_table',))\n"
+    )
+    RunFile(here / "results" / "own" / "a.jsonl", experiment="own").step("cnn", "ghost", [1.0])
+    code, out, _ = dpbench("own.py:TABLE", capsys=capsys)
+    assert code == 0 and out[0] == "results/own/cpu-test-cpu-2-cpus/memory_speed_table.png"
+    assert main(["plan", "own.py:TABLE", "--device", "cpu"]) == 0
+    assert "own on cpu" in capsys.readouterr().out
+    assert main(["compare", "own.py:TABLE", "results/own"]) == 0
