@@ -294,3 +294,34 @@ def test_a_loss_that_mixes_samples_does_not_pass():
     losses = loss_of(model, x, y)
     with pytest.raises(WrongGradient, match="not exact"):
         optimizer.step(loss=losses * losses.sum())
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_interrupted_forward_pass_leaves_nothing_behind(again):
+    class Interrupted(nn.Module):
+        on = False
+
+        def forward(self, x):
+            if self.on:
+                raise KeyboardInterrupt
+            return x
+
+    interrupted = Interrupted()
+    model, (x, y) = nn.Sequential(*small_cnn(), interrupted), images(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = engine_of(model)
+    engine.attach(optimizer)
+    before = parameters(model)
+    optimizer.step(loss=loss_of(model, x, y))
+    wanted = parameters(model) - before
+    torch.nn.utils.vector_to_parameters(before.clone(), model.parameters())
+    interrupted.on = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    interrupted.on = False
+    if not again:
+        with pytest.raises(RuntimeError, match="none was run since the last step"):
+            optimizer.step(loss=torch.zeros(4))
+    optimizer.step(loss=loss_of(model, x, y))
+    torch.testing.assert_close(parameters(model) - before, wanted)
+    assert torch._C._len_torch_function_stack() == 0

@@ -15,7 +15,7 @@ class UtilityTrial(Trial):
     """Train one model to one ε, and test it. The noise is seeded, so that a trial can be repeated: a measurement.
 
     `target_epsilon` None is ordinary training of the same model on the same batches, with neither clipping nor noise.
-    `network` is "linear" or "cnn"; `data` is "digits", "cifar10:ROOT" or "synthetic". A fifth of the data is for testing.
+    `network` is "linear" or "cnn"; `data` is "digits", "cifar10:ROOT" or "synthetic"; a fifth of it is for testing.
     """
 
     kind: ClassVar[str] = "utility"
