@@ -2,7 +2,7 @@
 
 Every record is a canary: its gradient is the same in each of the model's parameters, along a coordinate of its own, and
 far above the clipping norm. A fair coin decides whether it is in the data. The adversary sees the gradient of each step
-that is released (the model's movement) and knows the scheme. A canary's score is the log of the likelihood ratio, the best
+that is released (the model's movement) and knows the scheme. A canary's score is its log likelihood ratio, the best
 there is against a sound engine: over all steps under Poisson sampling, of the one step that it may be in where batches
 are fixed. It guesses "in" for the highest eighth of the scores, and "out" for the lowest. The canaries are orthogonal:
 none is in another's way.
