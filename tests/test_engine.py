@@ -294,3 +294,81 @@ def test_a_loss_that_mixes_samples_does_not_pass():
     losses = loss_of(model, x, y)
     with pytest.raises(WrongGradient, match="not exact"):
         optimizer.step(loss=losses * losses.sum())
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_an_interrupted_forward_pass_leaves_nothing_behind(again):
+    class Interrupted(nn.Module):
+        on = False
+
+        def forward(self, x):
+            if self.on:
+                raise KeyboardInterrupt
+            return x
+
+    interrupted = Interrupted()
+    model, (x, y) = nn.Sequential(*small_cnn(), interrupted), images(4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = engine_of(model)
+    engine.attach(optimizer)
+    before = parameters(model)
+    optimizer.step(loss=loss_of(model, x, y))
+    wanted = parameters(model) - before
+    torch.nn.utils.vector_to_parameters(before.clone(), model.parameters())
+    interrupted.on = True
+    with pytest.raises(KeyboardInterrupt):
+        model(x)
+    interrupted.on = False
+    if not again:
+        with pytest.raises(RuntimeError, match="none was run since the last step"):
+            optimizer.step(loss=torch.zeros(4))
+    optimizer.step(loss=loss_of(model, x, y))
+    torch.testing.assert_close(parameters(model) - before, wanted)
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
+def test_one_record_more_moves_the_sum_by_the_sensitivity_at_most(clip):
+    """What the noise is scaled by; a mean over the realised batch, or clipping part by part, would not pass."""
+    moved = []
+    for samples in (slice(0, 6), slice(0, 7)):
+        model, (x, y) = small_cnn(), images(7)
+        x[6] *= 50
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine = engine_of(model, clip=clip, max_grad_norm=0.3)
+        engine.attach(optimizer)
+        before = parameters(model)
+        for xs, ys in zip(x[samples].split(2), y[samples].split(2), strict=True):
+            optimizer.virtual_step(loss=1000 * loss_of(model, xs, ys))  # every gradient is above the threshold
+        optimizer.step(loss=torch.zeros(0))
+        moved.append(8 * (parameters(model) - before))
+    difference = torch.linalg.vector_norm(moved[1] - moved[0]).item()
+    assert 0.25 < difference <= 0.3 * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "mixed_ghost"])
+def test_keyword_arguments_tied_weights_and_autocast(backend):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(11, 6)
+            self.hidden = nn.Linear(6, 6)
+
+        def forward(self, *, ids, scale=1.0):
+            hidden = torch.tanh(self.hidden(self.embedding(ids)))
+            return {"logits": F.linear(hidden, self.embedding.weight) * scale}
+
+    ends = []
+    for name, autocast in (("microbatch", False), (backend, False), (backend, True)):
+        torch.manual_seed(0)
+        model, ids = Tied(), torch.randint(0, 11, (4, 5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine_of(model, backend=name, max_grad_norm=0.5).attach(optimizer)
+        before = parameters(model)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = model(ids=ids, scale=0.5)["logits"]
+            losses = F.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none").mean(1)
+            optimizer.step(loss=losses)
+        ends.append(parameters(model) - before)
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-4, atol=1e-6)
+    assert torch.linalg.vector_norm(ends[2] - ends[0]) < 0.03 * torch.linalg.vector_norm(ends[0])

@@ -29,7 +29,7 @@ from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder, batch_norm_problem, batch_norms
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
-from dpbench.engine.spent import NOT_ACCOUNTED, PrivacySpent
+from dpbench.engine.spent import PrivacySpent, account
 
 if TYPE_CHECKING:
     from clipping import ClipFunction
@@ -215,37 +215,13 @@ class PrivacyEngine:
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
         """ε of the steps so far, at the engine's δ or another."""
-        settings = self.settings
-        delta = settings.delta if delta is None else delta
-        steps = self.steps
-        if settings.mechanism.sampling in ("shuffled", "one_pass"):
-            steps = max(steps, self.drawn)  # a batch that was skipped ends its epoch no later
-        found = settings.load().guarantee(settings.mechanism, steps=steps, delta=delta)
-        caveats = []
-        if not self.noise.private:
-            caveats.append("the noise is seeded and can be repeated")
-        if self.noise_multiplier == 0:
-            caveats.append("there is no noise")
-        if found.kind != "upper_bound":
-            caveats.append(f"ε is a {found.kind.replace('_', ' ')} and no upper bound")
-        private = not caveats
-        by_engine = self._sampled == self.steps
-        if not by_engine:
-            caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
-        return PrivacySpent(
-            epsilon=found.epsilon,
-            delta=delta,
+        return account(
+            self.settings,
+            self.noise,
             steps=self.steps,
-            accountant=settings.accountant,
-            kind=found.kind,
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=settings.mechanism.sample_rate,
-            sampling=settings.mechanism.sampling,
-            adjacency=settings.mechanism.adjacency,
-            sampled_by="engine" if by_engine else "assumed",
-            noise=self.noise.words,
-            private=private,
-            caveats=(*caveats, NOT_ACCOUNTED),
+            drawn=self.drawn,
+            by_engine=self._sampled == self.steps,
+            delta=self.settings.delta if delta is None else delta,
         )
 
     def state_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ sample); one of another size starts anew, and so do the losses of each step.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +72,8 @@ class Recorder:
         Raises:
             Misuse: one line.
         """
+        if self._entered and not _running(self._model):
+            self._unwind()
         self._check(losses)
         recording, self._recording = self._recording, None
         dropped, self._dropped = self._dropped, False
@@ -119,6 +122,8 @@ class Recorder:
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if module is not self._model:  # a deep copy, which took the hooks along
             return None
+        if self._entered and _running(module) < 2:  # the last one was interrupted (ctrl-C), and nobody told the hooks
+            self._unwind()
         self._entered.append(False)
         if any(self._entered) or not torch.is_grad_enabled():
             return None
@@ -154,6 +159,12 @@ class Recorder:
         if module is self._model and self._entered and self._entered.pop():
             assert self._recording is not None
             self._recording.__exit__(None, None, None)
+
+    def _unwind(self) -> None:
+        if any(self._entered) and self._recording is not None:
+            self._recording.__exit__(None, None, None)
+        self._entered.clear()
+        self.drop()
 
     def _refuse_batch_norm(self) -> None:
         problem = batch_norm_problem(self._norms)
@@ -194,6 +205,15 @@ def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._BatchNorm]]
         "BatchNorm mixes the samples of a batch, so there is no per-sample gradient to clip",
         "replace it by nn.GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it in eval mode",
     )
+
+
+def _running(model: nn.Module) -> int:
+    """How many calls of `model` are on this thread's stack."""
+    frame, found = sys._getframe(1), 0
+    while frame is not None:
+        found += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _by_hand() -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from accounting import ADJACENCIES, SAMPLINGS, Kind
+
+if TYPE_CHECKING:
+    from dpbench.engine.noise import Noise
+    from dpbench.engine.settings import Settings
 
 #: Of no accountant's business, and of the reader's: what else leaks.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
@@ -47,3 +52,46 @@ class PrivacySpent:
             f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "
             f"({self.kind.replace('_', ' ')} by {self.accountant}; {scheme}){told}"
         )
+
+
+def account(settings: Settings, noise: Noise, *, steps: int, drawn: int, by_engine: bool, delta: float) -> PrivacySpent:
+    """ε of `steps` steps at `delta`.
+
+    Args:
+        settings: of the engine.
+        noise: where it came from.
+        steps: logical batches released.
+        drawn: logical batches that the loader handed out.
+        by_engine: the loader drew all that were released.
+        delta: δ.
+    """
+    mechanism = settings.mechanism
+    counted = steps
+    if mechanism.sampling in ("shuffled", "one_pass"):
+        counted = max(steps, drawn)  # a batch that was skipped ends its epoch no later
+    found = settings.load().guarantee(mechanism, steps=counted, delta=delta)
+    caveats = []
+    if not noise.private:
+        caveats.append("the noise is seeded and can be repeated")
+    if mechanism.noise_multiplier == 0:
+        caveats.append("there is no noise")
+    if found.kind != "upper_bound":
+        caveats.append(f"ε is of kind {found.kind.replace('_', ' ')}, not an upper bound")
+    private = not caveats
+    if not by_engine:
+        caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
+    return PrivacySpent(
+        epsilon=found.epsilon,
+        delta=delta,
+        steps=steps,
+        accountant=settings.accountant,
+        kind=found.kind,
+        noise_multiplier=mechanism.noise_multiplier,
+        sample_rate=mechanism.sample_rate,
+        sampling=mechanism.sampling,
+        adjacency=mechanism.adjacency,
+        sampled_by="engine" if by_engine else "assumed",
+        noise=noise.words,
+        private=private,
+        caveats=(*caveats, NOT_ACCOUNTED),
+    )

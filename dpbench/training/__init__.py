@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from dpbench.trials import STEP_SOURCES, Trial
 
-__all__ = ["UtilityTrial"]
+__all__ = ["FAULTS", "AuditTrial", "UtilityTrial"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +49,44 @@ class UtilityTrial(Trial):
     def label(self) -> str:
         budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"
         return f"{self.kind} {self.network} {budget} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditTrial(Trial):
+    """One run of the engine on canaries, and the lower bound on ε that the guesses of an adversary certify.
+
+    `fault` seeds a privacy fault, one of `FAULTS`; the bound is then to be above the ε that is claimed. "" is none.
+    """
+
+    kind: ClassVar[str] = "audit"
+    body: ClassVar[str] = "dpbench.training.audit:run"
+    sources: ClassVar[tuple[str, ...]] = (*UtilityTrial.sources,)
+    fault: str = ""
+    canaries: int = 2000
+    target_epsilon: float = 1.0
+    sample_rate: float = 0.02
+    steps: int = 50
+    max_grad_norm: float = 20.0
+    backend: str = "bk_mixed"
+    seed: int = 0
+    device: str = "cpu"
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch", "torch._dynamo", "numpy", "scipy")
+
+    def label(self) -> str:
+        return f"{self.kind} {self.fault or 'no fault'} {self.backend} seed {self.seed}"
+
+
+#: What is wrong -> in words.
+FAULTS = {
+    "no_noise": "no noise is added",
+    "unscaled": "the noise is not scaled by the clipping norm",
+    "per_parameter": "each parameter is clipped by itself at the whole norm",
+    "divisor": "the noise is divided by the batch size once too often",
+    "fixed_batches": "fixed batches, accounted as Poisson samples",
+}
