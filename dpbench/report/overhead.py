@@ -134,7 +134,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_xscale("log")
         axes.set_xlim(_LOWEST, highest)
         axes.set_ylim(len(backends) - 0.5, -0.5)
-        axes.xaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if tick < highest]))
+        ticks = [tick for tick in _TICKS if tick < highest]
+        axes.xaxis.set_major_locator(FixedLocator(ticks if len(ticks) <= 6 else ticks[::2]))  # they would overlap
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
         axes.set_yticks(range(len(backends)), [style.backend(b).name if column == 0 else "" for b in backends])
