@@ -46,6 +46,9 @@ def descend(f: Callable[[float], float], start: float, low: float, high: float) 
     for way in (-1, 1):
         while at(place + way) < at(place):
             place += way
-    span = math.log(2.0) * max(bottom, place - 1), math.log(2.0) * min(top, place + 1)
-    found, value = golden(lambda x: f(math.exp(x)), *span, tolerance=1e-4)
-    return (math.exp(found), value) if value < at(place) else (2.0**place, at(place))
+    best = at(place), 2.0**place
+    for low, high in ((place - 1, place), (place, place + 1)):  # apart: f may jump, and falls or rises on either side
+        span = math.log(2.0) * max(bottom, low), math.log(2.0) * min(top, high)
+        found, value = golden(lambda x: f(math.exp(x)), *span, tolerance=1e-4)
+        best = min(best, (value, math.exp(found)))
+    return best[1], best[0]
