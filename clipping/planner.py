@@ -46,10 +46,6 @@ class Choice(NamedTuple):
     seconds: float
     held: Held
 
-    @property
-    def bytes(self) -> int:
-        return self.held.kept
-
 
 @dataclass(eq=False)
 class Item:
@@ -204,7 +200,7 @@ class Planner:
             return
         if self.strategy == "memory":
             for item in items:
-                item.taken = min(item.choices, key=lambda c: (c.bytes + c.held.workspace, c.seconds))
+                item.taken = min(item.choices, key=lambda c: (c.held.kept + c.held.workspace, c.seconds))
             return
         self._fastest(items)
         if self.strategy == "time":
@@ -278,8 +274,8 @@ def choices_of(rule: Rule, use: Use, costs: Costs) -> list[Choice]:
     """What can be done with a use; see the module's text."""
     output = use.output
     count, size = rule.samples(output), output.numel() * output.element_size()
-    source = getattr(rule, "x", None) if getattr(rule, "x", None) is not None else getattr(rule, "a", None)
-    stored = None if source is None else storage_of(source)
+    held_input = rule.held_input()
+    stored = None if held_input is None else storage_of(held_input)
     found = []
     for ghost in (True, False):
         best = costs.best(ghost=ghost)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 
-import matplotlib
 import pandas as pd
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.text import Text
 from report_records import RunFile
+from test_report_figures import draw
 
-from dpbench.report import FIGURES, LeftOut, published, style, write_report
-from dpbench.report.select import read
+from dpbench.report import published, style, write_report
 from dpbench.trials import OverheadTrial
 
 FOLDER = "cpu-test-cpu-2-cpus"
@@ -45,19 +42,6 @@ def row(table, **where):
         table = table[table[column] == value]
     assert len(table) == 1, f"{len(table)} rows for {where}"
     return table.iloc[0]
-
-
-def draw(run, figure):
-    """The figure, and the texts in it with their boxes."""
-    kind = FIGURES[figure]
-    records = [record for record in read(run.path.parent) if record.kind in kind.kinds]
-    left_out = LeftOut()
-    frame = kind.table(records, left_out)
-    with matplotlib.rc_context(style.RC):
-        drawn = kind.plot(frame, kind.caption(records, frame, left_out))
-        FigureCanvasAgg(drawn).draw()
-        texts = [text for text in drawn.findobj(Text) if text.get_text().strip() and text.get_visible()]
-        return drawn, [(text.get_text(), text.get_window_extent()) for text in texts]
 
 
 def assert_apart(drawn, boxes):

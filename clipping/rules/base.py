@@ -146,6 +146,10 @@ class Rule(ABC):
             total += weighted_sum(factors[samples], gradient)
         return total
 
+    def held_input(self) -> Tensor | None:
+        """The operation's input, if the weight gradient needs it."""
+        return None
+
     def shapes(self) -> tuple[object, ...]:
         """What the work of a sample depends on beside the output."""
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups

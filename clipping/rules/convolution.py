@@ -119,6 +119,9 @@ class ConvolutionWeight(Rule):
             [False, True, False],
         )[1]
 
+    def held_input(self) -> Tensor | None:
+        return self.x
+
     def shapes(self) -> tuple[object, ...]:
         return *super().shapes(), self.x.shape[2:], *map(tuple, self._geometry())
 

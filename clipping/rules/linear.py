@@ -31,6 +31,9 @@ class LinearWeight(Rule):
         self.a, self.transposed, self.fold = a, transposed, fold
         self.offer_kernels(GRAM_KERNEL, NORM_KERNEL)
 
+    def held_input(self) -> Tensor | None:
+        return self.a
+
     def regroup(self, fold: int) -> Rule:
         return LinearWeight(self.parameter, self.a, transposed=self.transposed, fold=fold)
 
