@@ -24,6 +24,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
@@ -204,28 +205,34 @@ def preload(trial: Trial) -> None:
     gc.freeze()  # a trial that collects garbage need not look through what it inherited
 
 
-def _terminate(*_: object) -> NoReturn:
-    raise SystemExit(0)
+def _end(server: Server) -> NoReturn:
+    """Take every trial along and leave.
+
+    When the parent dies its end of the pipe closes an instant before the kernel signals its death: a SIGTERM may well
+    strike on the way here. It then comes here itself and does all of it, so that nothing is left undone.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        server.end()
+    finally:
+        os._exit(0)  # what the imported libraries have to say of their end concerns nobody
 
 
 def main(parent: int) -> None:
-    signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(parent, signal.SIGTERM)
-    adopt_orphans()
     answers = os.dup(1)
     os.dup2(2, 1)  # what an imported library prints must not come between the answers
     server = Server(0, answers)
+    signal.signal(signal.SIGTERM, lambda *_: _end(server))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent(parent, signal.SIGTERM)
+    adopt_orphans()
     try:
-        try:
+        with contextlib.suppress(BrokenPipeError):  # nobody is left to tell
             server.serve()
-        except BrokenPipeError:
-            pass  # nobody is left to tell
-        finally:  # a second signal may strike here before it is ignored
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            server.end()
+    except BaseException:
+        traceback.print_exc()
     finally:
-        os._exit(0)  # what the imported libraries have to say of their end concerns nobody
+        _end(server)
 
 
 if __name__ == "__main__":
