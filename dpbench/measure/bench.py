@@ -70,6 +70,7 @@ class Memory:
     active_bytes, reserved_bytes: CUDA's peaks of blocks in use or awaited by a stream, and of what was taken from the
         card.
     alloc_retries: how often CUDA's allocator has had to empty its cache, since the process began: 0 but near a limit.
+    phases: the peak while each part of the step ran (`dpbench.measure.phases`), where that was watched.
     """
 
     source: str
@@ -78,6 +79,7 @@ class Memory:
     active_bytes: int | None = None
     reserved_bytes: int | None = None
     alloc_retries: int | None = None
+    phases: dict[str, int] | None = None
 
     def as_record(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -37,57 +37,92 @@ from dpbench.measure.bench import (
     parameter_count,
     storage_bytes,
 )
+from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
 from dpbench.measure.simulate import simulated_device, simulated_peak_at
 from dpbench.outcome import OverBudget
 from dpbench.trials import PeakTrial
 
+_MARK = "dpbench phase: "
 
-def measured_peak(step: Callable[[], object], holds: Iterable[Tensor], device: torch.device) -> Memory:
+
+def measured_peak(
+    step: Callable[[], object], holds: Iterable[Tensor], device: torch.device, phases: Phases | None = None
+) -> Memory:
     """Run `step` once and take its peak; `holds` are the tensors that live before and after it.
 
     On CUDA `holds` is what is reported as the baseline; the peak is the allocator's, whatever else is alive.
+    `phases` is what tells of the parts of the step, for their peaks.
     """
     baseline = storage_bytes(holds)
     gc.collect()  # what an earlier step left in reference cycles would be released, and counted, during this one
     if device.type == "cuda":
-        return _cuda_peak(step, baseline, device)
-    return Memory("cpu_allocator", baseline + max(0, _cpu_growth(step)), baseline)
+        return _cuda_peak(step, baseline, device, phases)
+    grown = {phase: baseline + growth for phase, growth in _cpu_growth(step, phases).items()}
+    return Memory("cpu_allocator", max(grown.values()), baseline, phases=grown if phases is not None else None)
 
 
-def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device) -> Memory:
+def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, phases: Phases | None) -> Memory:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # or the peak of `reserved` would be that of the steps before
     torch.cuda.reset_peak_memory_stats(device)
+    peaks = {FORWARD: 0, BACKWARD: 0}
+    now = FORWARD
+
+    def entered(phase: str) -> None:
+        """The allocator's books are kept where memory is asked for, on the host: no need to wait for the device."""
+        nonlocal now
+        peaks[now] = max(peaks[now], torch.cuda.max_memory_allocated(device))
+        torch.cuda.reset_peak_memory_stats(device)
+        now = phase
+
+    active = reserved = 0
+    if phases is not None:
+        phases.entered = entered
     step()
     torch.cuda.synchronize(device)
     stats = torch.cuda.memory_stats(device)
+    if phases is not None:
+        entered(BACKWARD)
+    else:
+        active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
     return Memory(
         "cuda_allocator",
-        peak_bytes=stats["allocated_bytes.all.peak"],
+        peak_bytes=stats["allocated_bytes.all.peak"] if phases is None else max(peaks.values()),
         baseline_bytes=baseline,
-        active_bytes=stats["active_bytes.all.peak"],
-        reserved_bytes=stats["reserved_bytes.all.peak"],
+        active_bytes=active or None,
+        reserved_bytes=reserved or None,
         alloc_retries=stats["num_alloc_retries"],
+        phases=peaks if phases is not None else None,
     )
 
 
-def _cpu_growth(step: Callable[[], object]) -> int:
-    """max_t Σ_{s≤t} Δ_s over the CPU allocator's events during `step`."""
+def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, int]:
+    """max_t Σ_{s≤t} Δ_s over the CPU allocator's events during each part of `step`; at least 0."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to standard error, which is a trial's evidence
+
+    def entered(phase: str) -> None:
+        with torch.profiler.record_function(_MARK + phase):
+            pass
+
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        if phases is not None:
+            phases.entered = entered
         step()
     assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
-    changes = [
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
-    ]
-    changes.sort(key=lambda change: change[0])
-    alive = peak = 0
-    for _, size in changes:
+    events: list[tuple[int, int, str]] = []
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+            events.append((event.start_ns(), event.nbytes(), ""))
+        elif event.name().startswith(_MARK):
+            events.append((event.start_ns(), 0, event.name().removeprefix(_MARK)))
+    events.sort(key=lambda event: event[0])
+    alive = 0
+    now, peaks = FORWARD, {FORWARD: 0, BACKWARD: 0}
+    for _, size, phase in events:
+        now = phase or now
         alive += size
-        peak = max(peak, alive)
-    return peak
+        peaks[now] = max(peaks[now], alive)
+    return peaks
 
 
 def set_budget(budget: int | None, device: torch.device) -> None:
@@ -120,47 +155,67 @@ class UnsupportedSimulation(UnsupportedModel):
 
 
 def run(trial: PeakTrial) -> dict[str, Any]:
-    """Body of a `PeakTrial`: {"memory", "budget_bytes", "parameters"}.
+    """Body of a `PeakTrial`: {"memory", "budget_bytes", "parameters"}; "memory" has "phases", each with its peak.
 
     Raises:
         OverBudget: the step needs more than `trial.memory_budget`.
         torch.OutOfMemoryError: the device, or its allocator held to the budget, had no more.
         UnsupportedModel: the backend refuses the model, or is not available.
     """
-    memory, parameters = _simulated(trial) if trial.simulated else _measured(trial)
-    result = {"memory": memory.as_record(), "budget_bytes": trial.memory_budget, "parameters": parameters}
+    memory, model_bytes, parameters = _simulated(trial) if trial.simulated else _measured(trial)
+    record = memory.as_record()
+    found = {"model": model_bytes, **(memory.phases or {}), "step": memory.peak_bytes}
+    record["phases"] = {name: found[name] for name in NAMES}
+    result = {"memory": record, "budget_bytes": trial.memory_budget, "parameters": parameters}
     return within_budget(result, trial.memory_budget)
 
 
-def _measured(trial: PeakTrial) -> tuple[Memory, int]:
+def _measured(trial: PeakTrial) -> tuple[Memory, int, int]:
     device = device_of(trial.device)
     set_budget(trial.memory_budget, device)
-    with _open_step(trial, trial.batch_size, trial.device) as step:
-        return measured_peak(step, step.holds(), device), parameter_count(step.backend.model)
+    phases = Phases()
+    with _open_step(trial, trial.batch_size, trial.device, phases) as step:
+        memory = measured_peak(step, step.holds(), device, phases)
+        return memory, _model_bytes(step), parameter_count(step.backend.model)
 
 
-def _simulated(trial: PeakTrial) -> tuple[Memory, int]:
+def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
     device = simulated_device(trial.device)
-    parameters = 0
+    model_bytes = parameters = 0
+    phases = Phases()
 
     @contextmanager
     def open_at(batch_size: int) -> Iterator[Step]:
-        nonlocal parameters
-        with _open_step(trial, batch_size, device) as step:
-            parameters = parameter_count(step.backend.model)
+        nonlocal model_bytes, parameters
+        with _open_step(trial, batch_size, device, phases) as step:
+            model_bytes, parameters = _model_bytes(step), parameter_count(step.backend.model)
             yield step
 
     per_sample_loop = available_backend(trial.backend).per_sample_loop
     try:
-        return simulated_peak_at(open_at, trial.batch_size, per_sample_loop=per_sample_loop), parameters
+        memory = simulated_peak_at(
+            open_at,
+            trial.batch_size,
+            per_sample_loop=per_sample_loop,
+            temporaries=torch.device(trial.device).type == "cpu",  # of a GPU's kernels nothing is known
+            phases=phases,
+        )
     except UnsupportedModel as error:
         raise UnsupportedSimulation(error) from error
+    return memory, model_bytes, parameters
+
+
+def _model_bytes(step: Step) -> int:
+    return storage_bytes([*step.backend.model.parameters(), *step.backend.model.buffers()])
 
 
 @contextmanager
-def _open_step(trial: PeakTrial, batch_size: int, device: str) -> Iterator[Step]:
+def _open_step(trial: PeakTrial, batch_size: int, device: str, phases: Phases) -> Iterator[Step]:
     backend_class = available_backend(trial.backend)
     workload = open_workload(trial, device)
     batch = workload.batch(batch_size)
-    with backend_class(workload.model, workload.loss_fn, verify=False) as backend:
+    with (
+        phases.watched(workload.model, workload.loss_fn) as loss_fn,
+        backend_class(workload.model, loss_fn, verify=False) as backend,
+    ):
         yield Step(backend, *batch)

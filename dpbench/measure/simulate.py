@@ -11,12 +11,14 @@ with the baseline as in `dpbench.measure.memory`. A view or an alias is no new s
 autograd saves is counted because its storage lives. The backward pass runs on the calling thread
 (`set_multithreading_enabled(False)`), where the modes are.
 
-**What it cannot see** is what a kernel allocates and frees inside one operation: workspaces of cuDNN and cuBLAS, copies
-of a convolution's operands in oneDNN's layout, rounding by the allocator, fragmentation. Beside the CPU's allocator,
-the peaks between operations agree to the byte for every backend; with the temporaries inside operations the simulated
-peak is 0 to 6 % lower, up to 11 % for mixed ghost norms of convolutions (B = 32; the test has the numbers).
-**What it sees in excess**: autograd adds gradients in place where it can, but never while a mode watches, so where
-branches join (a residual connection) one activation more may be alive: 0.5 % of ordinary training of a ResNet18.
+**Inside an operation** a kernel allocates and frees memory that no mode sees. On a CPU it is added by formula
+(`temporaries`): copies of a convolution's operands in oneDNN's layout (`clipping.temporaries`), a softmax's dense copy
+of its input, a group norm's sums. Workspaces of cuDNN and cuBLAS, rounding by the allocator and fragmentation are not
+known: on CUDA, or for a device that this machine lacks, none are added. The experiment `memory_accuracy` compares.
+
+**Where branches join** (a residual connection) autograd adds one gradient to the other in place if nobody else holds
+it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
+makes, and that outlives its first summand at once, is that summand.
 
 **A loop over samples** (`per_sample_loop`) does the same for every sample, and keeps of it only the norm and the loss.
 From the second sample on, iterations allocate alike, so at the worst moment of the last one
@@ -40,7 +42,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clipping.temporaries import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
+from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 
 #: The two batch sizes that a loop over samples is simulated at: steady, and one more.
 _LOOP_SIZES = (3, 4)
@@ -60,17 +64,30 @@ OpenStep = Callable[[], AbstractContextManager[SimulatedStep]]
 class StorageLifetimes(TorchDispatchMode):
     """Counts the bytes of all storages that operations return, from their birth to their death.
 
-    alive: bytes now. peak: the most there were; assign to it to begin anew.
+    Args:
+        temporaries: count what kernels of a CPU allocate and free inside one operation too.
+
+    Attributes:
+        alive: bytes now.
+        peak: the most there were; assign to it to begin anew.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, temporaries: bool = False) -> None:
         super().__init__()
         self.alive = 0
         self.peak = 0
+        self._temporaries = temporaries
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._replaced: int | None = None  # what the engine adds to, as long as nothing else has happened
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = self.alive
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add.Tensor and _the_engine_adds():
+            self._accumulated(args[0], result)
+            return result
+        if self._temporaries:
+            self.peak = max(self.peak, before + at_once(func, args, result))
         if isinstance(result, Tensor):
             self.watch(result)
         elif isinstance(result, (tuple, list)):
@@ -88,8 +105,12 @@ class StorageLifetimes(TorchDispatchMode):
         if key in self._watched:
             return
         size = storage.nbytes()
+        self._settle()
 
         def dead(_: object) -> None:
+            if self._replaced == key:
+                self._replaced = None  # nobody else held it: it was added to in place
+            self._settle()
             self.alive -= size
             del self._watched[key]
 
@@ -97,12 +118,70 @@ class StorageLifetimes(TorchDispatchMode):
         self.alive += size
         self.peak = max(self.peak, self.alive)
 
+    def _accumulated(self, old: Tensor, new: Tensor) -> None:
+        """`new` is `old` and another gradient; whether in the place of `old` is seen from what dies next."""
+        peak = self.peak
+        self.watch(new)
+        if old.shape == new.shape and old.is_contiguous():
+            self.peak, self._replaced = max(peak, self.alive - new.untyped_storage().nbytes()), id(old.untyped_storage())
 
-def simulated_peak(open_step: OpenStep) -> Memory:
-    """The peak of one step; `open_step()` is called under fake tensors, and builds model, batch and backend there."""
+    def _settle(self) -> None:
+        """Something happened before the old gradient died: it is held by somebody, and the sum is a tensor beside."""
+        if self._replaced is not None:
+            self._replaced = None
+            self.peak = max(self.peak, self.alive)
+
+
+def _the_engine_adds() -> bool:
+    """An addition between two nodes of a backward pass is autograd's own, of gradients that meet."""
+    return (
+        torch._C._current_graph_task_id() != -1
+        and torch._C._current_autograd_node() is None
+        and not torch.is_grad_enabled()
+    )
+
+
+def at_once(func: Any, args: Any, result: Any) -> int:
+    """Bytes that a CPU's kernel has allocated at once inside one operation, results included; 0 if no more than these.
+
+    Args:
+        func: the overload that is dispatched.
+        args: its positional arguments.
+        result: what it returned, or its shapes on fake tensors.
+    """
+    aten = torch.ops.aten
+    if func is aten.convolution.default and not args[6]:
+        x, weight, _, stride, *_, groups = args
+        dense = 0 if x.is_contiguous() else _nbytes(x)
+        return dense + Convolution(x.shape, weight.shape, result.shape, stride, groups, x.dtype).forward()
+    if func is aten.convolution_backward.default and not args[7]:
+        g, x, weight, _, stride, *_, groups, (of_input, of_weight, _) = args
+        dense = sum(_nbytes(each) for each in (g, x) if not each.is_contiguous())
+        sizes = Convolution(x.shape, weight.shape, g.shape, stride, groups, g.dtype)
+        return dense + sizes.gradients(of_input, of_weight)
+    if func in (aten._log_softmax.default, aten._softmax.default) and not args[0].is_contiguous():
+        return _nbytes(args[0]) + _nbytes(result)
+    if func is aten.native_group_norm_backward.default:
+        sums = 2 * args[5] * args[6] * args[0].element_size()
+        return sums + sum(_nbytes(part) for part in result if part is not None)
+    return 0
+
+
+def _nbytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Phases | None = None) -> Memory:
+    """The peak of one step; `open_step()` is called under fake tensors, and builds model, batch and backend there.
+
+    Args:
+        open_step: see above.
+        temporaries: those inside a CPU's kernels are in it.
+        phases: what tells of the parts of the step, for their peaks.
+    """
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
-        StorageLifetimes() as lifetimes,
+        StorageLifetimes(temporaries=temporaries) as lifetimes,
         torch.autograd.set_multithreading_enabled(False),
         open_step() as step,
     ):
@@ -112,8 +191,20 @@ def simulated_peak(open_step: OpenStep) -> Memory:
         baseline = storage_bytes(holds)
         gc.collect()  # building leaves cycles; they must not die during the step
         before = lifetimes.peak = lifetimes.alive
+        peaks = {FORWARD: before, BACKWARD: before}
+        now = FORWARD
+
+        def entered(phase: str) -> None:
+            nonlocal now
+            peaks[now] = max(peaks[now], lifetimes.peak)
+            lifetimes.peak, now = lifetimes.alive, phase
+
+        if phases is not None:
+            phases.entered = entered
         step()
-        return Memory("simulated", baseline + lifetimes.peak - before, baseline)
+        entered(BACKWARD)
+        grown = {phase: baseline + peak - before for phase, peak in peaks.items()}
+        return Memory("simulated", max(grown.values()), baseline, phases=grown if phases is not None else None)
 
 
 def simulated_peak_at(
@@ -121,16 +212,29 @@ def simulated_peak_at(
     batch_size: int,
     *,
     per_sample_loop: bool = False,
+    temporaries: bool = True,
+    phases: Phases | None = None,
 ) -> Memory:
     """The peak at one batch size; exact and quick also for a backend that loops over samples (see the module)."""
+
+    def at(size: int) -> Memory:
+        return simulated_peak(lambda: open_step_at(size), temporaries=temporaries, phases=phases)
+
     if not per_sample_loop or batch_size <= _LOOP_SIZES[1]:
-        return simulated_peak(lambda: open_step_at(batch_size))
-    few, more = (simulated_peak(lambda size=size: open_step_at(size)) for size in _LOOP_SIZES)  # type: ignore[misc]
+        return at(batch_size)
+    few, more = (at(size) for size in _LOOP_SIZES)
     steps = batch_size - _LOOP_SIZES[0]
+
+    def beyond(a: int, b: int) -> int:
+        return a + steps * (b - a)
+
     return Memory(
         "simulated",
-        peak_bytes=few.peak_bytes + steps * (more.peak_bytes - few.peak_bytes),
-        baseline_bytes=few.baseline_bytes + steps * (more.baseline_bytes - few.baseline_bytes),
+        peak_bytes=beyond(few.peak_bytes, more.peak_bytes),
+        baseline_bytes=beyond(few.baseline_bytes, more.baseline_bytes),
+        phases={name: beyond(peak, more.phases[name]) for name, peak in few.phases.items()}
+        if few.phases is not None and more.phases is not None
+        else None,
     )
 
 

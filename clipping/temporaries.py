@@ -1,0 +1,117 @@
+"""What a convolution allocates and lets go of while it runs, on a CPU.
+
+oneDNN computes in a layout of its own, channels in blocks of 16. Hence each operand is copied into that layout first,
+and the result out of it afterwards; copies of the operands are gone by then. With ' for a copy,
+
+    forward           max(x' + w' + y', y' + y)
+    input gradient    max(y' + w' + x', x' + x), but max(y' + w' + x', x' + 2x) with a stride
+    weight gradient   max(y' + x' + w' + a sum of weights for each further thread, w' + w)
+
+where an operand is not copied that the kernel reads as it lies: an input of fewer than 16 channels, groups of a number
+of channels that its blocks do not fit. These go through patches of one sample instead, as does everything (of the whole
+batch) where oneDNN is not used: one small sample, or float64.
+
+All found by the profiler's memory timeline (torch 2.15, AVX-512 and 1 or 2 threads), and meant to be right within a few
+percent of an operation. cuDNN's workspaces are others, and are not predicted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+BLOCK = 16
+"""Channels to a block of the layout."""
+SMALL = 20480
+"""Entries of a single sample from which on it is worth a conversion (ATen's `use_mkldnn`)."""
+
+
+class Convolution(NamedTuple):
+    """Shapes, stride, groups and dtype; bytes at once are those of its temporaries and results together."""
+
+    x: Sequence[int]
+    weight: Sequence[int]
+    y: Sequence[int]
+    stride: Sequence[int]
+    groups: int
+    dtype: torch.dtype
+
+    def forward(self) -> int:
+        """Bytes at once."""
+        if not self._is_blocked():
+            return self._bytes(self.y) + self._patches()
+        y, weight = self._copy(self.y), self._copy_of_weight()
+        if self.groups == 1:
+            x = self._copy(self.x) if self.x[1] >= BLOCK else 0
+        else:
+            x = self._copy(self.x) if self._fits(4) else 0
+        return max(x + weight + y, y + self._bytes(self.y))
+
+    def input_gradient(self) -> int:
+        """Bytes at once."""
+        result = self._bytes(self.x)
+        if not self._is_blocked():
+            return result
+        x, weight = self._copy(self.x), self._copy_of_weight()
+        y = self._copy(self.y) if self.groups == 1 or self._fits(4) else 0
+        strided = max(self.stride) > 1 and (self.groups == 1 or self._fits(BLOCK))
+        return max(y + weight + x, x + (2 if strided else 1) * result)
+
+    def weight_gradient(self) -> int:
+        """Bytes at once."""
+        result = self._bytes(self.weight)
+        if not self._is_blocked():
+            return result + self._patches()
+        weight = self._copy_of_weight()
+        depthwise = self.weight[1] == 1 and self.groups == self.weight[0]
+        if self.groups > 1 and not (self._fits(8) or (depthwise and max(self.weight[2:]) <= 3)):
+            return result + max(result, self._patches(samples=1) + 4 * result)
+        x = self._copy(self.x, 8) if self.groups > 1 or self.x[1] > 3 else 0
+        y = self._copy(self.y)
+        summed = (torch.get_num_threads() - 1) * weight if weight < x + y and self.groups == 1 else 0
+        return max(y + x + weight + summed, weight + result)
+
+    def gradients(self, of_input: bool, of_weight: bool) -> int:
+        """Bytes at once, of one gradient after the other."""
+        first = self.input_gradient() if of_input else 0
+        kept = self._bytes(self.x) if of_input else 0
+        return max(first, kept + self.weight_gradient()) if of_weight else first
+
+    def results(self, of_input: bool, of_weight: bool) -> int:
+        """Bytes of the gradients themselves."""
+        return (self._bytes(self.x) if of_input else 0) + (self._bytes(self.weight) if of_weight else 0)
+
+    def _is_blocked(self) -> bool:
+        """oneDNN computes it: ATen's choice."""
+        if self.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
+            return False
+        sides = list(self.weight[2:])[-2:]
+        return self.groups > 1 or min(sides) > 3 or self.x[0] > 1 or math.prod(self.x) > SMALL
+
+    def _fits(self, multiple: int) -> bool:
+        """The channels of a group are so many times a number, or one each."""
+        each, outputs = self.weight[1], self.weight[0] // self.groups
+        return (each % multiple == 0 and outputs % multiple == 0) or (each == outputs == 1 and multiple == 4)
+
+    def _copy(self, shape: Sequence[int], least: int = BLOCK) -> int:
+        """In blocks of channels, the last one filled up; or in one of `least` if that holds them all."""
+        block = least if shape[1] <= least else BLOCK
+        return self._bytes([shape[0], -(-shape[1] // block) * block, *shape[2:]])
+
+    def _copy_of_weight(self) -> int:
+        if self.groups > 1:
+            return self._bytes(self.weight)
+        inputs = self.weight[1] if self.weight[1] < BLOCK else -(-self.weight[1] // BLOCK) * BLOCK
+        return self._bytes([-(-self.weight[0] // BLOCK) * BLOCK, inputs, *self.weight[2:]])
+
+    def _patches(self, samples: int | None = None) -> int:
+        if max(self.weight[2:]) == 1 and max(self.stride) == 1:
+            return 0
+        each = [self.x[0] if samples is None else samples, math.prod(self.weight[1:]), *self.y[2:]]
+        return self._bytes(each)
+
+    def _bytes(self, shape: Sequence[int]) -> int:
+        return math.prod(shape) * self.dtype.itemsize
