@@ -33,7 +33,10 @@ from clipping.costs import MOST_SAMPLES, Costs, Notebook, measured, predicted
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
 from clipping.tape import Tape, Use
-from clipping.timeline import Held, Timeline, storage_of
+from clipping.timeline import Balance, Held, Timeline, storage_of
+
+CALL = 3e-5
+"""Seconds of another block of samples, roughly: what smaller blocks are charged where they were not timed."""
 
 Kind = tuple[Hashable, ...]
 Strategy = Literal["auto", "time", "memory", "paper"]
@@ -141,16 +144,21 @@ class Planner:
         timeline = Timeline(losses, list(sizes.items()), outside)
         routes = [formula_route(source, rule, use.output) for use, source, rule in readings]
         costs = self._costs(readings, kinds, tape.counts, losses, may_time)
-        items = []
+        items: list[Item] = []
+        fixed: list[Held] = []
+        shared: set[str] = set()
         for position, ((use, source, rule), what) in enumerate(zip(readings, kinds, strict=True)):
             if has_choice(source, rule, tape.counts):
                 choices = choices_of(rule, use, costs[what])
                 paper = 2 * rule.positions**2 <= rule.inputs * rule.outputs
                 items.append(Item(position, paper, costs[what], choices, choices[0]))
-        self._choose(items, timeline)
+            else:
+                alone = all(tape.counts[name] == 1 for name in source.parameters)
+                fixed.append(held_without_choice(use, source, rule, routes[position], shared if not alone else None))
+        self._choose(items, timeline, fixed)
         for item in items:
             routes[item.position] = item.taken.route
-        peak = timeline.peak([item.taken.held for item in items])
+        peak = timeline.peak([item.taken.held for item in items] + fixed)
         constant = timeline.outside
         return Plan(routes, items, peak + constant, timeline.ordinary + constant, may_time)
 
@@ -192,49 +200,49 @@ class Planner:
             self._notebooks[device] = Notebook(device, file=self.file)
         return self._notebooks[device]
 
-    def _choose(self, items: list[Item], timeline: Timeline) -> None:
-        """Set what each item takes."""
+    def _choose(self, items: list[Item], timeline: Timeline, fixed: list[Held]) -> None:
+        """Set what each item takes; `fixed` is held by uses without a choice."""
         if self.strategy == "paper":
             for item in items:
                 item.taken = next((c for c in item.choices if c.route.ghost == item.paper), item.choices[0])
             return
         if self.strategy == "memory":
             for item in items:
-                item.taken = min(item.choices, key=lambda c: (c.held.kept + c.held.workspace, c.seconds))
+                item.taken = min(item.choices, key=lambda c: (c.held.bytes, c.seconds))
             return
-        self._fastest(items)
+        balance = self._fastest(items, timeline, fixed)
         if self.strategy == "time":
             return
         limit = (1 + self.memory_overhead) * (timeline.ordinary + timeline.outside) - timeline.outside
-        while timeline.peak([item.taken.held for item in items]) > limit:
-            if not _relieve(items, timeline, dearest=float("inf")):  # out of reach: what can be had at a fair price
-                self._fastest(items)
+        while balance.peak > limit:
+            if not _relieve(items, balance, dearest=float("inf")):  # out of reach: what can be had at a fair price
+                balance = self._fastest(items, timeline, fixed)
                 step = 3 * sum(item.costs.weight_gradient for item in items)
-                while _relieve(items, timeline, dearest=step / (timeline.ordinary + timeline.outside)):
+                while _relieve(items, balance, dearest=step / (timeline.ordinary + timeline.outside)):
                     pass
                 return
+        _hasten(items, balance, limit)
 
-    def _fastest(self, items: list[Item]) -> None:
+    def _fastest(self, items: list[Item], timeline: Timeline, fixed: list[Held]) -> Balance:
         for item in items:
             item.taken = min(item.choices, key=lambda c: c.seconds)
+        return Balance(timeline, [*(item.taken.held for item in items), *fixed])
 
 
-def _relieve(items: list[Item], timeline: Timeline, dearest: float) -> bool:
-    """Exchange the one choice that lowers the peak most for its time; False if there is none.
+def _relieve(items: list[Item], balance: Balance, dearest: float) -> bool:
+    """Exchange the one choice that lowers the fullest moment most for its time; False if there is none.
 
     Args:
         items: whose choices may be exchanged.
-        timeline: what they add up to.
+        balance: what they add up to.
         dearest: seconds (of a sample) that a byte may cost.
     """
-    held = [item.taken.held for item in items]
-    peak = timeline.peak(held)
     best: tuple[float, Item, Choice] | None = None
-    for i, item in enumerate(items):
+    for item in items:
         for choice in item.choices:
             if choice is item.taken:
                 continue
-            saved = peak - timeline.peak([*held[:i], choice.held, *held[i + 1 :]])
+            saved = balance.saved(item.taken.held, choice.held)
             if saved <= 0:
                 continue
             price = (choice.seconds - item.taken.seconds) / saved
@@ -242,8 +250,26 @@ def _relieve(items: list[Item], timeline: Timeline, dearest: float) -> bool:
                 best = price, item, choice
     if best is None:
         return False
-    best[1].taken = best[2]
+    _, item, choice = best
+    balance.exchange(item.taken.held, choice.held)
+    item.taken = choice
     return True
+
+
+def _hasten(items: list[Item], balance: Balance, limit: float) -> None:
+    """Take back what turned out to be given up for nothing: faster choices within the limit, what gains most first."""
+    gains = [
+        (choice.seconds - item.taken.seconds, i, j)
+        for i, item in enumerate(items)
+        for j, choice in enumerate(item.choices)
+    ]
+    for gain, i, j in sorted(gains):
+        item, choice = items[i], items[i].choices[j]
+        if gain >= 0 or choice.seconds >= item.taken.seconds:
+            continue
+        if balance.peak_after(item.taken.held, choice.held) <= limit:
+            balance.exchange(item.taken.held, choice.held)
+            item.taken = choice
 
 
 def kind(rule: Rule, output: Spec) -> Kind:
@@ -270,24 +296,66 @@ def formula_route(source: Source, rule: Rule, output: Spec) -> Route:
     return Route(kept=rule.is_kept(output))
 
 
+def held_without_choice(use: Use, source: Source, rule: Rule, route: Route, shared: set[str] | None) -> Held:
+    """What a use holds whose route is settled.
+
+    Args:
+        use, source, rule, route: one reading.
+        shared: parameters of several uses that were met before, added to here; None if its own are used once.
+    """
+    output, count = use.output, rule.samples(use.output)
+    size, gradients = output.numel() * output.element_size(), count * rule.instantiated_bytes(output)
+    if shared is not None and not (route.ghost and source.is_parameter):
+        new = [name for name in source.parameters if name not in shared]
+        shared.update(new)  # all uses of a parameter add up to one gradient a sample
+        return Held(use.node, gradients if new else 0, None, 0 if new else gradients)
+    if route.kept:
+        return Held(use.node, gradients, None, 0)
+    held_input = rule.held_input()
+    stored = None if held_input is None else storage_of(held_input)
+    return Held(use.node, 0, stored, 0, size, rule.summing_bytes(output))
+
+
 def choices_of(rule: Rule, use: Use, costs: Costs) -> list[Choice]:
-    """What can be done with a use; see the module's text."""
+    """What can be done with a use (see the module's text), the fastest of a kind before those that take less memory."""
     output = use.output
     count, size = rule.samples(output), output.numel() * output.element_size()
     held_input = rule.held_input()
     stored = None if held_input is None else storage_of(held_input)
+    summing = rule.summing_bytes(output)
     found = []
     for ghost in (True, False):
-        best = costs.best(ghost=ghost)
-        if best is None:
-            continue
-        route, seconds = best
-        way = route.way or rule.best_way(output, ghost=ghost)
-        block = len(range(count)[rule.blocks(output, way, route.block)[0]])
-        workspace = int(block * rule.work(output, way).workspace)
-        found.append(Choice(route, seconds + costs.weight_gradient, Held(use.node, size, stored, workspace)))
-        if not ghost and costs.kept is not None:
-            bytes_ = count * rule.instantiated_bytes(output)
-            held = Held(use.node, bytes_, None, max(0, workspace - bytes_))
-            found.append(Choice(replace(route, kept=True), seconds + costs.kept, held))
+        for route, seconds, block in _routes(rule, output, costs, ghost=ghost):
+            workspace = rule.norm_bytes(output, route.way or rule.best_way(output, ghost=ghost), block)
+            held = Held(use.node, 0, stored, workspace, size, summing)
+            found.append(Choice(route, seconds + costs.weight_gradient, held))
+            if not ghost and costs.kept is not None:
+                each = rule.instantiated_bytes(output)
+                held = Held(use.node, count * each, None, max(0, workspace - block * each))
+                found.append(Choice(replace(route, kept=True), seconds + costs.kept, held))
     return found
+
+
+def _routes(rule: Rule, output: Spec, costs: Costs, *, ghost: bool) -> list[tuple[Route, float, int]]:
+    """(route, seconds of one sample, samples to a block): the fastest, then smaller blocks, timed ones if there are."""
+    best = costs.best(ghost=ghost)
+    if best is None:
+        return []
+    count = rule.samples(output)
+    found: list[tuple[Route, float, int]] = []
+    others = [(Route(*key), seconds) for key, seconds in costs.norms.items() if key[0] == ghost]
+    for route, seconds in [best, *sorted(others, key=lambda other: other[1])]:
+        block = _block(rule, output, route, count)
+        if all(block < known for _, _, known in found):
+            found.append((route, seconds, block))
+    route, seconds, block = found[-1]
+    for smaller in (-(-block // 4), -(-block // 16)):
+        if smaller < found[-1][2]:
+            more = CALL * (count / smaller - count / block) / max(1, count)
+            found.append((replace(route, block=smaller), seconds + more, smaller))
+    return found
+
+
+def _block(rule: Rule, output: Spec, route: Route, count: int) -> int:
+    way = route.way or rule.best_way(output, ghost=route.ghost)
+    return -(-count // len(rule.blocks(output, way, route.block)))

@@ -194,6 +194,15 @@ class Rule(ABC):
             return Work(halved * pairs * (self.inputs + self.outputs), 6 * pairs * wide, 2 * pairs * wide)
         return Work(max(1, self.positions) * entries, 2 * entries * size, entries * size)
 
+    def norm_bytes(self, g: Tensor | Spec, way: str, block: int) -> int:
+        """Bytes that the norms of a block of samples take at once, instantiated gradients among them."""
+        bytes_ = int(block * self.work(g, way).workspace)
+        return min(bytes_, self.workspace(g)) if way in self.ghosts else bytes_  # large Gram matrices come in blocks
+
+    def summing_bytes(self, g: Tensor | Spec) -> int:
+        """Bytes that `weighted` takes beside (a, g) and the sum: one of them is scaled, if there is an input."""
+        return 0 if self.held_input() is None else g.numel() * g.element_size()
+
     def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
         """The way that the formulas prefer; a kernel is never taken before it was timed."""
         ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]

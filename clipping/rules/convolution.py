@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -22,6 +23,7 @@ from clipping.interface import norm_dtype
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product
 from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
 from clipping.samples import rounded_down
+from clipping.temporaries import Convolution
 
 
 class ConvolutionWeight(Rule):
@@ -101,10 +103,9 @@ class ConvolutionWeight(Rule):
 
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
         """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
-        # only its shape is read, for the weight itself is needed by the input's gradient alone
         weight = self.parameter
         if fold != 1 or weight.dtype != g.dtype:
-            weight = g.new_empty(fold * weight.shape[0], *weight.shape[1:])
+            weight = _of_any_values(g, (fold * weight.shape[0], *weight.shape[1:]))
         return torch.ops.aten.convolution_backward(
             g,
             x,
@@ -153,6 +154,26 @@ class ConvolutionWeight(Rule):
             3 * shifts * pairs * wide,
             (2 * pairs + phase * self.groups) * wide,
         )
+
+    def norm_bytes(self, g: Tensor | Spec, way: str, block: int) -> int:
+        if way in ("patches", "unfold"):
+            return int(block * self.work(g, way).workspace)
+        if way != "grouped" or self.parameter.device.type != "cpu":
+            return super().norm_bytes(g, way, block)
+        spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
+        return spare + self._convolution(g, block).weight_gradient()
+
+    def summing_bytes(self, g: Tensor | Spec) -> int:
+        scaled = g.numel() * g.element_size()
+        if self.parameter.device.type != "cpu":
+            return scaled
+        return scaled + self._convolution(g, 1).weight_gradient() - self.parameter.numel() * g.element_size()
+
+    def _convolution(self, g: Tensor | Spec, fold: int) -> Convolution:
+        """Of the whole batch, or with `fold` samples folded into the groups."""
+        rows, (outputs, *kernel) = (g.shape[0] if fold == 1 else 1), self.parameter.shape
+        x, y = ([rows, fold * shape[1], *shape[2:]] for shape in (self.x.shape, g.shape))
+        return Convolution(x, (fold * outputs, *kernel), y, self.stride, fold * self.groups, g.dtype)
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         available = self.workspace(g)
@@ -272,6 +293,17 @@ def convolution(
     if bias is not None:
         rules.append(Bias(bias, channel=1))
     return output, rules
+
+
+def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
+    """A weight of which only the shape is read (the input's gradient alone needs its values), in g's memory if it fits.
+
+    The library asks for a dense one.
+    """
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    if g.untyped_storage().nbytes() < math.prod(shape) * g.element_size():
+        return g.new_empty(shape)
+    return g.as_strided(shape, strides, 0)
 
 
 def _each(value: int | tuple[int, ...], spatial: int) -> list[int]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, gram_product, within
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, gram_product, within
 from clipping.rules.elementwise import Broadcast
 from clipping.samples import rounded_down
 
@@ -50,6 +50,9 @@ class LinearWeight(Rule):
             g = g * factors
         a, g = a.flatten(0, 1), g.flatten(0, 1)
         return a.t() @ g if self.transposed else g.t() @ a
+
+    def summing_bytes(self, g: Tensor | Spec) -> int:
+        return min(self.a.numel() * g.element_size(), super().summing_bytes(g))
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:

@@ -1,4 +1,4 @@
-"""Which part of a step runs: the forward pass, from a call of the model to its loss, or all else (the backward pass)."""
+"""Which part of a step runs: the forward pass, from a call of the model to its loss, or all else (backward)."""
 
 from __future__ import annotations
 

@@ -123,7 +123,10 @@ class StorageLifetimes(TorchDispatchMode):
         peak = self.peak
         self.watch(new)
         if old.shape == new.shape and old.is_contiguous():
-            self.peak, self._replaced = max(peak, self.alive - new.untyped_storage().nbytes()), id(old.untyped_storage())
+            self.peak, self._replaced = (
+                max(peak, self.alive - new.untyped_storage().nbytes()),
+                id(old.untyped_storage()),
+            )
 
     def _settle(self) -> None:
         """Something happened before the old gradient died: it is held by somebody, and the sum is a tensor beside."""
