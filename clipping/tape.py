@@ -239,6 +239,9 @@ class Tape(TorchFunctionMode):
         if self._arrival is not None:
             with without_autocast(g.device):
                 self._arrival(use, g)
+            for _, rule in use.rules:
+                if rule.share is not None:
+                    rule.share.input_only = True
             use.rules = []  # and with them the operation's input, unless somebody keeps it
         elif self.by_hand is not None:
             self.by_hand()

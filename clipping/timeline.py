@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from clipping.rules.pieces import Pieces, in_pieces
 from clipping.tape import nodes
 from clipping.temporaries import Convolution
 
@@ -282,6 +283,11 @@ def _bytes(node: Any, index: int) -> int:
 
 def _temporaries(node: Any) -> tuple[int, int]:
     """What a node allocates beside its gradients, on a CPU: (with all of them, without those of its parameters)."""
+    if isinstance(node, Pieces._backward_cls):
+        shapes: Convolution = node.sizes  # type: ignore[attr-defined]
+        return shapes.gradients(True, True) - shapes.results(True, True), in_pieces(shapes) - shapes.results(
+            True, False
+        )
     if not type(node).__name__.startswith("ConvolutionBackward") or node._saved_transposed:
         return 0, 0
     try:

@@ -121,9 +121,9 @@ def test_least_memory():
 def test_auto_keeps_the_limit_where_that_can_be(costs):
     """Kept gradients are fastest, and here the largest of all there is."""
     costs(conv_only)
-    fast, limited = planned(Planner("time"), size=64), planned(Planner("auto", memory_overhead=1.0), size=64)
+    fast, limited = planned(Planner("time"), size=64), planned(Planner("auto", memory_overhead=0.4), size=64)
     assert fast.ordinary == limited.ordinary
-    assert fast.peak > 2 * fast.ordinary >= limited.peak
+    assert fast.peak > 1.4 * fast.ordinary >= limited.peak
     assert sum(i.taken.seconds for i in limited.items) > sum(i.taken.seconds for i in fast.items)
     some = [item.taken.route.kept for item in limited.items]
     assert any(some) and not all(some)  # no more is given up than must be

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
+from clipping.rules.pieces import Share
 from clipping.samples import weighted_sum
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
@@ -113,6 +114,8 @@ class Rule(ABC):
     """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
     route = Route()
     """What was decided for this use, before the backward pass."""
+    share: Share | None = None
+    """Told that only the gradient of the operation's input is wanted, if it can make use of that."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter

@@ -21,6 +21,7 @@ from torch import Tensor
 from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product
+from clipping.rules.pieces import Pieces, Share, applies
 from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
 from clipping.samples import rounded_down
 from clipping.temporaries import Convolution
@@ -287,9 +288,15 @@ def convolution(
             input, pads = F.pad(input, sides), [0] * spatial
     else:
         pads = _each(padding, spatial)
+    geometry = strides, pads, dilations, groups
     function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-    output = function(input, weight, bias, strides, pads, dilations, groups)
-    rules: list[Rule] = [ConvolutionWeight(weight, input, output.shape[2:], strides, pads, dilations, groups)]
+    share = Share() if applies(input, weight) else None
+    if share is not None:
+        output = Pieces.apply(share, input, weight, bias, *geometry)
+    else:
+        output = function(input, weight, bias, *geometry)
+    rules: list[Rule] = [ConvolutionWeight(weight, input, output.shape[2:], *geometry)]
+    rules[0].share = share
     if bias is not None:
         rules.append(Bias(bias, channel=1))
     return output, rules
