@@ -89,6 +89,9 @@ class Convolution(NamedTuple):
         if self.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
             return False
         sides = list(self.weight[2:])[-2:]
+        few = self.x[0] < BLOCK and torch.get_num_threads() == 1
+        if few and max(sides) == max(self.stride) == 1:
+            return False
         return self.groups > 1 or min(sides) > 3 or self.x[0] > 1 or math.prod(self.x) > SMALL
 
     def _fits(self, multiple: int) -> bool:

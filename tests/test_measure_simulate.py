@@ -213,7 +213,7 @@ def built_in(model: str, backend: str, batch_size: int) -> Iterator[Step]:
 
 def compare_with_measured(open_step: Callable[[], contextlib.AbstractContextManager[Step]]) -> tuple[float, float]:
     """simulated / measured: (between operations, with the temporaries inside them)."""
-    found = simulated_peak(open_step)
+    bare, found = simulated_peak(open_step, temporaries=False), simulated_peak(open_step)
     with open_step() as step:
         if isinstance(step.backend, BkMixed):  # the plan that fake tensors get
             step.backend.planner.timing = False
@@ -221,45 +221,75 @@ def compare_with_measured(open_step: Callable[[], contextlib.AbstractContextMana
         measured = measured_peak(Step(step.backend, step.inputs, step.targets), step.holds(), torch.device("cpu"))
     assert found.baseline_bytes == measured.baseline_bytes == baseline
     assert measured.peak_bytes == pytest.approx(whole, rel=1e-3)
-    return found.peak_bytes / between, found.peak_bytes / whole
+    return bare.peak_bytes / between, found.peak_bytes / whole
 
 
 @pytest.mark.parametrize("make", [plain, Residual], ids=["plain", "residual"])
 @pytest.mark.parametrize("backend", COMPARED)
-def test_the_simulated_peak_is_the_measured_one_but_for_temporaries_inside_kernels(backend, make):
-    """To the byte between operations, for every backend.
+def test_the_simulated_peak_is_the_measured_one(backend, make):
+    """To the byte between operations, and within 5 % with what convolutions allocate inside (without: down to 0.77).
 
-    What is missing inside them are copies of a convolution's operands in oneDNN's layout. Beside networks as small as
-    these they weigh much (found on torch 2.15 with AVX-512: ratios from 0.77, a loop over samples of the residual
-    network, to 1.00), and how much depends on the CPU.
+    A network as small as these is the hard case: each temporary weighs much.
     """
     skip_if_unavailable(backend)
     between, whole = compare_with_measured(lambda: opened(make, backend, 16))
     assert 0.999 < between < 1.001
-    assert 0.6 < whole < 1.001
+    assert 0.95 < whole < 1.05
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("model", "batch_size"), [("cnn", 32), ("resnet18", 8)])
 @pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"])
 def test_beside_the_measured_peak_of_built_in_models(backend, model, batch_size):
-    """Found, simulated / measured with all temporaries, on torch 2.15 with AVX-512:
-
-    ============  ==========  ==========  =====  =====  ===========  ============
-    model, B      nonprivate  microbatch  vmap   ghost  mixed_ghost  opacus_hooks
-    ============  ==========  ==========  =====  =====  ===========  ============
-    cnn, 32       0.939       0.946       0.959  1.000  0.894        1.000
-    resnet18, 8   0.990       0.998       1.000  1.000  0.990        1.000
-    resnet18, 32  0.980       0.998       1.000  1.000  1.000        1.000
-    ============  ==========  ==========  =====  =====  ===========  ============
-
-    Between operations all are 1.000, but up to 1.005 for nonprivate, microbatch and mixed_ghost on resnet18, where
-    autograd adds the gradients of two branches in place.
-    """
+    """Found on torch 2.15 with AVX-512: 0.99 to 1.004 for all of them (`memory_accuracy` has every model)."""
     skip_if_unavailable(backend)
     between, whole = compare_with_measured(lambda: built_in(model, backend, batch_size))
     assert 0.999 < between < 1.01
-    assert 0.85 < whole < 1.01
+    assert 0.95 < whole < 1.05
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_that_meet_are_added_in_place_unless_somebody_holds_the_first(keep):
+    """x + f(x) at two places of 1 MiB: with a hook that keeps the first gradient the sum is a tensor of its own."""
+    kept: list[Tensor] = []
+
+    def step(x: Tensor) -> object:
+        y = x * 1  # its gradient is the sum
+        branch = y * 2
+        if keep:
+            branch.register_hook(kept.append)
+        total = (branch + y * 3).sum()
+        del y, branch
+        found = torch.autograd.grad(total, x)
+        kept.clear()
+        return found
+
+    def real() -> float:
+        x = mebibytes(1, requires_grad=True)
+        return (measured_peak(lambda: step(x), [x], torch.device("cpu")).peak_bytes - MIB) / MIB
+
+    growth = simulated(step, lambda: [mebibytes(1, requires_grad=True)])[1]
+    assert growth == pytest.approx(real(), abs=0.01)
+
+
+def test_what_a_gpu_s_kernels_allocate_is_not_guessed():
+    here, there = (
+        memory.run(PeakTrial(model="cnn", backend="nonprivate", batch_size=8, device=device, simulated=True))["memory"]
+        for device in ("cpu", "cuda")
+    )
+    if not torch.cuda.is_available():
+        assert there["peak_bytes"] < here["peak_bytes"]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "mixed_ghost", "vmap"])
+def test_each_part_of_a_step_has_its_peak(backend, simulated):
+    trial = PeakTrial(model="cnn", backend=backend, batch_size=4, simulated=simulated)
+    found = memory.run(trial)["memory"]
+    phases = found["phases"]
+    assert list(phases) == ["model", "forward", "backward", "step"]
+    assert phases["model"] == 4 * 550_570 and phases["model"] < phases["forward"] < phases["backward"]
+    assert phases["step"] == max(phases["forward"], phases["backward"]) == found["peak_bytes"]
 
 
 @pytest.mark.parametrize("backend", sorted(NOT_SIMULATED))

@@ -1,0 +1,46 @@
+"""Simulated beside measured peak memory of a step: every built-in model and backend, for each part of the step.
+
+A simulation is what the stress test draws where there is no device, and where a search for the largest batch begins; it
+is worth what it is right. The batches are small: an error does not hide behind the activations there, and all of it
+ends in minutes.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import PeakTrial
+
+OURS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+#: Batch size -> models.
+BATCHES = {
+    32: ["cnn"],
+    8: ["vgg11", "vgg13", "vgg16", "vgg19", "resnet18", "resnet34"],
+    4: ["resnet50", "wide_resnet", "resnext"],
+    2: ["resnet101", "resnet152"],
+}
+
+
+def cells(device: str) -> list[PeakTrial]:
+    return [
+        trial
+        for batch_size, models in BATCHES.items()
+        for trial in grid(
+            PeakTrial, model=models, backend=OURS + PEERS, simulated=[True, False], batch_size=batch_size, device=device
+        )
+    ]
+
+
+def smoke(device: str) -> list[PeakTrial]:
+    some = ["nonprivate", "mixed_ghost", "bk_mixed"]
+    return grid(PeakTrial, model="cnn", backend=some, simulated=[True, False], batch_size=4, device=device)
+
+
+EXPERIMENT = Experiment(
+    name="memory_accuracy",
+    doc="simulated beside measured peak memory of a step, by model, backend and part of the step",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("memory_accuracy",),
+)
