@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 import pytest
+from report_records import RunFile
 
 from dpbench.experiment import load_experiment
 from dpbench.report import FIGURES, memory_accuracy, write_report
 from dpbench.report.select import LeftOut, read
 from dpbench.trials import PeakTrial
-from tests.report_records import RunFile
 
 
 def peaks(run, model, backend, simulated, measured=None, outcome="ok", evidence=None):
@@ -34,7 +34,7 @@ def source(tmp_path):
 
 
 def test_errors_by_cell_and_the_worst_by_name(source):
-    records, left_out = read(source)[0] if isinstance(read(source), tuple) else read(source), LeftOut()
+    records, left_out = read(source), LeftOut()
     frame = memory_accuracy.table(records, left_out)
     assert list(frame.backend) == ["nonprivate", "vmap", "opacus_ew"]
     assert frame.error[0] == pytest.approx(0.02) and frame.error[1] == pytest.approx(-0.1)
@@ -57,6 +57,9 @@ def test_the_experiment_compares_each_cell_both_ways():
     experiment = load_experiment("memory_accuracy")
     assert experiment.figures == ("memory_accuracy",) and set(experiment.figures) <= set(FIGURES)
     cells = experiment.cells("cpu")
-    pairs = {(t.model, t.backend): {o.simulated for o in cells if (o.model, o.backend) == (t.model, t.backend)} for t in cells}
+    pairs = {
+        (t.model, t.backend): {o.simulated for o in cells if (o.model, o.backend) == (t.model, t.backend)}
+        for t in cells
+    }
     assert len(cells) == 2 * len(pairs) and all(both == {True, False} for both in pairs.values())
     assert len({model for model, _ in pairs}) == 12 and len(experiment.smoke("cpu")) == 6

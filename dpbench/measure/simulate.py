@@ -155,11 +155,11 @@ def at_once(func: Any, args: Any, result: Any) -> int:
     aten = torch.ops.aten
     if func is aten.convolution.default and not args[6]:
         x, weight, _, stride, *_, groups = args
-        dense = 0 if x.is_contiguous() else _nbytes(x)
+        dense = sum(_nbytes(each) for each in (x, weight) if not each.is_contiguous())
         return dense + Convolution(x.shape, weight.shape, result.shape, stride, groups, x.dtype).forward()
     if func is aten.convolution_backward.default and not args[7]:
         g, x, weight, _, stride, *_, groups, (of_input, of_weight, _) = args
-        dense = sum(_nbytes(each) for each in (g, x) if not each.is_contiguous())
+        dense = sum(_nbytes(each) for each in (g, x, weight) if not each.is_contiguous())
         sizes = Convolution(x.shape, weight.shape, g.shape, stride, groups, g.dtype)
         return dense + sizes.gradients(of_input, of_weight)
     if func in (aten._log_softmax.default, aten._softmax.default) and not args[0].is_contiguous():
