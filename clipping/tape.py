@@ -221,7 +221,7 @@ class Tape(TorchFunctionMode):
     def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
         for made in _tensors((output,), {}):
             if made.requires_grad and id(made) not in self._sources:  # `to` may give back what it was given
-                source = derive(func, made, sources)
+                source = derive(func, args, kwargs, made, sources)
                 if func is F.embedding and id(args[1]) in self._sources:
                     source.lookup = (args[0], args[1], kwargs.get("padding_idx"))
                 self._sources[id(made)] = source
