@@ -53,17 +53,21 @@ REARRANGEMENTS = TRANSPOSITIONS | {
 READS = {torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select}
 """Operations on one tensor whose other operands are indices."""
 
-COPIES = REARRANGEMENTS | READS | {
-    torch.Tensor.narrow,
-    torch.narrow,
-    torch.Tensor.select,
-    torch.select,
-    torch.Tensor.expand,
-    torch.Tensor.repeat,
-    torch.cat,
-    torch.concat,
-    torch.stack,
-}
+COPIES = (
+    REARRANGEMENTS
+    | READS
+    | {
+        torch.Tensor.narrow,
+        torch.narrow,
+        torch.Tensor.select,
+        torch.select,
+        torch.Tensor.expand,
+        torch.Tensor.repeat,
+        torch.cat,
+        torch.concat,
+        torch.stack,
+    }
+)
 """Operations each entry of whose result is an entry of an operand, whatever that is."""
 
 EXPANSIONS = {torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.broadcast_to, torch.Tensor.repeat}
