@@ -28,7 +28,6 @@ from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
 from clipping.tape import Use
 
-
 SMALL = 2**18
 """Bytes of a batch's gradients of one parameter up to which they are joined with others."""
 

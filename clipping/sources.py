@@ -2,8 +2,8 @@
 
 Let D = f(θ) be such a tensor, the same for every sample. The per-sample gradient of θ is J_fᵀ applied to the per-sample
 gradient of D, whatever f is: one batched vector-Jacobian product through the graph that autograd recorded from θ to D.
-Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's. Where it only copies them
-(a table read at fixed indices, a concatenation), J_fᵀ adds up the entries of D that are copies of one entry of θ: f
+Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's. Where it only copies
+entries (a table read at fixed indices, a concatenation), J_fᵀ adds up those of D that are copies of one entry of θ: f
 applied to the numbers of θ's entries says which, and no graph is gone through.
 """
 
@@ -146,10 +146,12 @@ class Source:
         several = gradients.shape[0] != 1
         if several and not self.rearranged:
             sizes = [p.numel() for p in self.parameters.values()]
-            numbers = self._numbers(dict(zip(map(id, self.parameters.values()), accumulate([0, *sizes]))), sum(sizes))
+            *starts, end = accumulate(sizes, initial=0)
+            identities = map(id, self.parameters.values())
+            numbers = self._numbers(dict(zip(identities, starts, strict=True)), end)
             if numbers is not None:
                 rows = gradients.flatten(1).to(norm_dtype(gradients.dtype))
-                total = rows.new_zeros(len(rows), sum(sizes) + 1).index_add_(1, numbers.flatten(), rows)
+                total = rows.new_zeros(len(rows), end + 1).index_add_(1, numbers.flatten(), rows)
                 parts = zip(self.parameters.items(), total[:, :-1].split(sizes, 1), strict=True)
                 return {name: part.reshape(-1, *p.shape) for (name, p), part in parts}
         gradients = gradients.to(self.tensor.dtype)

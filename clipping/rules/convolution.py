@@ -98,7 +98,7 @@ class ConvolutionWeight(Rule):
         return found
 
     def _by_pairs(self, x: Tensor, g: Tensor) -> Tensor:
-        """Depthwise, of small images: all products g_t · x_n, then to each kernel offset those t and n that it joins."""
+        """Depthwise, of small images: all products g_t x_n, then for each kernel offset those that it joins."""
         pixels = x[0, 0].numel()
         each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
         joins = self._patches(each).reshape(pixels, self.inputs, self.positions)  # [n, offset, t]: 1 where t reads n
