@@ -162,7 +162,8 @@ class Tape(TorchFunctionMode):
         use = Use(_name(func), mine, Spec(output.shape, output.dtype))
         self.uses.append(use)
         for source, _ in mine:
-            self.counts.update(source.parameters.keys())
+            for name in source.parameters:
+                self.counts[name] += 1
         if not differentiable:
             output = _Anchor.apply(output, self._anchor(output.device))
         use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
@@ -186,7 +187,7 @@ class Tape(TorchFunctionMode):
         if not rules:
             return []
         mine = [(self._sources[id(rule.parameter)], rule) for rule in rules if id(rule.parameter) in self._sources]
-        if {id(source) for source, _ in mine} != {id(source) for source in sources}:
+        if {id(source) for source, _ in mine} != set(map(id, sources)):
             raise Refused("a parameter is the input of the operation, not its weight", "use microbatch or vmap")
         rows = output.shape[0] if output.dim() else 0
         if rows == 0 or rows % self._batch_size:
