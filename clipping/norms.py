@@ -28,6 +28,9 @@ from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
 from clipping.tape import Use
 
+SMALL = 2**18
+"""Bytes of a batch's gradients of one parameter up to which they are joined with others."""
+
 
 class Norms(ABC):
     """Adds up squared norms [B], and what several uses of a parameter must share first.
@@ -173,15 +176,23 @@ class Book(_WholeNorms):
     """The norms, and beside them what Σ_i c_i g_i will be formed from, one entry a use.
 
     An entry is the per-sample gradients, where the route says that they are kept, else the input and the output
-    gradient (a, g) that they are made of.
+    gradient (a, g) that they are made of. Small gradients, of biases and scales, wait for one another: a model has
+    hundreds of them, and to begin an operation takes longer than to carry it out.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
+        self._small: list[tuple[Source, Tensor]] = []
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         route = rule.route
+        if not source.rearranged and _is_small_pulled_back(source, rule, g):
+            return self._several(source, rule, g)
+        if route.kept and rule.samples(g) * rule.instantiated_bytes(g) <= SMALL and not route.way:
+            gradients = rule.instantiate(g, slice(0, rule.samples(g)))
+            self._small.append((source, gradients.reshape(len(self._squares), -1)))
+            return
         if not route.kept:
             super()._single(source, rule, g)
             self._entries.append((source, partial(rule.weighted, g)))
@@ -197,9 +208,18 @@ class Book(_WholeNorms):
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
+            sources, small = zip(*self._small, strict=True) if self._small else ((), ())
+            self._small.clear()
+            joined = torch.cat([self._squares.new_zeros(len(self._squares), 0), *small], 1)
+            del small
+            self._squares += sum_of_squares(joined).to(self._squares)
             total = self._total()
             factors = self._clip.factors(total)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
+            parts = weighted_sum(factors, joined).split([source.tensor.numel() for source in sources])
+            for source, part in zip(sources, parts, strict=True):
+                grads |= {name: x[0] for name, x in source.pull_back(part.clone()[None]).items()}
+            del joined
             for name in list(self._pairs):
                 (rule, g), *others = self._pairs.pop(name)
                 grads[name] = rule.weighted(g, factors)
@@ -237,6 +257,13 @@ class LayerByLayer(Norms):
         self._squares += squares
         layers = squares.sqrt().expand(len(self._parameters), -1)  # a layer's factors depend on its own norms and on L
         return self._clip.factors(layers)[0]
+
+
+def _is_small_pulled_back(source: Source, rule: Rule, g: Tensor) -> bool:
+    """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace."""
+    entries = sum(p.numel() for p in source.parameters.values())
+    made = entries * g.element_size() + rule.instantiated_bytes(g)
+    return rule.samples(g) * entries <= g.numel() and rule.samples(g) * made <= rule.workspace(g)
 
 
 def _weighted_sum_of(parts: list[Tensor], blocks: list[slice], factors: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ where it is. All else is taken to have it first again: an assumption, which the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -32,16 +33,25 @@ def samples_dimension(x: Tensor) -> int:
 def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
     """Where the samples are in the output of an operation on `data`."""
     if func in PERMUTATIONS:
-        before = samples_dimension(data[0])
-        probe = torch.empty([2 + i for i in range(data[0].dim())], device="meta")  # each dimension by its size
-        found = func(probe, *args[1:], **kwargs)
-        sizes = list((found if isinstance(found, Tensor) else found[0]).shape)
-        return sizes.index(2 + before) if 2 + before in sizes else 0
+        permutation = func, samples_dimension(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
+        try:
+            return _permuted(*permutation)
+        except TypeError:  # a list among the arguments: not hashable
+            return _permuted.__wrapped__(*permutation)
     for x in data:
         at = samples_dimension(x)
         if at and output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at
     return 0
+
+
+@functools.cache
+def _permuted(func: Any, before: int, dims: int, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> int:
+    """Where dimension `before` is after a permutation; the first, if it is no longer one."""
+    probe = torch.empty([2 + i for i in range(dims)], device="meta")  # each dimension by its size
+    found = func(probe, *args, **dict(kwargs))
+    sizes = list((found if isinstance(found, Tensor) else found[0]).shape)
+    return sizes.index(2 + before) if 2 + before in sizes else 0
 
 
 def samples_first(func: Any, args: Any, kwargs: Any, at: int, dims: int) -> tuple[Any, Any]:

@@ -168,7 +168,7 @@ def in_words(reading: Reading, route: Route, decided: str | None) -> str | None:
     if not reading.alone:
         return "ghost, with cross terms" if decided == "ghost" else "kept, added up"
     if not reading.source.rearranged:
-        return "discarded, pulled back"
+        return "pulled back"
     way = route.way or rule.best_way(g, ghost=route.ghost)
     several = len(rule.ghosts if route.ghost else rule.instantiations) > 1
     words = "ghost" if route.ghost else "kept" if route.kept else "discarded"

@@ -2,16 +2,21 @@
 
 Let D = f(θ) be such a tensor, the same for every sample. The per-sample gradient of θ is J_fᵀ applied to the per-sample
 gradient of D, whatever f is: one batched vector-Jacobian product through the graph that autograd recorded from θ to D.
-Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's.
+Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's. Where it only copies
+entries (a table read at fixed indices, a concatenation), J_fᵀ adds up those of D that are copies of one entry of θ: f
+applied to the numbers of θ's entries says which, and no graph is gone through.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from clipping.interface import norm_dtype
 
 TRANSPOSITIONS = {
     torch.Tensor.permute,
@@ -44,6 +49,26 @@ REARRANGEMENTS = TRANSPOSITIONS | {
     torch.clone,
 }
 """Operations on one tensor under which the norm of its gradient is the norm of the result's."""
+
+READS = {torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select}
+"""Operations on one tensor whose other operands are indices."""
+
+COPIES = (
+    REARRANGEMENTS
+    | READS
+    | {
+        torch.Tensor.narrow,
+        torch.narrow,
+        torch.Tensor.select,
+        torch.select,
+        torch.Tensor.expand,
+        torch.Tensor.repeat,
+        torch.cat,
+        torch.concat,
+        torch.stack,
+    }
+)
+"""Operations each entry of whose result is an entry of an operand, whatever that is."""
 
 EXPANSIONS = {torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.broadcast_to, torch.Tensor.repeat}
 """Operations whose rows along a new or singleton first dimension are copies of one another."""
@@ -97,6 +122,8 @@ class Source:
         rearranged: its entries are those of one parameter, each exactly once.
         row: the source whose copies its rows are, if it was made by expanding along the first dimension.
         lookup: (ids, weight, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
+        copied: (operation, args, kwargs, its operands that are sources) if it did no more than copy their entries.
+        version: of the tensor as it was made.
     """
 
     tensor: Tensor
@@ -104,6 +131,8 @@ class Source:
     rearranged: bool
     row: Source | None = None
     lookup: tuple[Tensor, Tensor, int | None] | None = None
+    copied: tuple[Any, Any, Any, list[Source]] | None = None
+    version: int = 0
 
     @property
     def is_parameter(self) -> bool:
@@ -113,18 +142,58 @@ class Source:
         """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter]."""
         if self.is_parameter:
             return {name: gradients.reshape(-1, *p.shape) for name, p in self.parameters.items()}
+        gradients = gradients.reshape(-1, *self.tensor.shape)
+        several = gradients.shape[0] != 1
+        if several and not self.rearranged:
+            sizes = [p.numel() for p in self.parameters.values()]
+            *starts, end = accumulate(sizes, initial=0)
+            identities = map(id, self.parameters.values())
+            numbers = self._numbers(dict(zip(identities, starts, strict=True)), end)
+            if numbers is not None:
+                rows = gradients.flatten(1).to(norm_dtype(gradients.dtype))
+                total = rows.new_zeros(len(rows), end + 1).index_add_(1, numbers.flatten(), rows)
+                parts = zip(self.parameters.items(), total[:, :-1].split(sizes, 1), strict=True)
+                return {name: part.reshape(-1, *p.shape) for (name, p), part in parts}
+        gradients = gradients.to(self.tensor.dtype)
         found = torch.autograd.grad(
             self.tensor,
             list(self.parameters.values()),
-            gradients.reshape(-1, *self.tensor.shape).to(self.tensor.dtype),
+            gradients if several else gradients[0],  # a batch of one need not go through vmap
             retain_graph=True,
-            is_grads_batched=True,
+            is_grads_batched=several,
             allow_unused=True,
         )
-        return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+        pairs = zip(self.parameters, found, strict=True)
+        return {name: g if several else g[None] for name, g in pairs if g is not None}
+
+    def _numbers(self, starts: dict[int, int], constant: int) -> Tensor | None:
+        """Of which entry of the parameters each entry of the tensor is a copy; None if they were not only copied.
+
+        Args:
+            starts: identity of a parameter -> the number of its first entry.
+            constant: the number of what is no entry of theirs.
+        """
+        if self.is_parameter:
+            start, size = starts[id(self.tensor)], self.tensor.numel()
+            return torch.arange(start, start + size, device=self.tensor.device).view(self.tensor.shape)
+        if self.copied is None or self.tensor._version != self.version:  # changed in place since
+            return None
+        func, args, kwargs, origins = self.copied
+        known = {id(origin.tensor): origin._numbers(starts, constant) for origin in origins}
+        if any(numbers is None for numbers in known.values()):
+            return None
+
+        def numbered(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if id(value) in known:
+                    return known[id(value)]
+                return value if func in READS else torch.full_like(value, constant, dtype=torch.long)
+            return type(value)(map(numbered, value)) if type(value) in (tuple, list) else value
+
+        return func(*numbered(args), **{key: numbered(value) for key, value in kwargs.items()})
 
 
-def derive(func: Any, output: Tensor, origins: list[Source]) -> Source:
+def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Source]) -> Source:
     """The source that `func` made of `origins` (at least one) and of nothing that depends on data."""
     parameters: dict[str, Tensor] = {}
     for origin in origins:
@@ -134,4 +203,6 @@ def derive(func: Any, output: Tensor, origins: list[Source]) -> Source:
     row = None
     if func in EXPANSIONS and output.shape[1:] == first.tensor.shape[max(0, first.tensor.dim() - output.dim() + 1) :]:
         row = first if first.tensor.dim() < output.dim() or first.tensor.shape[0] == 1 else None
-    return Source(output, parameters, alone and first.rearranged and func in REARRANGEMENTS, row)
+    copied = (func, args, kwargs, origins) if func in COPIES else None
+    rearranged = alone and first.rearranged and func in REARRANGEMENTS
+    return Source(output, parameters, rearranged, row, copied=copied, version=output._version)

@@ -162,7 +162,8 @@ class Tape(TorchFunctionMode):
         use = Use(_name(func), mine, Spec(output.shape, output.dtype))
         self.uses.append(use)
         for source, _ in mine:
-            self.counts.update(source.parameters.keys())
+            for name in source.parameters:
+                self.counts[name] += 1
         if not differentiable:
             output = _Anchor.apply(output, self._anchor(output.device))
         use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
@@ -186,7 +187,7 @@ class Tape(TorchFunctionMode):
         if not rules:
             return []
         mine = [(self._sources[id(rule.parameter)], rule) for rule in rules if id(rule.parameter) in self._sources]
-        if {id(source) for source, _ in mine} != {id(source) for source in sources}:
+        if {id(source) for source, _ in mine} != set(map(id, sources)):
             raise Refused("a parameter is the input of the operation, not its weight", "use microbatch or vmap")
         rows = output.shape[0] if output.dim() else 0
         if rows == 0 or rows % self._batch_size:
@@ -221,7 +222,7 @@ class Tape(TorchFunctionMode):
     def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
         for made in _tensors((output,), {}):
             if made.requires_grad and id(made) not in self._sources:  # `to` may give back what it was given
-                source = derive(func, made, sources)
+                source = derive(func, args, kwargs, made, sources)
                 if func is F.embedding and id(args[1]) in self._sources:
                     source.lookup = (args[0], args[1], kwargs.get("padding_idx"))
                 self._sources[id(made)] = source

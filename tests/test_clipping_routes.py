@@ -91,7 +91,7 @@ def test_the_random_convolutions_have_all_ways():
         for operation in [random_convolution(number, dims, style) for number in range(4)]
     ]
     ways = {way for rule in rules for way in (*rule.ghosts, *rule.instantiations)}
-    assert ways == {"pixels", "patches", "unfold", "grouped", "shifts"}
+    assert ways == {"pixels", "patches", "unfold", "grouped", "shifts", "pairs"}
     geometries = [rule._geometry() for rule in rules]
     for field in ("kernel", "stride", "padding", "dilation"):
         assert len({value for geometry in geometries for value in getattr(geometry, field)}) > 1, field

@@ -143,7 +143,7 @@ def test_a_slice_is_instantiated_and_pulled_back():
     assert (row.paper, row.routes["mixed"], row.routes["ghost"]) == ("ghost", "instantiate", "instantiate")
     assert row.bytes == Cost(None, 4 * (5 * 6 + 9 * 6))
     assert row.reason == "reads a function of the parameter (a slice, a cast), not the parameter"
-    assert (row.plan, row.predicted) == ("discarded, pulled back", None)
+    assert (row.plan, row.predicted) == ("pulled back", None)
 
 
 def test_a_source_of_two_parameters_is_counted_once():

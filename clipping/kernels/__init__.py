@@ -71,7 +71,7 @@ class Tiles(NamedTuple):
 def supported(*tensors: Tensor) -> bool:
     """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
     a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps."""
-    if not tensors or not _has_triton():
+    if not tensors or (tensors[0].is_cpu and os.environ.get("TRITON_INTERPRET") != "1") or not _has_triton():
         return False
     device = tensors[0].device
     for x in tensors:
@@ -81,7 +81,7 @@ def supported(*tensors: Tensor) -> bool:
             return False
     if device.type == "cuda":
         return _capability(device) >= CAPABILITY
-    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and _programs().INTERPRETED
+    return device.type == "cpu" and _programs().INTERPRETED
 
 
 def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:

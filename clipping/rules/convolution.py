@@ -64,7 +64,7 @@ class ConvolutionWeight(Rule):
             self.ghosts, self.instantiations = ("patches",), ("unfold",)
             self.offer_kernels(GRAM_KERNEL)
         elif weight.shape[1] == 1 and self.outputs == 1:  # depthwise: a Gram matrix of one channel is an outer product
-            self.ghosts, self.instantiations = (), ("shifts", "grouped")
+            self.ghosts, self.instantiations = (), ("shifts", "grouped", "pairs")
         if len(self.kernel) <= 2 and self.ghosts:
             self.offer_kernels(NORM_KERNEL)
 
@@ -73,6 +73,8 @@ class ConvolutionWeight(Rule):
         count = x.shape[0]
         if way == "shifts":
             return self._by_shifts(x, g)
+        if way == "pairs":
+            return self._by_pairs(x, g)
         if way != "grouped":
             a, g = self._positions(x, g)
             return torch.bmm(g, a.transpose(1, 2)).view(count, *self.parameter.shape)
@@ -97,6 +99,14 @@ class ConvolutionWeight(Rule):
                     where: tuple[slice | int, ...] = (slice(None), slice(None), 0, *k)
                     found[where] = (g[:, :, *at] * phase[:, :, *of]).flatten(2).sum(2)
         return found
+
+    def _by_pairs(self, x: Tensor, g: Tensor) -> Tensor:
+        """Depthwise, of small images: all products g_t x_n, then for each kernel offset those that it joins."""
+        pixels = x[0, 0].numel()
+        each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
+        joins = self._patches(each).reshape(pixels, self.inputs, self.positions)  # [n, offset, t]: 1 where t reads n
+        products = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
+        return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = rounded_down(factors, g.dtype).view(-1, *[1] * (g.dim() - 1))
@@ -136,6 +146,9 @@ class ConvolutionWeight(Rule):
             moved = math.prod(min(k, 2 * n - 1) for k, n in zip(self.kernel, self.x.shape[2:], strict=True))
             touched = 3 * moved * self.positions * self.groups
             return Work(0.0, touched * size, work.workspace + self.positions * self.groups * size)
+        if way == "pairs":
+            pairs = self.positions * math.prod(self.x.shape[2:]) * self.groups
+            return Work(pairs * self.inputs, 2 * pairs * size, work.workspace + pairs * size)
         if way == "grouped":  # many small products, where the ordinary weight gradient has one: dots if depthwise
             slower = 30 if "shifts" in self.instantiations else 1.5
             return work._replace(multiplications=slower * work.multiplications)
