@@ -7,19 +7,17 @@ records give the same bytes, so that committed figures change only when what was
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
-from matplotlib.figure import Figure
 
 from dpbench.errors import one_of
 from dpbench.report import (
     accounting_map,
     captions,
+    files,
     growth,
     overhead,
     plots,
@@ -33,39 +31,13 @@ from dpbench.report import (
     utility,
 )
 from dpbench.report.paired import entries
+from dpbench.report.parts import Claim, FigureKind, Part
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
 from dpbench.store import slug
 
+__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "write_report"]
+
 _MODELS_SETTING = ("experiment", "dtype", "image_size", "memory_budget")
-# Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
-_DPI, _TALLEST = 200, 30_000
-
-
-@dataclass(frozen=True)
-class FigureKind:
-    """How one kind of figure is made.
-
-    Args:
-        doc: one line.
-        kinds: the kinds of trial that it is drawn from.
-        cell: what of a record tells whether it adds to the same number as another.
-        facets: field of the trial -> the kinds it applies to; there is a figure for each of its values.
-        table: from records to numbers.
-        text: from numbers to words, for people.
-        caption: what they are numbers of.
-        plot: the picture of them.
-        applies: whether such records make this figure at all.
-    """
-
-    doc: str
-    kinds: tuple[str, ...]
-    cell: Callable[[Record], Hashable]
-    facets: Mapping[str, tuple[str, ...]]
-    table: Callable[[Sequence[Record], LeftOut], pd.DataFrame]
-    text: Callable[[pd.DataFrame], pd.DataFrame]
-    caption: Callable[[Sequence[Record], pd.DataFrame, LeftOut], str]
-    plot: Callable[[pd.DataFrame, str], Figure]
-    applies: Callable[[Sequence[Record]], bool] = lambda records: True
 
 
 FIGURES = {
@@ -211,15 +183,22 @@ def write_report(source: Path, output: Path, figures: Sequence[str] = tuple(FIGU
     """
     chosen = {name: FIGURES[one_of("a figure", name, FIGURES)] for name in figures}
     paths: list[Path] = []
-    for device, records in by_device(read(source)).items():
-        for name, kind in chosen.items():
-            own = [record for record in records if record.kind in kind.kinds]
-            for setting, part in facets(own, kind.facets):
-                if not kind.applies(part):
-                    continue
-                stem = "-".join([name, *(slug(f"{field}-{_short(field, value)}") for field, value in setting.items())])
-                paths += _write(part, kind, output / slug(device), stem)
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
+        matplotlib.rcParams.update(style.RC)
+        for part in _parts(read(source), chosen):
+            paths += files.write(part, output / slug(part.device))
     return paths
+
+
+def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
+    for own_device in by_device(records).values():
+        for name, kind in chosen.items():
+            own = [record for record in own_device if record.kind in kind.kinds]
+            for setting, part in facets(own, kind.facets):
+                if kind.applies(part):
+                    labels = (slug(f"{field}-{_short(field, value)}") for field, value in setting.items())
+                    yield _part(part, kind, "-".join([name, *labels]), setting)
 
 
 def _short(field: str, value: Any) -> str:
@@ -232,23 +211,23 @@ def _short(field: str, value: Any) -> str:
     )
 
 
-def _write(records: Sequence[Record], kind: FigureKind, folder: Path, stem: str) -> list[Path]:
+def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mapping[str, Any]) -> Part:
+    """The figure and the table of one setting, and what is to be said of them."""
     left_out: LeftOut = LeftOut()
     kept = newest_version(newest(records, left_out), kind.cell, left_out)
     frame = kind.table(kept, left_out)
     caption = kind.caption(kept, frame, left_out)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {suffix: folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "pdf", "csv", "md")}
-    frame.to_csv(paths["csv"], index=False, lineterminator="\n")
-    parts = [readable.markdown(kind.text(frame)), caption.replace("\n", "\n\n"), *captions.causes(entries(kept))]
-    paths["md"].write_text("\n".join(parts) + "\n", encoding="utf-8")
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
-        matplotlib.rcParams.update(style.RC)
-        figure = kind.plot(frame, caption)
-        # No version and no date in the files: they would differ with nothing measured anew.
-        sharpness = min(_DPI, _TALLEST / figure.get_figheight())
-        figure.savefig(paths["png"], dpi=sharpness, metadata={"Software": None})
-        figure.savefig(paths["svg"], metadata={"Date": None, "Creator": None})
-        figure.savefig(paths["pdf"], metadata={"CreationDate": None, "Creator": None, "Producer": None})
-    return list(paths.values())
+    return Part(
+        name=name,
+        title=kind.doc,
+        device=records[0].device,
+        setting=setting,
+        records=kept,
+        frame=frame,
+        text=kind.text(frame),
+        caption=caption,
+        finding=kind.finding(frame),
+        claims=tuple(kind.claims(kept, frame)),
+        causes=captions.causes(entries(kept)),
+        figure=kind.plot(frame, caption) if kind.plot is not None else None,
+    )
