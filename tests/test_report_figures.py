@@ -1,15 +1,17 @@
 """The pictures: what is drawn for what, nothing on top of anything else, and the same bytes every time."""
 
+import colorsys
 import itertools
 import xml.etree.ElementTree as ElementTree
 
 import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
 from report_records import CUDA, GIB, RunFile
 
+from clipping import VARIANTS
 from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
@@ -110,6 +112,29 @@ def test_every_backend_has_a_look_of_its_own():
     assert list(style.BACKENDS) == BACKENDS
     for field in zip(*style.BACKENDS.values(), strict=True):
         assert len(set(field)) == len(BACKENDS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_has_the_marker_of_its_base_and_a_shade_of_its_colour(variant):
+    base, look = style.backend("bk_mixed"), style.backend(variant)
+    assert look.marker == base.marker and look.name == f"BK mixed, {variant.partition(':')[2]}"
+    others = {style.backend(name).color for name in (*BACKENDS, *VARIANTS) if name != variant}
+    assert look.color not in others and look.color != "#000000"
+    hues = [colorsys.rgb_to_hsv(*to_rgb(color))[0] for color in (base.color, look.color)]
+    assert hues[0] == pytest.approx(hues[1], abs=0.02)
+
+
+def test_another_mechanism_stands_last_under_a_sign_that_the_caption_explains(run):
+    for backend in ("tf_microbatch:16", "nonprivate", "my.module:Mine", "bk_mixed:time", "tf_microbatch:4", "bk_mixed"):
+        run.step("cnn", backend, [1.0])
+    drawn, boxes = draw(run, "memory_speed_table")
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    last = ["TF µbatch of 4 ‡", "TF µbatch of 16 ‡"]
+    assert names == ["Non-private", "BK mixed", "BK mixed, time", "my.module:Mine", *last]
+    assert any(
+        "‡ another mechanism: the mean of so many samples is clipped" in " ".join(text.split()) for text in words(boxes)
+    )
+    assert not style.is_other_mechanism("microbatch")
 
 
 def test_a_backend_of_someone_s_own_is_drawn_last_under_its_name(run):

@@ -102,6 +102,8 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
             where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
         if timed:
             where.append(f"{_join(_distinct(r.setting('data') for r in timed))} data")
+    if any(style.is_other_mechanism(name) for record in records for name in _backends(record)):
+        said = [*said, f"{style.OTHER_MECHANISM}."]
     paragraphs = [" ".join(said), f"Device: {'; '.join(where)}."]
     left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
     paragraphs.append(f"Records that give no number here: {', '.join(left)}." if left else "No record is left out.")
@@ -122,8 +124,7 @@ def mixed_versions(records: Iterable[Record]) -> bool:
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
         model = record.trial.get("model", "")
-        backends = record.trial.get("backends") or [record.trial.get("backend", "")]
-        opacus = any(backend.startswith("opacus") for backend in backends)
+        opacus = any(backend.startswith("opacus") for backend in _backends(record))
         with_peer = opacus or record.trial.get("accountant") == "pld"
         key = (record.kind, model.partition(":")[0] if ":" in model else "", with_peer)
         versions.setdefault(key, set()).add(record.fingerprint)
@@ -144,6 +145,10 @@ def causes(records: Iterable[Record]) -> list[str]:
             what += f" {record.trial['image_size']} px"
         lines.append(f"- {what}: {style.OUTCOMES.get(record.outcome, record.outcome)}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
+
+
+def _backends(record: Record) -> Sequence[str]:
+    return record.trial.get("backends") or [record.trial.get("backend", "")]
 
 
 def _rounds(rounds: pd.Series[int]) -> str:
