@@ -102,7 +102,7 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
             where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
         if timed:
             where.append(f"{_join(_distinct(r.setting('data') for r in timed))} data")
-    if any(style.is_other_mechanism(name) for record in records for name in _backends(record)):
+    if any(style.is_other_mechanism(name) for record in records for name in backends_of(record)):
         said = [*said, f"{style.OTHER_MECHANISM}."]
     paragraphs = [" ".join(said), f"Device: {'; '.join(where)}."]
     left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
@@ -124,7 +124,7 @@ def mixed_versions(records: Iterable[Record]) -> bool:
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
         model = record.trial.get("model", "")
-        opacus = any(backend.startswith("opacus") for backend in _backends(record))
+        opacus = any(backend.startswith("opacus") for backend in backends_of(record))
         with_peer = opacus or record.trial.get("accountant") == "pld"
         key = (record.kind, model.partition(":")[0] if ":" in model else "", with_peer)
         versions.setdefault(key, set()).add(record.fingerprint)
@@ -147,7 +147,8 @@ def causes(records: Iterable[Record]) -> list[str]:
     return ["", *dict.fromkeys(lines)] if lines else []
 
 
-def _backends(record: Record) -> Sequence[str]:
+def backends_of(record: Record) -> Sequence[str]:
+    """The backends of a trial of one or of several."""
     return record.trial.get("backends") or [record.trial.get("backend", "")]
 
 

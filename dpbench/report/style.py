@@ -42,9 +42,7 @@ BACKENDS = {
 # Clipping, but not per sample: after all others, under a sign of its own (see `clipping.FAMILIES`).
 OTHER_MECHANISMS = {"tf_microbatch": Look("TF µbatch", "#5D4037", "H")}
 #: What the sign says, for captions.
-OTHER_MECHANISM = (
-    "‡ another mechanism: the mean of so many samples is clipped (TF Privacy), exact by its own definition"
-)
+OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
 # How much lighter (above 0) or darker a variant is than its base.
 _SHADES = {"paper": 0.35, "time": -0.35, "memory": 0.6}
 _OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
@@ -114,6 +112,18 @@ MODELS = {
     "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
     "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
     "timm:convnext_pico?patch_size=2": "ConvNeXt-pico/2",
+    "timm:deit_tiny_patch16_224": "DeiT-tiny",
+    "timm:deit_small_patch16_224": "DeiT-small",
+    "timm:deit_base_patch16_224": "DeiT-base",
+    "timm:convit_small": "ConViT-small",
+    "timm:convit_base": "ConViT-base",
+    "timm:crossvit_small_240": "CrossViT-small",
+    "timm:crossvit_base_240": "CrossViT-base",
+    "timm:beit_base_patch16_224": "BEiT-base",
+    "timm:beit_large_patch16_224": "BEiT-large",
+    "transformers:gpt2": "GPT-2",
+    "transformers:gpt2-medium": "GPT-2 medium",
+    "transformers:gpt2-large": "GPT-2 large",
     "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096": "GPT-2 6×384",
     "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024": "GPT-2 2×256",
     "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
@@ -191,7 +201,7 @@ def model_key(reference: str) -> tuple[object, ...]:
 
 
 def backend_key(name: str) -> tuple[int, int, str]:
-    """Sorts backends in the order of `BACKENDS`, each before its variants; unknown ones after, other mechanisms last."""
+    """Sorts backends in the order of `BACKENDS`, each before its variants; unknown ones next, other mechanisms last."""
     base = name.partition(":")[0]
     place = list(BACKENDS).index(base) if base in BACKENDS else len(BACKENDS) + is_other_mechanism(name)
     size = name.partition(":")[2]
