@@ -35,7 +35,7 @@ def inline(figure: Figure, prefix: str, title: str, description: str) -> str:
         for child in list(parent):
             if _plain(child.tag) in ("metadata", "style"):
                 parent.remove(child)
-    text = "".join(value for element in root.iter() for value in element.attrib.values() if "#" in value)
+    text = " ".join(value for element in root.iter() for value in element.attrib.values() if "#" in value)
     used = set(re.findall(r"#([\w.-]+)", text))
     for element in root.iter():
         if element.attrib.get("id") not in used:
