@@ -1,12 +1,15 @@
 """From records to figures and tables. Reads JSON lines, draws with matplotlib, and imports no torch.
 
 For each device, each kind of figure and each setting (precision, input size, budget, threads) there is one figure as
-PNG, SVG and PDF, and the table behind it as CSV (base units) and Markdown (for people, with the caption). The same
-records give the same bytes, so that committed figures change only when what was measured does.
+PNG, SVG and PDF, and the table behind it as CSV (base units), Markdown (for people, with the caption) and LaTeX; and
+one page, ``report.html``, has them all. The same records give the same bytes, so that committed figures change only
+when what was measured does.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +23,11 @@ from dpbench.report import (
     captions,
     decisions,
     files,
+    findings,
     growth,
     overhead,
+    page,
+    plain,
     plots,
     privacy,
     privacy_plots,
@@ -52,6 +58,7 @@ FIGURES = {
         readable.max_batch_throughput,
         captions.max_batch_throughput,
         plots.max_batch_throughput,
+        finding=findings.max_batch,
     ),
     "memory_speed_table": FigureKind(
         "time and memory beside ordinary training (Table 4 of arXiv:2205.10683)",
@@ -62,6 +69,7 @@ FIGURES = {
         readable.memory_speed,
         captions.memory_speed,
         plots.memory_speed,
+        finding=findings.paired,
     ),
     "epsilon_epochs": FigureKind(
         "ε against epochs for the accountants (Figure 2 of Abadi et al. 2016)",
@@ -72,6 +80,7 @@ FIGURES = {
         readable.epsilon,
         captions.epsilon,
         privacy_plots.epochs,
+        finding=findings.epsilon,
     ),
     "epsilon_sweeps": FigureKind(
         "ε along σ, q and δ by each accountant, and how far each is from the certified lower bound",
@@ -82,6 +91,7 @@ FIGURES = {
         privacy.points_text,
         privacy.sweeps_caption,
         privacy_plots.sweeps,
+        finding=findings.points,
     ),
     "sampling_schemes": FigureKind(
         "ε of each sampling scheme and adjacency, at equal records, batch size, noise and epochs",
@@ -92,6 +102,7 @@ FIGURES = {
         privacy.schemes_text,
         privacy.schemes_caption,
         scheme_plot.plot,
+        finding=findings.schemes,
     ),
     "accountant_price": FigureKind(
         "the steps that each accountant allows, and the noise that it asks for, at a target ε",
@@ -102,6 +113,7 @@ FIGURES = {
         privacy.prices_text,
         privacy.prices_caption,
         privacy_plots.prices,
+        finding=findings.prices,
     ),
     "accounting_map": FigureKind(
         "time, failures and distance from the lower bound of each accountant over (q, σ, T, δ)",
@@ -112,6 +124,7 @@ FIGURES = {
         privacy.points_text,
         privacy.map_caption,
         accounting_map.plot,
+        finding=findings.points,
     ),
     "overhead": FigureKind(
         "time and memory of every backend beside ordinary training, interleaved in one process",
@@ -122,6 +135,7 @@ FIGURES = {
         overhead.text,
         overhead.caption,
         overhead.plot,
+        finding=findings.paired,
     ),
     "resolution": FigureKind(
         "time, memory and their growth against the size of the images",
@@ -133,6 +147,7 @@ FIGURES = {
         growth.RESOLUTION.caption,
         growth.RESOLUTION.plot,
         growth.RESOLUTION.applies,
+        finding=findings.paired,
     ),
     "sequence_length": FigureKind(
         "time, memory and their growth against the length of the sequences",
@@ -144,6 +159,7 @@ FIGURES = {
         growth.SEQUENCE_LENGTH.caption,
         growth.SEQUENCE_LENGTH.plot,
         growth.SEQUENCE_LENGTH.applies,
+        finding=findings.paired,
     ),
     "throughput": FigureKind(
         "throughput, and time and memory beside ordinary training, against the batch size",
@@ -189,6 +205,7 @@ FIGURES = {
         scorecard.text,
         scorecard.caption,
         scorecard.plot,
+        finding=findings.scorecard,
     ),
     "utility": FigureKind(
         "accuracy against ε by model and clipping function, beside ordinary training",
@@ -199,33 +216,52 @@ FIGURES = {
         utility.text,
         utility.caption,
         utility.plot,
+        finding=findings.utility,
     ),
 }
 
 
-def write_report(source: Path, output: Path, figures: Sequence[str] = tuple(FIGURES)) -> list[Path]:
-    """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``.
+def write_report(
+    source: Path, output: Path, figures: Sequence[str] = tuple(FIGURES), again: str | None = None
+) -> list[Path]:
+    """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``, and the page.
+
+    Records of a kind that none of the named figures is drawn from have a table of their own.
 
     Args:
         source: a folder; runs in a folder ``*-smoke`` below it are passed over.
-        output: a folder, made if missing.
+        output: a folder, made if missing; the page of all figures is its ``report.html``.
         figures: names out of `FIGURES`; one for which there are no records is passed over.
+        again: the command that makes the page again, to stand on it.
 
     Returns:
-        The files written. Empty if there are no records for any of the figures.
+        The files written, the page last. Empty if there are no records.
 
     Raises:
         UsageError: for a figure that is not known.
         OSError: if `output` cannot be written to.
     """
     chosen = {name: FIGURES[one_of("a figure", name, FIGURES)] for name in figures}
+    records = read(source)
+    if not records:
+        return []
     paths: list[Path] = []
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
         matplotlib.rcParams.update(style.RC)
-        for part in _parts(read(source), chosen):
-            paths += files.write(part, output / slug(part.device))
-    return paths
+        parts = []
+        drawn = list(_parts(records, chosen))
+        others = {r.kind for r in records} - {r.kind for part in drawn for r in part.records}
+        tables = {f"trials-{kind}": plain.kind_of(kind) for kind in sorted(others)}
+        for part in [*drawn, *_parts(records, tables)]:
+            folder = slug(part.device)
+            written = files.write(part, output / folder)
+            paths += written
+            links = {path.suffix[1:].upper(): f"{folder}/{path.name}" for path in written}
+            parts.append(dataclasses.replace(part, files=links))
+        output.mkdir(parents=True, exist_ok=True)
+        again = again or f"python -m dpbench report {shlex.quote(str(source))}"
+        return [*paths, page.write(output / "report.html", parts, records, again)]
 
 
 def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from dpbench.conditions import warnings
-from dpbench.report import published, style
-from dpbench.report.cells import DOES_NOT_FIT, is_probe
+from dpbench.report import failures, published, style
 from dpbench.report.select import LeftOut, Record
 
 
@@ -134,16 +133,9 @@ def mixed_versions(records: Iterable[Record]) -> bool:
 def causes(records: Iterable[Record]) -> list[str]:
     """Lines of Markdown: why each trial failed that did; the same cause in several rounds once."""
     lines = []
-    for record in records:
-        if record.outcome == "ok" or (is_probe(record) and record.outcome in DOES_NOT_FIT):
-            continue
-        told = [line.strip() for line in record.evidence.splitlines() if line.strip()] or ["no evidence recorded"]
-        cause = told[-1 if record.outcome == "error" else 0].replace("`", "'")
-        shown = {"model": "", "backend": "", "accountant": "", "batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
-        what = " ".join(f"{sign}{record.trial[name]}" for name, sign in shown.items() if name in record.trial)
-        if record.kind == "overhead" and record.trial["image_size"]:
-            what += f" {record.trial['image_size']} px"
-        lines.append(f"- {what}: {style.OUTCOMES.get(record.outcome, record.outcome)}. `{cause}`")
+    for record in filter(failures.failed, records):
+        word, cause = style.OUTCOMES.get(record.outcome, record.outcome), failures.cause(record).replace("`", "'")
+        lines.append(f"- {failures.what(record)}: {word}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
 
 

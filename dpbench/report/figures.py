@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
 
 from dpbench.report import style
 
@@ -26,6 +27,7 @@ _MARGIN, _NUMBERS, _DETAILS, _GAP = 0.12, 0.58, 0.52, 0.2
 _ROW, _HEADING, _LEGEND, _TITLE, AXIS, _CAPTION_LINE = 0.19, 0.25, 0.27, 0.33, 0.55, 0.145
 _NAMES, _CHARACTER, _BOLD, _LONGEST = (1.1, 2.3), 0.068, 0.082, 26
 _CAPTION_CHARACTERS = 152
+_CAPTION = "caption"
 # Beyond this ratio of the largest to the smallest length the axis is logarithmic.
 LOG_FROM = 25.0
 _SIMULATED = "//////"
@@ -227,5 +229,14 @@ def sheet(depth: float, caption: str) -> tuple[Figure, float]:
     text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
     height = depth + _CAPTION_LINE * (text.count("\n") + 1) + _MARGIN
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    figure.text(_MARGIN / WIDTH, _MARGIN / height, text, fontsize=7.4, color="#444444", va="bottom", linespacing=1.35)
+    looks: dict[str, Any] = {"fontsize": 7.4, "color": "#444444", "va": "bottom", "linespacing": 1.35}
+    figure.text(_MARGIN / WIDTH, _MARGIN / height, text, label=_CAPTION, **looks)
     return figure, height
+
+
+def without_caption(figure: Figure) -> tuple[Artist | None, Bbox]:
+    """(the caption in the picture or None, the part of the sheet above it in inches): for where it is text below."""
+    width, height = map(float, figure.get_size_inches())
+    caption = next((text for text in figure.texts if text.get_label() == _CAPTION), None)
+    below = _CAPTION_LINE * (caption.get_text().count("\n") + 1) if caption is not None else 0.0
+    return caption, Bbox([[0.0, below], [width, height]])
