@@ -56,5 +56,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("beside_papers",),
+    figures=("beside_papers", "claims"),
 )

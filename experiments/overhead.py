@@ -77,5 +77,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("overhead",),
+    figures=("overhead", "claims"),
 )

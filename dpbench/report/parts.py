@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from dpbench.report.select import LeftOut, Record
 
 #: What can be said of a claim -> the sign beside the word.
-VERDICTS = {"confirmed": "✓", "partly": "≈", "refuted": "✗", "open": "?"}
+VERDICTS = {"confirmed": "✓", "partly": "≈", "refuted": "✗", "open": "?", "not reached here": "…", "no data": "–"}
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Claim:
     Args:
         statement: in a sentence, close to the paper's words.
         source: paper and place: 'arXiv:2205.10683, abstract'.
-        verdict: one of `VERDICTS`; 'open' where there are no records to judge by.
+        verdict: one of `VERDICTS`; 'no data' where there are no records to judge by, 'not reached here' where the
+            machine did not get as far.
         finding: why, in a sentence or two: numbers, n, simulated or measured, on which device.
     """
 
