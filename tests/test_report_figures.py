@@ -16,7 +16,16 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
 from dpbench.training import UtilityTrial
-from dpbench.trials import CalibrationTrial, MapTrial, OverheadTrial, PeakTrial, SchemeTrial, StepTrial, SweepTrial
+from dpbench.trials import (
+    CalibrationTrial,
+    ExplainTrial,
+    MapTrial,
+    OverheadTrial,
+    PeakTrial,
+    SchemeTrial,
+    StepTrial,
+    SweepTrial,
+)
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
@@ -161,7 +170,7 @@ def test_without_ordinary_training_the_absolute_numbers_are_drawn(run):
     assert {"250 ms", "3 MiB"} <= set(words(boxes))
 
 
-@pytest.mark.parametrize("figure", list(FIGURES))
+@pytest.mark.parametrize("figure", [name for name, kind in FIGURES.items() if kind.plot is not None])
 def test_nothing_but_failures_can_be_drawn(run, figure):
     run.search("cnn", "ghost", [], [1])
     run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="error", evidence="ValueError: no")
@@ -171,6 +180,10 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, image_size=size)
         trial = OverheadTrial(model=f"transformers:gpt2@{size}", backends=["vmap"], batch_size=8, image_size=None)
         run.add(trial, outcome="timeout", evidence="still running")
+    run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, batch_size=16)
+    failed = {"nonprivate": ("oom", "no memory"), "mixed_ghost": ("oom", "no memory")}
+    run.overhead("timm:deit_tiny_patch16_224", {}, failed=failed, image_size=224)
+    run.add(ExplainTrial(model="vgg11", batch_size=8), outcome="timeout", evidence="still running")
     point = {"accountant": "prv", "sample_rate": 0.01, "delta": 1e-5}
     for trial in (
         SweepTrial(**point, noise_multiplier=4.0, steps=100),

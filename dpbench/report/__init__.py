@@ -177,7 +177,11 @@ FIGURES = {
         "papers' figures again: Figure 4 of arXiv:2205.10683, Figures 4 and 5 of arXiv:2210.00038",
         ("overhead", "peak", "step"),
         beside.cell,
-        {"experiment": ("overhead", "peak", "step"), "dtype": ("overhead", "peak", "step"), "threads": ("overhead",)},
+        {
+            **dict.fromkeys(("experiment", "dtype"), ("overhead", "peak", "step")),
+            "memory_budget": ("peak", "step"),
+            "threads": ("overhead",),
+        },
         beside.table,
         beside.text,
         beside.caption,

@@ -20,6 +20,8 @@ from dpbench.report.paired import COLUMNS, entries, paired_row
 from dpbench.report.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.style import missing
 
+#: 40 GB and 40 GiB are the same budget.
+_NEAR = 0.08
 _LARGEST = ("memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note")
 _COLUMNS = (
     *("model", "image_size", "backend", "published_in", "batch_size", *COLUMNS),
@@ -70,7 +72,9 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             row |= {"model": model, "image_size": size, "backend": backend}
             told = published.beside(model, size, backend)
             if told is not None:
-                row |= {"published_in": told.figure, "published_max_batch_size": told.max_batch}
+                budget = row.get("max_batch_budget_bytes")
+                near = budget is not None and abs(budget / published.BUDGET - 1) < _NEAR
+                row |= {"published_in": told.figure, "published_max_batch_size": told.max_batch if near else None}
                 ordinary = backend == "nonprivate"
                 row["published_time_ratio"] = None if ordinary else told.time_ratio
                 row["published_memory_ratio"] = None if ordinary else told.memory_ratio
@@ -135,9 +139,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
         {
             "Throughput ratio": lambda r: "" if missing(r.throughput_ratio) else style.times(r.throughput_ratio),
             "Simulated at B": lambda r: "" if missing(r.simulated_batch_size) else str(r.simulated_batch_size),
-            "Simulated peak": lambda r: (
-                str(r.simulated_note or "") if missing(r.simulated_bytes) else style.size(r.simulated_bytes)
-            ),
+            "Simulated peak": _peak_text,
             "Simulated memory ratio": lambda r: (
                 "" if missing(r.simulated_memory_ratio) else style.times(r.simulated_memory_ratio)
             ),
@@ -151,6 +153,12 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([timed, more[[name for name in more if more[name].any()]]], axis=1)
 
 
+def _peak_text(row: Any) -> str:
+    if missing(row.simulated_bytes):
+        return "" if missing(row.simulated_note) else str(row.simulated_note)
+    return style.size(row.simulated_bytes)
+
+
 def _largest_text(row: Any) -> str:
     if missing(row.max_batch_size):
         return "" if missing(row.max_batch_note) else str(row.max_batch_note)
@@ -160,7 +168,7 @@ def _largest_text(row: Any) -> str:
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     """What is whose."""
-    sources = list(dict.fromkeys(frame.published_in.dropna()))
+    sources = sorted(set(frame.published_in.dropna()))
     said = [f"After {' and '.join(sources)}: published values (diamonds) are of that paper's GPU."]
     if frame.time_ratio.notna().any():
         sizes = sorted(set(frame.batch_size.dropna()))
@@ -213,12 +221,12 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         for c in cells
     ]
     panels = []
-    if frame.time_ratio.notna().any() or frame.step_seconds.notna().any():
+    if frame.batch_size.notna().any():
         panels.append(Panel("Time per step, measured", "times non-private", [_time_bar(c) for c in cells], 1.0))
     elif frame.throughput_ratio.notna().any():
         bars = [_ratio_bar(c.throughput_ratio, c.published_time_ratio, c.max_batch_note) for c in cells]
         panels.append(Panel("Time per sample at the largest batch", "times non-private", bars, 1.0))
-    if frame.simulated_memory_ratio.notna().any():
+    if frame.simulated_batch_size.notna().any():
         at = ", ".join(map(str, sorted(set(frame.simulated_batch_size.dropna()))))
         bars = [
             _ratio_bar(c.simulated_memory_ratio, c.published_memory_ratio, c.simulated_note, simulated=True)

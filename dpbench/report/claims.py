@@ -197,7 +197,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     """What the verdicts rest on."""
     said = [
         "Each verdict is computed from the records of this device alone. Published values are of other devices and "
-        "mostly other batch sizes: what is confirmed or refuted here is the ratio or the order, on this machine. 2 % are "
-        "allowed for a time and for a search."
+        "mostly other batch sizes: what is confirmed or refuted here is the ratio or the order, on this machine; 2 % "
+        "are allowed for a time and for a search."
     ]
     return captions.caption(said, [r for r in records if r.kind in ("overhead", "peak", "step")], left_out)

@@ -47,7 +47,8 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         left_out: counts what does not enter, by reason.
     """
     rows: list[Row] = []
-    for key, group in grouped(records, lambda r: (r.trial["model"], r.trial.get("image_size"))).items():
+    models = grouped(records, lambda r: (r.trial["model"], r.trial.get("image_size")))
+    for key, group in sorted(models.items(), key=lambda item: (style.model_key(item[0][0]), item[0][1] or 0)):
         found = group[-1].result.get("rows")
         if not found:
             said = group[-1].result.get("problems") or group[-1].result.get("usage")
