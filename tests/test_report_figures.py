@@ -234,7 +234,7 @@ def test_the_same_records_give_the_same_bytes(run, tmp_path):
         second = write_report(run.path.parent, tmp_path / "second")
     finally:
         matplotlib.rcParams["font.size"] = settings["font.size"]
-    assert [path.suffix for path in first] == [".png", ".svg", ".pdf", ".csv", ".md"] * 3
+    assert [path.suffix for path in first] == [".png", ".svg", ".pdf", ".csv", ".md", ".tex"] * 3 + [".html"]
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes(), f"{one.name} differs"
     for path in first:

@@ -16,9 +16,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox
+from matplotlib.transforms import Bbox, ScaledTranslation
 
 from dpbench.report import style
 
@@ -107,7 +107,10 @@ def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str) -> Figure:
         axes = figure.add_axes((left / WIDTH, 1 - (top + depth) / height, (share - numbers) / WIDTH, depth / height))
         _scale(axes, panel)
         axes.set_ylim(depth, 0)
-        axes.set_yticks(positions, [row.label if index == 0 else "" for row in rows])
+        if index == 0:
+            axes.set_yticks(positions, [row.label for row in rows])
+        else:
+            axes.set_yticks([])
         for row, y, bar in zip(rows, positions, panel.bars, strict=True):
             _bar(axes, row, y, bar)
         for heading, y in headings if index == 0 else ():
@@ -153,24 +156,26 @@ def _scale(axes: Axes, panel: Panel) -> None:
 def _bar(axes: Axes, row: Row, y: float, bar: Bar) -> None:
     color, left = style.backend(row.backend).color, axes.get_xlim()[0]
     if bar.value is not None:
-        axes.barh(
-            [y],
-            [bar.value - left],
-            left=[left],
-            height=_ROW * 0.74,
+        drawn = Rectangle(
+            (left, y - _ROW * 0.37),
+            bar.value - left,
+            _ROW * 0.74,
             facecolor="white" if bar.simulated else color,
             edgecolor=color,
             linewidth=0.8,
             hatch=_SIMULATED if bar.simulated else None,
             zorder=2,
         )
+        axes.add_patch(drawn)  # the axes' own methods look at all that is drawn, for each thing drawn
         if bar.low is not None and bar.high is not None and bar.high > bar.low:
-            axes.plot([bar.low, bar.high], [y, y], color=style.INK, linewidth=1.1, marker="|", markersize=5, zorder=3)
+            axes.add_line(
+                Line2D([bar.low, bar.high], [y, y], color=style.INK, linewidth=1.1, marker="|", markersize=5, zorder=3)
+            )
         if bar.at_least:
             ends = [bar.value, axes.get_xlim()[1]]
-            axes.plot(ends, [y, y], color=color, zorder=3, clip_on=False, **_GOES_ON)
+            axes.add_line(Line2D(ends, [y, y], color=color, zorder=3, clip_on=False, **_GOES_ON))
     if bar.published is not None:
-        axes.plot([bar.published], [y], **PUBLISHED)
+        axes.add_line(Line2D([bar.published], [y], **PUBLISHED))
     if bar.value is None and not bar.text:
         words = f"✕ {bar.note}" if bar.note else "not measured"
         start = _clear_of(axes, bar.published, words)
@@ -191,18 +196,10 @@ def _clear_of(axes: Axes, marker: float | None, words: str) -> float:
 
 def _beside(axes: Axes, x: float, y: float, points: float, text: str, size: float, **looks: Any) -> None:
     """Text in the row at `y`, `points` to the right of the axes' left (x=0) or right (x=1) edge."""
-    axes.annotate(
-        text,
-        (x, y),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(points, -0.5),
-        textcoords="offset points",
-        va="center",
-        fontsize=size,
-        annotation_clip=False,
-        zorder=4,
-        **looks,
-    )
+    if text:
+        offset = ScaledTranslation(points / 72, -0.5 / 72, axes.figure.dpi_scale_trans)
+        place = axes.get_yaxis_transform() + offset
+        axes.text(x, y, text, transform=place, va="center", fontsize=size, zorder=4, **looks)
 
 
 def _signs(panels: Sequence[Panel]) -> list[Artist]:
