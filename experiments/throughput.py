@@ -39,5 +39,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("throughput", "claims"),
+    figures=("throughput",),
 )

@@ -147,6 +147,15 @@ def test_a_figure_is_judged_model_by_model(tmp_path, ratio, verdict):
     assert found[0] == verdict and f"{ratio:.2f}× measured, 1.18× published" in found[1]
 
 
+def test_only_the_claim_s_own_experiments_speak_to_it(run, tmp_path):
+    timed(run, {"mixed_ghost": 1.5})
+    other = RunFile(tmp_path / "b.jsonl", experiment="throughput", start=5)
+    timed(other, {"mixed_ghost": 2.9, "vmap": 4.0}, batch_size=8)  # the same cell, later
+    timed(other, {"mixed_ghost": 4.9}, batch_size=1)
+    verdict, finding = of(run, "below 2")
+    assert verdict == CONFIRMED and "0 of 1 models and sizes: 1.50× to 1.50×" in finding
+
+
 def test_a_mismatch_is_no_evidence(run):
     seconds = {"nonprivate": [1.0, 1.0]}
     run.overhead("resnet18", seconds, failed={"mixed_ghost": ("mismatch", "differs")}, outcome="mismatch")

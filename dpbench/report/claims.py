@@ -42,7 +42,8 @@ class Stated:
 
 
 _MIXED, _BK = "arXiv:2205.10683", "arXiv:2210.00038"
-_TIMED = ("overhead", "resolution", "throughput")
+#: At batch sizes that somebody would train at.
+_TIMED = ("overhead", "resolution")
 CLAIMS = (
     Stated(
         "Mixed ghost clipping allows 18 times the batch of Opacus (VGG19).",
@@ -135,7 +136,7 @@ CLAIMS = (
 
 def cell(record: Record) -> Hashable:
     """What adds to the same numbers."""
-    return beside.cell(record)
+    return record.experiment, beside.cell(record)
 
 
 def applies(records: Sequence[Record]) -> bool:
@@ -145,7 +146,10 @@ def applies(records: Sequence[Record]) -> bool:
 
 
 def numbers(records: Sequence[Record]) -> Numbers:
-    """The numbers of records of one device, in float32; of several budgets and image sizes each by itself."""
+    """The numbers of records of one device, in float32; of several budgets and image sizes each by itself.
+
+    Of other experiments than a claim's own nothing is taken: their batch sizes may be chosen to show another thing.
+    """
     single = [r for r in records if r.trial.get("dtype", "float32") == "float32"]
     uncounted: LeftOut = LeftOut()
     paired = overhead.table([r for r in single if r.kind == "overhead"], uncounted)
@@ -160,14 +164,17 @@ def numbers(records: Sequence[Record]) -> Numbers:
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """A row a claim: all of them of several experiments; of one, those that it speaks to."""
-    names = {record.experiment for record in records}
-    found, device = numbers(records), records[0].device
+    names, device = {record.experiment for record in records}, records[0].device
+    known: dict[tuple[str, ...], Numbers] = {}
     rows = []
     for stated in CLAIMS:
         if len(names) == 1 and not names & set(stated.experiments):
             continue
         needed = " or ".join(stated.experiments)
-        judged = stated.judge(found) or Judgement(NO_DATA, f"No record here speaks to it; {needed} makes them.")
+        found = tuple(name for name in stated.experiments if name in names)
+        if found not in known:
+            known[found] = numbers([record for record in records if record.experiment in found])
+        judged = stated.judge(known[found]) or Judgement(NO_DATA, f"No record here speaks to it; {needed} makes them.")
         finding = judged.finding if judged.verdict == NO_DATA else f"{judged.finding} Device: {device}."
         row = (stated.statement, stated.source, stated.confirmed_if, judged.verdict, finding, needed)
         rows.append(dict(zip(COLUMNS, row, strict=True)))
