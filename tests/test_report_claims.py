@@ -58,6 +58,13 @@ def test_the_published_numbers_are_those_of_the_csv(run):
     assert of(run, "0.1 to 10 %")[1].endswith("Table 4 has 1.00× to 1.20×. Device: cpu Test CPU, 2 CPUs.")
 
 
+def test_book_keeping_is_judged_by_the_authors_code_and_by_ours(run):
+    timed(run, {"fastdp": 2.1, "bk_mixed": 1.02})
+    told = "its Figure 4 has 1.15× to 1.24× on GPT-2. Device: cpu Test CPU, 2 CPUs."
+    assert of(run, "(an operation count)")[0] == REFUTED and of(run, "training: ours")[0] == CONFIRMED
+    assert of(run, "(an operation count)")[1].endswith(told) and of(run, "training: ours")[1].endswith(told)
+
+
 def test_memory_is_judged_to_the_byte_and_only_where_it_was_taken(run):
     mib = 2**20
     timed(run, {"mixed_ghost": 1.5}, peaks={"nonprivate": 100 * mib, "mixed_ghost": 109 * mib})

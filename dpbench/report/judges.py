@@ -225,6 +225,6 @@ def table_4(quantity: str) -> Callable[[], str]:
 
 
 def gpt2_published() -> str:
-    told = (published.beside(f"transformers:gpt2{size}", None, "bk_mixed") for size in ("", "-medium", "-large"))
+    told = (published.beside(f"transformers:gpt2{size}@100", None, "bk_mixed") for size in ("", "-medium", "-large"))
     ratios = [one.time_ratio for one in told if one is not None and one.time_ratio is not None]
     return f"its Figure 4 has {times(min(ratios))} to {times(max(ratios))} on GPT-2"
