@@ -43,12 +43,12 @@ def test_a_ratio_that_is_at_most_the_bound_everywhere_confirms_and_one_above_ref
     verdict, finding = of(run, "below 2")
     assert verdict == CONFIRMED
     assert finding == (
-        "Mixed ghost is above 2.00× on 0 of 2 models and sizes: 1.50× to 2.03× (VGG11, B=8), measured; the paper's own "
-        "Table 4 has 1.40× to 3.00×. Device: cpu Test CPU, 2 CPUs."
+        "Mixed ghost is above 2.00× by more than 2 % on 0 of 2 models and sizes: 1.50× to 2.03× (VGG11, B=8), "
+        "measured; the paper's own Table 4 has 1.40× to 3.00×. Device: cpu Test CPU, 2 CPUs."
     )
     timed(run, {"mixed_ghost": 2.4}, model="resnet50")
     verdict, finding = of(run, "below 2")
-    assert verdict == REFUTED and "above 2.00× on 1 of 3 models and sizes: 1.50× to 2.40× (ResNet50, B=8)" in finding
+    assert verdict == REFUTED and "on 1 of 3 models and sizes: 1.50× to 2.40× (ResNet50, B=8)" in finding
 
 
 def test_the_published_numbers_are_those_of_the_csv(run):

@@ -213,6 +213,7 @@ FIGURES = {
         claims.applies,
         finding=claims.finding,
         claims=claims.claims,
+        with_causes=False,
     ),
     "scorecard": FigureKind(
         "is each backend exact, does it refuse, or is it wrong, on every conformance case",
@@ -319,6 +320,6 @@ def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mappi
         caption=caption,
         finding=kind.finding(frame),
         claims=tuple(kind.claims(kept, frame)),
-        causes=captions.causes(entries(kept)),
+        causes=captions.causes(entries(kept)) if kind.with_causes else (),
         figure=kind.plot(frame, caption) if kind.plot is not None else None,
     )

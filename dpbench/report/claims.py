@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 
-from dpbench.report import beside, captions, judges, overhead, tables
+from dpbench.report import beside, judges, overhead, tables
 from dpbench.report.cells import frame_of
 from dpbench.report.judges import CONFIRMED, NO_DATA, NOT_REACHED, REFUTED, Judgement, Numbers
 from dpbench.report.parts import Claim
@@ -202,9 +202,9 @@ def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
 
 def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     """What the verdicts rest on."""
-    said = [
+    return (
         "Each verdict is computed from the records of this device alone. Published values are of other devices and "
         "mostly other batch sizes: what is confirmed or refuted here is the ratio or the order, on this machine; 2 % "
-        "are allowed for a time and for a search."
-    ]
-    return captions.caption(said, [r for r in records if r.kind in ("overhead", "peak", "step")], left_out)
+        "are allowed for a time and for a search. What was measured under a load, and what failed and why, stands at "
+        f"the figures that the numbers are from.\nDevice: {records[0].device}."
+    )

@@ -80,11 +80,12 @@ def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) 
         if not lines:
             return None
         worst = max(lines, key=lambda line: getattr(line, column))
-        least = min(getattr(line, column) for line in lines)
         slack = SLACK if column == "time_ratio" else 1.0
+        over = " by more than 2 %" if slack > 1 else ""
+        least = min(getattr(line, column) for line in lines)
         above = sum(getattr(line, column) > slack * bound for line in lines)
         said = (
-            f"{style.backend(backend).name} is above {times(bound)} on {above} of {len(lines)} models and sizes: "
+            f"{style.backend(backend).name} is above {times(bound)}{over} on {above} of {len(lines)} models and sizes: "
             f"{times(least)} to {times(getattr(worst, column))} ({_named(worst)}), measured; {beside()}."
         )
         return Judgement(_verdict(above == 0), said)
@@ -188,7 +189,7 @@ def largest_of_all(numbers: Numbers) -> Judgement | None:
     if not judged:
         return None
     memory = " and ".join(sorted(set(str(row.memory) for row in lines)))
-    said = f"On {judged - len(beaten)} of {judged} ResNets mixed ghost has the largest batch, {memory} memory"
+    said = f"On {judged - len(beaten)} of {judged} ResNets mixed ghost has the largest batch (to 2 %), {memory} memory"
     return Judgement(_verdict(not beaten), said + (f"; not on {'; '.join(beaten)}." if beaten else "."))
 
 

@@ -64,6 +64,7 @@ class FigureKind:
         applies: whether such records make this figure at all.
         finding: one sentence with the numbers that matter most; '' where there are none.
         claims: of papers, judged by these records and numbers.
+        with_causes: whether the reasons of failed trials stand below; not where they stand below other figures.
     """
 
     doc: str
@@ -77,6 +78,7 @@ class FigureKind:
     applies: Callable[[Sequence[Record]], bool] = lambda records: True
     finding: Callable[[pd.DataFrame], str] = _no_finding
     claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = _no_claims
+    with_causes: bool = True
 
 
 @dataclass(frozen=True)
