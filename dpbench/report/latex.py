@@ -14,7 +14,7 @@ _ONE_PAGE = 45
 _SIGNS = {
     **{"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}"},
     **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}"},
-    **{"|": r"\textbar{}", '"': r"\textquotedbl{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"},
+    **{"|": r"\textbar{}", '"': r"{\char34}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"},
     **{"-": "{-}", "[": "{[}", "]": "{]}", "*": "{*}"},  # no ligature; no option of \\ where a row begins
     **{"–": "--", "—": "---", "…": r"\ldots{}", "·": r"$\cdot$", "×": r"$\times$", "±": r"$\pm$", "µ": r"$\mu$"},
     **{"≥": r"$\geq$", "≤": r"$\leq$", "≈": r"$\approx$", "∞": r"$\infty$", "∝": r"$\propto$", "→": r"$\to$"},
