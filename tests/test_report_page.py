@@ -1,7 +1,7 @@
 """The page: everything of a report is on it, escaped, and it asks nothing of a network; in a real browser it fits."""
 
+import os
 import re
-import time
 from html.parser import HTMLParser
 
 import matplotlib
@@ -335,10 +335,12 @@ def test_ten_thousand_records_in_ten_seconds(tmp_path, monkeypatch):
     monkeypatch.undo()  # every file is written
     failed = write_many(tmp_path / "campaign")
     write_report(tmp_path / "campaign", tmp_path / "warm", ["memory_speed_table"])
-    start = time.process_time()
+    start = os.times()
     path = write_report(tmp_path / "campaign", tmp_path / "out")[-1]
-    took = time.process_time() - start
+    end = os.times()
+    work = sum(getattr(end, name) - getattr(start, name) for name in ("user", "system"))
+    apart = sum(getattr(end, name) - getattr(start, name) for name in ("children_user", "children_system"))
     text = path.read_text(encoding="utf-8")
     assert "10,000 trials of campaign" in text and f"{failed} results without a number" in text
     assert len(text) < 2_000_000
-    assert took <= 10.0
+    assert max(work, (work + apart) / 2) <= 10.0  # on two CPUs that nobody else uses
