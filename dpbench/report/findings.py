@@ -182,7 +182,7 @@ def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, C
     """Backend that clips per sample -> cell -> its ratio to ordinary training."""
     found: dict[str, Cells] = {}
     for row in frame[frame[column].notna() & (frame.backend != "nonprivate")].itertuples(index=False):
-        if row.backend.startswith(_OTHER_MECHANISM):
+        if str(row.backend).startswith(_OTHER_MECHANISM):
             continue
         cell = tuple(getattr(row, name) for name in keys)
         found.setdefault(str(row.backend), {})[cell] = float(getattr(row, column))
