@@ -230,8 +230,9 @@ def _written(part: Part, output: Path, pictures: Pictures) -> Part:
 
 def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
     for own_device in by_device(records).values():
+        kinds = [record.kind for record in own_device]
         for name, kind in chosen.items():
-            own = [record for record in own_device if record.kind in kind.kinds]
+            own = [record for record, is_of in zip(own_device, kinds, strict=True) if is_of in kind.kinds]
             for setting, part in facets(own, kind.facets):
                 if kind.applies(part):
                     labels = (slug(f"{field}-{_short(field, value)}") for field, value in setting.items())
