@@ -7,8 +7,7 @@ import math
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
-from report_records import RunFile
+from report_records import RunFile, save_no_pictures
 from test_report_figures import draw
 
 from dpbench.report import published, style, write_report
@@ -27,7 +26,7 @@ def run(tmp_path):
 @pytest.fixture
 def report(run, tmp_path, monkeypatch):
     """The table behind a figure and the text beside it; its pictures are not saved."""
-    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
+    save_no_pictures(monkeypatch)
 
     def make(figure: str) -> tuple[pd.DataFrame, str]:
         write_report(run.path.parent, tmp_path / "out", [figure])
@@ -234,7 +233,7 @@ def test_sequences_of_one_model_are_one_line(run, report):
 def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
     run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
     names = {path.stem for path in write_report(run.path.parent, tmp_path / "out")}
-    assert names == {"overhead"}
+    assert names == {"overhead", "report"}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The page: everything of a report is on it, escaped, and it asks nothing of a network; in a real browser it fits."""
 
+import os
 import re
-import time
 from html.parser import HTMLParser
 
 import matplotlib
@@ -57,15 +57,19 @@ def run(tmp_path):
     return RunFile(tmp_path / "records" / "a.jsonl")
 
 
-@pytest.fixture(autouse=True)
-def no_files_of_pictures(monkeypatch):
-    """All but those of `whole`: they take most of the time, and the page draws its own."""
+def _no_pictures(patch, instead):
+    """The files of pictures take most of the time, and are not what is tested; the page draws its own."""
     save = Figure.savefig
 
     def saved(figure, target, **options):
-        return save(figure, target, **options) if "format" in options else None
+        return save(figure, target, **options) if "format" in options else instead(target)
 
-    monkeypatch.setattr(Figure, "savefig", saved)
+    patch.setattr(Figure, "savefig", saved)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    _no_pictures(monkeypatch, lambda target: None)
 
 
 def write(run, *figures):
@@ -118,7 +122,10 @@ def whole(tmp_path_factory):
     """The page of records of every kind, whose model and evidence have a hostile name."""
     folder = tmp_path_factory.mktemp("page")
     run = RunFile(folder / "records" / "a.jsonl", CPU | {"host": HOSTILE}, experiment="mine")
-    return write(everything(run, f"net.py:{HOSTILE}"))
+    everything(run, f"net.py:{HOSTILE}")
+    with pytest.MonkeyPatch.context() as patch:
+        _no_pictures(patch, lambda target: target.touch())
+        return write(run)
 
 
 def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
@@ -151,7 +158,8 @@ def test_hostile_names_are_text(whole):
     assert parsed.count("script") == 1 and "<script>alert" not in text
     told = parsed.text()
     assert told.count(HOSTILE) >= 4  # the cause, the evidence, the host
-    assert any(tag == "text" and HOSTILE[-14:] in data for tag, data in parsed.texts)  # and in the figures
+    shown = style.model(f"net.py:{HOSTILE}")
+    assert shown.startswith("script>") and any(tag == "text" and shown in data for tag, data in parsed.texts)
     assert parsed.open == []
 
 
@@ -327,10 +335,12 @@ def test_ten_thousand_records_in_ten_seconds(tmp_path, monkeypatch):
     monkeypatch.undo()  # every file is written
     failed = write_many(tmp_path / "campaign")
     write_report(tmp_path / "campaign", tmp_path / "warm", ["memory_speed_table"])
-    start = time.process_time()
+    start = os.times()
     path = write_report(tmp_path / "campaign", tmp_path / "out")[-1]
-    took = time.process_time() - start
+    end = os.times()
+    work = sum(getattr(end, name) - getattr(start, name) for name in ("user", "system"))
+    apart = sum(getattr(end, name) - getattr(start, name) for name in ("children_user", "children_system"))
     text = path.read_text(encoding="utf-8")
     assert "10,000 trials of campaign" in text and f"{failed} results without a number" in text
     assert len(text) < 2_000_000
-    assert took <= 10.0
+    assert max(work, (work + apart) / 2) <= 10.0  # on two CPUs that nobody else uses

@@ -41,6 +41,7 @@ from dpbench.report import (
 )
 from dpbench.report.paired import entries
 from dpbench.report.parts import Claim, FigureKind, Part
+from dpbench.report.pictures import Pictures
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
 from dpbench.store import slug
 
@@ -264,29 +265,30 @@ def write_report(
     records = read(source)
     if not records:
         return []
-    paths: list[Path] = []
-    with matplotlib.rc_context():
+    again = again or f"python -m dpbench report {shlex.quote(str(source))}"
+    with matplotlib.rc_context(), Pictures() as pictures:
         matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
         matplotlib.rcParams.update(style.RC)
-        parts = []
-        drawn = list(_parts(records, chosen))
-        others = {r.kind for r in records} - {r.kind for part in drawn for r in part.records}
+        parts = [_written(part, output, pictures) for part in _parts(records, chosen)]
+        others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
         tables = {f"trials-{kind}": plain.kind_of(kind) for kind in sorted(others)}
-        for part in [*drawn, *_parts(records, tables)]:
-            folder = slug(part.device)
-            written = files.write(part, output / folder)
-            paths += written
-            links = {path.suffix[1:].upper(): f"{folder}/{path.name}" for path in written}
-            parts.append(dataclasses.replace(part, files=links))
+        parts += [_written(part, output, pictures) for part in _parts(records, tables)]
         output.mkdir(parents=True, exist_ok=True)
-        again = again or f"python -m dpbench report {shlex.quote(str(source))}"
-        return [*paths, page.write(output / "report.html", parts, records, again)]
+        path = page.write(output / "report.html", parts, records, again)
+    return [*(output / name for part in parts for name in part.files.values()), path]
+
+
+def _written(part: Part, output: Path, pictures: Pictures) -> Part:
+    folder = output / slug(part.device)
+    written = files.write(part, folder, pictures)
+    return dataclasses.replace(part, files={p.suffix[1:].upper(): f"{folder.name}/{p.name}" for p in written})
 
 
 def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
     for own_device in by_device(records).values():
+        kinds = [record.kind for record in own_device]
         for name, kind in chosen.items():
-            own = [record for record in own_device if record.kind in kind.kinds]
+            own = [record for record, is_of in zip(own_device, kinds, strict=True) if is_of in kind.kinds]
             for setting, part in facets(own, kind.facets):
                 if kind.applies(part):
                     labels = (slug(f"{field}-{_short(field, value)}") for field, value in setting.items())

@@ -16,6 +16,8 @@ from dpbench.report.style import missing
 PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
 #: Its memory is one sample's, whatever the batch: it would win every comparison of memory, and none of time.
 _ONE_BY_ONE = "microbatch"
+#: Clips something else than each sample's gradient, and is not compared with what does.
+_OTHER_MECHANISM = "tf_microbatch"
 #: Bounds made of the others, and so never worse than they are.
 _COMPOSED = ("best",)
 
@@ -177,9 +179,11 @@ def utility(frame: pd.DataFrame) -> str:
 
 
 def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, Cells]:
-    """Private backend -> cell -> its ratio to ordinary training."""
+    """Backend that clips per sample -> cell -> its ratio to ordinary training."""
     found: dict[str, Cells] = {}
     for row in frame[frame[column].notna() & (frame.backend != "nonprivate")].itertuples(index=False):
+        if str(row.backend).startswith(_OTHER_MECHANISM):
+            continue
         cell = tuple(getattr(row, name) for name in keys)
         found.setdefault(str(row.backend), {})[cell] = float(getattr(row, column))
     return found

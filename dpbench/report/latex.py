@@ -14,7 +14,7 @@ _ONE_PAGE = 45
 _SIGNS = {
     **{"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}"},
     **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}"},
-    **{"|": r"\textbar{}", '"': r"\textquotedbl{}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"},
+    **{"|": r"\textbar{}", '"': r"{\char34}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"},
     **{"-": "{-}", "[": "{[}", "]": "{]}", "*": "{*}"},  # no ligature; no option of \\ where a row begins
     **{"–": "--", "—": "---", "…": r"\ldots{}", "·": r"$\cdot$", "×": r"$\times$", "±": r"$\pm$", "µ": r"$\mu$"},
     **{"≥": r"$\geq$", "≤": r"$\leq$", "≈": r"$\approx$", "∞": r"$\infty$", "∝": r"$\propto$", "→": r"$\to$"},
@@ -22,16 +22,18 @@ _SIGNS = {
     **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "δ": r"$\delta$", "ε": r"$\varepsilon$", "λ": r"$\lambda$"},
     **{"μ": r"$\mu$", "σ": r"$\sigma$", "✓": r"$\surd$", "\u00a0": "~", "é": r"\'e", "ü": r"\"u", "ö": r"\"o"},
 }
+_TABLE = str.maketrans(_SIGNS)
+_OTHERS = re.compile(r"[^ -~]")
 _BOLD = re.compile(r"\*\*(.+)\*\*")
 
 
 def escape(text: str) -> str:
     """`text` so that LaTeX sets it as it stands; a character that pdfTeX has no sign for is named by its code."""
-    return "".join(_SIGNS.get(sign) or (sign if " " <= sign <= "~" else _coded(sign)) for sign in text)
+    return _OTHERS.sub(_coded, text.translate(_TABLE))
 
 
-def _coded(sign: str) -> str:
-    return " " if sign.isspace() else f"U+{ord(sign):04X}"
+def _coded(sign: re.Match[str]) -> str:
+    return " " if sign[0].isspace() else f"U+{ord(sign[0]):04X}"
 
 
 def table(frame: pd.DataFrame, caption: str, label: str) -> str:

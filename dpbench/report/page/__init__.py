@@ -91,7 +91,7 @@ def render(parts: Sequence[Part], records: Sequence[Record], again: str) -> str:
         else "",
         machines=[_machine(device, own) for device, own in by_device(records).items()],
         again=again,
-        measure=[f"python -m dpbench run {shlex.quote(name)}" for name in experiments],
+        measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
     )
 
 
