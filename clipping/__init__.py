@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BACKENDS",
+    "FAMILIES",
     "VARIANTS",
     "Agreement",
     "Automatic",
@@ -34,7 +35,10 @@ __all__ = [
     "UnsupportedModel",
     "WrongGradient",
     "compare",
+    "is_backend",
+    "known_backends",
     "load_backend",
+    "samples_together",
 ]
 
 # name -> (module:class, one line about it)
@@ -68,6 +72,14 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "bk_mixed:memory": ("clipping.ghost:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"),
 }
 
+# name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list
+FAMILIES: dict[str, tuple[str, str]] = {
+    "tf_microbatch": (
+        "clipping.oracle:tf_microbatch",
+        "TF Privacy's microbatches: the mean of M samples is clipped. Not per-sample clipping: sensitivity 2C",
+    ),
+}
+
 _LAZY = {
     "Agreement": "clipping.verification",
     "Automatic": "clipping.functions",
@@ -90,16 +102,41 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'clipping' has no attribute {name!r}")
 
 
+def known_backends() -> list[str]:
+    """Every name that `load_backend` takes, for messages: a family as ``name:M``."""
+    return [*BACKENDS, *VARIANTS, *(f"{family}:M" for family in FAMILIES)]
+
+
+def samples_together(name: str) -> int:
+    """How many samples' mean the backend clips as one, by its name: M of a family's ``name:M``, else 1."""
+    family, _, size = name.partition(":")
+    return int(size) if family in FAMILIES and _is_size(size) else 1
+
+
+def is_backend(name: str) -> bool:
+    """Whether `load_backend` takes this name."""
+    family, _, size = name.partition(":")
+    return name in BACKENDS or name in VARIANTS or (family in FAMILIES and _is_size(size))
+
+
+def _is_size(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and not text.startswith("0")
+
+
 def load_backend(name: str) -> type[Backend]:
-    """The class of the backend called `name`: of `BACKENDS`, or ``"name:variant"`` of `VARIANTS`.
+    """The class of the backend called `name`: of `BACKENDS`, ``"name:variant"`` of `VARIANTS`, ``"name:M"`` of
+    `FAMILIES`.
 
     Raises:
         ValueError: for an unknown name, with every known one and the nearest.
     """
-    known = {**BACKENDS, **VARIANTS}
-    if name not in known:
+    if not is_backend(name):
+        known = known_backends()
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ValueError(f"expected a backend, one of {', '.join(known)}, got {name!r}{hint}")
-    module, cls = known[name][0].split(":")
-    return getattr(importlib.import_module(module), cls)
+    family, _, size = name.partition(":")
+    found = {**BACKENDS, **VARIANTS}.get(name) or FAMILIES[family]
+    module, attribute = found[0].split(":")
+    loaded = getattr(importlib.import_module(module), attribute)
+    return loaded(int(size)) if family in FAMILIES else loaded

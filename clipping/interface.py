@@ -81,6 +81,8 @@ class Backend(ABC):
     private: ClassVar[bool] = True
     per_sample_loop: ClassVar[bool] = False
     """Samples are treated one after the other: memory does not grow with B, but for the batch itself."""
+    together: ClassVar[int] = 1
+    """Samples whose mean gradient is clipped as one. More than 1 is another mechanism than clipping per sample."""
     trusted: ClassVar[bool] = False
     """Correct by definition: there is nothing to verify it against."""
     verify_in_eval: ClassVar[bool] = True
@@ -143,7 +145,7 @@ class Backend(ABC):
             verified = False
             try:
                 verify(self, inputs, targets)
-                verified = batch_size > 1  # one sample cannot show that samples are told apart
+                verified = batch_size > self.together  # one sample cannot show that samples are told apart
             finally:
                 self._verify = not verified
         with torch.enable_grad():

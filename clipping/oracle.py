@@ -1,12 +1,27 @@
-"""The two ends of every comparison: one sample at a time, which defines the answer, and no clipping at all."""
+"""The two ends of every comparison: one sample at a time, which defines the answer, and no clipping at all.
+
+And a third that is not to be compared with them: `TfMicrobatch`, which clips the mean of several samples.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
-from clipping.interface import Backend, ClippedGradient, Parameters, map_tensors, norm_dtype
+from clipping.functions import ClipFunction, Flat
+from clipping.interface import (
+    Backend,
+    ClippedGradient,
+    LossFunction,
+    Parameters,
+    leading_dimension,
+    map_tensors,
+    norm_dtype,
+)
 from clipping.samples import factors_by_name
 
 
@@ -23,18 +38,79 @@ class Microbatch(Backend):
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
         norms, losses = [], []
-        for i in range(batch_size):
-            sample, target = map_tensors(lambda x, i=i: x[i : i + 1], (inputs, targets))  # type: ignore[misc]
-            loss = self.losses(sample, target, batch_size=1)
-            grads = with_zeros(gradients(loss.sum(), parameters), parameters)
-            layers = [torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype))[None] for g in grads.values()]
-            norm, factors = factors_by_name(torch.stack(layers), list(grads), self.clip) if layers else (None, {})
-            norms.append(loss.new_zeros(1, dtype=norm_dtype(loss.dtype)) if norm is None else norm)
-            for name, grad in grads.items():
-                sums[name].addcmul_(grad, factors[name][0].to(grad.dtype))
+        for start in range(0, batch_size, self.together):
+            stop = min(start + self.together, batch_size)
+            sample, target = map_tensors(lambda x, a=start, b=stop: x[a:b], (inputs, targets))  # type: ignore[misc]
+            loss = self.losses(sample, target, batch_size=stop - start)
+            grads = with_zeros(gradients(loss.mean(), parameters), parameters)
+            norms.append(_add_clipped(sums, grads, self.clip, loss))
             losses.append(loss.detach())
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
         return ClippedGradient(sums, torch.cat(norms), torch.cat(losses))
+
+
+class TfMicrobatch(Microbatch):
+    """TF Privacy's microbatches: the mean gradient of each m = `together` samples in a row is clipped, Σ_k c_k ḡ_k.
+
+    **Another mechanism than per-sample clipping**, unless m = 1. One sample replaced moves one clipped mean anywhere in
+    the ball of radius C, so the sum by 2C, not C; one added or removed moves those after it to other microbatches, and
+    the sum by up to 2C for each. Larger m is faster, and the signal smaller: K = B/m means of length C at the most
+    beside the same noise. (TF Privacy, `num_microbatches` = K of `DPKerasSGDOptimizer`, whose l2_norm_clip is the "max
+    L2 norm of per microbatch gradients"; it then divides by K, as nothing here does.)
+
+    The last microbatch of a batch that m does not divide is smaller; TF Privacy refuses such a batch. `norms` are [K],
+    of the means.
+    """
+
+    trusted = False
+    per_sample_loop = False  # its memory grows with m
+
+
+@cache
+def tf_microbatch(together: int) -> type[TfMicrobatch]:
+    """``tf_microbatch:M``: the backend for microbatches of M samples."""
+    return type(f"TfMicrobatch{together}", (TfMicrobatch,), {"name": f"tf_microbatch:{together}", "together": together})
+
+
+def definition(
+    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, *, clip: ClipFunction, together: int = 1
+) -> ClippedGradient:
+    """What a backend must give: one sample at a time; of means, from the gradients of single samples."""
+    if together == 1:
+        return Microbatch(model, loss_fn, clip=clip)(inputs, targets)
+    unclipped = Microbatch(model, loss_fn, clip=Flat(max_grad_norm=float("inf")))
+    batch_size = leading_dimension(inputs, targets)
+    alone = [map_tensors(lambda x, i=i: x[i : i + 1], (inputs, targets)) for i in range(batch_size)]  # type: ignore[misc]
+    return of_means([unclipped(*one) for one in alone], clip, together)
+
+
+def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: int) -> ClippedGradient:
+    """Σ_k c_k ḡ_k, with ḡ_k the mean of `together` samples in a row.
+
+    Args:
+        samples: unclipped batches of one.
+    """
+    sums = {name: torch.zeros_like(grad) for name, grad in samples[0].grads.items()}
+    losses = torch.cat([sample.losses for sample in samples])
+    norms = []
+    for start in range(0, len(samples), together):
+        few = samples[start : start + together]
+        mean = {name: torch.stack([sample.grads[name] for sample in few]).mean(0) for name in sums}
+        norms.append(_add_clipped(sums, mean, clip, losses))
+    return ClippedGradient(sums, torch.cat(norms), losses)
+
+
+def _add_clipped(
+    sums: dict[str, torch.Tensor], grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor
+) -> torch.Tensor:
+    """Add one clipped gradient to the sums; its norm before clipping, [1]."""
+    layers = [torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype))[None] for g in grads.values()]
+    if not layers:
+        return like.new_zeros(1, dtype=norm_dtype(like.dtype))
+    norm, factors = factors_by_name(torch.stack(layers), list(grads), clip)
+    for name, grad in grads.items():
+        sums[name].addcmul_(grad, factors[name][0].to(grad.dtype))
+    return norm
 
 
 class NonPrivate(Backend):

@@ -1,4 +1,4 @@
-"""Is a backend exact on this model? Two of its samples against the microbatch oracle.
+"""Is a backend exact on this model? Two of its samples against the microbatch oracle (`oracle.definition`).
 
 Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
 whole gradient's norm: a parameter whose gradient vanishes but for rounding (a bias before a normalisation) would
@@ -50,9 +50,14 @@ class WrongGradient(Exception):
 
 
 def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
-    """Errors of `result` relative to `reference`; norms that either does not know are left out (error 0)."""
+    """Errors of `result` relative to `reference`; norms that either does not know are left out (error 0).
+
+    Norms of another number than the reference's are of something else: both errors are infinite.
+    """
     norm_error = 0.0
     if result.norms is not None and reference.norms is not None:
+        if result.norms.shape != reference.norms.shape:
+            return Agreement(float("inf"), float("inf"), "")
         norm_error = _ratio(_norm(result.norms - reference.norms, torch.inf), _norm(reference.norms, torch.inf), 0.0)
     if not reference.grads:
         return Agreement(norm_error, 0.0, "")
@@ -80,12 +85,13 @@ def verify(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> Agr
 def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, float]:
     """The errors on the first `samples` samples, and what rounding explains of them.
 
+    A backend that clips the means of several samples is held to its own definition, on so many times as many samples.
     Computed in float64, to which the model is cast meanwhile, so that an error of any size is one of the method; in the
     model's own dtype where it cannot be cast. Random layers are off: they draw differently for one sample and for two.
     """
     from clipping.interface import map_tensors
 
-    few = map_tensors(lambda x: x[:samples], (inputs, targets))
+    few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
     with _without_randomness(backend):
         try:
@@ -103,10 +109,11 @@ def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: 
 
 def _both(backend: Backend, inputs: Any, targets: Any) -> tuple[ClippedGradient, ClippedGradient]:
     from clipping.functions import Flat
-    from clipping.oracle import Microbatch
+    from clipping.oracle import definition
 
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
-    return backend(inputs, targets), Microbatch(backend.model, backend.loss_fn, clip=clip)(inputs, targets)
+    reference = definition(backend.model, backend.loss_fn, inputs, targets, clip=clip, together=backend.together)
+    return backend(inputs, targets), reference
 
 
 @contextmanager

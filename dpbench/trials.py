@@ -109,13 +109,16 @@ def _modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchTrial(_ModelTrial):
-    """A trial of one training step on one batch; `memory_budget` is in bytes."""
+    """A trial of one training step on one batch; `memory_budget` is in bytes.
+
+    `image_size` and `num_classes` may be None for a model that reads text.
+    """
 
     batch_size: int
     device: str = "cpu"
     dtype: str = "float32"
-    image_size: int = 32
-    num_classes: int = 10
+    image_size: int | None = 32
+    num_classes: int | None = 10
     seed: int = 0
     memory_budget: int | None = None
 

@@ -12,7 +12,11 @@ from dpbench.experiment import Experiment, grid
 from dpbench.trials import OverheadTrial
 
 OURS = ("nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
-PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
+#: The last is no per-sample clipping: TF Privacy's microbatches, of four samples each.
+PEERS = (
+    *("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"),
+    "tf_microbatch:4",
+)
 LONG = ("nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp")
 LONGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_ghost")
 
@@ -60,7 +64,7 @@ def cells(device: str) -> list[OverheadTrial]:
 
 
 def smoke(device: str) -> list[OverheadTrial]:
-    some = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp")
+    some = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_ghost", "fastdp", "tf_microbatch:4")
     few = {"backends": some, "batch_size": 4, "rounds": 2, "max_seconds": 0.2, "device": device}
     text = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
     images = grid(OverheadTrial, model="cnn", **few)
@@ -73,5 +77,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("overhead",),
+    figures=("overhead", "claims"),
 )

@@ -48,5 +48,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("resolution",),
+    figures=("resolution", "beside_papers", "claims"),
 )

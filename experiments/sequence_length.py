@@ -56,5 +56,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("sequence_length",),
+    figures=("sequence_length", "claims"),
 )

@@ -54,7 +54,7 @@ def small_steps(models: list[str]) -> list[Cell]:
 def cells(device: str) -> list[Cell]:
     if device == "cuda":
         return searches(device, RESNETS + VGGS)
-    return searches(device, RESNETS) + small_steps(RESNETS[:3])
+    return searches(device, [*RESNETS, "vgg19"]) + small_steps(RESNETS[:3])
 
 
 def smoke(device: str) -> list[Cell]:
@@ -68,5 +68,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=2,
-    figures=("max_batch_throughput",),
+    figures=("max_batch_throughput", "claims"),
 )

@@ -2,11 +2,19 @@
 
 import json
 
+from dpbench.report.page import svg
+from dpbench.report.pictures import Pictures
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 
 GIB = 2**30
 CPU = {"device": "cpu", "device_name": "Test CPU, 2 CPUs", "torch": "2.15.0", "threads": 2}
 CUDA = {"device": "cuda", "device_name": "Test GPU", "torch": "2.15.0", "threads": 2}
+
+
+def save_no_pictures(monkeypatch):
+    """Figures are drawn, but neither their files nor the page have them: that takes most of the time."""
+    monkeypatch.setattr(Pictures, "save", lambda self, figure, paths: None)
+    monkeypatch.setattr(svg, "inline", lambda figure, prefix, title, description: "")
 
 
 class RunFile:

@@ -309,8 +309,10 @@ def test_measured_seconds_peaks_and_regret(measured):
     steps, predicted = summary["measured"], summary["predicted_peak"]
     for name in ("plan", "ordinary"):
         assert steps[name]["source"] == "cpu_allocator" and 0 < steps[name]["step_seconds"] < 1
+        assert steps[name]["verification"]["max_grad_error"] < 1e-6
         # of a network as small as this, temporaries inside kernels are the larger part
         assert predicted[name] / 2 < steps[name]["peak_bytes"] < 20 * predicted[name]
+    assert sum(steps["plan"]["coverage"].values()) == pytest.approx(1.0)
 
 
 def test_the_table_says_what_was_measured(measured):
@@ -322,7 +324,7 @@ def test_the_table_says_what_was_measured(measured):
     for said in (
         r"Predicted peak of the plan: [\d.]+ KiB, [\d.]+x ordinary training's [\d.]+ KiB\.\n",
         r"Measured peak of the plan: [\d.]+ [KM]iB, [\d.]+x ordinary training's [\d.]+ [KM]iB \(cpu_allocator\)\.\n",
-        r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs)\.\n",
+        r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs); exact to \de-\d+ on 2 samples\.\n",
         r"Regret of the plan by formula: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",
         r"Regret of the plan by timing, the one shown: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",
     ):

@@ -126,8 +126,9 @@ def test_the_wheel_has_every_package():
 
 def test_the_wheel_has_the_data_that_is_read():
     data = PROJECT["tool"]["setuptools"]["package-data"]
-    files = [path for package in PACKAGES for path in (ROOT / package).rglob("*.csv")]
-    assert files
+    kinds = ("*.csv", "*.j2", "*.css", "*.js")
+    files = [path for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)]
+    assert len(files) > 4
     for path in files:
         package = ".".join(path.parent.relative_to(ROOT).parts)
         assert any(fnmatch.fnmatch(path.name, pattern) for pattern in data[package]), path

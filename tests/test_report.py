@@ -4,8 +4,7 @@ import math
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
-from report_records import CUDA, GIB, RunFile, step_result
+from report_records import CUDA, GIB, RunFile, save_no_pictures, step_result
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
@@ -22,8 +21,7 @@ def run(tmp_path):
 
 @pytest.fixture(autouse=True)
 def drawn_but_not_saved(monkeypatch):
-    """The files of the pictures are `test_report_figures`' concern, and take most of the time."""
-    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
+    save_no_pictures(monkeypatch)
 
 
 def report(run, figure, name=None, folder=FOLDER):

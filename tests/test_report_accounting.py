@@ -194,7 +194,8 @@ def test_the_map_counts_what_has_no_answer_and_shows_what_is_no_bound(run):
 
 def test_it_is_written_in_every_format_with_its_table(run, tmp_path):
     paths = write_report(priced(run).path.parent, tmp_path / "out")
-    assert {path.name for path in paths} == {f"accountant_price.{end}" for end in ("png", "svg", "pdf", "csv", "md")}
+    formats = ("png", "svg", "pdf", "csv", "md", "tex")
+    assert {path.name for path in paths} == {*(f"accountant_price.{end}" for end in formats), "report.html"}
     text = next(path for path in paths if path.suffix == ".md").read_text()
     row = next(line for line in text.splitlines() if "| 1.26" in line and "PRV" in line and "steps" in line)
     assert [cell.strip() for cell in row.split("|")[1:5]] == ["1.26", "PRV", "upper bound", "16,835 steps"]

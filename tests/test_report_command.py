@@ -27,8 +27,10 @@ def test_an_experiment_s_own_figures_lie_beside_its_records(here, capsys):
     RunFile(here / "results" / "memory_speed" / "a.jsonl", experiment="memory_speed").step("cnn", "ghost", [1.0])
     code, out, err = dpbench("memory_speed", capsys=capsys)
     assert (code, err) == (0, [])
+    stem = "results/memory_speed/cpu-test-cpu-2-cpus/memory_speed_table"
     assert out == [
-        f"results/memory_speed/cpu-test-cpu-2-cpus/memory_speed_table.{s}" for s in ("png", "svg", "pdf", "csv", "md")
+        *(f"{stem}.{suffix}" for suffix in ("png", "svg", "pdf", "csv", "md", "tex")),
+        "results/memory_speed/report.html",
     ]
     assert all((here / path).stat().st_size for path in out)
 

@@ -1,20 +1,31 @@
 """The pictures: what is drawn for what, nothing on top of anything else, and the same bytes every time."""
 
+import colorsys
 import itertools
 import xml.etree.ElementTree as ElementTree
 
 import matplotlib
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.text import Text
 from report_records import CUDA, GIB, RunFile
 
+from clipping import VARIANTS
 from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
 from dpbench.training import UtilityTrial
-from dpbench.trials import CalibrationTrial, MapTrial, OverheadTrial, PeakTrial, SchemeTrial, StepTrial, SweepTrial
+from dpbench.trials import (
+    CalibrationTrial,
+    ExplainTrial,
+    MapTrial,
+    OverheadTrial,
+    PeakTrial,
+    SchemeTrial,
+    StepTrial,
+    SweepTrial,
+)
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
@@ -112,6 +123,29 @@ def test_every_backend_has_a_look_of_its_own():
         assert len(set(field)) == len(BACKENDS)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_has_the_marker_of_its_base_and_a_shade_of_its_colour(variant):
+    base, look = style.backend("bk_mixed"), style.backend(variant)
+    assert look.marker == base.marker and look.name == f"BK mixed, {variant.partition(':')[2]}"
+    others = {style.backend(name).color for name in (*BACKENDS, *VARIANTS) if name != variant}
+    assert look.color not in others and look.color != "#000000"
+    hues = [colorsys.rgb_to_hsv(*to_rgb(color))[0] for color in (base.color, look.color)]
+    assert hues[0] == pytest.approx(hues[1], abs=0.02)
+
+
+def test_another_mechanism_stands_last_under_a_sign_that_the_caption_explains(run):
+    for backend in ("tf_microbatch:16", "nonprivate", "my.module:Mine", "bk_mixed:time", "tf_microbatch:4", "bk_mixed"):
+        run.step("cnn", backend, [1.0])
+    drawn, boxes = draw(run, "memory_speed_table")
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    last = ["TF µbatch of 4 ‡", "TF µbatch of 16 ‡"]
+    assert names == ["Non-private", "BK mixed", "BK mixed, time", "my.module:Mine", *last]
+    assert any(
+        "‡ another mechanism: the mean of so many samples is clipped" in " ".join(text.split()) for text in words(boxes)
+    )
+    assert not style.is_other_mechanism("microbatch")
+
+
 def test_a_backend_of_someone_s_own_is_drawn_last_under_its_name(run):
     run.step("cnn", "my.module:Mine", [1.0]).step("cnn", "ghost", [1.0])
     names = [label.get_text() for label in draw(run, "max_batch_throughput")[0].axes[0].get_yticklabels()]
@@ -136,7 +170,7 @@ def test_without_ordinary_training_the_absolute_numbers_are_drawn(run):
     assert {"250 ms", "3 MiB"} <= set(words(boxes))
 
 
-@pytest.mark.parametrize("figure", list(FIGURES))
+@pytest.mark.parametrize("figure", [name for name, kind in FIGURES.items() if kind.plot is not None])
 def test_nothing_but_failures_can_be_drawn(run, figure):
     run.search("cnn", "ghost", [], [1])
     run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="error", evidence="ValueError: no")
@@ -146,6 +180,10 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, image_size=size)
         trial = OverheadTrial(model=f"transformers:gpt2@{size}", backends=["vmap"], batch_size=8, image_size=None)
         run.add(trial, outcome="timeout", evidence="still running")
+    run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, batch_size=16)
+    failed = {"nonprivate": ("oom", "no memory"), "mixed_ghost": ("oom", "no memory")}
+    run.overhead("timm:deit_tiny_patch16_224", {}, failed=failed, image_size=224)
+    run.add(ExplainTrial(model="vgg11", batch_size=8), outcome="timeout", evidence="still running")
     point = {"accountant": "prv", "sample_rate": 0.01, "delta": 1e-5}
     for trial in (
         SweepTrial(**point, noise_multiplier=4.0, steps=100),
@@ -196,7 +234,7 @@ def test_the_same_records_give_the_same_bytes(run, tmp_path):
         second = write_report(run.path.parent, tmp_path / "second")
     finally:
         matplotlib.rcParams["font.size"] = settings["font.size"]
-    assert [path.suffix for path in first] == [".png", ".svg", ".pdf", ".csv", ".md"] * 3
+    assert [path.suffix for path in first] == [".png", ".svg", ".pdf", ".csv", ".md", ".tex"] * 3 + [".html"]
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes(), f"{one.name} differs"
     for path in first:

@@ -7,8 +7,7 @@ import math
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
-from report_records import RunFile
+from report_records import RunFile, save_no_pictures
 from test_report_figures import draw
 
 from dpbench.report import published, style, write_report
@@ -27,7 +26,7 @@ def run(tmp_path):
 @pytest.fixture
 def report(run, tmp_path, monkeypatch):
     """The table behind a figure and the text beside it; its pictures are not saved."""
-    monkeypatch.setattr(Figure, "savefig", lambda *args, **kwargs: None)
+    save_no_pictures(monkeypatch)
 
     def make(figure: str) -> tuple[pd.DataFrame, str]:
         write_report(run.path.parent, tmp_path / "out", [figure])
@@ -234,7 +233,7 @@ def test_sequences_of_one_model_are_one_line(run, report):
 def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
     run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
     names = {path.stem for path in write_report(run.path.parent, tmp_path / "out")}
-    assert names == {"overhead"}
+    assert names == {"overhead", "report"}
 
 
 @pytest.mark.parametrize(
@@ -244,8 +243,8 @@ def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
         (f"{GPT2}@128", "GPT-2 2×256, T=128"),
         (f"{GPT2}&max_position_embeddings=4096@4096", "GPT-2 2×256, T=4096"),
         ("transformers:gpt2?max_position_embeddings=4096&n_layer=3@4096", "gpt2?n_layer=3, T=4096"),
-        ("transformers:gpt2?max_position_embeddings=4096@4096", "gpt2, T=4096"),
-        ("transformers:gpt2", "gpt2"),
+        ("transformers:gpt2?max_position_embeddings=4096@4096", "GPT-2, T=4096"),
+        ("transformers:gpt2", "GPT-2"),
         ("timm:convnext_atto?depths=(1,1)", "convnext_atto?depths=(1,1)"),
         ("my/net.py:make", "net.py:make"),
         ("wide_resnet", "Wide ResNet"),

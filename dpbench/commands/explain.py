@@ -206,7 +206,8 @@ def figures(summary: dict[str, Any]) -> list[str]:
         seconds = plan["step_seconds"]
         lines += [
             f"Measured peak of the plan: {_beside(plan['peak_bytes'], ordinary['peak_bytes'])} ({plan['source']}).",
-            f"Measured step: {_seconds(seconds)}, ordinary training's {_seconds(ordinary['step_seconds'])}.",
+            f"Measured step: {_seconds(seconds)}, ordinary training's {_seconds(ordinary['step_seconds'])}; "
+            f"{_exact(plan['verification'])}.",
             *(
                 f"Regret of the plan by {made}: {_seconds(regret[key])}, {regret[key] / seconds:.1%} of the step."
                 for key, made in (("formula", "formula"), ("timed", "timing, the one shown"))
@@ -214,6 +215,11 @@ def figures(summary: dict[str, Any]) -> list[str]:
             "Regret: seconds beyond the best route of each use, by a second measurement that no plan was made from.",
         ]
     return lines
+
+
+def _exact(verification: dict[str, Any]) -> str:
+    norms, gradients = verification["max_norm_error"], verification["max_grad_error"]
+    return f"exact to {max(norms, gradients):.0e} on {verification['samples']} samples"
 
 
 def _beside(bytes_: int, ordinary: int) -> str:

@@ -1,8 +1,9 @@
-"""``dpbench report``: figures and tables from records."""
+"""``dpbench report``: figures, tables and one page from records."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from dpbench.errors import UsageError, nearest
@@ -36,8 +37,10 @@ def run(args: argparse.Namespace) -> int:
     from dpbench.report import FIGURES, write_report  # pandas and matplotlib take their time
 
     output = args.output if args.output is not None and args.output not in source.parents else source
+    words = [args.source, *(["--output", str(args.output)] if args.output is not None else [])]
+    again = f"python -m dpbench report {shlex.join(words)}"
     try:
-        paths = write_report(source, output, figures or tuple(FIGURES))
+        paths = write_report(source, output, figures or tuple(FIGURES), again)
     except OSError as error:
         raise UsageError(
             "an output folder that can be written to", f"{error.filename or output}: {error.strerror}"

@@ -1,5 +1,5 @@
-"""A backend by reference: a name of `clipping.BACKENDS` or `clipping.VARIANTS`, or ``path/file.py:Class``, a subclass
-of `clipping.Backend`.
+"""A backend by reference: a name that `clipping.load_backend` takes, or ``path/file.py:Class``, a subclass of
+`clipping.Backend`.
 
 Importing this module imports no torch: `validate_backend` serves the parent process. What only an import of the file
 can show (no such class, no backend, an error in the file) is found in a trial's process, and handed back as one line.
@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clipping import BACKENDS, VARIANTS
+from clipping import is_backend, known_backends
 from dpbench.errors import UsageError, nearest
 from dpbench.reference import load_module
 
@@ -43,7 +43,8 @@ def validate_backend(ref: str) -> None:
     """
     if is_file(ref):
         _split(ref)
-    elif ref not in (known := [*BACKENDS, *VARIANTS]):
+    elif not is_backend(ref):
+        known = known_backends()
         expected = f"a backend, one of {', '.join(known)}, or path/file.py:Class"
         raise UsageError(expected, ref, nearest(ref, known))
 

@@ -8,7 +8,8 @@
 ==========  =====================================================================================================
 
 The oracle gives g_i and ‖g_i‖ of each sample by itself; what a batch of them must give is then the definition,
-Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}, and the `microbatch` backend is checked like any other. Ordinary
+Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}, and the `microbatch` backend is checked like any other. One that
+clips the means of several samples is held to that, which is another mechanism (`clipping.oracle.of_means`). Ordinary
 training is compared with the plain sum, Σ_i w_i g_i. Errors are those of `dpbench.measure.verify`.
 
 A model may hold casts of its own to a narrower dtype (the RMSNorm of Llama computes in float32, whatever it is given).
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from clipping import Agreement, ClippedGradient, Flat, compare
 from clipping.interface import leading_dimension, map_tensors
+from clipping.oracle import of_means
 from clipping.verification import CAST_TOLERANCE
 from dpbench.conformance.references import backend_class
 from dpbench.measure import verify
@@ -84,7 +86,8 @@ def run(trial: CheckTrial) -> dict[str, Any]:
     for case in cases(norms_of(samples).tolist()):
         clip = Flat(max_grad_norm=case.max_grad_norm)
         with checked(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
-            reference = expected(case, samples, clip if backend.private else Flat(max_grad_norm=math.inf))
+            clip = clip if backend.private else Flat(max_grad_norm=math.inf)
+            reference = expected(case, samples, clip, backend.together)
             inputs, targets = arranged(case, batch)
             found[case.name] = verify.agreement(backend, inputs, targets, reference)
             coverage = dict(backend.coverage) if case.name == "random" else coverage
@@ -145,9 +148,15 @@ def norms_of(samples: list[ClippedGradient]) -> Tensor:
     return torch.cat([sample.norms for sample in samples if sample.norms is not None])
 
 
-def expected(case: Case, samples: list[ClippedGradient], clip: Flat) -> ClippedGradient:
+def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: int = 1) -> ClippedGradient:
     """The definition, from the gradients of single samples with weight 1."""
     chosen = [samples[i] for i in case.samples]
+    if together > 1:
+        weighed = [
+            ClippedGradient({n: w * g for n, g in one.grads.items()}, None, w * one.losses)
+            for w, one in zip(case.weights, chosen, strict=True)
+        ]
+        return of_means(weighed, clip, together)
     norms = norms_of(chosen)
     weights = norms.new_tensor(case.weights)
     norms = norms * weights

@@ -25,6 +25,7 @@ from clipping.ghost import BkMixed
 from clipping.oracle import NonPrivate
 from clipping.planner import Planner
 from dpbench.errors import UsageError
+from dpbench.measure import verify
 from dpbench.measure.bench import Step, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, time_steps
@@ -104,21 +105,32 @@ def planned(found: Explanation) -> dict[str, Any]:
 
 
 def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:
-    """A step by the planner's "plan", and an "ordinary" one -> {"step_seconds", "peak_bytes", "source"}."""
+    """A step by the planner's "plan", and an "ordinary" one.
+
+    Each -> {"step_seconds", "peak_bytes", "source", "verification", "coverage"}, the last two as in an `OverheadTrial`.
+
+    Raises:
+        Mismatch: the plan's answer is not the oracle's.
+    """
     found = {}
     device = next(iter(tensors_in(inputs))).device
     for name, backend_class in (("plan", BkMixed), ("ordinary", NonPrivate)):
         with backend_class(workload.model, workload.loss_fn, verify=False) as backend:
             if isinstance(backend, BkMixed):
                 backend.planner = planner
+            agreement, tolerance, samples = verify.against_oracle(backend, inputs, targets)
             step = Step(backend, inputs, targets)
             timing = time_steps(step, stopwatch=stopwatch_for(device), steps=STEPS, max_seconds=MAX_SECONDS)
             watched = Step(
                 backend, inputs, targets
             )  # a fresh one: there is nothing of an earlier step that it releases
             memory = measured_peak(watched, watched.holds(), device)
+            coverage = dict(backend.coverage)
         seconds = median(timing.step_seconds)
         found[name] = {"step_seconds": seconds, "peak_bytes": memory.peak_bytes, "source": memory.source}
+        found[name] |= {"verification": verify.verification_record(agreement, tolerance, samples), "coverage": coverage}
+        if not agreement.within(tolerance):
+            raise verify.mismatch(backend.name, agreement, tolerance, {"measured": found})
     return found
 
 

@@ -35,9 +35,9 @@ def oracle(workload: Workload, inputs: Any, targets: Any, clip: ClipFunction) ->
 
 def against_oracle(backend: Backend, inputs: Any, targets: Any) -> tuple[Agreement, float, int]:
     """How far the backend is from the oracle on the first samples of a batch, what rounding explains, and how many."""
-    samples = min(SAMPLES, leading_dimension(inputs, targets))
+    samples = min(SAMPLES * backend.together, leading_dimension(inputs, targets))
     with full_float32():
-        return *agreement_with_oracle(backend, inputs, targets, samples), samples
+        return *agreement_with_oracle(backend, inputs, targets, SAMPLES), samples
 
 
 def agreement(backend: Backend, inputs: Any, targets: Any, reference: ClippedGradient) -> Agreement:

@@ -1,28 +1,35 @@
 """From records to figures and tables. Reads JSON lines, draws with matplotlib, and imports no torch.
 
 For each device, each kind of figure and each setting (precision, input size, budget, threads) there is one figure as
-PNG, SVG and PDF, and the table behind it as CSV (base units) and Markdown (for people, with the caption). The same
-records give the same bytes, so that committed figures change only when what was measured does.
+PNG, SVG and PDF, and the table behind it as CSV (base units), Markdown (for people, with the caption) and LaTeX; and
+one page, ``report.html``, has them all. The same records give the same bytes, so that committed figures change only
+when what was measured does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import pandas as pd
-from matplotlib.figure import Figure
 
 from dpbench.errors import one_of
 from dpbench.report import (
     accounting_map,
+    beside,
     captions,
+    claims,
+    decisions,
+    files,
+    findings,
     growth,
     memory_accuracy,
     overhead,
+    page,
+    plain,
     plots,
     privacy,
     privacy_plots,
@@ -34,39 +41,14 @@ from dpbench.report import (
     utility,
 )
 from dpbench.report.paired import entries
+from dpbench.report.parts import Claim, FigureKind, Part
+from dpbench.report.pictures import Pictures
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
 from dpbench.store import slug
 
+__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "write_report"]
+
 _MODELS_SETTING = ("experiment", "dtype", "image_size", "memory_budget")
-# Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
-_DPI, _TALLEST = 200, 30_000
-
-
-@dataclass(frozen=True)
-class FigureKind:
-    """How one kind of figure is made.
-
-    Args:
-        doc: one line.
-        kinds: the kinds of trial that it is drawn from.
-        cell: what of a record tells whether it adds to the same number as another.
-        facets: field of the trial -> the kinds it applies to; there is a figure for each of its values.
-        table: from records to numbers.
-        text: from numbers to words, for people.
-        caption: what they are numbers of.
-        plot: the picture of them.
-        applies: whether such records make this figure at all.
-    """
-
-    doc: str
-    kinds: tuple[str, ...]
-    cell: Callable[[Record], Hashable]
-    facets: Mapping[str, tuple[str, ...]]
-    table: Callable[[Sequence[Record], LeftOut], pd.DataFrame]
-    text: Callable[[pd.DataFrame], pd.DataFrame]
-    caption: Callable[[Sequence[Record], pd.DataFrame, LeftOut], str]
-    plot: Callable[[pd.DataFrame, str], Figure]
-    applies: Callable[[Sequence[Record]], bool] = lambda records: True
 
 
 FIGURES = {
@@ -79,6 +61,7 @@ FIGURES = {
         readable.max_batch_throughput,
         captions.max_batch_throughput,
         plots.max_batch_throughput,
+        finding=findings.max_batch,
     ),
     "memory_speed_table": FigureKind(
         "time and memory beside ordinary training (Table 4 of arXiv:2205.10683)",
@@ -89,6 +72,7 @@ FIGURES = {
         readable.memory_speed,
         captions.memory_speed,
         plots.memory_speed,
+        finding=findings.paired,
     ),
     "memory_accuracy": FigureKind(
         "simulated beside measured peak memory of a step, by model, backend and part of the step",
@@ -110,6 +94,7 @@ FIGURES = {
         readable.epsilon,
         captions.epsilon,
         privacy_plots.epochs,
+        finding=findings.epsilon,
     ),
     "epsilon_sweeps": FigureKind(
         "ε along σ, q and δ by each accountant, and how far each is from the certified lower bound",
@@ -120,6 +105,7 @@ FIGURES = {
         privacy.points_text,
         privacy.sweeps_caption,
         privacy_plots.sweeps,
+        finding=findings.points,
     ),
     "sampling_schemes": FigureKind(
         "ε of each sampling scheme and adjacency, at equal records, batch size, noise and epochs",
@@ -130,6 +116,7 @@ FIGURES = {
         privacy.schemes_text,
         privacy.schemes_caption,
         scheme_plot.plot,
+        finding=findings.schemes,
     ),
     "accountant_price": FigureKind(
         "the steps that each accountant allows, and the noise that it asks for, at a target ε",
@@ -140,6 +127,7 @@ FIGURES = {
         privacy.prices_text,
         privacy.prices_caption,
         privacy_plots.prices,
+        finding=findings.prices,
     ),
     "accounting_map": FigureKind(
         "time, failures and distance from the lower bound of each accountant over (q, σ, T, δ)",
@@ -150,6 +138,7 @@ FIGURES = {
         privacy.points_text,
         privacy.map_caption,
         accounting_map.plot,
+        finding=findings.points,
     ),
     "overhead": FigureKind(
         "time and memory of every backend beside ordinary training, interleaved in one process",
@@ -160,6 +149,7 @@ FIGURES = {
         overhead.text,
         overhead.caption,
         overhead.plot,
+        finding=findings.paired,
     ),
     "resolution": FigureKind(
         "time, memory and their growth against the size of the images",
@@ -171,6 +161,7 @@ FIGURES = {
         growth.RESOLUTION.caption,
         growth.RESOLUTION.plot,
         growth.RESOLUTION.applies,
+        finding=findings.paired,
     ),
     "sequence_length": FigureKind(
         "time, memory and their growth against the length of the sequences",
@@ -182,6 +173,60 @@ FIGURES = {
         growth.SEQUENCE_LENGTH.caption,
         growth.SEQUENCE_LENGTH.plot,
         growth.SEQUENCE_LENGTH.applies,
+        finding=findings.paired,
+    ),
+    "throughput": FigureKind(
+        "throughput, and time and memory beside ordinary training, against the batch size",
+        ("overhead",),
+        overhead.cell,
+        dict.fromkeys(("experiment", "dtype", "threads", "image_size"), ("overhead",)),
+        growth.THROUGHPUT.table,
+        growth.THROUGHPUT.text,
+        growth.THROUGHPUT.caption,
+        growth.THROUGHPUT.plot,
+        growth.THROUGHPUT.applies,
+    ),
+    "beside_papers": FigureKind(
+        "papers' figures again: Figure 4 of arXiv:2205.10683, Figures 4 and 5 of arXiv:2210.00038",
+        ("overhead", "peak", "step"),
+        beside.cell,
+        {
+            **dict.fromkeys(("experiment", "dtype"), ("overhead", "peak", "step")),
+            "memory_budget": ("peak", "step"),
+            "threads": ("overhead",),
+        },
+        beside.table,
+        beside.text,
+        beside.caption,
+        beside.plot,
+        beside.applies,
+        finding=beside.finding,
+    ),
+    "decision_map": FigureKind(
+        "ghost norm or instantiated gradient in each layer, by the papers' rule and by ours",
+        ("explain",),
+        lambda r: r.id,
+        {"experiment": ("explain",)},
+        decisions.table,
+        decisions.text,
+        decisions.caption,
+        decisions.plot,
+        decisions.applies,
+        finding=decisions.finding,
+    ),
+    "claims": FigureKind(
+        "what papers claim, and what these records say to it",
+        ("overhead", "peak", "step"),
+        claims.cell,
+        {},
+        claims.table,
+        claims.text,
+        claims.caption,
+        None,
+        claims.applies,
+        finding=claims.finding,
+        claims=claims.claims,
+        with_causes=False,
     ),
     "scorecard": FigureKind(
         "is each backend exact, does it refuse, or is it wrong, on every conformance case",
@@ -192,6 +237,7 @@ FIGURES = {
         scorecard.text,
         scorecard.caption,
         scorecard.plot,
+        finding=findings.scorecard,
     ),
     "utility": FigureKind(
         "accuracy against ε by model and clipping function, beside ordinary training",
@@ -202,36 +248,63 @@ FIGURES = {
         utility.text,
         utility.caption,
         utility.plot,
+        finding=findings.utility,
     ),
 }
 
 
-def write_report(source: Path, output: Path, figures: Sequence[str] = tuple(FIGURES)) -> list[Path]:
-    """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``.
+def write_report(
+    source: Path, output: Path, figures: Sequence[str] = tuple(FIGURES), again: str | None = None
+) -> list[Path]:
+    """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``, and the page.
+
+    Records of a kind that none of the named figures is drawn from have a table of their own.
 
     Args:
         source: a folder; runs in a folder ``*-smoke`` below it are passed over.
-        output: a folder, made if missing.
+        output: a folder, made if missing; the page of all figures is its ``report.html``.
         figures: names out of `FIGURES`; one for which there are no records is passed over.
+        again: the command that makes the page again, to stand on it.
 
     Returns:
-        The files written. Empty if there are no records for any of the figures.
+        The files written, the page last. Empty if there are no records.
 
     Raises:
         UsageError: for a figure that is not known.
         OSError: if `output` cannot be written to.
     """
     chosen = {name: FIGURES[one_of("a figure", name, FIGURES)] for name in figures}
-    paths: list[Path] = []
-    for device, records in by_device(read(source)).items():
+    records = read(source)
+    if not records:
+        return []
+    again = again or f"python -m dpbench report {shlex.quote(str(source))}"
+    with matplotlib.rc_context(), Pictures() as pictures:
+        matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
+        matplotlib.rcParams.update(style.RC)
+        parts = [_written(part, output, pictures) for part in _parts(records, chosen)]
+        others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
+        tables = {f"trials-{kind}": plain.kind_of(kind) for kind in sorted(others)}
+        parts += [_written(part, output, pictures) for part in _parts(records, tables)]
+        output.mkdir(parents=True, exist_ok=True)
+        path = page.write(output / "report.html", parts, records, again)
+    return [*(output / name for part in parts for name in part.files.values()), path]
+
+
+def _written(part: Part, output: Path, pictures: Pictures) -> Part:
+    folder = output / slug(part.device)
+    written = files.write(part, folder, pictures)
+    return dataclasses.replace(part, files={p.suffix[1:].upper(): f"{folder.name}/{p.name}" for p in written})
+
+
+def _parts(records: Sequence[Record], chosen: Mapping[str, FigureKind]) -> Iterator[Part]:
+    for own_device in by_device(records).values():
+        kinds = [record.kind for record in own_device]
         for name, kind in chosen.items():
-            own = [record for record in records if record.kind in kind.kinds]
+            own = [record for record, is_of in zip(own_device, kinds, strict=True) if is_of in kind.kinds]
             for setting, part in facets(own, kind.facets):
-                if not kind.applies(part):
-                    continue
-                stem = "-".join([name, *(slug(f"{field}-{_short(field, value)}") for field, value in setting.items())])
-                paths += _write(part, kind, output / slug(device), stem)
-    return paths
+                if kind.applies(part):
+                    labels = (slug(f"{field}-{_short(field, value)}") for field, value in setting.items())
+                    yield _part(part, kind, "-".join([name, *labels]), setting)
 
 
 def _short(field: str, value: Any) -> str:
@@ -244,23 +317,23 @@ def _short(field: str, value: Any) -> str:
     )
 
 
-def _write(records: Sequence[Record], kind: FigureKind, folder: Path, stem: str) -> list[Path]:
+def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mapping[str, Any]) -> Part:
+    """The figure and the table of one setting, and what is to be said of them."""
     left_out: LeftOut = LeftOut()
     kept = newest_version(newest(records, left_out), kind.cell, left_out)
     frame = kind.table(kept, left_out)
     caption = kind.caption(kept, frame, left_out)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {suffix: folder / f"{stem}.{suffix}" for suffix in ("png", "svg", "pdf", "csv", "md")}
-    frame.to_csv(paths["csv"], index=False, lineterminator="\n")
-    parts = [readable.markdown(kind.text(frame)), caption.replace("\n", "\n\n"), *captions.causes(entries(kept))]
-    paths["md"].write_text("\n".join(parts) + "\n", encoding="utf-8")
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
-        matplotlib.rcParams.update(style.RC)
-        figure = kind.plot(frame, caption)
-        # No version and no date in the files: they would differ with nothing measured anew.
-        sharpness = min(_DPI, _TALLEST / figure.get_figheight())
-        figure.savefig(paths["png"], dpi=sharpness, metadata={"Software": None})
-        figure.savefig(paths["svg"], metadata={"Date": None, "Creator": None})
-        figure.savefig(paths["pdf"], metadata={"CreationDate": None, "Creator": None, "Producer": None})
-    return list(paths.values())
+    return Part(
+        name=name,
+        title=kind.doc,
+        device=records[0].device,
+        setting=setting,
+        records=kept,
+        frame=frame,
+        text=kind.text(frame),
+        caption=caption,
+        finding=kind.finding(frame),
+        claims=tuple(kind.claims(kept, frame)),
+        causes=captions.causes(entries(kept)) if kind.with_causes else (),
+        figure=kind.plot(frame, caption) if kind.plot is not None else None,
+    )

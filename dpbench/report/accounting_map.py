@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from dpbench.report import privacy, style
 from dpbench.report.curves import box
@@ -52,20 +56,26 @@ def _cells(
 ) -> None:
     axes.set_xlim(-0.5, len(sigmas) - 0.5)
     axes.set_ylim(len(rates) - 0.5, -0.5)
-    for row, q in enumerate(rates):
-        for place, sigma in enumerate(sigmas):
-            own = frame[(frame.sample_rate == q) & (frame.noise_multiplier == sigma)]
-            values = [float(v) for v in own[column] if not missing(v)]
-            failed = int(own.epsilon.isna().sum())
-            shade, text = _cell_look(column, values, own)
-            axes.fill_between([place - 0.48, place + 0.48], row - 0.46, row + 0.46, color=shade, linewidth=0)
-            axes.text(place, row, text, ha="center", va="center", fontsize=6.3, color=style.INK)
-            if failed:
-                signs = f"✕{failed}" if values else f"✕ {failed}"
-                x, y, ha, va = (
-                    (place + 0.46, row - 0.44, "right", "top") if values else (place, row, "center", "center")
-                )
-                axes.text(x, y, signs, ha=ha, va=va, fontsize=4.8 if values else 6.3, color=style.FAILURE)
+    shades: list[str] = []
+    looks: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6.3}
+    own: dict[Any, list[Any]] = {}
+    for cell in frame.itertuples(index=False):
+        own.setdefault((cell.sample_rate, cell.noise_multiplier), []).append(cell)
+    places = list(itertools.product(enumerate(rates), enumerate(sigmas)))
+    for (row, q), (place, sigma) in places:
+        found = own.get((q, sigma), [])
+        values = [float(v) for cell in found if not missing(v := getattr(cell, column))]
+        failed = sum(missing(cell.epsilon) for cell in found)
+        shade, text = _cell_look(column, values, found)
+        shades.append(shade)
+        axes.text(place, row, text, color=style.INK, **looks)
+        if failed and values:
+            beside: dict[str, Any] = {"ha": "right", "va": "top", "fontsize": 4.8}
+            axes.text(place + 0.46, row - 0.44, f"✕{failed}", color=style.FAILURE, **beside)
+        elif failed:
+            axes.text(place, row, f"✕ {failed}", color=style.FAILURE, **looks)
+    cells = [Rectangle((place - 0.48, row - 0.46), 0.96, 0.92) for (row, _), (place, _) in places]
+    axes.add_collection(PatchCollection(cells, facecolors=shades, linewidths=0), autolim=False)
     named = [style.plain(sigma) for sigma in sigmas] if last else [""] * len(sigmas)
     axes.set_xticks(range(len(sigmas)), named, fontsize=7)
     axes.set_yticks(range(len(rates)), [style.plain(q) for q in rates] if labelled else [""] * len(rates), fontsize=7)
@@ -78,10 +88,10 @@ def _cells(
         spine.set_visible(False)
 
 
-def _cell_look(column: str, values: Sequence[float], own: pd.DataFrame) -> tuple[str, str]:
+def _cell_look(column: str, values: Sequence[float], found: Sequence[Any]) -> tuple[str, str]:
     """(shade, number): the darker, the further from the lower bound, or the longer; red below it."""
     if not values:
-        infinite = column == "ratio" and own.epsilon.map(lambda e: not missing(e) and math.isinf(e)).any()
+        infinite = column == "ratio" and any(not missing(c.epsilon) and math.isinf(c.epsilon) for c in found)
         return "#F3F3F3", "∞" if infinite else ""
     worst = max(values)
     if column == "compute_seconds":

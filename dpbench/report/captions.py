@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from dpbench.conditions import warnings
-from dpbench.report import published, style
-from dpbench.report.cells import DOES_NOT_FIT, is_probe
+from dpbench.report import failures, published, style
 from dpbench.report.select import LeftOut, Record
 
 
@@ -102,6 +101,8 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
             where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
         if timed:
             where.append(f"{_join(_distinct(r.setting('data') for r in timed))} data")
+    if any(style.is_other_mechanism(name) for record in records for name in backends_of(record)):
+        said = [*said, f"{style.OTHER_MECHANISM}."]
     paragraphs = [" ".join(said), f"Device: {'; '.join(where)}."]
     left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
     paragraphs.append(f"Records that give no number here: {', '.join(left)}." if left else "No record is left out.")
@@ -122,8 +123,7 @@ def mixed_versions(records: Iterable[Record]) -> bool:
     versions: dict[tuple[str, str, bool], set[str]] = {}
     for record in records:
         model = record.trial.get("model", "")
-        backends = record.trial.get("backends") or [record.trial.get("backend", "")]
-        opacus = any(backend.startswith("opacus") for backend in backends)
+        opacus = any(backend.startswith("opacus") for backend in backends_of(record))
         with_peer = opacus or record.trial.get("accountant") == "pld"
         key = (record.kind, model.partition(":")[0] if ":" in model else "", with_peer)
         versions.setdefault(key, set()).add(record.fingerprint)
@@ -133,17 +133,15 @@ def mixed_versions(records: Iterable[Record]) -> bool:
 def causes(records: Iterable[Record]) -> list[str]:
     """Lines of Markdown: why each trial failed that did; the same cause in several rounds once."""
     lines = []
-    for record in records:
-        if record.outcome == "ok" or (is_probe(record) and record.outcome in DOES_NOT_FIT):
-            continue
-        told = [line.strip() for line in record.evidence.splitlines() if line.strip()] or ["no evidence recorded"]
-        cause = told[-1 if record.outcome == "error" else 0].replace("`", "'")
-        shown = {"model": "", "backend": "", "accountant": "", "batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
-        what = " ".join(f"{sign}{record.trial[name]}" for name, sign in shown.items() if name in record.trial)
-        if record.kind == "overhead" and record.trial["image_size"]:
-            what += f" {record.trial['image_size']} px"
-        lines.append(f"- {what}: {style.OUTCOMES.get(record.outcome, record.outcome)}. `{cause}`")
+    for record in filter(failures.failed, records):
+        word, cause = style.OUTCOMES.get(record.outcome, record.outcome), failures.cause(record).replace("`", "'")
+        lines.append(f"- {failures.what(record)}: {word}. `{cause}`")
     return ["", *dict.fromkeys(lines)] if lines else []
+
+
+def backends_of(record: Record) -> Sequence[str]:
+    """The backends of a trial of one or of several."""
+    return record.trial.get("backends") or [record.trial.get("backend", "")]
 
 
 def _rounds(rounds: pd.Series[int]) -> str:

@@ -46,6 +46,17 @@ def spread(name: str, values: Collection[float]) -> Row:
     return {name: median(values), f"{name}_low": min(values), f"{name}_high": max(values)} if values else {}
 
 
+def exactness(good: Sequence[Record]) -> Row:
+    """How far the rounds were from the oracle at the worst, and the shares of the parameters by route."""
+    checks = [r.result["verification"] for r in good if r.result.get("verification")]
+    row: Row = {
+        name: max((float(check[name]) for check in checks if check.get(name) is not None), default=None)
+        for name in ("max_norm_error", "max_grad_error", "tolerance")
+    }
+    coverage = (good[-1].result.get("coverage") or {}) if good else {}
+    return row | {name: coverage.get(name) for name in ("ghost", "instantiated", "fallback")}
+
+
 def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
     """A few words on why there is no number; a mismatch outweighs the rest, then what stands later in `OUTCOMES`."""
     if not failures:

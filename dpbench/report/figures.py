@@ -16,8 +16,9 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox, ScaledTranslation
 
 from dpbench.report import style
 
@@ -26,6 +27,7 @@ _MARGIN, _NUMBERS, _DETAILS, _GAP = 0.12, 0.58, 0.52, 0.2
 _ROW, _HEADING, _LEGEND, _TITLE, AXIS, _CAPTION_LINE = 0.19, 0.25, 0.27, 0.33, 0.55, 0.145
 _NAMES, _CHARACTER, _BOLD, _LONGEST = (1.1, 2.3), 0.068, 0.082, 26
 _CAPTION_CHARACTERS = 152
+_CAPTION = "caption"
 # Beyond this ratio of the largest to the smallest length the axis is logarithmic.
 LOG_FROM = 25.0
 _SIMULATED = "//////"
@@ -105,7 +107,10 @@ def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str) -> Figure:
         axes = figure.add_axes((left / WIDTH, 1 - (top + depth) / height, (share - numbers) / WIDTH, depth / height))
         _scale(axes, panel)
         axes.set_ylim(depth, 0)
-        axes.set_yticks(positions, [row.label if index == 0 else "" for row in rows])
+        if index == 0:
+            axes.set_yticks(positions, [row.label for row in rows])
+        else:
+            axes.set_yticks([])
         for row, y, bar in zip(rows, positions, panel.bars, strict=True):
             _bar(axes, row, y, bar)
         for heading, y in headings if index == 0 else ():
@@ -151,24 +156,26 @@ def _scale(axes: Axes, panel: Panel) -> None:
 def _bar(axes: Axes, row: Row, y: float, bar: Bar) -> None:
     color, left = style.backend(row.backend).color, axes.get_xlim()[0]
     if bar.value is not None:
-        axes.barh(
-            [y],
-            [bar.value - left],
-            left=[left],
-            height=_ROW * 0.74,
+        drawn = Rectangle(
+            (left, y - _ROW * 0.37),
+            bar.value - left,
+            _ROW * 0.74,
             facecolor="white" if bar.simulated else color,
             edgecolor=color,
             linewidth=0.8,
             hatch=_SIMULATED if bar.simulated else None,
             zorder=2,
         )
+        axes.add_patch(drawn)  # the axes' own methods look at all that is drawn, for each thing drawn
         if bar.low is not None and bar.high is not None and bar.high > bar.low:
-            axes.plot([bar.low, bar.high], [y, y], color=style.INK, linewidth=1.1, marker="|", markersize=5, zorder=3)
+            axes.add_line(
+                Line2D([bar.low, bar.high], [y, y], color=style.INK, linewidth=1.1, marker="|", markersize=5, zorder=3)
+            )
         if bar.at_least:
             ends = [bar.value, axes.get_xlim()[1]]
-            axes.plot(ends, [y, y], color=color, zorder=3, clip_on=False, **_GOES_ON)
+            axes.add_line(Line2D(ends, [y, y], color=color, zorder=3, clip_on=False, **_GOES_ON))
     if bar.published is not None:
-        axes.plot([bar.published], [y], **PUBLISHED)
+        axes.add_line(Line2D([bar.published], [y], **PUBLISHED))
     if bar.value is None and not bar.text:
         words = f"✕ {bar.note}" if bar.note else "not measured"
         start = _clear_of(axes, bar.published, words)
@@ -189,18 +196,10 @@ def _clear_of(axes: Axes, marker: float | None, words: str) -> float:
 
 def _beside(axes: Axes, x: float, y: float, points: float, text: str, size: float, **looks: Any) -> None:
     """Text in the row at `y`, `points` to the right of the axes' left (x=0) or right (x=1) edge."""
-    axes.annotate(
-        text,
-        (x, y),
-        xycoords=axes.get_yaxis_transform(),
-        xytext=(points, -0.5),
-        textcoords="offset points",
-        va="center",
-        fontsize=size,
-        annotation_clip=False,
-        zorder=4,
-        **looks,
-    )
+    if text:
+        offset = ScaledTranslation(points / 72, -0.5 / 72, axes.figure.dpi_scale_trans)
+        place = axes.get_yaxis_transform() + offset
+        axes.text(x, y, text, transform=place, va="center", fontsize=size, zorder=4, **looks)
 
 
 def _signs(panels: Sequence[Panel]) -> list[Artist]:
@@ -227,5 +226,14 @@ def sheet(depth: float, caption: str) -> tuple[Figure, float]:
     text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
     height = depth + _CAPTION_LINE * (text.count("\n") + 1) + _MARGIN
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
-    figure.text(_MARGIN / WIDTH, _MARGIN / height, text, fontsize=7.4, color="#444444", va="bottom", linespacing=1.35)
+    looks: dict[str, Any] = {"fontsize": 7.4, "color": "#444444", "va": "bottom", "linespacing": 1.35}
+    figure.text(_MARGIN / WIDTH, _MARGIN / height, text, label=_CAPTION, **looks)
     return figure, height
+
+
+def without_caption(figure: Figure) -> tuple[Artist | None, Bbox]:
+    """(the caption in the picture or None, the part of the sheet above it in inches): for where it is text below."""
+    width, height = map(float, figure.get_size_inches())
+    caption = next((text for text in figure.texts if text.get_label() == _CAPTION), None)
+    below = _CAPTION_LINE * (caption.get_text().count("\n") + 1) if caption is not None else 0.0
+    return caption, Bbox([[0.0, below], [width, height]])

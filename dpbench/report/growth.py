@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -57,12 +58,16 @@ class Growth:
                 row |= paired_row(found, by_backend.get("nonprivate", []))
                 if "step_seconds" in row:
                     row["seconds_per_sample"] = row["step_seconds"] / row["batch_size"]
+                    row["samples_per_second"] = 1 / row["seconds_per_sample"]
                 if self.across.size == "image_size" and size is not None:
                     row["published_time_ratio"] = published.throughput_ratio(model, size, backend)
                 rows.append(row)
-        columns = ("model", self.across.size, "batch_size", "backend", "seconds_per_sample", "growth", *COLUMNS)
+        named = ("model", self.across.size, "batch_size", "backend", "seconds_per_sample", "samples_per_second")
+        columns = tuple(dict.fromkeys((*named, "growth", *COLUMNS)))  # the batch size may be what grows
         frame = in_order(frame_of(rows, columns), "model", self.across.size, "backend")
         for _, line in frame.dropna(subset="seconds_per_sample").groupby(["model", "backend"], sort=False):
+            if self.across.rate:
+                continue  # there is no law that it might follow
             seconds, sizes = line.seconds_per_sample.astype(float), line[self.across.size].astype(float)
             slopes = (seconds / seconds.shift()).map(math.log) / (sizes / sizes.shift()).map(math.log)
             frame.loc[line.index, "growth"] = slopes.where(slopes.notna(), None)
@@ -70,25 +75,27 @@ class Growth:
 
     def text(self, frame: pd.DataFrame) -> pd.DataFrame:
         """`table` for people."""
-        return readable.paired(
-            frame,
-            {
-                self.across.unit.capitalize(): lambda r: str(getattr(r, self.across.size)),
-                "B": lambda r: str(r.batch_size),
-            },
-        )
+        sizes: dict[str, Callable[[Any], str]] = {"B": lambda r: str(r.batch_size)}
+        if not self.across.rate:
+            sizes = {self.across.unit.capitalize(): lambda r: str(getattr(r, self.across.size))} | sizes
+            return readable.paired(frame, sizes)
+        shown = readable.paired(frame, sizes)
+        rates = ["" if style.missing(rate) else style.number(rate) for rate in frame.samples_per_second]
+        shown.insert(3, "Samples/s", rates)
+        return shown
 
     def caption(self, records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
         """What is drawn against what."""
         sizes = frame.groupby(self.across.size).batch_size.first()
         said = [
-            "Time and peak memory of one training step beside ordinary training, and seconds per "
-            f"{self.across.sample}, against {self.across.words}: all backends take turns in one process, and a ratio "
-            f"is of two turns of one round; {overhead.pairs(frame)}."
+            f"Time and peak memory of one training step beside ordinary training, and {self.across.third_words}, "
+            f"against {self.across.words}: all backends take turns in one process, and a ratio is of two turns of one "
+            f"round; {overhead.pairs(frame)}."
         ]
         said += overhead.memory_source(frame)
         batches = ", ".join(f"{count} at {size}" for size, count in sizes.items())
-        said.append(f"Batch size {sizes.iloc[0]}." if sizes.nunique() == 1 else f"Batch size: {batches}.")
+        if not self.across.rate:
+            said.append(f"Batch size {sizes.iloc[0]}." if sizes.nunique() == 1 else f"Batch size: {batches}.")
         said.append("A line ends where its backend was not run any further.")
         never = [
             f"{style.model(str(model))}, {style.backend(str(backend)).name} ({own.note.dropna().iloc[0]})"
@@ -113,6 +120,10 @@ class Growth:
 RESOLUTION = Growth(
     Across("image_size", "image size (pixels along an edge)", "pixels", "image", ((2, "∝ pixels²"),)),
     lambda record: (record.trial["model"], record.trial.get("image_size")),
+)
+THROUGHPUT = Growth(
+    Across("batch_size", "batch size", "samples", "sample", (), rate=True),
+    lambda record: (record.trial["model"], batch(record)),
 )
 SEQUENCE_LENGTH = Growth(
     Across("tokens", "sequence length (tokens)", "tokens", "sequence", ((1, "∝ T"), (2, "∝ T²"))),

@@ -26,6 +26,7 @@ class Across(NamedTuple):
 
     size: the column of the table that holds it; words: of the axis; unit, sample: what it counts, and in what.
     laws: (exponent, words) of the lines that the seconds are compared with.
+    rate: the third panel has samples per second in place of seconds per sample.
     """
 
     size: str
@@ -33,6 +34,17 @@ class Across(NamedTuple):
     unit: str
     sample: str
     laws: tuple[tuple[float, str], ...]
+    rate: bool = False
+
+    @property
+    def third(self) -> str:
+        """What the third panel shows."""
+        return f"Throughput ({self.sample}s per second)" if self.rate else f"Time per {self.sample}"
+
+    @property
+    def third_words(self) -> str:
+        """The same, in a sentence."""
+        return f"{self.sample}s per second" if self.rate else f"seconds per {self.sample}"
 
 
 def plot(frame: pd.DataFrame, caption: str, across: Across) -> Figure:
@@ -41,7 +53,7 @@ def plot(frame: pd.DataFrame, caption: str, across: Across) -> Figure:
     drawn = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]
     figure, height = sheet(_LEGEND + len(models) * (_HEAD + _DEPTH + _AXIS), caption)
     share = (WIDTH - 2 * _MARGIN - _LEFT - 2 * (_GAP + 0.04)) / 3
-    titles = ("Time ratio to non-private", "Peak memory ratio to non-private", f"Time per {across.sample}")
+    titles = ("Time ratio to non-private", "Peak memory ratio to non-private", across.third)
     for index, model in enumerate(models):
         own = frame[frame.model == model]
         top = _LEGEND + index * (_HEAD + _DEPTH + _AXIS)
@@ -108,7 +120,8 @@ def _ratios(axes: Axes, own: pd.DataFrame, column: str, size: str) -> None:
 
 def _seconds(axes: Axes, own: pd.DataFrame, across: Across) -> None:
     axes.set_yscale("log")
-    seconds = [float(value) for value in own.seconds_per_sample if not missing(value)] or [1.0]
+    column = "samples_per_second" if across.rate else "seconds_per_sample"
+    seconds = [float(value) for value in own[column] if not missing(value)] or [1.0]
     low, high = min(seconds) / 2, max(seconds) * 1.5
     axes.set_ylim(low, high)
     digits = (1, 2, 5) if high / low < 200 else (1,)
@@ -116,10 +129,12 @@ def _seconds(axes: Axes, own: pd.DataFrame, across: Across) -> None:
     axes.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if low <= tick <= high]))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms")
+        FuncFormatter(
+            lambda value, _: f"{value:g}" if across.rate else f"{value:g} s" if value >= 1 else f"{value * 1e3:g} ms"
+        )
     )
     for backend, line in own.groupby("backend", sort=False):
-        _line(axes, str(backend), line, "seconds_per_sample", across.size)
+        _line(axes, str(backend), line, column, across.size)
     base = own[(own.backend == "nonprivate") & own.seconds_per_sample.notna()]
     if len(base) < 2:
         return

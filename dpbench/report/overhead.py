@@ -138,7 +138,10 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.xaxis.set_major_locator(FixedLocator(ticks if len(ticks) <= 6 else ticks[::2]))  # they would overlap
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-        axes.set_yticks(range(len(backends)), [style.backend(b).name if column == 0 else "" for b in backends])
+        if column == 0:
+            axes.set_yticks(range(len(backends)), [style.backend(b).name for b in backends])
+        else:
+            axes.set_yticks([])
         axes.tick_params(length=0, labelsize=7.8)
         axes.grid(axis="x", color=style.GRID, linewidth=0.7)
         axes.axvline(1, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=2)
@@ -196,11 +199,11 @@ def _row(axes: Axes, y: int, backend: str, row: Any) -> None:
         return
     if row.time_ratio_high > row.time_ratio_low:
         ends = [max(row.time_ratio_low, _LOWEST), row.time_ratio_high]
-        axes.plot(ends, [y, y], color=style.INK, linewidth=1.0, marker="|", markersize=4.5, zorder=4.5)
+        axes.add_line(Line2D(ends, [y, y], color=style.INK, linewidth=1.0, marker="|", markersize=4.5, zorder=4.5))
     for value, looks in ((row.memory_ratio, _MEMORY), (row.time_ratio, _TIME)):
         if not missing(value):
             drawn: dict[str, Any] = looks | {"marker": "<"} if value < _LOWEST else looks
-            axes.plot([max(value, _LOWEST)], [y], color=color, clip_on=False, **drawn)
+            axes.add_line(Line2D([max(value, _LOWEST)], [y], color=color, clip_on=False, **drawn))
     for at, value in zip(_AT, (row.time_ratio, row.memory_ratio), strict=True):
         words = "–" if missing(value) else style.times(value)
         _note(axes, (1, y), (72 * at, -0.5), words, across, fontsize=7.6, ha="right", va="center")

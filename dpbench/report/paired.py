@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from dpbench.records import Record, entries
-from dpbench.report.cells import Row, good_rounds, peaks_by_round, spread, why
+from dpbench.report.cells import Row, exactness, good_rounds, peaks_by_round, spread, why
 
 __all__ = ["COLUMNS", "entries", "paired_row", "turns"]
 
@@ -43,8 +43,4 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
         row |= {"memory": next(iter(peaks))[1], "peak_bytes": round(median(peaks.values()))}
     if memory_ratios:
         row["memory_ratio"] = median(memory_ratios)
-    checks = [r.result["verification"] for r in good]
-    for name in ("max_norm_error", "max_grad_error", "tolerance"):
-        row[name] = max(float(check[name]) for check in checks)
-    row |= {name: good[-1].result["coverage"].get(name) for name in ("ghost", "instantiated", "fallback")}
-    return row
+    return row | exactness(good)

@@ -64,18 +64,90 @@ def value(figure: str, quantity: str, model: str, backend: str) -> float | str |
     return text if text is None or text == "OOM" else float(text)
 
 
-def throughput_ratio(model: str, image_size: int, backend: str) -> float | None:
+def throughput_ratio(model: str, image_size: int, backend: str, named: str | None = None) -> float | None:
     """Ordinary training's throughput over a method's, each at its own largest batch, in Figure 5 of arXiv:2210.00038.
 
-    None where it has no such point, or a throughput of 0, which stands for a batch of one that did not fit.
+    None where it has no such point, or a throughput of 0, which stands for a batch of one that did not fit. `named`:
+    the figure's name of the model, where it is another than ours.
     """
-    name = f"{style.model(model)}@{image_size}"
+    name = f"{named or style.model(model)}@{image_size}"
     texts = [
         _values().get((BOOK_KEEPING, "Figure 5", name, method, "max_throughput_40GB"))
         for method in ("Non-DP", _THROUGHPUTS.get(backend, ""))
     ]
     base, ours = (0.0 if text is None else float(text) for text in texts)
     return base / ours if base and ours else None
+
+
+class Beside(NamedTuple):
+    """What a figure shows of one method on one model, beside ordinary training there; None where it shows nothing.
+
+    time_ratio: of seconds, or of throughputs the other way round; memory_ratio: of peaks; max_batch: in `BUDGET`.
+    """
+
+    figure: str
+    time_ratio: float | None = None
+    memory_ratio: float | None = None
+    max_batch: float | None = None
+
+
+#: Of `max_batch`: the 40 GB of the GPU of arXiv:2210.00038.
+BUDGET = 40 * 2**30
+_VISION = {
+    f"timm:{ours}": theirs
+    for ours, theirs in {
+        "deit_tiny_patch16_224": "DeiT-tiny",
+        "deit_small_patch16_224": "DeiT-small",
+        "deit_base_patch16_224": "DeiT-base",
+        "convit_small": "ConViT-small",
+        "convit_base": "ConViT-base",
+        "crossvit_small_240": "CrossViT-small",
+        "crossvit_base_240": "CrossViT-base",
+        "beit_base_patch16_224": "BEiT-base",
+        "beit_large_patch16_224": "BEiT-large",
+    }.items()
+}
+#: At the length of sequences that E2E is padded to; the figure does not print it.
+_TEXT = {f"transformers:gpt2{size}": f"GPT2{size}" for size in ("", "-medium", "-large")}
+_TOKENS = 100
+_BY_SIZE = {"vgg11": "VGG11", "timm:beit_large_patch16_224": "BEiT-large"}
+#: Its "BK" forms every norm by ghost norm, as both of ours do where sequences are short.
+_BOOK_KEEPING = {
+    "nonprivate": "Non-DP",
+    "ghost": "Ghost",
+    "bk_ghost": "BK",
+    "bk_mixed": "BK",
+    "fastdp": "BK",
+    "opacus_hooks": "Opacus",
+}
+
+
+def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
+    """What Figure 4 of arXiv:2205.10683, or Figure 4 or 5 of arXiv:2210.00038, shows of this model and backend."""
+    plain, tokens = style.without_length(model)
+    if plain in _TEXT and backend in _BOOK_KEEPING and tokens == _TOKENS:
+        name, method, figure = _TEXT[plain], _BOOK_KEEPING[backend], f"Figure 4 of {BOOK_KEEPING}"
+        own, base = (_number(BOOK_KEEPING, "Figure 4", name, m, "throughput") for m in (method, "Non-DP"))
+        largest = _number(BOOK_KEEPING, "Figure 4", name, method, "max_batch_size_40GB")
+        return Beside(figure, time_ratio=base / own if base and own else None, max_batch=largest)
+    if plain in _VISION and backend == "mixed_ghost":
+        ratios = [
+            own / base if own and base else None
+            for own, base in (
+                [_number(PAPER, "Figure 4", _VISION[plain], m, quantity) for m in ("Mixed", "Non-DP")]
+                for quantity in ("time_per_epoch", "active_memory")
+            )
+        ]
+        return Beside(f"Figure 4 of {PAPER}", time_ratio=ratios[0], memory_ratio=ratios[1])
+    if plain in _BY_SIZE and image_size is not None:
+        found = throughput_ratio(plain, image_size, backend, _BY_SIZE[plain])
+        return None if found is None else Beside(f"Figure 5 of {BOOK_KEEPING}", time_ratio=found)
+    return None
+
+
+def _number(paper: str, figure: str, model: str, method: str, quantity: str) -> float | None:
+    text = _values().get((paper, figure, model, method, quantity))
+    return None if text is None or text == "OOM" else float(text)
 
 
 def ratio(quantity: str, model: str, backend: str) -> float | str | None:

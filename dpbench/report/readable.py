@@ -39,6 +39,7 @@ def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
             "Rounds": lambda r: _or(r.rounds, str),
             "At B": lambda r: _or(r.batch_size, str),
             "Published images/s": lambda r: _or(r.published_images_per_second, "{:,g}".format),
+            **_EXACTNESS,
         },
     )
 
@@ -59,8 +60,7 @@ def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
             "Peak memory": lambda r: _or(r.peak_bytes, style.size),
             "Memory ratio": lambda r: _or(r.memory_ratio, style.times),
             "Published memory ratio": lambda r: _or(r.published_memory_ratio, _published),
-            "Norm error": lambda r: _or(r.max_norm_error, "{:.0e}".format),
-            "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
+            **_EXACTNESS,
         },
     )
 
@@ -80,9 +80,7 @@ def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd
         "Peak memory": lambda r: _or(r.peak_bytes, style.size),
         "Memory ratio": lambda r: _or(r.memory_ratio, style.times),
         "Published memory ratio": lambda r: _or(r.published_memory_ratio, _published),
-        "Norm error": lambda r: _or(r.max_norm_error, "{:.0e}".format),
-        "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
-        "Coverage": _coverage,
+        **_EXACTNESS,
     }
     table = texts(frame, columns)
     optional = [name for name in columns if name.startswith("Published") or name in ("Growth", "Pixels")]
@@ -144,6 +142,13 @@ def _coverage(row: Any) -> str:
         for name, share in routes.items()
         if not missing(share) and share > 0
     )
+
+
+_EXACTNESS: dict[str, Callable[[Any], str]] = {
+    "Norm error": lambda r: _or(r.max_norm_error, "{:.0e}".format),
+    "Gradient error": lambda r: _or(r.max_grad_error, "{:.0e}".format),
+    "Coverage": _coverage,
+}
 
 
 def rounded_epsilon(value: float, kind: str) -> str:

@@ -39,6 +39,13 @@ BACKENDS = {
     "private_cnn": Look("private_CNN", "#332288", "d"),
     "fastdp": Look("fastDP", "#999933", "8"),
 }
+# Clipping, but not per sample: after all others, under a sign of its own (see `clipping.FAMILIES`).
+OTHER_MECHANISMS = {"tf_microbatch": Look("TF µbatch", "#5D4037", "H")}
+#: What the sign says, for captions.
+OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
+# How much lighter (above 0) or darker a variant is than its base.
+_SHADES = {"paper": 0.35, "time": -0.35, "memory": 0.6}
+_OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
 ACCOUNTANTS = {
     "simple": Look("simple composition", "#7F7F7F", "s"),
     "strong": Look("strong composition", "#CC3311", "^"),
@@ -105,6 +112,18 @@ MODELS = {
     "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
     "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
     "timm:convnext_pico?patch_size=2": "ConvNeXt-pico/2",
+    "timm:deit_tiny_patch16_224": "DeiT-tiny",
+    "timm:deit_small_patch16_224": "DeiT-small",
+    "timm:deit_base_patch16_224": "DeiT-base",
+    "timm:convit_small": "ConViT-small",
+    "timm:convit_base": "ConViT-base",
+    "timm:crossvit_small_240": "CrossViT-small",
+    "timm:crossvit_base_240": "CrossViT-base",
+    "timm:beit_base_patch16_224": "BEiT-base",
+    "timm:beit_large_patch16_224": "BEiT-large",
+    "transformers:gpt2": "GPT-2",
+    "transformers:gpt2-medium": "GPT-2 medium",
+    "transformers:gpt2-large": "GPT-2 large",
     "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096": "GPT-2 6×384",
     "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024": "GPT-2 2×256",
     "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
@@ -115,8 +134,36 @@ _FAMILIES = {"cnn": "CNN", "resnet": "ResNet", "vgg": "VGG", "resnext": "ResNeXt
 
 
 def backend(name: str) -> Look:
-    """The look of a backend; one that is not known is black under its own name."""
-    return BACKENDS.get(name) or Look(name, *_UNKNOWN)
+    """The look of a backend; one that is not known is black under its own name.
+
+    A variant, ``base:variant``, has the marker of its base and a shade of its colour.
+    """
+    if name in BACKENDS:
+        return BACKENDS[name]
+    base, colon, variant = name.partition(":")
+    if colon and base in OTHER_MECHANISMS:
+        look = OTHER_MECHANISMS[base]
+        return Look(f"{look.name} of {variant} ‡", _shade(look.color, _shade_of(variant)), look.marker)
+    if colon and base in BACKENDS:
+        look = BACKENDS[base]
+        return Look(f"{look.name}, {variant}", _shade(look.color, _shade_of(variant)), look.marker)
+    return Look(name, *_UNKNOWN)
+
+
+def is_other_mechanism(name: str) -> bool:
+    """Whether a backend clips anything else than each sample's gradient."""
+    return name.partition(":")[0] in OTHER_MECHANISMS
+
+
+def _shade_of(variant: str) -> float:
+    return _SHADES[variant] if variant in _SHADES else _OTHER_SHADES[sum(variant.encode()) % len(_OTHER_SHADES)]
+
+
+def _shade(color: str, amount: float) -> str:
+    """The colour moved by a share of the way to white, or to black if below 0."""
+    end = 255 if amount > 0 else 0
+    parts = (int(color[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(part + abs(amount) * (end - part)):02X}" for part in parts)
 
 
 def accountant(name: str) -> Look:
@@ -153,9 +200,12 @@ def model_key(reference: str) -> tuple[object, ...]:
     return (":" in reference, parts, tokens or 0)
 
 
-def backend_key(name: str) -> tuple[int, str]:
-    """Sorts backends in the order of `BACKENDS`, unknown ones last."""
-    return (list(BACKENDS).index(name) if name in BACKENDS else len(BACKENDS), name)
+def backend_key(name: str) -> tuple[int, int, str]:
+    """Sorts backends in the order of `BACKENDS`, each before its variants; unknown ones next, other mechanisms last."""
+    base = name.partition(":")[0]
+    place = list(BACKENDS).index(base) if base in BACKENDS else len(BACKENDS) + is_other_mechanism(name)
+    size = name.partition(":")[2]
+    return (place, int(size) if size.isdecimal() else 0, name)
 
 
 def missing(value: object) -> bool:

@@ -19,6 +19,7 @@ from dpbench.report.cells import (
     Row,
     batch,
     count_failures,
+    exactness,
     frame_of,
     good_rounds,
     in_order,
@@ -38,12 +39,13 @@ MAX_BATCH_THROUGHPUT = (
     *("model", "backend", "memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note", "peak_bytes"),
     *("published_max_batch_size", "batch_size", "images_per_second", "images_per_second_low"),
     *("images_per_second_high", "rounds", "throughput_note", "published_images_per_second"),
+    *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback"),
 )
 MEMORY_SPEED = (
     *("model", "batch_size", "backend", "rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
     *("time_ratio", "time_ratio_low", "time_ratio_high", "paired_rounds", "published_time_ratio"),
     *("peak_bytes", "memory", "memory_ratio", "published_memory_ratio"),
-    *("max_norm_error", "max_grad_error", "tolerance", "note"),
+    *("max_norm_error", "max_grad_error", "tolerance", "ghost", "instantiated", "fallback", "note"),
 )
 EPSILON = (
     *("accountant", "kind", "sample_rate", "noise_multiplier", "delta", "steps", "epochs", "epsilon"),
@@ -119,7 +121,8 @@ def _throughput(cell: Cell, steps: list[Record], left_out: LeftOut) -> Row:
     if good[0].trial["device"] == "cuda" and good[0].trial.get("image_size") == 32:
         row["published_images_per_second"] = published.value("Figure 3", "max_throughput", *cell)
     rates = [size / seconds for seconds in seconds_by_round(good).values()]
-    return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates)
+    exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
+    return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact
 
 
 def memory_speed(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
@@ -166,10 +169,7 @@ def _step_row(group: list[Record], base: list[Record]) -> Row:
     if trial.get("image_size") == 32 and trial["dtype"] == "float32":
         row["published_time_ratio"] = published.ratio("time_per_epoch", *good[0].cell)
         row["published_memory_ratio"] = published.ratio("active_memory", *good[0].cell)
-    checks = [r.result["verification"] for r in good if r.result.get("verification")]
-    for name in ("max_norm_error", "max_grad_error", "tolerance"):
-        row[name] = max((float(check[name]) for check in checks if check.get(name) is not None), default=None)
-    return row
+    return row | exactness(good)
 
 
 def epsilon(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:

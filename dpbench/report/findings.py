@@ -1,0 +1,243 @@
+"""One sentence for each kind of figure: the numbers that matter most, over how many cells, and how they were taken.
+
+A backend is compared over cells (a model, at a size) that both have; an empty sentence where there is nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from dpbench.report import readable, style
+from dpbench.report.style import missing
+
+PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
+#: Its memory is one sample's, whatever the batch: it would win every comparison of memory, and none of time.
+_ONE_BY_ONE = "microbatch"
+#: Clips something else than each sample's gradient, and is not compared with what does.
+_OTHER_MECHANISM = "tf_microbatch"
+#: Bounds made of the others, and so never worse than they are.
+_COMPOSED = ("best",)
+
+Cells = dict[tuple[Any, ...], float]
+
+
+def paired(frame: pd.DataFrame) -> str:
+    """Of tables whose times and memory stand beside ordinary training's."""
+    keys = [name for name in ("model", "image_size", "tokens", "batch_size") if name in frame]
+    ratios = _cells(frame, keys, "time_ratio")
+    ours = {name: cells for name, cells in ratios.items() if name not in PEERS}
+    if not ours:
+        return ""
+    most = max(map(len, ours.values()))
+    best = min((name for name in ours if len(ours[name]) == most), key=lambda name: _median(ours[name]))
+    told = frame[(frame.backend == best) & frame.time_ratio.notna()]
+    pairs = _span(told.paired_rounds, "{:.0f}".format, "to")
+    said = (
+        f"{style.backend(best).name} is the fastest private backend on {_settings(told, keys)}: "
+        f"{_ratios(ours[best])} the time of ordinary training ({pairs} pair{'' if pairs == '1' else 's'} of rounds each"
+    )
+    known = told[told.memory_ratio.notna()]
+    if len(known):
+        memory = {tuple(row): float(value) for *row, value in known[[*keys, "memory_ratio"]].itertuples(index=False)}
+        said += f") and {_ratios(memory)} its peak memory ({_taken(known.memory)}"
+    return said + ")" + _peer(ratios, ours[best], " and takes {} as long", largest=False) + "."
+
+
+def max_batch(frame: pd.DataFrame) -> str:
+    """Of the largest batches in a memory budget."""
+    known = frame[frame.max_batch_size.notna() & frame.fails_at.notna()]
+    if known.empty:
+        return ""
+    memory = known.memory.mode().iloc[0]
+    known = known[known.memory == memory]
+    base = dict(known[known.backend == "nonprivate"][["model", "max_batch_size"]].itertuples(index=False))
+    known = known[known.model.isin(list(base)) & (known.backend != _ONE_BY_ONE)]
+    known = known.assign(ratio=[float(row.max_batch_size) / float(base[row.model]) for row in known.itertuples()])
+    ratios = _cells(known, ["model"], "ratio")
+    ours = {name: cells for name, cells in ratios.items() if name not in PEERS}
+    if not ours:
+        return ""
+    most = max(map(len, ours.values()))
+    best = max((name for name in ours if len(ours[name]) == most), key=lambda name: _median(ours[name]))
+    budget = style.size(known.budget_bytes.iloc[0])
+    return (
+        f"Apart from one sample at a time, {style.backend(best).name} takes the largest batches in {budget} "
+        f"({memory} memory): {_ratios(ours[best])} ordinary training's over {_several(len(ours[best]), 'model')}"
+        + _peer(ratios, ours[best], " and takes {} its batch", largest=True)
+        + "."
+    )
+
+
+def epsilon(frame: pd.DataFrame) -> str:
+    """Of ε against epochs: the tightest bound at the end."""
+    last = frame[(frame.steps == frame.steps.max()) & frame.epsilon.notna()]
+    valid = last[(last.kind == "upper_bound") & ~last.accountant.isin(_COMPOSED)]
+    if valid.empty:
+        return ""
+    best: Any = next(valid[valid.epsilon == valid.epsilon.min()].itertuples(index=False))
+    said = f"After {best.steps:,} steps ({best.epochs:g} epochs) the tightest valid bound is "
+    said += f"ε = {_epsilon(best)}, by {style.accountant(best.accountant).name}"
+    others = {"moments": "the moments accountant says", "simple": "simple composition says"}
+    beside = [
+        f"{words} {_epsilon(row)}"
+        for name, words in others.items()
+        for row in valid[valid.accountant == name].itertuples(index=False)
+        if name != best.accountant
+    ]
+    lower: Any = next(last[last.kind == "lower_bound"].itertuples(index=False), None)
+    if lower is not None:
+        beside.append(f"it is at least {_epsilon(lower)}")
+    return said + "".join(f"; {words}" for words in beside) + "."
+
+
+def points(frame: pd.DataFrame) -> str:
+    """Of tables of ε over settings, beside the certified lower bound."""
+    known = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
+    if known.empty:
+        return ""
+    count = known.groupby("accountant").size()
+    enough = known[known.accountant.isin(count[count >= 0.9 * count.max()].index)]
+    best = enough.groupby("accountant").ratio.apply(lambda values: values.astype(float).median()).idxmin()
+    own = known[known.accountant == best]
+    asked = int((frame.accountant == best).sum())
+    ratio = own.ratio.astype(float)
+    seconds = own.compute_seconds.dropna().astype(float)
+    took = f", in {style.duration(seconds.median())} at the median" if len(seconds) else ""
+    return (
+        f"Of {frame.accountant.nunique()} accountants {style.accountant(str(best)).name} is the tightest valid one: "
+        f"{ratio.median():.4g} times the certified lower bound at the median and {ratio.max():.4g} times at most, over "
+        f"the {len(own):,} of {asked:,} settings that have both{took}."
+    )
+
+
+def schemes(frame: pd.DataFrame) -> str:
+    """Of sampling schemes: the least and the greatest ε at one noise multiplier."""
+    valid = frame[(frame.kind == "upper_bound") & frame.epsilon.map(lambda e: not missing(e) and e < float("inf"))]
+    if valid.empty:
+        return ""
+    sigma = valid.noise_multiplier.mode().iloc[0]
+    valid = valid[valid.noise_multiplier == sigma].sort_values("epsilon")
+    tight = valid.drop_duplicates(["scheme", "adjacency"])
+    first, last = tight.iloc[0], tight.iloc[-1]
+    return (
+        f"At σ = {style.plain(sigma)} the tightest valid ε of {len(tight)} combinations of scheme and adjacency runs "
+        f"from {_epsilon(first)} ({_scheme(first)}) to {_epsilon(last)} ({_scheme(last)})."
+    )
+
+
+def prices(frame: pd.DataFrame) -> str:
+    """Of what accountants allow or ask for: the best valid one at the target ε in the middle."""
+    valid = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
+    said = []
+    forms = {"steps": ("allows", "steps at equal noise", False), "noise_multiplier": ("asks for", "noise", True)}
+    for unknown, (verb, what, least) in forms.items():
+        own = valid[valid.unknown == unknown]
+        if own.empty:
+            continue
+        targets = sorted(set(own.target_epsilon))
+        target = targets[len(targets) // 2]
+        at = own[own.target_epsilon == target].sort_values("ratio", ascending=least, kind="stable")
+        row: Any = at.iloc[0]
+        name = style.accountant(row.accountant).name
+        said.append(f"at ε = {style.plain(target)} {name} {verb} {style.times(row.ratio)} the {what}")
+    if not said:
+        return ""
+    text = " and ".join(said) + " of the moments accountant of 2016."
+    return text[0].upper() + text[1:]
+
+
+def scorecard(frame: pd.DataFrame) -> str:
+    """Of the conformance cases: who is never wrong, and how often the others are."""
+    cases, backends = frame.iloc[:-1], list(frame.columns[1:])
+    if cases.empty or not backends:
+        return ""
+    wrong = {name: int((cases[name] == "wrong").sum()) for name in backends}
+    never = sum(not count for count in wrong.values())
+    worst = sorted((name for name in backends if wrong[name]), key=lambda name: -wrong[name])
+    told = f"; wrong: {', '.join(f'{style.backend(n).name} in {wrong[n]}' for n in worst)}" if worst else ""
+    return f"Of {len(backends)} backends {never} give no wrong answer in any of {len(cases)} cases{told}."
+
+
+def utility(frame: pd.DataFrame) -> str:
+    """Of accuracies: the best private one at the target ε in the middle, beside ordinary training."""
+    private = frame[frame.target_epsilon.notna()]
+    if private.empty:
+        return ""
+    targets = sorted(set(private.target_epsilon))
+    target = targets[len(targets) // 2]
+    best: Any = private[private.target_epsilon == target].sort_values("accuracy").iloc[-1]
+    said = (
+        f"At ε = {target:g} the best private model ({best.network}, {best['clip'].replace('_', '-')} clipping) reaches "
+        f"{best.accuracy:.1%} on {best.data.partition(':')[0]} (median of {_several(int(best.seeds), 'seed')})"
+    )
+    same = (frame.backend == "ordinary") & (frame.network == best.network) & (frame.data == best.data)
+    ordinary = frame[same]
+    return said + (f", ordinary training {ordinary.accuracy.iloc[0]:.1%}." if len(ordinary) else ".")
+
+
+def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, Cells]:
+    """Backend that clips per sample -> cell -> its ratio to ordinary training."""
+    found: dict[str, Cells] = {}
+    for row in frame[frame[column].notna() & (frame.backend != "nonprivate")].itertuples(index=False):
+        if str(row.backend).startswith(_OTHER_MECHANISM):
+            continue
+        cell = tuple(getattr(row, name) for name in keys)
+        found.setdefault(str(row.backend), {})[cell] = float(getattr(row, column))
+    return found
+
+
+def _peer(ratios: dict[str, Cells], ours: Cells, words: str, largest: bool) -> str:
+    """What the best of the libraries does beside `ours`, over the cells that both have."""
+    shared = {
+        name: [cells[cell] / ours[cell] for cell in cells.keys() & ours.keys()]
+        for name, cells in ratios.items()
+        if name in PEERS
+    }
+    shared = {name: values for name, values in shared.items() if 2 * len(values) >= len(ours)}
+    if not shared:
+        return ""
+    best = (max if largest else min)(shared, key=lambda name: pd.Series(shared[name]).median())
+    ratio = style.times(float(pd.Series(shared[best]).median()))
+    among = f" (median of {len(shared[best])})" if len(shared[best]) > 1 else ""
+    return f"; the library that comes nearest is {style.backend(best).name}{words.format(ratio)}{among}"
+
+
+def _median(cells: Cells) -> float:
+    return float(pd.Series(list(cells.values())).median())
+
+
+def _ratios(cells: Cells) -> str:
+    """'1.17× (1.09× to 1.33×)': the median and the range of the cells."""
+    values = pd.Series(list(cells.values()))
+    middle, span = style.times(values.median()), _span(values, style.times, "to")
+    return middle if middle == span else f"{middle} ({span})"
+
+
+def _span(values: Any, text: Any, between: str) -> str:
+    low, high = text(float(values.min())), text(float(values.max()))
+    return low if low == high else f"{low} {between} {high}"
+
+
+def _settings(frame: pd.DataFrame, keys: Sequence[str]) -> str:
+    models, cells = frame.model.nunique(), len(frame.drop_duplicates(list(keys)))
+    return _several(models, "model") + (f" at {cells} sizes in all" if cells > models else "")
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _taken(memory: pd.Series[Any]) -> str:
+    sources = sorted(set(memory.dropna()))
+    return ", ".join("simulated" if s == "simulated" else f"measured, {style.SOURCES.get(s, s)}" for s in sources)
+
+
+def _epsilon(row: Any) -> str:
+    return readable.rounded_epsilon(float(row.epsilon), row.kind)
+
+
+def _scheme(row: Any) -> str:
+    return f"{row.scheme}, {row.adjacency.replace('_', ' ')}"

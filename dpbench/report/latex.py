@@ -1,0 +1,78 @@
+"""A table as LaTeX, to be \\input: booktabs rules, every text escaped, signs as commands that pdfTeX knows.
+
+The preamble needs ``\\usepackage{booktabs,graphicx,longtable}``. A table that fits on a page floats and is no wider
+than the line; a longer one is a longtable.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pandas as pd
+
+_ONE_PAGE = 45
+_SIGNS = {
+    **{"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}"},
+    **{"~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}"},
+    **{"|": r"\textbar{}", '"': r"{\char34}", "'": r"\textquotesingle{}", "`": r"\textasciigrave{}"},
+    **{"-": "{-}", "[": "{[}", "]": "{]}", "*": "{*}"},  # no ligature; no option of \\ where a row begins
+    **{"–": "--", "—": "---", "…": r"\ldots{}", "·": r"$\cdot$", "×": r"$\times$", "±": r"$\pm$", "µ": r"$\mu$"},
+    **{"≥": r"$\geq$", "≤": r"$\leq$", "≈": r"$\approx$", "∞": r"$\infty$", "∝": r"$\propto$", "→": r"$\to$"},
+    **{"²": r"$^2$", "³": r"$^3$", "Σ": r"$\Sigma$", "†": r"\textdagger{}", "✕": r"$\times$", "✗": r"$\times$"},
+    **{"α": r"$\alpha$", "β": r"$\beta$", "γ": r"$\gamma$", "δ": r"$\delta$", "ε": r"$\varepsilon$", "λ": r"$\lambda$"},
+    **{"μ": r"$\mu$", "σ": r"$\sigma$", "✓": r"$\surd$", "\u00a0": "~", "é": r"\'e", "ü": r"\"u", "ö": r"\"o"},
+}
+_TABLE = str.maketrans(_SIGNS)
+_OTHERS = re.compile(r"[^ -~]")
+_BOLD = re.compile(r"\*\*(.+)\*\*")
+
+
+def escape(text: str) -> str:
+    """`text` so that LaTeX sets it as it stands; a character that pdfTeX has no sign for is named by its code."""
+    return _OTHERS.sub(_coded, text.translate(_TABLE))
+
+
+def _coded(sign: re.Match[str]) -> str:
+    return " " if sign[0].isspace() else f"U+{ord(sign[0]):04X}"
+
+
+def table(frame: pd.DataFrame, caption: str, label: str) -> str:
+    """The table of `frame` (texts), with its caption's first paragraph and a label.
+
+    Args:
+        frame: as people read it; ``**bold**`` is bold.
+        caption: paragraphs, one a line.
+        label: ``\\ref{tab:LABEL}`` names it.
+    """
+    rows = [[_cell(str(cell)) for cell in row] for row in frame.itertuples(index=False)]
+    header = " & ".join(escape(str(name)) for name in frame.columns) + r" \\"
+    body = [" & ".join(row) + r" \\" for row in rows]
+    columns = "l" * len(frame.columns)
+    first, *rest = caption.splitlines() or [""]
+    titles = [rf"\caption{{{escape(first)}}}", rf"\label{{tab:{_label(label)}}}"]
+    notes = [f"% {line}" for line in rest]
+    packages = "% \\usepackage{booktabs,graphicx,longtable}"
+    if len(rows) > _ONE_PAGE:
+        head = [r"\toprule", header, r"\midrule"]
+        lines = [
+            *("{", r"\scriptsize\setlength{\tabcolsep}{3pt}", rf"\begin{{longtable}}{{{columns}}}"),
+            *(titles[0] + titles[1] + r" \\", *head, r"\endfirsthead", *head, r"\endhead"),
+            *(r"\bottomrule", r"\endfoot", *body, r"\end{longtable}", "}"),
+        ]
+    else:
+        lines = [
+            *(r"\begin{table}", r"\centering", *titles),
+            r"\resizebox{\ifdim\width>\linewidth\linewidth\else\width\fi}{!}{%",
+            *(rf"\begin{{tabular}}{{{columns}}}", r"\toprule", header, r"\midrule", *body, r"\bottomrule"),
+            *(r"\end{tabular}}", r"\end{table}"),
+        ]
+    return "\n".join([packages, *notes, *lines]) + "\n"
+
+
+def _cell(text: str) -> str:
+    bold = _BOLD.fullmatch(text)
+    return rf"\textbf{{{escape(bold[1])}}}" if bold else escape(text)
+
+
+def _label(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9:.-]+", "-", name)

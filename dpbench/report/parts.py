@@ -1,0 +1,116 @@
+"""What a report is made of: for each figure, its table, its words, and what it says of a paper's claims.
+
+Every format is written from a `Part`: the files beside each other (PNG, SVG, PDF, CSV, Markdown, LaTeX) and the page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpbench.report.select import LeftOut, Record
+
+#: What can be said of a claim -> the sign beside the word.
+VERDICTS = {"confirmed": "✓", "partly": "≈", "refuted": "✗", "open": "?", "not reached here": "…", "no data": "–"}
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a paper says, and what these records say to it.
+
+    Args:
+        statement: in a sentence, close to the paper's words.
+        source: paper and place: 'arXiv:2205.10683, abstract'.
+        verdict: one of `VERDICTS`; 'no data' where there are no records to judge by, 'not reached here' where the
+            machine did not get as far.
+        finding: why, in a sentence or two: numbers, n, simulated or measured, on which device.
+    """
+
+    statement: str
+    source: str
+    verdict: str
+    finding: str
+
+    def __post_init__(self) -> None:
+        if self.verdict not in VERDICTS:
+            raise ValueError(f"expected a verdict, one of {', '.join(VERDICTS)}, got {self.verdict!r}")
+
+
+def _no_claims(records: Sequence[Record], frame: pd.DataFrame) -> Sequence[Claim]:
+    return ()
+
+
+def _no_finding(frame: pd.DataFrame) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class FigureKind:
+    """How one kind of figure is made.
+
+    Args:
+        doc: one line; the heading on the page.
+        kinds: the kinds of trial that it is drawn from.
+        cell: what of a record tells whether it adds to the same number as another.
+        facets: field of the trial -> the kinds it applies to; there is a figure for each of its values.
+        table: from records to numbers.
+        text: from numbers to words, for people.
+        caption: what they are numbers of.
+        plot: the picture of them; None for a table alone.
+        applies: whether such records make this figure at all.
+        finding: one sentence with the numbers that matter most; '' where there are none.
+        claims: of papers, judged by these records and numbers.
+        with_causes: whether the reasons of failed trials stand below; not where they stand below other figures.
+    """
+
+    doc: str
+    kinds: tuple[str, ...]
+    cell: Callable[[Record], Hashable]
+    facets: Mapping[str, tuple[str, ...]]
+    table: Callable[[Sequence[Record], LeftOut], pd.DataFrame]
+    text: Callable[[pd.DataFrame], pd.DataFrame]
+    caption: Callable[[Sequence[Record], pd.DataFrame, LeftOut], str]
+    plot: Callable[[pd.DataFrame, str], Figure] | None
+    applies: Callable[[Sequence[Record]], bool] = lambda records: True
+    finding: Callable[[pd.DataFrame], str] = _no_finding
+    claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = _no_claims
+    with_causes: bool = True
+
+
+@dataclass(frozen=True)
+class Part:
+    """One figure of a report, with all that is written about it.
+
+    Args:
+        name: the stem of its files, one of a kind for each device.
+        title: the heading on the page.
+        device: whose records these are: 'cpu AMD EPYC, 2 CPUs'.
+        setting: what tells it from the other figures of its kind: field -> value.
+        records: what it was made from, after those that are left out.
+        frame: the numbers, in base units (CSV).
+        text: the numbers for people (Markdown, LaTeX, the page).
+        caption: paragraphs, one a line.
+        finding: a sentence, or ''.
+        claims: of papers.
+        causes: lines of Markdown, why trials failed.
+        figure: the picture; None where there is only a table.
+        files: suffix -> where it was written, below the report's folder.
+    """
+
+    name: str
+    title: str
+    device: str
+    setting: Mapping[str, Any]
+    records: Sequence[Record]
+    frame: pd.DataFrame
+    text: pd.DataFrame
+    caption: str
+    finding: str = ""
+    claims: Sequence[Claim] = ()
+    causes: Sequence[str] = ()
+    figure: Figure | None = None
+    files: Mapping[str, str] = field(default_factory=dict)

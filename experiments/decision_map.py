@@ -1,0 +1,41 @@
+"""The decision map: ghost norm or instantiated gradient, in each layer of eight models.
+
+By the papers' rule and by ours. Nothing is computed: the step runs under fake tensors, and each use of a weight says T,
+d and p. arXiv:2205.10683 has such a table for VGG11 at 224 pixels.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment
+from dpbench.trials import ExplainTrial
+
+#: (model, pixels, batch size)
+MODELS = [
+    ("vgg11", 32, 16),
+    ("vgg11", 224, 16),
+    ("resnet18", 32, 16),
+    ("resnet18", 224, 16),
+    ("timm:vit_tiny_patch16_224?patch_size=4", 32, 16),
+    ("timm:beit_base_patch16_224", 224, 16),
+    ("transformers:gpt2@128", None, 8),
+    ("transformers:gpt2@1024", None, 4),
+]
+
+
+def cells(device: str) -> list[ExplainTrial]:
+    """The same on every device: shapes alone."""
+    return [ExplainTrial(model=model, image_size=size, batch_size=batch) for model, size, batch in MODELS]
+
+
+def smoke(device: str) -> list[ExplainTrial]:
+    return [ExplainTrial(model="cnn", image_size=32, batch_size=4), ExplainTrial(model="vgg11", batch_size=4)]
+
+
+EXPERIMENT = Experiment(
+    name="decision_map",
+    doc="ghost norm or instantiated gradient in each layer, by the papers' rule and by ours",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("decision_map",),
+)

@@ -1,0 +1,43 @@
+"""Throughput against the batch size: from how many samples on is a step as fast as it gets?
+
+All backends at each batch size in one process. Where a batch is small, the weights are read for few samples, and what
+is done once a step weighs more: ratios to ordinary training are of one batch size only.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import OverheadTrial
+
+BACKENDS = ("nonprivate", "vmap", "mixed_ghost", "bk_mixed", "opacus_hooks", "opacus_ghost")
+#: Model -> batch sizes on a CPU, on CUDA.
+SIZES = {
+    "cnn": ([2, 8, 32, 128, 512], [32, 128, 512, 2048, 8192]),
+    "resnet18": ([1, 2, 4, 8, 16, 32], [16, 64, 256, 1024]),
+}
+
+
+def cells(device: str) -> list[OverheadTrial]:
+    cuda = device == "cuda"
+    rounds = {"rounds": 15 if cuda else 5, "max_seconds": 2.0, "device": device}
+    return [
+        trial
+        for model, sizes in SIZES.items()
+        for trial in grid(OverheadTrial, model=model, backends=BACKENDS, batch_size=sizes[cuda], **rounds)
+    ]
+
+
+def smoke(device: str) -> list[OverheadTrial]:
+    some = ("nonprivate", "mixed_ghost", "bk_mixed")
+    few = {"rounds": 2, "max_seconds": 0.2, "device": device}
+    return grid(OverheadTrial, model="cnn", backends=some, batch_size=[2, 4, 8], **few)
+
+
+EXPERIMENT = Experiment(
+    name="throughput",
+    doc="samples per second of every kind of backend against the batch size",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("throughput",),
+)

@@ -1,0 +1,346 @@
+"""The page: everything of a report is on it, escaped, and it asks nothing of a network; in a real browser it fits."""
+
+import os
+import re
+from html.parser import HTMLParser
+
+import matplotlib
+import pandas as pd
+import pytest
+from browser import measure, needs_browser
+from matplotlib.figure import Figure
+from report_many import write_many
+from report_records import CPU, CUDA, GIB, RunFile
+
+from dpbench.conformance import ConformanceTrial
+from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
+from dpbench.report.page import svg
+from dpbench.training import AuditTrial, UtilityTrial
+from dpbench.trials import CalibrationTrial, MapTrial, SchemeTrial, StepTrial, SweepTrial
+
+HOSTILE = "<script>alert(1)</script>\"&'"
+
+
+class Parsed(HTMLParser):
+    """Elements, text by element, and what a browser would object to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.texts, self.open = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br", "path", "use", "rect", "image", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.elements)
+
+    def text(self, *but):
+        return " ".join(data for tag, data in self.texts if tag not in ("script", "style", *but))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFile(tmp_path / "records" / "a.jsonl")
+
+
+def _no_pictures(patch, instead):
+    """The files of pictures take most of the time, and are not what is tested; the page draws its own."""
+    save = Figure.savefig
+
+    def saved(figure, target, **options):
+        return save(figure, target, **options) if "format" in options else instead(target)
+
+    patch.setattr(Figure, "savefig", saved)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    _no_pictures(monkeypatch, lambda target: None)
+
+
+def write(run, *figures):
+    """(the page as it lies on the disk, its text parsed)."""
+    output = run.path.parent.parent / "out"
+    path = write_report(run.path.parent, output, figures or tuple(FIGURES))[-1]
+    assert path == output / "report.html"
+    return path, Parsed(path.read_text(encoding="utf-8"))
+
+
+def everything(run, name="net.py:make"):
+    """Records of every kind, some of which failed; `name` is a model's, and in every evidence."""
+    for number in range(2):
+        run.step(name, "nonprivate", [1.0], 2**30, round=number).step(name, "ghost", [2.5], 2**30, round=number)
+        run.step(name, "opacus_hooks", [4.0], 2**31, round=number)
+    run.search(name, "nonprivate", [8, 200], [201]).search(name, "ghost", [8, 100], [101])
+    run.add(StepTrial(model=name, backend="vmap", batch_size=8), outcome="error", evidence=f"Traceback\nBad: {name} 7")
+    run.add(StepTrial(model=name, backend="bk_mixed", batch_size=8), outcome="error", evidence=f"T\nBad: {name} 8")
+    for steps in (100, 10_000):
+        run.epsilon("moments", steps, 1.2586 * steps / 1e4).epsilon("prv", steps, 1.2 * steps / 1e4)
+    for size in (32, 64):
+        run.overhead(
+            "vgg11",
+            {"nonprivate": [1.0, 1.0], "ghost": [3.0, 3.0]},
+            failed={"vmap": ("oom", name)},
+            image_size=size,
+        )
+        tokens = {"model": f"transformers:gpt2@{size}", "image_size": None}
+        run.overhead(seconds={"nonprivate": [1.0], "ghost": [2.0]}, **tokens)
+    point = {"sample_rate": 0.01, "delta": 1e-5, "noise_multiplier": 4.0}
+    for kind, more in ((SweepTrial, {}), (MapTrial, {}), (SchemeTrial, {"scheme": "Poisson"})):
+        for accountant, value, bound in (("prv", 1.2, "upper_bound"), ("prv:lower", 1.1, "lower_bound")):
+            result = {"epsilon": value, "kind": bound, "detail": {}, "compute_seconds": 0.01}
+            run.add(kind(accountant=accountant, steps=100, **point, **more), result)
+    for accountant, value in (("moments", 100), ("prv", 120)):
+        trial = CalibrationTrial(accountant=accountant, unknown="steps", target_epsilon=1.0, **point)
+        run.add(trial, {"value": value, "epsilon": 0.99, "kind": "upper_bound"})
+    verdict = {"case": "a", "result": "wrong", "raised": False, "reason": None, "coverage": {}}
+    run.add(ConformanceTrial(backend="vmap"), {"rows": [verdict | {"norm_error": 1.0, "grad_error": 1.0}]})
+    curve = {"curve": [{"accuracy": 0.9, "seconds": 1.0}], "accuracy": 0.9, "test_losses": [0.5], "epsilon": 2.0}
+    run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), curve | {"noise_multiplier": 1.0})
+    for backend, bound in (("ghost", 2.5), ("vmap", 3.5)):
+        result = {"claimed_epsilon": 4.0, "epsilon_lower_bound": bound, "violated": False}
+        run.add(AuditTrial(backend=backend, seed=0), result)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The page of records of every kind, whose model and evidence have a hostile name."""
+    folder = tmp_path_factory.mktemp("page")
+    run = RunFile(folder / "records" / "a.jsonl", CPU | {"host": HOSTILE}, experiment="mine")
+    everything(run, f"net.py:{HOSTILE}")
+    with pytest.MonkeyPatch.context() as patch:
+        _no_pictures(patch, lambda target: target.touch())
+        return write(run)
+
+
+def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
+    path, parsed = whole
+    text = parsed.text()
+    for kind in FIGURES.values():
+        assert kind.doc[0].upper() + kind.doc[1:] in text
+    pictures = [attributes for tag, attributes in parsed.elements if tag == "svg"]
+    assert len(pictures) == len(FIGURES)
+    for picture in pictures:
+        assert picture["role"] == "img" and len(picture["aria-labelledby"].split()) == 2
+    assert parsed.count("table") == len(FIGURES) + 2  # the trials without a figure, the environment
+    links = [a["href"] for tag, a in parsed.elements if tag == "a" and not a["href"].startswith("#")]
+    assert len(links) == 6 * len(FIGURES) + 3
+    assert all((path.parent / link).is_file() for link in links)
+
+
+def test_a_kind_without_a_figure_has_its_table(whole):
+    path, parsed = whole
+    folder = path.parent / "cpu-test-cpu-2-cpus"
+    table = pd.read_csv(folder / "trials-audit.csv")
+    assert list(table.epsilon_lower_bound) == [2.5, 3.5] and list(table.backend) == ["ghost", "vmap"]
+    assert "max_grad_norm" not in table  # the same in all
+    assert "Epsilon lower bound" in parsed.text() and not (folder / "trials-audit.svg").exists()
+
+
+def test_hostile_names_are_text(whole):
+    path, parsed = whole
+    text = path.read_text(encoding="utf-8")
+    assert parsed.count("script") == 1 and "<script>alert" not in text
+    told = parsed.text()
+    assert told.count(HOSTILE) >= 4  # the cause, the evidence, the host
+    shown = style.model(f"net.py:{HOSTILE}")
+    assert shown.startswith("script>") and any(tag == "text" and shown in data for tag, data in parsed.texts)
+    assert parsed.open == []
+
+
+def test_the_page_asks_for_nothing(whole):
+    _, parsed = whole
+    for tag, attributes in parsed.elements:
+        for name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
+            value = attributes.get(name) or ""
+            assert not re.match(r"(?:\w+:)?//", value), f"<{tag} {name}={value!r}>"
+        assert tag not in ("iframe", "object", "embed", "img", "base") and not any(
+            n.startswith("on") for n in attributes
+        )
+    sheets = " ".join(data for tag, data in parsed.texts if tag in ("style", "script"))
+    assert not re.search(r"@import|url\(\s*['\"]?(?:\w+:)?//|https?:|fetch\(|XMLHttp|import\(", sheets)
+
+
+def test_ids_are_one_of_a_kind_and_every_reference_is_met(whole):
+    _, parsed = whole
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 30
+    said = [value for _, attributes in parsed.elements for value in attributes.values() if value]
+    referred = {found for value in said for found in re.findall(r"url\(#([^)]+)\)", value)}
+    referred |= {a["href"][1:] for _, a in parsed.elements if (a.get("href") or "").startswith("#")}
+    referred |= {name for _, a in parsed.elements for name in (a.get("aria-labelledby") or "").split()}
+    assert any("-m" in name for name in referred)  # markers
+    assert referred <= set(ids)
+
+
+def test_the_summary_is_three_sentences_with_numbers(run):
+    for number in range(3):
+        run.step("cnn", "nonprivate", [1.0], 2**30, round=number).step("cnn", "ghost", [2.5], 2**31, round=number)
+        run.step("cnn", "bk_mixed", [1.2], 2**30, round=number).step("cnn", "opacus_hooks", [3.6], round=number)
+    run.add(StepTrial(model="cnn", backend="vmap", batch_size=8), outcome="timeout", evidence="killed after 600 s")
+    text = write(run, "memory_speed_table")[0].read_text(encoding="utf-8")
+    box = text.partition('class="summary"')[2].partition("</section>")[0]
+    sentences = re.findall(r"<p>(.*?)</p>", box)
+    assert sentences == [
+        "13 trials of stress_test (5 backends and 1 model) ran in 1 run of up to 3 rounds on cpu Test CPU, 2 CPUs with "
+        "torch 2.15.0, on 1 January 2026; memory is measured in 12 results.",
+        "BK mixed is the fastest private backend on 1 model: 1.20× the time of ordinary training (3 pairs of rounds "
+        "each) and 1.00× its peak memory (measured, CPU allocator); the library that comes nearest is Opacus hooks and "
+        "takes 3.00× as long.",
+        "Of 13 results 12 gave a number and 1 timed out; the 12 that were checked against the microbatch oracle agree "
+        "with it to 1e-07 at worst.",
+    ]
+
+
+def test_simulated_memory_is_called_so(run):
+    run.search("cnn", "nonprivate", [8, 200], [201]).search("cnn", "ghost", [8, 100], [101])
+    run.search("cnn", "microbatch", [8, 5000], [5001]).search("cnn", "opacus_hooks", [8, 20], [21])
+    _, parsed = write(run, "max_batch_throughput")
+    text = parsed.text()
+    assert (
+        "Apart from one sample at a time, Ghost takes the largest batches in 16 GiB (simulated memory): 0.50× ordinary "
+        "training's over 1 model; the library that comes nearest is Opacus hooks and takes 0.20× its batch." in text
+    )
+    assert "memory is simulated in 12 results" in text
+    assert "4 probes of a search did not fit in the memory budget: a result, not a failure." in text
+    assert "No trial failed." in text
+
+
+def test_two_devices_are_told_apart(run):
+    run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
+    gpu = RunFile(run.path.with_name("b.jsonl"), CUDA)
+    gpu.step("cnn", "nonprivate", [0.5], device="cuda").step("cnn", "ghost", [2.0], device="cuda")
+    _, parsed = write(run, "memory_speed_table")
+    text = parsed.text()
+    assert "on cpu Test CPU, 2 CPUs and cuda Test GPU" in text
+    assert "On cpu Test CPU, 2 CPUs: Ghost is the fastest" in text
+    assert parsed.count("svg") == 2 and "4.00×" in text
+
+
+def test_failures_are_grouped_by_cause_with_counts_and_evidence(run):
+    for size in (8, 16, 32):
+        trial = StepTrial(model="resnet18", backend="vmap", batch_size=size)
+        run.add(trial, outcome="error", evidence=f"Traceback: line\nValueError: no room for {size} samples")
+    trial = StepTrial(model="resnet18", backend="ghost", batch_size=8)
+    run.add(trial, outcome="mismatch", evidence="gradient off by 0.5")
+    _, parsed = write(run, "memory_speed_table")
+    text = " ".join(parsed.text().split())
+    assert "4 results without a number, for 2 causes" in text
+    assert text.index("mismatch: wrong gradient · 1 · gradient off by 0.5") < text.index("✕ error · 3 · ")
+    assert "ValueError: no room for 8 samples" in text and "no room for 16 samples" not in text.split("Failures")[-1]
+    assert "ResNet18 vmap B=8; ResNet18 vmap B=16; ResNet18 vmap B=32" in text
+    assert "Traceback: line ValueError: no room for 8 samples" in text
+
+
+def test_environments_that_differ_say_so(run):
+    run.step("cnn", "ghost", [1.0])
+    RunFile(run.path.with_name("b.jsonl"), CPU | {"torch": "2.11.0"}).step("cnn", "vmap", [1.0])
+    text = " ".join(write(run, "memory_speed_table")[1].text().split())
+    assert "2 runs" in text and "They differ in torch." in text
+    assert "torch 2.11.0, 2.15.0 differs between runs" in text
+
+
+def test_the_command_that_makes_the_page_again(run, tmp_path):
+    run.step("cnn", "ghost", [1.0])
+    path = write_report(run.path.parent, tmp_path / "out", ["memory_speed_table"], "dpbench report 'a & b'")[-1]
+    text = path.read_text(encoding="utf-8")
+    assert "<code>dpbench report &#39;a &amp; b&#39;</code>" in text
+    assert "<code>python -m dpbench run stress_test</code>" in text
+
+
+def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monkeypatch):
+    kind = FIGURES["memory_speed_table"]
+    claim = Claim("18× <faster>", "arXiv:0000.00000", "refuted", "1.2× here (n=3)")
+    changed = FigureKind(**{**vars(kind), "claims": lambda records, frame: [claim], "plot": None})
+    monkeypatch.setitem(FIGURES, "memory_speed_table", changed)
+    run.step("cnn", "ghost", [1.0])
+    path, parsed = write(run, "memory_speed_table")
+    assert "✗ refuted 18× <faster> arXiv:0000.00000" in " ".join(parsed.text().split()) and parsed.count("svg") == 0
+    text = (path.parent / "cpu-test-cpu-2-cpus" / "memory_speed_table.md").read_text(encoding="utf-8")
+    assert "✗ refuted: 18× <faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
+    with pytest.raises(ValueError, match="expected a verdict, one of confirmed, partly, refuted, open, got 'maybe'"):
+        Claim("a", "b", "maybe", "c")
+
+
+def test_a_long_table_says_where_the_rest_is():
+    frame = pd.DataFrame({"A": [str(n) for n in range(page.ROWS + 2)], "Empty": ""})
+    table = page.table(frame)
+    assert len(table.rows) == page.ROWS and table.more == "The other 2 rows are in the CSV file."
+    assert [column["name"] for column in table.columns] == ["A"]
+
+
+def test_a_figure_is_unchanged_by_standing_in_a_page():
+    with matplotlib.rc_context(style.RC):
+        figure = Figure(figsize=(3, 2))
+        figure.text(0.5, 0.5, "a < b & c")
+        before = svg.inline(figure, "one", "T", "D")
+        assert svg.inline(figure, "one", "T", "D") == before
+    assert "a &lt; b &amp; c" in before and "http" not in before and 'viewBox="0 0 216 144"' in before
+
+
+_LOOK = """(own, page) => {
+  const width = own.innerWidth;
+  const cut = Array.from(page.querySelectorAll("body *")).filter(
+    (e) => !e.closest(".scroll, pre") && e.getBoundingClientRect().right > width + 1
+  );
+  const table = page.querySelector("#f2-memory_speed_table table");
+  const of = (name) => Array.from(table.tHead.rows[0].cells).findIndex((c) => c.textContent === name);
+  const column = (name) => Array.from(table.tBodies[0].rows, (row) => row.cells[of(name)].textContent);
+  const sort = (name) => (table.tHead.rows[0].cells[of(name)].querySelector("button").click(), column(name));
+  const svg = page.querySelector("svg").getBoundingClientRect();
+  return {
+    width, page: page.documentElement.scrollWidth, cut: cut.map((e) => e.outerHTML.slice(0, 80)),
+    requests: own.performance.getEntriesByType("resource").map((r) => r.name),
+    before: column("Time/step"), up: sort("Time/step"), down: sort("Time/step"), rows: column("Backend"),
+    direction: table.tHead.rows[0].cells[of("Time/step")].getAttribute("aria-sort"), drawn: [svg.width, svg.height],
+  };
+}"""
+
+
+@needs_browser
+def test_in_a_browser_it_fits_a_phone_and_a_desk_sorts_and_asks_for_nothing(whole, tmp_path):
+    for width, seen in measure(whole[0], _LOOK, tmp_path).items():
+        assert seen["width"] == width and seen["page"] <= width and seen["cut"] == []
+        assert seen["requests"] == []
+        assert min(seen["drawn"]) > 100
+        assert seen["before"] == ["1.00 s", "error", "2.50 s", "error", "4.00 s"]
+        assert seen["up"] == ["1.00 s", "2.50 s", "4.00 s", "error", "error"]
+        assert seen["down"] == ["4.00 s", "2.50 s", "1.00 s", "error", "error"]
+        assert seen["rows"][:3] == ["Opacus hooks", "Ghost", "Non-private"] and seen["direction"] == "descending"
+
+
+def test_a_budget_and_a_rate_in_a_setting_are_for_people(run):
+    run.search("resnet18", "ghost", [8, 100], [101]).search("resnet18", "ghost", [4], [5], budget=GIB)
+    text = " ".join(write(run, "max_batch_throughput")[1].text().split())
+    assert "cpu Test CPU, 2 CPUs · memory budget 1 GiB" in text and "· memory budget 16 GiB" in text
+
+
+@pytest.mark.slow
+def test_ten_thousand_records_in_ten_seconds(tmp_path, monkeypatch):
+    monkeypatch.undo()  # every file is written
+    failed = write_many(tmp_path / "campaign")
+    write_report(tmp_path / "campaign", tmp_path / "warm", ["memory_speed_table"])
+    start = os.times()
+    path = write_report(tmp_path / "campaign", tmp_path / "out")[-1]
+    end = os.times()
+    work = sum(getattr(end, name) - getattr(start, name) for name in ("user", "system"))
+    apart = sum(getattr(end, name) - getattr(start, name) for name in ("children_user", "children_system"))
+    text = path.read_text(encoding="utf-8")
+    assert "10,000 trials of campaign" in text and f"{failed} results without a number" in text
+    assert len(text) < 2_000_000
+    assert max(work, (work + apart) / 2) <= 10.0  # on two CPUs that nobody else uses
