@@ -25,6 +25,7 @@ COMMANDS = {
     "run": ("dpbench.commands.run", "run what remains of an experiment, then draw its figures"),
     "check": ("dpbench.commands.check", "are the backends exact? norms and gradients beside the microbatch oracle"),
     "explain": ("dpbench.commands.explain", "which route each use of each parameter takes, and what each would cost"),
+    "recommend": ("dpbench.commands.recommend", "every backend on one model, on this machine, and which to take"),
     "compare": (
         "dpbench.commands.compare",
         "two runs beside each other: faster, slower, same, inconclusive for each cell",
