@@ -13,7 +13,7 @@ other side. What seeds the line, from the most telling to the least:
 
 Where memory is nearly linear in B, as it is for training, that is two to five probes, also after a forecast that is
 wrong by a tenth. After `PATIENCE` probes nothing is believed any more (allocators round, kernels choose workspaces),
-and plain doubling and bisection end the search. Whatever was predicted, the answer is a batch size that was seen to fit.
+and plain doubling and bisection end the search. Whatever was predicted, the answer is a batch that was seen to fit.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class OverheadTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendTrial(OverheadTrial):
-    """The same within a time: no backend is opened after half of `within` (seconds), no round begun that would end later.
+    """The same within a time (seconds): no backend is opened after half of `within`, no round begun that ends after it.
 
     `fewest` steps at the least are run before any is timed. None for `image_size` or `num_classes`: the model's own.
     """

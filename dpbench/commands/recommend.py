@@ -83,7 +83,10 @@ def run(args: argparse.Namespace) -> int:
     """
     begun = time.monotonic()
     question = question_from(args)
-    _warn(question)
+    if args.batch_size is None:
+        _say(f"batch size {question.batch_size} (--batch-size says another)")
+    if wrong := overload(os.getloadavg()[0], available_cpus()):
+        _say(f"warning: {wrong}")
     variables = SERVER_VARIABLES | {"DPBENCH_CACHE": "off"}  # nothing is left behind
     if question.device == "cpu":
         variables |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -113,8 +116,6 @@ def question_from(args: argparse.Namespace) -> Question:
         raise UsageError(f"at least {_FEWEST_SECONDS:g} for --seconds", args.seconds)
     device = resolve_device(args.device)
     batch_size = args.batch_size or default_batch_size(args.model, args.image_size, device)
-    if args.batch_size is None:
-        _say(f"batch size {batch_size} (--batch-size says another)")
     return Question(
         model=args.model,
         batch_size=batch_size,
@@ -187,7 +188,7 @@ def table(question: Question, agenda: Agenda, found: Sequence[Finding], advice: 
         advice.reason[0].upper() + advice.reason[1:] + ".",
         "",
         "error: the larger of those of norms and gradients, relative to one sample after the other, in float64.",
-        "time, memory: measured, beside ordinary training in the same rounds; ±: what the rounds leave open.",
+        "time, memory: measured, beside ordinary training in the same rounds; [low, high]: its noise.",
         f"batch in {budget}: simulated with fake tensors, to {UNUSED:.0%}; what was seen to fit.",
     ]
 
@@ -198,7 +199,7 @@ def _cells(found: Finding) -> tuple[str, ...]:
     time_, memory = "-", "-" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x"
     if found.time_ratio is not None:
         low, high = found.interval()
-        time_ = "1" if found.backend == ORDINARY else f"{found.time_ratio:.2f}x ±{(high - low) / 2:.2f}"
+        time_ = "1" if found.backend == ORDINARY else f"{found.time_ratio:.2f}x [{low:.2f}, {high:.2f}]"
     if found.backend == ORDINARY:
         memory = "1" if found.peak_bytes else "-"
     largest = "-" if found.largest is None else f"{'≥ ' if found.largest_ended == 'time' else ''}{found.largest}"
@@ -210,11 +211,6 @@ def _cells(found: Finding) -> tuple[str, ...]:
 def _short(text: str, most: int = 100) -> str:
     words = " ".join(text.split())
     return words if len(words) <= most else words[: most - 1] + "…"
-
-
-def _warn(question: Question) -> None:
-    if wrong := overload(os.getloadavg()[0], available_cpus()):
-        _say(f"warning: {wrong}")
 
 
 def _say(line: str) -> None:

@@ -2,7 +2,8 @@
 
 As an `OverheadTrial` (see `dpbench.measure.overhead`), but whoever waits for it wants an answer: a backend whose turn
 to be opened comes too late is left out, with an entry that says so, and rounds end when the time is spent, the first
-excepted. What a backend comes to is its entry's outcome, never the trial's.
+excepted. Ordinary training, which clips nothing, is not verified. What a backend comes to is its entry's outcome, never
+the trial's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from dpbench.measure.bench import device_of, open_workload, parameter_count, ten
 from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail, order
 from dpbench.outcome import Outcome
+from dpbench.recommend.findings import LEFT_OUT, ORDINARY
 from dpbench.trials import RecommendTrial
 
 #: The share of the time after which no further backend is opened: the rest is for the rounds.
 OPENING = 0.5
-LEFT_OUT = "left out for want of time"
+#: Ordinary training and the backend that comes first are opened in any case.
+FIRST = 2
 
 
 def run(trial: RecommendTrial) -> dict[str, Any]:
@@ -36,9 +39,11 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
         except UsageError as error:
             return {"usage": str(error)}
         batch = workload.batch(trial.batch_size)
-        entries = [Entry(name, trial, device, fewest=trial.fewest) for name in trial.backends]
-        for entry in entries:
-            if entry is not entries[0] and time.monotonic() - begin > OPENING * trial.within:
+        entries = [
+            Entry(name, trial, device, fewest=trial.fewest, verified=name != ORDINARY) for name in trial.backends
+        ]
+        for place, entry in enumerate(entries):
+            if place >= FIRST and time.monotonic() - begin > OPENING * trial.within:
                 entry.record |= {"outcome": Outcome.TIMEOUT, "evidence": LEFT_OUT}
             else:
                 entry.open(workload, *batch)

@@ -1,8 +1,9 @@
 """What is measured, in which order, as the time allows. The parent's side: no torch.
 
-The likely winners come first, each group of backends in a process of its own together with ordinary training; then the
-largest batches of what did best; then the slow ones, with fewer steps; then the largest batches of the rest, fastest
-first. Each step gets a share of the time that is left. What it does not come to is left out, and its row says so.
+The likely winners come first, each group of backends in a process of its own together with ordinary training; then
+those that cannot be told apart, beside each other in one process; then the largest batches of what did best; then the
+slow ones, with fewer steps; then the largest batches of the rest, fastest first. Each step gets a share of the time
+that is left. What it does not come to is left out, and its row says so.
 
 Times are taken alone on the machine. Simulated searches run beside each other, one thread each.
 """
@@ -18,11 +19,13 @@ from clipping import BACKENDS
 from dpbench.errors import UsageError
 from dpbench.isolation import Answer
 from dpbench.recommend.findings import ORDINARY, Finding, end_as, take_group, take_search
+from dpbench.recommend.verdict import contenders, fastest_first
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
 
 #: Seconds that are kept back for what comes at the end.
 RESERVE = 2.0
-#: A process is killed so long after it should have ended by itself.
+#: A process is killed when it has taken so many times what it was given, and some seconds. The first one is not:
+#: if it does not end in time, nothing will.
 GRACE = 1.5
 #: A search is so near to the limit if the budget is used but for this share.
 UNUSED = 0.04
@@ -105,6 +108,7 @@ class Agenda:
     def __post_init__(self) -> None:
         self.begun = self.begun or self.clock()
         self.findings = {name: Finding(name) for name in BACKENDS}
+        self._settled: tuple[str, ...] = ()
 
     def left(self) -> float:
         """Seconds."""
@@ -118,10 +122,20 @@ class Agenda:
         """
         for number, group in enumerate(GROUPS):
             if number == _FRONT:
-                self.search([ORDINARY, *(f.backend for f in self._fastest()[:_BEST])], share=0.5)
+                self._settle()
+                self.search([ORDINARY, *self._fastest()[:_BEST]], share=0.5)
             self.time(group)
-        self.search([f.backend for f in self._fastest()], share=1.0)
+        if len(contenders(self.findings.values())) > 1:
+            self._settle()
+        self.search(self._fastest(), share=1.0)
         return self.findings
+
+    def _settle(self) -> None:
+        """Time those beside each other that cannot be told apart yet; the later times count."""
+        rivals = tuple(found.backend for found in contenders(self.findings.values())[:_BEST])
+        if len(rivals) > 1 and rivals != self._settled:
+            self.time(Group(rivals, share=0.3, rounds=7, max_seconds=6.0))
+            self._settled = rivals
 
     def time(self, group: Group) -> None:
         """Time and memory of a group beside ordinary training."""
@@ -140,7 +154,7 @@ class Agenda:
             max_seconds=group.max_seconds,
             fewest=group.fewest,
             within=within,
-            timeout=min(GRACE * within + 10, self.left()),
+            timeout=self.left() if group is GROUPS[0] else min(GRACE * within + 10, self.left()),
         )
         self._tell(f"time and memory beside ordinary training: {', '.join(group.backends)}")
         (answer,) = self._answers([trial])
@@ -155,7 +169,7 @@ class Agenda:
             take_group(self.findings, result["backends"])
             return
         names = group.backends if self.findings[ORDINARY].status == "ok" else (ORDINARY, *group.backends)
-        for name in names:
+        for name in (name for name in names if not self.findings[name].ratios):
             end_as(self.findings[name], answer.outcome, answer.evidence)
 
     def search(self, names: Sequence[str], share: float) -> None:
@@ -177,7 +191,7 @@ class Agenda:
         return LargestTrial(
             model=asked.model,
             backend=found.backend,
-            batch_size=max(1, asked.batch_size),
+            batch_size=found.predicted_batch(asked.batch_size, asked.memory_budget),
             device=asked.device,
             image_size=asked.image_size,
             num_classes=asked.num_classes,
@@ -188,9 +202,8 @@ class Agenda:
             timeout=seconds,
         )
 
-    def _fastest(self) -> list[Finding]:
-        """What is exact and timed, from fast to slow."""
-        return sorted((f for f in self.findings.values() if f.candidate), key=lambda f: f.time_ratio or 0.0)
+    def _fastest(self) -> list[str]:
+        return [found.backend for found in fastest_first(self.findings.values())]
 
     def _answers(
         self, trials: Any, at_once: int = 1, left: Callable[[], float] = lambda: 1.0

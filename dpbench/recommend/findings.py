@@ -12,6 +12,7 @@ from dpbench.outcome import Outcome
 from dpbench.stats import MIN_EFFECT
 
 ORDINARY = "nonprivate"
+LEFT_OUT = "left out for want of time"
 #: By how much a ratio may be off that few rounds gave, beside what their own scatter says.
 _FEW = {1: 0.1, 2: 0.05}
 #: Of a scale by the median absolute deviation to a standard deviation; of a mean's error to a median's.
@@ -32,17 +33,18 @@ class Finding:
 
     backend: str
     status: str = "not measured"
-    reason: str = "left out for want of time"
+    reason: str = LEFT_OUT
     verification: Mapping[str, Any] = field(default_factory=dict)
     coverage: Mapping[str, float] | None = None
     ratios: Sequence[float] = ()
     step_seconds: float | None = None
     peak_bytes: int | None = None
+    baseline_bytes: int | None = None
     memory_ratio: float | None = None
     memory_source: str | None = None
     largest: int | None = None
     largest_ended: str | None = None
-    largest_note: str = "left out for want of time"
+    largest_note: str = LEFT_OUT
 
     @property
     def time_ratio(self) -> float | None:
@@ -65,6 +67,13 @@ class Finding:
     def too_large(self, batch_size: int) -> bool:
         """Whether the batch is known not to fit in the budget."""
         return self.largest is not None and self.largest_ended != "time" and self.largest < batch_size
+
+    def predicted_batch(self, batch_size: int, budget: int) -> int:
+        """Where the budget is reached if what the step took beyond its baseline grows with the batch; at least 1."""
+        if self.peak_bytes is None or self.baseline_bytes is None or self.peak_bytes <= self.baseline_bytes:
+            return batch_size
+        step = self.peak_bytes - self.baseline_bytes
+        return max(1, int(batch_size * (budget - self.baseline_bytes) / step))
 
     def as_row(self) -> dict[str, Any]:
         """The row of the contract, and what else is known."""
@@ -101,6 +110,8 @@ def take_group(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[s
 
 
 def _take(found: Finding, entry: Mapping[str, Any], turns: Mapping[int, float], peak: int | None) -> None:
+    if entry["outcome"] == Outcome.TIMEOUT and found.ratios:
+        return  # left out this time: what is known stands
     end_as(found, str(entry["outcome"]), entry.get("evidence"))
     found.verification = entry.get("verification") or {}
     found.coverage = entry.get("coverage", found.coverage)
@@ -111,6 +122,7 @@ def _take(found: Finding, entry: Mapping[str, Any], turns: Mapping[int, float], 
     found.step_seconds = median(own.values()) if own else None
     memory = entry.get("memory") or {}
     found.peak_bytes, found.memory_source = memory.get("peak_bytes"), memory.get("source")
+    found.baseline_bytes = memory.get("baseline_bytes")
     if found.peak_bytes is not None and peak:
         found.memory_ratio = found.peak_bytes / peak
 
@@ -119,10 +131,12 @@ def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
     """Name how its measurement ended: of a traceback what was raised, of all else the first line."""
     lines = [line.strip() for line in (evidence or "").splitlines() if line.strip()]
     said = (lines[-1] if outcome == Outcome.ERROR else lines[0]) if lines else ""
-    found.status = "not measured" if outcome == Outcome.TIMEOUT else outcome
+    found.status, found.reason = outcome, said
+    if outcome == Outcome.TIMEOUT:
+        found.status = "not measured"
+        found.reason = said if said.startswith(LEFT_OUT) else f"{LEFT_OUT}: {said}"
     if found.status != "ok":
         found.largest_note = ""
-    found.reason = said
 
 
 def take_search(found: Finding, outcome: str, evidence: str | None, result: Mapping[str, Any] | None) -> None:

@@ -1,8 +1,9 @@
 """Which backend to take, and why, in one sentence.
 
-Only exact ones come into question, and of these what fits in the budget at the batch size. The fastest is taken; of
-those that cannot be told from it by their times, the one that takes the least memory. Two times cannot be told apart if
-their intervals (`Finding.interval`) overlap and they are not far apart (`FAR`); two memories, within `MIN_EFFECT`.
+Only exact ones come into question, and of these what fits in the budget at the batch size. The fastest is taken, by the
+upper end of its interval (`Finding.interval`), so that a noisy time wins nothing; of those that cannot be told from it
+by their times, the one that takes the least memory. Two times cannot be told apart if their intervals overlap and they
+are not far apart (`FAR`); two memories, within `MIN_EFFECT`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verd
         batch_size: that times and memory were measured at.
         budget: in words, such as "16 GiB".
     """
-    exact = sorted((f for f in findings if f.candidate), key=_time)
+    exact = fastest_first(findings)
     if not exact:
         return Verdict(None, f"no backend that clips is known to be exact on this model{_why(findings)}")
     fitting = [f for f in exact if not f.too_large(batch_size)]
@@ -61,6 +62,17 @@ def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verd
     if faster:
         said.append(f"faster, but without room for {batch_size} samples in {budget}: {', '.join(faster)}")
     return Verdict(chosen.backend, "; ".join(said))
+
+
+def fastest_first(findings: Collection[Finding]) -> list[Finding]:
+    """What is exact and timed, by the time that it takes at the worst."""
+    return sorted((f for f in findings if f.candidate), key=lambda f: f.interval()[1])
+
+
+def contenders(findings: Collection[Finding]) -> list[Finding]:
+    """The fastest exact one, and all that may be as fast for all that is known, whatever the noise."""
+    exact = fastest_first(findings)
+    return [f for f in exact if f.interval()[0] <= exact[0].interval()[1]]
 
 
 def tied(a: Finding, b: Finding) -> bool:
