@@ -11,6 +11,8 @@ would say anything: its search ends at `MICROBATCH_LIMIT`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dpbench.experiment import Cell, Experiment, MaxBatch, grid
 from dpbench.trials import LargestTrial, PeakTrial, StepTrial
 
@@ -51,8 +53,8 @@ def searches(device: str, models: list[str], budget: int = BUDGET, limit: int = 
             memory_budget=budget,
             max_batch_size=largest,
         )
-        measured = {"then": then, "seed": seed} if device == "cuda" else {}
-        found.append(MaxBatch(probe=probe, max_batch_size=largest, start=32, **measured))
+        search = MaxBatch(probe=probe, max_batch_size=largest, start=32)
+        found.append(search if device == "cpu" else replace(search, then=then, seed=seed))
     return found
 
 
