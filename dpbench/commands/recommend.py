@@ -35,12 +35,6 @@ _UNITS = {"": 1, "b": 1} | {f"{p}{i}b": (1024 if i else 1000) ** n for n, p in e
 _HEADER = ("backend", "status", "error", "coverage", "time", "memory")
 _MOST_AT_ONCE = 4
 
-EXAMPLES = (
-    ("resnet18 --batch-size 32", "a built-in model"),
-    ("timm:vit_tiny_patch16_224 --memory 24GiB", "any model of timm, torchvision or transformers"),
-    ("my/model.py:build --image-size 64 --format json", "your own: build() returns an nn.Module"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
