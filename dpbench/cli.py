@@ -79,10 +79,8 @@ def _describe_commands() -> str:
 
 
 def _describe_examples(name: str) -> str:
-    lines = [
-        f"  {f'dpbench {name} {arguments}'.rstrip()}\n      {words}" for arguments, words in EXAMPLES.get(name, ())
-    ]
-    return "examples:\n" + "\n".join(lines) if lines else ""
+    examples = [(f"dpbench {name} {arguments}".rstrip(), words) for arguments, words in EXAMPLES.get(name, ())]
+    return "examples:\n" + "\n".join(f"  {line}\n      {words}" for line, words in examples) if examples else ""
 
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:

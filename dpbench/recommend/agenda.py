@@ -23,7 +23,7 @@ from dpbench.recommend.verdict import contenders, fastest_first
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
 
 #: Seconds that are kept back for what comes at the end.
-RESERVE = 2.0
+RESERVE = 3.0
 #: A process is killed when it has taken so many times what it was given, and some seconds. The first one is not:
 #: if it does not end in time, nothing will.
 GRACE = 1.5
@@ -48,19 +48,21 @@ class Group:
 
 #: From likely to hopeless.
 GROUPS = (
-    Group(("bk_mixed",), share=0.3, rounds=7, max_seconds=6.0),
-    Group(("mixed_ghost", "bk_ghost", "fastgradclip", "ghost"), share=0.4, rounds=5),
-    Group(("fastdp", "private_cnn", "microbatch", "vmap"), share=0.4, rounds=5, fewest=1, max_seconds=1.0),
+    Group(("bk_mixed",), share=0.3, rounds=7, max_seconds=3.0),
+    Group(("mixed_ghost", "bk_ghost", "fastgradclip", "ghost"), share=0.45, rounds=3),
+    Group(("fastdp", "private_cnn", "microbatch", "vmap"), share=0.45, rounds=3, fewest=1, max_seconds=1.0),
     Group(
         ("opacus_hooks", "opacus_ghost", "opacus_ew", "opacus_functorch"),
-        share=0.6,
-        rounds=5,
+        share=0.8,
+        rounds=3,
         fewest=1,
         max_seconds=1.0,
     ),
 )
 #: After so many groups the largest batches of the best are searched, of so many.
-_FRONT, _BEST = 2, 3
+_FRONT, _BEST = 2, 2
+#: So many at the most are timed once more if they cannot be told apart.
+_RIVALS = 3
 
 
 class Runner(Protocol):
@@ -81,7 +83,7 @@ class Question:
     device: str = "cpu"
     image_size: int | None = None
     num_classes: int | None = None
-    seconds: float = 110.0
+    seconds: float = 114.0
     workers: int = 2
 
 
@@ -123,7 +125,7 @@ class Agenda:
         for number, group in enumerate(GROUPS):
             if number == _FRONT:
                 self._settle()
-                self.search([ORDINARY, *self._fastest()[:_BEST]], share=0.5)
+                self.search([ORDINARY, *self._fastest()[:_BEST]], share=0.3)
             self.time(group)
         if len(contenders(self.findings.values())) > 1:
             self._settle()
@@ -132,7 +134,7 @@ class Agenda:
 
     def _settle(self) -> None:
         """Time those beside each other that cannot be told apart yet; the later times count."""
-        rivals = tuple(found.backend for found in contenders(self.findings.values())[:_BEST])
+        rivals = tuple(found.backend for found in contenders(self.findings.values())[:_RIVALS])
         if len(rivals) > 1 and rivals != self._settled:
             self.time(Group(rivals, share=0.3, rounds=7, max_seconds=6.0))
             self._settled = rivals
