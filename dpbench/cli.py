@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from dpbench import __version__
 from dpbench.errors import UsageError, nearest, one_of
+from dpbench.examples import EXAMPLES, QUESTIONS
 
 #: command -> (its module, what it does in a line)
 COMMANDS = {
@@ -25,6 +26,7 @@ COMMANDS = {
     "run": ("dpbench.commands.run", "run what remains of an experiment, then draw its figures"),
     "check": ("dpbench.commands.check", "are the backends exact? norms and gradients beside the microbatch oracle"),
     "explain": ("dpbench.commands.explain", "which route each use of each parameter takes, and what each would cost"),
+    "recommend": ("dpbench.commands.recommend", "every backend on one model, on this machine, and which to take"),
     "compare": (
         "dpbench.commands.compare",
         "two runs beside each other: faster, slower, same, inconclusive for each cell",
@@ -69,7 +71,16 @@ class Parser(argparse.ArgumentParser):
 def _describe_commands() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {doc}" for name, (_, doc) in COMMANDS.items()]
-    return "commands:\n" + "\n".join(lines) + "\n\n`dpbench COMMAND --help` shows a command's options."
+    asked = "\n".join(f"  {question}\n      dpbench {command}" for question, command in QUESTIONS)
+    return (
+        "commands:\n" + "\n".join(lines) + f"\n\nquestions, and what answers them:\n{asked}\n\n"
+        "`dpbench COMMAND --help` shows a command's options, and more examples."
+    )
+
+
+def _describe_examples(name: str) -> str:
+    examples = [(f"dpbench {name} {arguments}".rstrip(), words) for arguments, words in EXAMPLES.get(name, ())]
+    return "examples:\n" + "\n".join(f"  {line}\n      {words}" for line, words in examples) if examples else ""
 
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
@@ -92,7 +103,13 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
     name = one_of("a command", argv[0], COMMANDS)
     module, doc = COMMANDS[name]
     command = importlib.import_module(module)
-    parser = Parser(prog=f"dpbench {name}", description=f"{doc[0].upper()}{doc[1:]}.", allow_abbrev=False)
+    parser = Parser(
+        prog=f"dpbench {name}",
+        description=f"{doc[0].upper()}{doc[1:]}.",
+        epilog=_describe_examples(name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     command.add_arguments(parser)
     return command, parser.parse_args(argv[1:])
 

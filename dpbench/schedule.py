@@ -1,9 +1,9 @@
 """What to run next: a pure function of the declarations and of what has been recorded.
 
-Searches come first; their probes belong to round 0 and are not timed. Then the trials, and what follows each search,
-round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method alike. The
-order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and when only
-a part is selected.
+Searches come first; their seeds and probes belong to round 0 and are not timed. Then the trials, and what follows each
+search, round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method
+alike. The order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and
+when only a part is selected.
 
 A record counts if its key (trial id, round, fingerprint) is the one that would be written today. Whatever its outcome,
 it counts as done, except the outcomes that are to be retried.
@@ -18,6 +18,7 @@ from typing import Any
 
 from dpbench.experiment import Cell, MaxBatch, Probe
 from dpbench.outcome import DOES_NOT_FIT, FINAL, Outcome
+from dpbench.search import Forecast
 from dpbench.trials import Trial, canonical_json
 
 Record = Mapping[str, Any]
@@ -79,11 +80,16 @@ class History:
 
 @dataclass(frozen=True)
 class SearchState:
-    """Where a search for the largest batch stands."""
+    """Where a search for the largest batch stands.
+
+    `seeding`: its seed is to be run before the probe `next`. `seeded_by` says in words what a seed has come to.
+    """
 
     seen: Mapping[int, Probe]
     next: int | None
     failed: str | None = None
+    seeding: bool = False
+    seeded_by: str = ""
 
     @property
     def ended(self) -> bool:
@@ -98,8 +104,19 @@ def step_search(search: MaxBatch, history: History) -> SearchState:
         if outcome is not Outcome.OK and outcome not in DOES_NOT_FIT:
             return SearchState(seen, None, failed=f"{outcome} at batch {batch_size}")
         memory = (record.get("result") or {}).get("memory") or {}
-        seen[batch_size] = Probe(outcome is Outcome.OK, memory.get("peak_bytes"))
-    return SearchState(seen, search.next_batch_size(seen))
+        seen[batch_size] = Probe(outcome is Outcome.OK, memory.get("peak_bytes"), memory.get("baseline_bytes"))
+    if search.seed is None:
+        return SearchState(seen, search.next_batch_size(seen))
+    seed = history.of(Run(search.seed, 0))
+    forecast = Forecast.of_record(seed)
+    following = search.next_batch_size(seen, forecast)
+    if seed is None:
+        return SearchState(seen, following, seeding=not seen)
+    if forecast is None:
+        words = f"not seeded: {seed['outcome']} when simulated"
+    else:
+        words = f"seeded by simulation: {search.next_batch_size({}, forecast)}"
+    return SearchState(seen, following, seeded_by=words)
 
 
 class Schedule:
@@ -128,9 +145,10 @@ class Schedule:
 
     def _next_probe(self, running: Collection[Run]) -> Run | None:
         for search in self.searches:
-            batch_size = step_search(search, self.history).next
-            if batch_size is not None:
-                run = Run(search.probe_at(batch_size), 0)
+            state = step_search(search, self.history)
+            if state.next is not None:
+                seed = search.seed if state.seeding else None
+                run = Run(seed or search.probe_at(state.next), 0)
                 if run not in running and not (run.trial.alone and running):
                     return run
         return None
@@ -166,6 +184,8 @@ class Schedule:
     def recorded(self) -> list[Record]:
         """The records so far of these cells, their searches' probes among them, in their present version."""
         probes = [r for search in self.searches for r in self.history.by_batch_size(search.probe).values()]
+        seeds = (self.history.of(Run(search.seed, 0)) for search in self.searches if search.seed is not None)
+        probes += [record for record in seeds if record is not None]
         return probes + [record for run in self.runs() if (record := self.history.of(run)) is not None]
 
     def remaining(self) -> list[tuple[Trial, float]]:
@@ -174,6 +194,8 @@ class Schedule:
         for search in self.searches:
             state = step_search(search, self.history)
             if not state.ended:
+                if state.seeding and search.seed is not None:
+                    left.append((search.seed, 1))
                 left.append((search.probe, max(1, TYPICAL_PROBES - len(state.seen))))
                 if search.then is not None:
                     left.append((search.then, self.rounds))

@@ -3,10 +3,17 @@
 Nothing is run here. `MaxBatch.next_batch_size` is a pure function of what has been seen so far, so a search that was
 killed continues from its records, and is tested on memory models of our own making.
 
-The strategy: probe `start` and its double; from two fitting peaks, memory(B) = a + b·B predicts where the budget is
-reached; probe there, then one tolerance step to the other side. Where memory is linear in B, as it nearly is for
-training, that is four probes. After `PATIENCE` probes the prediction is no longer trusted (allocators round, kernels
-choose workspaces), and plain doubling and bisection end the search.
+The strategy: memory(B) = a + b·B predicts where the budget is reached; probe there, then one tolerance step to the
+other side. What seeds the line, from the most telling to the least:
+
+- two peaks that are known: the line through them;
+- one: the line from it to what is held before the step (the baseline of the probe, or `a` of the forecast);
+- none: the forecast, which is what a trial of another kind (`seed`) has found by simulation;
+- nothing at all: probe `start`, and its double.
+
+Where memory is nearly linear in B, as it is for training, that is two to five probes, also after a forecast that is
+wrong by a tenth. After `PATIENCE` probes nothing is believed any more (allocators round, kernels choose workspaces),
+and plain doubling and bisection end the search. Whatever was predicted, the answer is a batch that was seen to fit.
 """
 
 from __future__ import annotations
@@ -14,20 +21,50 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials import PeakTrial, StepTrial, Trial
 
 PATIENCE = 6
 #: Two probes closer than this say little about the slope between them.
 _APART = 0.9
+#: A probe aims this share of the tolerance below the predicted limit: what it misses by is then within the next step.
+_BELOW = 1 / 3
+#: After so many failures whose peak is not known, the forecast is tried at this share of the smallest of them.
+_RETREAT = (0.96, 0.9, 0.8, 0.65)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one probe told: whether the batch fits, and the peak in bytes where it is known."""
+    """What one probe told: whether the batch fits, and the peak in bytes, and what was held before, where known."""
 
     fits: bool
     peak_bytes: int | None = None
+    baseline_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """memory(B) = `fixed` + `slope`·B, in bytes, before anything was probed."""
+
+    fixed: float
+    slope: float
+
+    @classmethod
+    def through(cls, points: Mapping[int, int]) -> Forecast | None:
+        """The line through the two largest of (batch size -> peak in bytes); None if they say of no growth."""
+        if len(points) < 2:
+            return None
+        (size_a, peak_a), (size_b, peak_b) = sorted(points.items())[-2:]
+        slope = (peak_b - peak_a) / (size_b - size_a)
+        return cls(peak_a - slope * size_a, slope) if slope > 0 else None
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any] | None) -> Forecast | None:
+        """What a trial of kind `largest` has found; None if it has not ended, or not well."""
+        if record is None or record["outcome"] != "ok":
+            return None
+        return cls.through({probe["batch_size"]: probe["peak_bytes"] for probe in record["result"]["probes"]})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +73,13 @@ class MaxBatch:
 
     The search ends when the largest that fits and the smallest that does not are within `tolerance` (relative) or one
     sample of each other, or when `max_batch_size` fits, which says "not limited by memory". Batch sizes of `probe` and
-    `then` as declared are ignored.
+    `then` as declared are ignored. `seed`, a trial of kind `largest`, is run before the first probe, which begins where
+    it ended; if it fails, the search goes on without it.
     """
 
     probe: PeakTrial
     then: StepTrial | None = None
+    seed: Trial | None = None
     max_batch_size: int = 16384
     start: int = 8
     tolerance: float = 0.02
@@ -64,17 +103,17 @@ class MaxBatch:
         """The largest batch size known to fit; 0 if none does."""
         return self.bounds(seen)[0]
 
-    def next_batch_size(self, seen: Mapping[int, Probe]) -> int | None:
+    def next_batch_size(self, seen: Mapping[int, Probe], forecast: Forecast | None = None) -> int | None:
         """The batch size to probe next, never one already seen; None when the search has ended."""
         low, high = self.bounds(seen)
+        predicted = self._predict(seen, low, high, forecast) if len(seen) < PATIENCE else None
         if not seen:
-            return min(self.start, self.max_batch_size)
-        predicted = self._predict(seen, low, high) if len(seen) < PATIENCE else None
+            return min(self.start if predicted is None else max(1, self._cap(predicted)), self.max_batch_size)
         if high is None:
             return self._above(low, predicted)
         if high - low <= max(1, self.tolerance * low):
             return None
-        return self._between(low, high, predicted)
+        return self._between(seen, low, high, predicted)
 
     def _above(self, low: int, predicted: float | None) -> int | None:
         """Everything fitted so far."""
@@ -83,13 +122,14 @@ class MaxBatch:
         candidate = 2 * low if predicted is None else max(self._cap(predicted), low + self._step(low))
         return min(candidate, self.max_batch_size)
 
-    def _between(self, low: int, high: int, predicted: float | None) -> int:
+    def _between(self, seen: Mapping[int, Probe], low: int, high: int, predicted: float | None) -> int:
         """`low` fits (or is 0), `high` does not, and they are further apart than the tolerance."""
-        if predicted is not None and low > 0:
+        if predicted is not None and self._cap(predicted) < high:
             closest_below_high = high - max(1, int(self.tolerance / (1 + self.tolerance) * high))
-            candidate = min(max(self._cap(predicted), low + self._step(low)), closest_below_high)
-        elif predicted is not None:
-            candidate = min(max(self._cap(predicted), 1), high - 1)
+            candidate = min(max(self._cap(predicted), low + self._step(low), 1), closest_below_high)
+        elif predicted is not None:  # what was believed is refuted, and by how much is not known
+            failures = sum(not probe.fits for probe in seen.values())
+            candidate = max(int(high * _RETREAT[min(failures, len(_RETREAT)) - 1]), low + self._step(low))
         elif low > 0 and high > 4 * low:
             candidate = math.isqrt(low * high)  # the tolerance is relative, so is the middle
         else:
@@ -100,19 +140,35 @@ class MaxBatch:
         return max(1, int(self.tolerance * low))
 
     def _cap(self, predicted: float) -> int:
-        return int(min(predicted, self.max_batch_size))
+        """A batch size a little below the limit that is predicted."""
+        return int(min(predicted * (1 - _BELOW * self.tolerance), self.max_batch_size))
 
-    def _predict(self, seen: Mapping[int, Probe], low: int, high: int | None) -> float | None:
-        """Where the line through two known peaks meets the budget; None if no two say so."""
+    def _predict(
+        self, seen: Mapping[int, Probe], low: int, high: int | None, forecast: Forecast | None
+    ) -> float | None:
+        """Where the budget is reached, by what is known best; None if nothing says so."""
         budget = self.probe.memory_budget
-        pair = self._two_points(seen, low, high)
-        if budget is None or pair is None:
+        if budget is None:
             return None
+        pair = self._two_points(seen, low, high)
+        if pair is None:
+            return self._by_less(seen, low, forecast, budget)
         (size_a, peak_a), (size_b, peak_b) = pair
         slope = (peak_b - peak_a) / (size_b - size_a)
         if slope <= 0:
             return math.inf if high is None else None  # memory does not grow with the batch
         return size_a + (budget - peak_a) / slope
+
+    def _by_less(self, seen: Mapping[int, Probe], low: int, forecast: Forecast | None, budget: int) -> float | None:
+        """The same where fewer than two peaks are known."""
+        known = {size: probe for size, probe in seen.items() if probe.peak_bytes is not None}
+        if known:
+            size = max((size for size in known if size <= low), default=min(known))
+            peak, before = known[size].peak_bytes, known[size].baseline_bytes
+            assert peak is not None
+            fixed = before if forecast is None else forecast.fixed
+            return (budget - fixed) / (peak - fixed) * size if fixed is not None and peak > fixed else None
+        return None if forecast is None else max(0.0, (budget - forecast.fixed) / forecast.slope)
 
     def _two_points(
         self, seen: Mapping[int, Probe], low: int, high: int | None

@@ -186,6 +186,22 @@ class OverheadTrial(Trial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecommendTrial(OverheadTrial):
+    """The same within a time (seconds): no backend is opened after half of `within`, no round begun that ends after it.
+
+    `fewest` steps at the least are run before any is timed. None for `image_size` or `num_classes`: the model's own.
+    """
+
+    kind: ClassVar[str] = "recommend"
+    body: ClassVar[str] = "dpbench.measure.recommend:run"
+    image_size: int | None = None
+    num_classes: int | None = None
+    data: str = "synthetic"
+    within: float = 60.0
+    fewest: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
 class PeakTrial(_BatchTrial):
     """The peak memory of one training step, and whether it fits in `memory_budget` (bytes).
 
@@ -201,6 +217,30 @@ class PeakTrial(_BatchTrial):
     @property
     def alone(self) -> bool:
         return not self.simulated
+
+
+@dataclass(frozen=True, kw_only=True)
+class LargestTrial(_BatchTrial):
+    """The largest batch whose step fits in `memory_budget` (bytes): the whole search, simulated, in one process.
+
+    `batch_size` is where it begins. It ends when it knows the answer to `tolerance`, when a fitting batch fills the
+    budget but for `unused` (a share of it), or after `max_seconds`, with what is known by then. None for `image_size`
+    or `num_classes`: the model's own.
+    """
+
+    kind: ClassVar[str] = "largest"
+    body: ClassVar[str] = "dpbench.measure.largest:run"
+    image_size: int | None = 32  # type: ignore[assignment]
+    num_classes: int | None = 10  # type: ignore[assignment]
+    max_batch_size: int = 16384
+    tolerance: float = 0.02
+    unused: float = 0.0
+    max_seconds: float = 300.0
+    timeout: float = 600.0
+
+    @property
+    def alone(self) -> bool:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,6 +355,16 @@ class ExplainTrial(Trial):
 
 
 _EPSILONS = (EpsilonTrial, SweepTrial, SchemeTrial, MapTrial)
-_KINDS = (StepTrial, OverheadTrial, PeakTrial, *_EPSILONS, CalibrationTrial, CheckTrial, ExplainTrial)
+_KINDS = (
+    StepTrial,
+    OverheadTrial,
+    RecommendTrial,
+    PeakTrial,
+    LargestTrial,
+    *_EPSILONS,
+    CalibrationTrial,
+    CheckTrial,
+    ExplainTrial,
+)
 #: What each built-in kind runs.
 BODIES = {trial.kind: trial.body for trial in _KINDS}

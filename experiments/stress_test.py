@@ -11,8 +11,10 @@ would say anything: its search ends at `MICROBATCH_LIMIT`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dpbench.experiment import Cell, Experiment, MaxBatch, grid
-from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials import LargestTrial, PeakTrial, StepTrial
 
 BUDGET = 16 * 2**30
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]
@@ -42,7 +44,17 @@ def searches(device: str, models: list[str], budget: int = BUDGET, limit: int = 
             memory_budget=budget,
             max_seconds=15.0,
         )
-        found.append(MaxBatch(probe=probe, then=then if device == "cuda" else None, max_batch_size=largest, start=32))
+        # the search that measures begins where the simulated one ended
+        seed = LargestTrial(
+            model=probe.model,
+            backend=probe.backend,
+            batch_size=32,
+            device=device,
+            memory_budget=budget,
+            max_batch_size=largest,
+        )
+        search = MaxBatch(probe=probe, max_batch_size=largest, start=32)
+        found.append(search if device == "cpu" else replace(search, then=then, seed=seed))
     return found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,6 +15,7 @@ import pytest
 
 from dpbench.cli import COMMANDS, main
 from dpbench.errors import UsageError
+from dpbench.examples import EXAMPLES, QUESTIONS
 from dpbench.experiment import grid
 from dpbench.search import MaxBatch
 from dpbench.selection import parse_only, select
@@ -93,6 +96,33 @@ def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit) as left:
         main([name, "--help"])
     assert left.value.code == 0 and f"dpbench {name}" in capsys.readouterr().out
+
+
+def test_help_answers_questions_and_every_command_has_an_example(capsys):
+    assert set(EXAMPLES) == set(COMMANDS)
+    main([])
+    out = capsys.readouterr().out
+    assert all(question in out and f"dpbench {command}" in out for question, command in QUESTIONS)
+    for name, examples in EXAMPLES.items():
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        out = capsys.readouterr().out
+        assert examples
+        for arguments, words in examples:
+            assert f"dpbench {name} {arguments}".rstrip() in out and words in out
+
+
+@pytest.mark.parametrize(
+    "line",
+    [*(f"{name} {arguments}" for name, examples in EXAMPLES.items() for arguments, _ in examples)]
+    + [command for _, command in QUESTIONS],
+)
+def test_every_example_is_one_that_the_command_takes(line, monkeypatch):
+    words = shlex.split(line)
+    ran = []
+    module = importlib.import_module(COMMANDS[words[0]][0])
+    monkeypatch.setattr(module, "run", lambda arguments: ran.append(arguments) or 0)
+    assert main(words) == 0 and len(ran) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"]])

@@ -10,7 +10,7 @@ import pytest
 from dpbench.experiment import MaxBatch, grid
 from dpbench.outcome import FINAL, Outcome
 from dpbench.schedule import Clock, History, Run, Schedule, step_search
-from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials import LargestTrial, PeakTrial, StepTrial
 
 BACKENDS = ["nonprivate", "ghost", "vmap"]
 CELLS = grid(StepTrial, model=["cnn", "vgg11"], backend=BACKENDS, batch_size=[8, 16])
@@ -170,6 +170,52 @@ def test_a_failed_search_can_be_retried():
     records = [record_of(Run(SEARCH.probe_at(8), 0), "timeout")]
     assert schedule([SEARCH], records).next() is None
     assert schedule([SEARCH], records, retry=["timeout"]).next() == Run(SEARCH.probe_at(8), 0)
+
+
+SEED = LargestTrial(model="cnn", backend="ghost", batch_size=8, memory_budget=1000)
+SEEDED = MaxBatch(probe=PROBE.replace(simulated=False, device="cuda"), seed=SEED)
+
+
+def seed_record(outcome="ok") -> dict:
+    """What simulation says: 150 + 9·B, where `linear` is 100 + 10·B."""
+    probes = [{"batch_size": size, "peak_bytes": 150 + 9 * size} for size in (8, 92)]
+    return record_of(Run(SEED, 0), outcome) | {"result": {"probes": probes} if outcome == "ok" else None}
+
+
+def test_a_seed_runs_before_the_probes_which_begin_where_it_ended():
+    plan = schedule([SEEDED])
+    assert step_search(SEEDED, plan.history).seeding
+    assert plan.next() == Run(SEED, 0) and plan.next([Run(SEED, 0)]) is None
+    assert [trial.kind for trial, _ in plan.remaining()] == ["largest", "peak"]
+    plan.history.add(seed_record())
+    ran = carry_out(plan, outcome=fits, peak=linear)
+    assert ran[0].trial.batch_size == 93 and len(ran) <= 4
+    state = step_search(SEEDED, plan.history)
+    assert state.ended and SEEDED.answer(state.seen) in (88, 89, 90)
+    assert state.seeded_by == "seeded by simulation: 93"
+    assert sum(record["id"] == SEED.id for record in plan.recorded()) == 1
+
+
+@pytest.mark.parametrize("outcome", ["error", "unsupported", "timeout"])
+def test_a_seed_that_fails_says_so_and_the_search_goes_on_without(outcome):
+    plan = schedule([SEEDED], [seed_record(outcome)])
+    assert step_search(SEEDED, plan.history).seeded_by == f"not seeded: {outcome} when simulated"
+    ran = carry_out(plan, outcome=fits, peak=linear)
+    assert ran[0].trial.batch_size == 8
+    assert SEEDED.answer(step_search(SEEDED, plan.history).seen) >= 88
+
+
+def test_a_search_that_has_begun_without_its_seed_does_not_go_back_to_it():
+    plan = schedule([SEEDED], [record_of(Run(SEEDED.probe_at(64), 0), peak=740)])
+    assert plan.next().trial.kind == "peak"
+
+
+def test_a_seeded_search_continues_from_its_records():
+    plan = schedule([SEEDED], [seed_record()])
+    whole = carry_out(plan, outcome=fits, peak=linear)
+    for done in range(len(whole) + 1):
+        records = [seed_record(), *(record_of(run, fits(run), peak=linear(run)) for run in whole[:done])]
+        assert carry_out(schedule([SEEDED], records), outcome=fits, peak=linear) == whole[done:]
 
 
 def test_where_no_batch_fits_nothing_follows():

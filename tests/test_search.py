@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.search import MaxBatch, Probe
+from dpbench.search import Forecast, MaxBatch, Probe
 from dpbench.trials import PeakTrial, StepTrial
 
 MIB = 2**20
@@ -20,16 +20,19 @@ def search(**changes) -> MaxBatch:
     return MaxBatch(**({"probe": probe} | changes))
 
 
-def carry_out(search: MaxBatch, memory, *, tells_peak_on_failure: bool = True) -> tuple[int, list[int]]:
+def carry_out(
+    search: MaxBatch, memory, *, tells_peak_on_failure: bool = True, forecast=None, baseline=None
+) -> tuple[int, list[int]]:
     """(answer, batch sizes probed), where a batch fits if `memory(batch)` is within the budget."""
     seen: dict[int, Probe] = {}
-    while (size := search.next_batch_size(seen)) is not None:
+    while (size := search.next_batch_size(seen, forecast)) is not None:
         assert size not in seen, f"{size} is probed twice: {list(seen)}"
         assert 1 <= size <= search.max_batch_size
         assert len(seen) < 60, "the search does not end"
         peak = int(memory(size))
         fits = peak <= BUDGET
-        seen[size] = Probe(fits, peak if fits or tells_peak_on_failure else None)
+        told = fits or tells_peak_on_failure
+        seen[size] = Probe(fits, peak if told else None, baseline if told else None)
     return search.answer(seen), list(seen)
 
 
@@ -119,6 +122,96 @@ def test_the_order_of_what_was_seen_does_not_matter(order):
     seen = {size: Probe(size <= 1222, (500 + 13 * size) * MIB) for size in order}
     assert search().next_batch_size(seen) is None
     assert search().answer(seen) == 1222
+
+
+def curve(generator: random.Random):
+    """(memory as training takes it, what is held before the step), in bytes, for a model drawn at random.
+
+    Affine in the batch; at up to three sizes the slope changes by up to 6 %, at up to two the memory jumps by up to 3 %
+    of the budget (another kernel, another workspace, another plan).
+    """
+    parameters = 10 ** generator.uniform(0.3, 3.0) * MIB
+    slope = 10 ** generator.uniform(-0.3, 2.3) * MIB
+    gradients = generator.uniform(0, 3) * parameters
+    bends = [(10 ** generator.uniform(1, 4.5), generator.uniform(-0.04, 0.06) * slope) for _ in range(3)]
+    bends = bends[: generator.choice([0, 1, 2, 3])]
+    jumps = [(10 ** generator.uniform(1, 4.5), generator.uniform(0, 0.03) * BUDGET) for _ in range(2)]
+    jumps = jumps[: generator.choice([0, 0, 1, 2])]
+
+    def memory(size: int) -> int:
+        grown = parameters + gradients + slope * size
+        grown += sum(more * (size - at) for at, more in bends if size > at)
+        return int(grown + sum(min(by, slope * size / 2) for at, by in jumps if size >= at))
+
+    return memory, int(parameters)
+
+
+def limit_of(memory, high: int = 65536) -> int:
+    """The largest batch that fits, by bisection."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if memory(middle) <= BUDGET else (low, middle - 1)
+    return low
+
+
+def probes_of(cases, error, tells, seed=0) -> list[int]:
+    """How many probes each of so many searches takes; `error` is that of the forecast, None without one."""
+    generator = random.Random(seed)
+    counts = []
+    for _ in range(cases):
+        memory, baseline = curve(generator)
+        truth = limit_of(memory)
+        forecast = None
+        if error is not None:
+            off = 1 + error(generator)
+            forecast = Forecast.through({size: int(off * memory(size)) for size in (max(1, truth // 2), truth + 2)})
+        wanted = search(start=32, max_batch_size=65536)
+        answer, probed = carry_out(wanted, memory, tells_peak_on_failure=tells, forecast=forecast, baseline=baseline)
+        assert within_tolerance(answer, truth) and (answer == 0 or answer in probed)
+        assert answer == 0 or memory(answer) <= BUDGET
+        counts.append(len(probed))
+    return counts
+
+
+def mostly(generator):
+    """A simulation's error: up to 5 % of the peak, either way."""
+    return generator.uniform(-0.05, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "tells"), [(None, True), (mostly, True), (mostly, False)], ids=["simulated", "seeded", "seeded, oom"]
+)
+def test_memory_as_training_takes_it_is_found_in_five_probes(error, tells):
+    """Simulated searches begin at 32; measured ones where the simulation ended. An OOM of CUDA tells no peak."""
+    counts = probes_of(400, error, tells)
+    assert sum(count <= 5 for count in counts) >= 0.99 * len(counts)
+    assert max(counts) <= 7 and sum(counts) / len(counts) <= 4.1
+    if error is not None:
+        assert sum(counts) / len(counts) <= 3.2
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("wrong", [-0.3, 0.3])
+def test_a_forecast_that_is_wrong_by_a_third_costs_probes_and_no_truth(wrong, tells):
+    counts = probes_of(200, lambda generator: wrong, tells)
+    assert max(counts) <= 12 and sum(counts) / len(counts) <= 6
+
+
+def test_a_forecast_is_where_the_first_probe_is_and_nothing_more():
+    forecast = Forecast.through({100: 2 * 2**30, 200: 3 * 2**30, 50: 7})
+    assert forecast == Forecast(2**30, 2**30 / 100)
+    assert search().next_batch_size({}, forecast) == int(1500 * (1 - 0.02 / 3))
+    assert search(max_batch_size=64).next_batch_size({}, forecast) == 64
+    assert search().next_batch_size({}, Forecast(2 * BUDGET, 1.0)) == 1  # a model that fills it alone: one sample tells
+    assert Forecast.through({1: 5}) is None and Forecast.through({1: 5, 2: 5}) is None
+
+
+def test_a_forecast_of_a_record():
+    probes = [{"batch_size": 10, "peak_bytes": 110}, {"batch_size": 20, "peak_bytes": 210}]
+    record = {"outcome": "ok", "result": {"probes": probes}}
+    assert Forecast.of_record(record) == Forecast(10, 10)
+    assert Forecast.of_record(None) is Forecast.of_record(record | {"outcome": "error", "result": None}) is None
 
 
 def test_probes_and_what_follows_carry_the_batch_size():

@@ -78,6 +78,7 @@ def survey(plan: Plan) -> list[Row]:
 def _survey_search(search: MaxBatch, plan: Plan, row: Row) -> None:
     state = step_search(search, plan.schedule.history)
     row.done += len(state.seen)
+    _note(row, "to be seeded by simulation" if state.seeding else state.seeded_by)
     if state.failed:
         row.done += 1
         row.failed += 1

@@ -30,7 +30,9 @@ from dpbench.measure.bench import Step, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, time_steps
 from dpbench.models import Workload, load_workload, split_reference
-from dpbench.trials import ExplainTrial
+from dpbench.trials import ExplainTrial, LargestTrial, RecommendTrial
+
+Sized = ExplainTrial | LargestTrial | RecommendTrial
 
 #: scheme -> (image size, classes); ImageNet's for what is made for it
 NATURAL = {"builtin": (32, 10), "file": (32, 10), "timm": (224, 1000), "torchvision": (224, 1000)}
@@ -64,7 +66,7 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
     return found
 
 
-def sizes(trial: ExplainTrial) -> tuple[int, int]:
+def sizes(trial: Sized) -> tuple[int, int]:
     """(image size, number of classes): the trial's, or the model's own."""
     scheme, name = split_reference(trial.model)
     size, classes = NATURAL.get(scheme, _TEXT)

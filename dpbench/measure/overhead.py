@@ -11,7 +11,7 @@ taken within a round. In order:
 3. The memory of one more step of each, of the very backend that was timed, and then it is closed.
 
 The backends share the model: each takes its hooks off between two calls (`clipping.Peer`), and none holds a copy. What
-a backend keeps of its own from step to step is part of its own peak and of no other's (see `_Entry.take_memory`).
+a backend keeps of its own from step to step is part of its own peak and of no other's (see `Entry.take_memory`).
 
 The result is ``{"parameters", "backends": {name: entry}}``, the entries in the order of the trial. An entry has
 ``outcome`` and ``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``,
@@ -60,10 +60,10 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
     """
     device = device_of(trial.device)
-    with _allocations_that_fail(device):
+    with allocations_that_fail(device):
         workload = open_workload(trial)
         batch = workload.batch(trial.batch_size)
-        entries = [_Entry(name, trial, device) for name in trial.backends]
+        entries = [Entry(name, trial, device) for name in trial.backends]
         for entry in entries:
             entry.open(workload, *batch)
         for number in range(trial.rounds):
@@ -96,8 +96,11 @@ def rounds_for(turn_seconds: float, rounds: int, max_seconds: float) -> list[int
 
 
 @dataclass
-class _Entry:
-    """One backend, from its opening to its record."""
+class Entry:
+    """One backend, from its opening to its record.
+
+    `fewest` steps at the least are run before any is timed; `verified`: against the oracle, before that.
+    """
 
     name: str
     trial: OverheadTrial
@@ -105,6 +108,8 @@ class _Entry:
     record: dict[str, Any] = field(default_factory=lambda: {"outcome": Outcome.OK, "evidence": None})
     rounds: Sequence[int] = ()
     steps: int = 1
+    fewest: int = WINDOW
+    verified: bool = True
     _step: Step | None = None
 
     def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
@@ -113,12 +118,13 @@ class _Entry:
             clip = Flat(max_grad_norm=self.trial.max_grad_norm)
             backend = backend_class(self.name)(workload.model, workload.loss_fn, clip=clip, verify=False)
             self._step = Step(backend, inputs, targets)
-            self._verify(backend, inputs, targets)
+            if self.verified:
+                self._verify(backend, inputs, targets)
             gc.collect()
             stopwatch = stopwatch_for(self.device)
             seconds = warm_up(self._step, stopwatch=stopwatch, max_seconds=self.trial.max_seconds / 2)
-            if len(seconds) < WINDOW:
-                seconds += stopwatch(self._step, WINDOW - len(seconds), math.inf)
+            if len(seconds) < self.fewest:
+                seconds += stopwatch(self._step, self.fewest - len(seconds), math.inf)
             expected = fmean(seconds[-WINDOW:])
             self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
             self.rounds = range(self.trial.rounds)
@@ -188,7 +194,7 @@ class _Entry:
 
 
 @contextlib.contextmanager
-def _allocations_that_fail(device: torch.device) -> Iterator[None]:
+def allocations_that_fail(device: torch.device) -> Iterator[None]:
     """On a CPU: an allocation beyond the memory that is free now fails, where the kernel would kill the process.
 
     So one backend that needs too much is `oom`, and the others are not lost with it.

@@ -1,0 +1,71 @@
+"""What help shows: questions that people come with, and examples of every command. Tested to be taken as they stand."""
+
+from __future__ import annotations
+
+#: question -> the command line that answers it, without "dpbench"
+QUESTIONS = (
+    ("Which clipping should I take for this model, on this machine?", "recommend resnet18 --batch-size 32"),
+    ("The same for a model of my own, built by a function in a file?", "recommend my/model.py:build --memory 24GiB"),
+    ("Is a backend exact on a model? Is my own?", "check --model vgg11 --backend bk_mixed --backend my/clip.py:Mine"),
+    ("Why does a layer take this route, and what would another cost?", "explain timm:vit_tiny_patch16_224"),
+    ("What does private training cost beside ordinary training?", "run overhead --only model=cnn,resnet18"),
+    ("How large a batch fits into 16 GiB, with each backend?", "run stress_test"),
+    ("What is left of a run, and how long will it take?", "plan stress_test"),
+    ("Has my change made anything slower?", "compare before/ after/ --fail-on slower:5%"),
+    (
+        "What ε does my training run have?",
+        "epsilon --sample-rate 0.01 --noise-multiplier 1.1 --steps 10000 --delta 1e-5",
+    ),
+    ("How much noise for ε = 3?", "calibrate --target-epsilon 3 --sample-rate 0.01 --steps 10000 --delta 1e-5"),
+)
+
+_POINT = "--sample-rate 0.01 --steps 10000 --delta 1e-5"
+
+#: command -> (arguments, what they ask for)
+EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
+    "list": (("", "every name that the other commands take"), ("--format json", "for scripts")),
+    "plan": (
+        ("overhead", "what is recorded in ./results, what remains, and how long it will take"),
+        ("stress_test --only backend=ghost,bk_mixed", "of these backends only"),
+    ),
+    "run": (
+        ("memory_speed --smoke", "in seconds: does everything work here?"),
+        ("overhead --only model=cnn,vgg11 --rounds 5", "a part of it; killed or not, the same line continues it"),
+        ("stress_test --retry error,timeout", "and once more what ended so"),
+        ("my/experiment.py --output out", "your own: EXPERIMENT = Experiment(...) in a file, records in ./out"),
+    ),
+    "check": (
+        ("--model cnn --model timm:resnet18", "every backend on two models"),
+        ("--backend my/clip.py:Mine", "the conformance cases for a backend of your own"),
+    ),
+    "explain": (
+        ("resnet18", "every use of every parameter, from shapes alone"),
+        ("torchvision:vgg11 --batch-size 16 --measure", "with every route timed on this machine"),
+        ("my/model.py:build --image-size 64 --format json", "your own model, for scripts"),
+    ),
+    "recommend": (
+        ("resnet18 --batch-size 32", "a built-in model"),
+        (
+            "timm:vit_tiny_patch16_224 --memory 24GiB",
+            "one of timm's, and your card's memory",
+        ),
+        ("my/model.py:build --image-size 64 --format json", "your own: build() returns an nn.Module"),
+        ('"transformers:gpt2?n_layer=6@256" --seconds 60', "six layers, 256 tokens, in a minute"),
+    ),
+    "compare": (
+        ("results/overhead elsewhere/overhead", "two folders of records, cell by cell"),
+        ("before/ after/ --fail-on slower:5% --fail-on larger:10%", "exit code 1 if anything is so much worse"),
+    ),
+    "report": (
+        ("overhead", "figures and tables beside the records in ./results/overhead"),
+        ("out/my_own --output figures", "of any folder of records"),
+    ),
+    "epsilon": (
+        (f"{_POINT} --noise-multiplier 1.1", "by every accountant, with what each of them says (bound, estimate)"),
+        (f"{_POINT} --noise-multiplier 1.1 --accountant pld --format json", "by one of them, for scripts"),
+    ),
+    "calibrate": (
+        (f"{_POINT} --target-epsilon 3", "the least noise for ε = 3, by every accountant"),
+        (f"{_POINT} --target-epsilon 3 --accountant prv", "by one of them"),
+    ),
+}
