@@ -1,0 +1,259 @@
+"""``run --executor ray``: each trial is a Ray task that asks for what it needs; Ray queues it, places it, retries it.
+
+A block of trials that must stay on one node (`dpbench.executors.blocks`) has a placement group of one bundle, which Ray
+reserves on a node, and reserves again on another one if the node is lost. What runs alone asks for the whole bundle:
+one GPU, or every CPU of a node. This process keeps the records: nodes need no folder in common.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dpbench import environment
+from dpbench.errors import UsageError
+from dpbench.executors import Cluster, missing
+from dpbench.executors.blocks import Block, blocks_of
+from dpbench.executors.worker import Job, run_trial
+from dpbench.isolation import Answer, Place, our_path
+from dpbench.loop import Loop, Report
+from dpbench.machines import Sweep
+from dpbench.outcome import Outcome
+from dpbench.progress import Progress
+from dpbench.runner import Plan, Request, make_plan
+from dpbench.shards import Shards
+from dpbench.store import Store
+from dpbench.trials import Trial
+
+#: How often Ray runs a trial again whose node or worker was lost.
+RETRIES = 2
+#: Seconds that a cluster has to answer at all, and then to let this process join it.
+ANSWERS_WITHIN, JOINS_WITHIN = 3.0, 20.0
+#: So many blocks are submitted for every CPU of the cluster, that Ray always has one to place.
+_BLOCKS_FOR_A_CPU = 2
+
+
+def run(request: Request, progress: Progress) -> Report:
+    """Run what remains of `request` on a Ray cluster.
+
+    Raises:
+        UsageError: ray is not installed, the cluster does not answer, or has not what is asked of it.
+        OSError: the results folder cannot be written to.
+    """
+    cluster = request.cluster
+    assert cluster is not None
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
+    ray = _connect(address)
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        device = _device(request.device, nodes)
+        cpus = _cpus(cluster, device, nodes, progress.say)
+        plan = make_plan(request, device)
+        sweep = Sweep.begun_here("ray", address or socket.gethostname(), plan.trials()).describe()
+        plan = make_plan(request, device, sweep)
+        if plan.schedule.next() is None:
+            return Report(Counter(), device=device)
+        Store(request.folder, {}).close()
+        total = int(sum(resources.get("CPU", 0) for resources in nodes))
+        with OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
+            here = {"libraries": sweep["versions"], "executor": sweep}
+            shards = Shards(
+                request.folder,
+                progress.say,
+                here=lambda: environment.host_facts(device) | here,
+                appeared=plan.machines.add,
+            )
+            blocks = blocks_of(plan.schedule.name, plan.cells, plan.rounds, plan.schedule.history)
+            report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
+    finally:
+        ray.shutdown()
+    report.device = device
+    return report
+
+
+class OnRay:
+    """An executor whose trials are Ray tasks. A context manager: on leaving it, nothing of them is left.
+
+    Args:
+        plan: whose trials they are.
+        cluster: what is asked of it.
+        cpus: of one bundle.
+        sweep: stands in the environment of the records.
+        blocks: how many may be open at once.
+    """
+
+    def __init__(self, plan: Plan, cluster: Cluster, cpus: int, sweep: Mapping[str, Any], blocks: int) -> None:
+        import ray
+
+        self._ray, self._device, self._cpus, self._sweep = ray, plan.device, cpus, sweep
+        self._bundle: dict[str, float] = {"CPU": cpus}
+        if plan.device == "cuda":
+            self._bundle["GPU"] = 1
+            if cluster.gpu_type is not None:
+                self._bundle[f"accelerator_type:{cluster.gpu_type}"] = 0.001
+        self.blocks, self.workers = blocks, cpus
+        trials = plan.trials()
+        self._all_libraries = tuple(sorted(set().union(*map(environment.libraries_of, trials))))
+        self._with_torch = any("torch" in trial.modules() for trial in trials)
+        self._task = ray.remote(max_retries=RETRIES, retry_exceptions=False)(_on_node)
+        self._flying: dict[Any, int] = {}
+        self._groups: dict[str, Any] = {}
+        self._keys = 0
+
+    def submit(self, trial: Trial, block: Block) -> int:
+        job = Job(
+            trial=trial.to_wire(),
+            sources=environment.sources_of(trial),
+            libraries=tuple(sorted(environment.libraries_of(trial))),
+            all_libraries=self._all_libraries,
+            device=self._device,
+            with_torch=self._with_torch,
+            cpus=self._cpus,
+            folder=os.getcwd(),
+            executor=self._sweep,
+        )
+        self._keys += 1
+        self._flying[self._task.options(**self._asked(trial, block)).remote(job)] = self._keys
+        return self._keys
+
+    def _asked(self, trial: Trial, block: Block) -> dict[str, Any]:
+        """The resources of a task: all of a bundle for what must run alone, else one CPU of it."""
+        asked: dict[str, Any] = {"num_cpus": 1}
+        if trial.alone:
+            others = {name: share for name, share in self._bundle.items() if name not in ("CPU", "GPU")}
+            asked = {"num_cpus": self._cpus, "num_gpus": self._bundle.get("GPU", 0), "resources": others}
+        if block.together:
+            from ray.util.placement_group import placement_group
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            group = self._groups.get(block.key)
+            if group is None:
+                group = self._groups[block.key] = placement_group([self._bundle], strategy="STRICT_PACK")
+            asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        return asked
+
+    def wait(self, timeout: float | None = None) -> list[Answer]:
+        if not self._flying:
+            return []
+        ready, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
+        if ready:
+            ready, _ = self._ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
+        return [self._answer(self._flying.pop(reference), reference) for reference in ready]
+
+    def _answer(self, key: int, reference: Any) -> Answer:
+        try:
+            told = self._ray.get(reference)
+        except self._ray.exceptions.RayTaskError as error:  # the task itself failed, before or after the trial
+            said = [line for line in str(error).splitlines() if line.strip()]
+            return Answer(key, Outcome.ERROR, f"the Ray task failed: {said[-1] if said else error!r}", None, 0.0)
+        except self._ray.exceptions.RayError as error:
+            said = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
+            evidence = f"lost with its worker or node {RETRIES + 1} times: {type(error).__name__}: {said[0]}"
+            return Answer(key, Outcome.CRASH, evidence, None, 0.0)
+        place = Place(**{name: told.pop(name) for name in ("name", "environment", "fingerprint", "load")})
+        return Answer(key, Outcome(told.pop("outcome")), place=place, **told)
+
+    def release(self, block: Block) -> None:
+        group = self._groups.pop(block.key, None)
+        if group is not None:
+            self._ray.util.remove_placement_group(group)
+
+    def close(self) -> None:
+        """End what still runs: a node kills the trial with the worker that it belongs to."""
+        for reference in self._flying:
+            self._ray.cancel(reference, force=True)
+        self._flying.clear()
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+        self._groups.clear()
+
+    def __enter__(self) -> OnRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _on_node(job: Job) -> dict[str, Any]:
+    """The task: runs on a node, in a worker of Ray's."""
+    import ray
+
+    return run_trial(job, ray.get_runtime_context().get_node_id())
+
+
+def _connect(address: str | None) -> Any:
+    """The module ray, joined to a cluster; of this machine's own if there is no address.
+
+    Raises:
+        UsageError: it is not installed, or nothing at the address answers as a Ray cluster does, and soon.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise missing("ray", "ray") from None
+    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
+    options["runtime_env"] = {"env_vars": {"PYTHONPATH": our_path()}}
+    if address in (None, "local"):
+        ray.init(address="local", include_dashboard=False, **options)
+        return ray
+    expected = f"a Ray cluster that answers at {address} (`ray start --head` prints its address)"
+    if address != "auto":
+        _must_listen(str(address), expected)
+    _must_answer(str(address), expected)
+    ray.init(address=address, **options)
+    return ray
+
+
+def _must_answer(address: str, expected: str) -> None:
+    """Let another process join and leave: Ray's own code waits long, holds the interpreter, and ends its process."""
+    join = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", join, address], capture_output=True, text=True, timeout=JOINS_WITHIN, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(expected, f"no answer in {JOINS_WITHIN:g} s") from None
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if line.strip()]
+        raise UsageError(expected, said[-1] if said else f"exit code {done.returncode}")
+
+
+def _must_listen(address: str, expected: str) -> None:
+    host, colon, port = address.rpartition("//")[2].rpartition(":")
+    if not colon or not port.isdigit():
+        raise UsageError("--address as host:port, or auto", address)
+    try:
+        socket.create_connection((host, int(port)), ANSWERS_WITHIN).close()
+    except OSError as error:
+        raise UsageError(expected, error.strerror or str(error)) from None
+
+
+def _device(asked: str, nodes: list[dict[str, float]]) -> str:
+    found = any(resources.get("GPU", 0) >= 1 for resources in nodes)
+    if asked == "cuda" and not found:
+        raise UsageError("a node with a GPU in the Ray cluster for --device cuda", "none")
+    return "cuda" if found and asked != "cpu" else "cpu"
+
+
+def _cpus(cluster: Cluster, device: str, nodes: list[dict[str, float]], say: Callable[[str], None]) -> int:
+    """How many CPUs a bundle has: a whole node's without GPU, else a GPU's share of its node."""
+    if device == "cuda":
+        with_gpu = [resources for resources in nodes if resources.get("GPU", 0) >= 1]
+        known = Counter(max(1, int(resources.get("CPU", 0) // resources["GPU"])) for resources in with_gpu)
+        return cluster.cpus or min(known)
+    known = Counter(int(resources["CPU"]) for resources in nodes if resources.get("CPU", 0) >= 1)
+    most = max(known, default=0)
+    if most < (cluster.cpus or 1):
+        raise UsageError(f"a node with {cluster.cpus or 1} CPUs in the Ray cluster", f"at most {most}")
+    if cluster.cpus is None and len(known) > 1:
+        smaller = sum(count for cpus, count in known.items() if cpus < most)
+        say(
+            f"dpbench: {known[most]} nodes of {most} CPUs are used for what is timed, {smaller} smaller ones are not; "
+            f"--cpus {min(known)} takes all, with several trials beside each other on the larger ones"
+        )
+    return cluster.cpus or most
