@@ -176,13 +176,22 @@ def sources_of(trial: Trial) -> dict[str, str]:
     return hashes_of(files)
 
 
+#: In a job of a cluster: the hashes where the run was started. A node whose sources differ answers with an error.
+_given: dict[str, str] = {}
+
+
+def take_sources(hashes: Mapping[str, str]) -> None:
+    """Have fingerprints made of these hashes, and not of what the files of this machine have."""
+    _given.update(hashes)
+
+
 def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
-    """The hash of what each glob or path stands for on this machine.
+    """The hash of what each glob or path stands for.
 
     Raises:
         OSError: a file cannot be read.
     """
-    return {pattern: _hash_of(pattern) for pattern in patterns}
+    return {pattern: _given[pattern] if pattern in _given else hash_of(pattern) for pattern in patterns}
 
 
 def libraries_of(trial: Trial) -> set[str]:
@@ -200,7 +209,7 @@ def version_of(distribution: str) -> str | None:
 
 
 @functools.cache
-def _hash_of(pattern: str) -> str:
+def hash_of(pattern: str) -> str:
     """Of the files that match a glob under the project's root, or of one absolute path."""
     path = Path(pattern)
     files = [path] if path.is_absolute() else sorted(ROOT.glob(pattern))

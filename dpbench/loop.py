@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
 from dpbench.executors.blocks import Block
+from dpbench.executors.worker import refusal
 from dpbench.isolation import Answer, Isolation
 from dpbench.machines import version_hash
 from dpbench.progress import Progress
@@ -23,6 +25,8 @@ from dpbench.trials import Trial
 
 #: How often the loop looks up while a trial runs (seconds): for a signal, and to renew the line that is shown.
 _TICK = 0.2
+#: Keys of trials that were never submitted; an isolation counts its own upwards.
+_REFUSED = itertools.count(-1, -1)
 
 
 class Executor(Protocol):
@@ -48,17 +52,26 @@ class Executor(Protocol):
 
 @dataclass
 class Here:
-    """The processes of this machine."""
+    """The processes of this machine. `refuse` says why a trial cannot run here, which then is its answer."""
 
     isolation: Isolation
     workers: int
     blocks: int = 1
+    refuse: Callable[[Trial], str | None] = lambda _: None
+    _refused: list[Answer] = field(default_factory=list)
 
     def submit(self, trial: Trial, block: Block) -> int:
-        return self.isolation.submit(trial)
+        trouble = self.refuse(trial)
+        if trouble is None:
+            return self.isolation.submit(trial)
+        self._refused.append(refusal(next(_REFUSED), trouble))
+        return self._refused[-1].key
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        return self.isolation.wait(timeout)
+        if not self._refused:
+            return self.isolation.wait(timeout)
+        refused, self._refused = self._refused, []
+        return refused
 
     def release(self, block: Block) -> None:
         pass

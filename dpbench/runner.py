@@ -13,6 +13,7 @@ from dpbench import environment
 from dpbench.errors import UsageError
 from dpbench.executors import Cluster
 from dpbench.executors.blocks import Block, key_of
+from dpbench.executors.worker import different
 from dpbench.experiment import Cell, Experiment, MaxBatch
 from dpbench.forked import available_cpus
 from dpbench.isolation import Isolation
@@ -38,6 +39,8 @@ class Request:
 
     `cluster`: where it is measured, if not on this machine. `blocks`: a part of the experiment by the keys of
     `dpbench.executors.blocks`, as a job of a cluster is given it, in the `sweep` that its records belong to.
+    `reference` is how the experiment was named, by which another process finds it. `retry_before`: of what ended before
+    that time alone, `retry` counts nothing as done.
     """
 
     experiment: Experiment
@@ -50,6 +53,8 @@ class Request:
     cluster: Cluster | None = None
     blocks: Collection[str] | None = None
     sweep: Mapping[str, Any] | None = None
+    reference: str | None = None
+    retry_before: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -98,7 +103,11 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     cells = request.cells(device)
     rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
     machines = machines_of(runs, device, trials_of(cells), sweep or request.sweep)
-    history = History(records, machines.fingerprint, request.retry, machines.accepted)
+    retry = request.retry
+    if request.retry_before is not None:
+        records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]
+        retry = ()
+    history = History(records, machines.fingerprint, retry, machines.accepted)
     schedule = Schedule(request.experiment.name, cells, rounds, history)
     workers = min(available_cpus(), MAX_WORKERS)
     alike = (r for r in records if r["trial"].get("device", device) == device)
@@ -136,14 +145,16 @@ def run(request: Request, progress: Progress) -> Report:
 
 
 def _run_here(request: Request, plan: Plan, isolation: Isolation, progress: Progress, where: dict[str, Any]) -> Report:
+    executor = Here(isolation, plan.workers)
     if request.sweep is not None:
         libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
         where |= {"executor": dict(request.sweep), "libraries": libraries}
+        executor.refuse = lambda trial: different(environment.sources_of(trial))
     shards = Shards(request.folder, progress.say, lambda: where)
     if any(trial.alone for trial, _ in plan.schedule.remaining()):
         shards.of().watch.begin()
     blocks = [Block("", plan.schedule, together=True)]
-    loop = Loop(plan.schedule, blocks, Here(isolation, plan.workers), shards, progress, plan.fingerprint, plan.clock)
+    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock)
     report = loop.run()
     report.device = plan.device
     return report

@@ -76,6 +76,7 @@ def request_from(args: argparse.Namespace) -> Request:
         rounds=args.rounds,
         retry=retry,
         smoke=args.smoke,
+        reference=args.experiment,
         cluster=cluster_from(args) if hasattr(args, "executor") else None,
     )
 

@@ -47,7 +47,7 @@ class _Node:
     def __init__(self, job: Job, visible: str | None) -> None:
         self.visible = visible
         if job.device == "cpu" and job.cpus is not None:
-            _confine(job.cpus)
+            confine(job.cpus)
         if os.path.isdir(job.folder):
             os.chdir(job.folder)  # a model may be named by a path beside which the run was started
         variables = dict(environment.SERVER_VARIABLES)
@@ -78,10 +78,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
             _node.isolation.close()
         _node = _Node(job, visible)
     trouble = _node.trouble or different(job.sources)
-    if trouble is not None:
-        answer = Answer(0, Outcome.ERROR, f"node {socket.gethostname()}: {trouble}", None, 0.0)
-    else:
-        answer = _node.isolation.run(job)
+    answer = refusal(0, trouble) if trouble is not None else _node.isolation.run(job)
     versions = {name: environment.version_of(name) for name in job.libraries}
     facts = _node.facts
     return {
@@ -96,11 +93,16 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
     }
 
 
+def refusal(key: int, trouble: str) -> Answer:
+    """The answer to a trial that this node cannot run."""
+    return Answer(key, Outcome.ERROR, f"node {socket.gethostname()}: {trouble}", None, 0.0)
+
+
 def different(sources: Mapping[str, str]) -> str | None:
     """Why what a trial measures is not here as it is where the run was started; None if it is."""
     for name, digest in sources.items():
         try:
-            here = environment.hashes_of([name])[name]
+            here = environment.hash_of(name)
         except OSError as error:
             return (
                 f"cannot read {name}, which this trial needs ({error.strerror}): "
@@ -112,7 +114,7 @@ def different(sources: Mapping[str, str]) -> str | None:
     return None
 
 
-def _confine(cpus: int) -> None:
+def confine(cpus: int) -> None:
     """Leave this process, and what it starts, as many CPUs as the cluster gives it."""
     if cpus < available_cpus() and hasattr(os, "sched_setaffinity"):
         allowed = sorted(os.sched_getaffinity(0))
