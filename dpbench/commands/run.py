@@ -120,6 +120,8 @@ def run(args: argparse.Namespace) -> int:
         return 128 + done.signum
     if not done.outcomes:
         _say(f"nothing is left to run; records in {request.folder}")
+    if request.cluster is not None:
+        _say_devices(request.folder)
     if request.experiment.figures:
         from dpbench.report import write_report
 
@@ -128,6 +130,15 @@ def run(args: argparse.Namespace) -> int:
     if done.unrecorded:
         _say(f"{done.unrecorded} trials are not recorded; the same command runs them again")
     return 1 if done.unrecorded else 0
+
+
+def _say_devices(folder: Path) -> None:
+    from dpbench.records import by_device, read
+
+    devices = {name: {record.node for record in records} for name, records in by_device(read(folder)).items()}
+    if len(devices) > 1:
+        each = "; ".join(f"{name} ({', '.join(sorted(nodes))})" for name, nodes in devices.items())
+        _say(f"{len(devices)} devices differ and are not pooled, each has figures of its own: {each}")
 
 
 def _counts(outcomes: Counter[str]) -> str:

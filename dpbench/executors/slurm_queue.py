@@ -5,13 +5,16 @@ submitit's own answer to that is `sacct`, which needs a database that small clus
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ MINUTES, JOBS = 240, 16
 _ASK_HERE, _ASK_SLURM = 0.5, 5.0
 #: A job that is no longer known of has this long for its last words to reach this machine (seconds).
 _SETTLES_IN = 5.0
+#: Jobs that are told to end have this long (seconds); they record what ended, and are killed with all of theirs.
+_ENDS_IN = 15.0
 _ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 
 
@@ -71,7 +76,8 @@ class Queue:
         try:
             executor = maker(folder=self._home / "%j", max_num_timeout=0)
             executor.update_parameters(**self._parameters())
-            jobs = executor.map_array(run_blocks, specs)
+            with _ignoring(signal.SIGINT):  # Ctrl-C is for this process, which then ends the jobs in good order
+                jobs = executor.map_array(run_blocks, specs)
         except (self._submitit.core.utils.FailedJobError, subprocess.SubprocessError, ValueError) as error:
             raise UsageError("jobs that SLURM takes", _told(str(error))) from error
         finally:
@@ -160,17 +166,33 @@ class Queue:
     def end(self) -> None:
         """Have what still goes on end, in good order; forget the rest."""
         self._waiting.clear()
-        for job in self._jobs:
-            job.cancel(check=False)
-        until = time.monotonic() + _SETTLES_IN
-        while self._jobs and self._alive([job.job_id for job in self._jobs]) and time.monotonic() < until:
-            time.sleep(0.1)
+        until = time.monotonic() + _ENDS_IN
+        if not self.local:
             for job in self._jobs:
-                job.done()  # a child process of this one that ended is no longer alive once it was asked
+                job.cancel(check=False)
+        while self._jobs and self._alive([job.job_id for job in self._jobs]) and time.monotonic() < until:
+            for job in self._jobs:
+                if self.local and self._is_ours(job.job_id):
+                    os.kill(int(job.job_id), signal.SIGTERM)  # again: while it starts, it may be deaf to it
+                job.done()  # a child of this process is gone only once it was asked
+            time.sleep(_ASK_HERE)
         self._jobs.clear()
         if self._ledger is not None:
             self._ledger.unlink(missing_ok=True)
             self._ledger = None
+
+
+@contextlib.contextmanager
+def _ignoring(signum: int) -> Iterator[None]:
+    """What is started meanwhile ignores the signal, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signum, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
 
 
 def _cluster_name() -> str:
