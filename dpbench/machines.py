@@ -54,6 +54,10 @@ class Machines:
             self._machines[machine] = None
             self._known.clear()
 
+    def others(self) -> list[str]:
+        """The hosts of those that are not this machine."""
+        return sorted({machine.host for machine in self._machines} - {self._here.host})
+
     def fingerprint(self, trial: Trial) -> str:
         """As it would be written on this machine."""
         return next(iter(self.accepted(trial)))

@@ -211,7 +211,9 @@ class Schedule:
 
 
 class Clock:
-    """How long what is left will take, from how long its like has taken."""
+    """How long what is left will take, from how long its like has taken. `nodes`: as many go on with it at once."""
+
+    nodes = 1
 
     def __init__(self, records: Iterable[Record], workers: int = 1) -> None:
         self._sums: dict[tuple[str, ...], tuple[float, int]] = {}
@@ -232,7 +234,7 @@ class Clock:
             if known is None:
                 return None
             total += count * known[0] / known[1] / (1 if trial.alone else self._workers)
-        return total
+        return total / self.nodes
 
 
 def _likeness(trial: Mapping[str, Any]) -> list[tuple[str, ...]]:

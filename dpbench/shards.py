@@ -16,7 +16,11 @@ from dpbench.store import Store
 class _Shard:
     store: Store
     watch: Watch
-    libraries: Mapping[str, str | None]
+    environment: Mapping[str, Any]
+
+    @property
+    def libraries(self) -> Mapping[str, str | None]:
+        return self.environment.get("libraries") or {}
 
 
 class Shards:
@@ -27,6 +31,7 @@ class Shards:
         say: takes a line for the person.
         here: gives the environment of this machine; asked for once a trial has run here.
         appeared: takes the environment of a node that trials have run on, when its first record comes.
+        tolerant: a disk that is full costs that record, and no other; else it ends the run.
     """
 
     def __init__(
@@ -35,9 +40,11 @@ class Shards:
         say: Callable[[str], None],
         here: Callable[[], Mapping[str, Any]],
         appeared: Callable[[Mapping[str, Any]], None] = lambda _: None,
+        tolerant: bool = False,
     ) -> None:
         self._folder, self._say, self._here, self._appeared = folder, say, here, appeared
         self._shards: dict[str | None, _Shard] = {}
+        self._tolerant = tolerant
         self.unrecorded = 0
         self._complained: set[str] = set()
 
@@ -50,28 +57,28 @@ class Shards:
             self._appeared(where)
             store = Store(self._folder, where, host=where["host"])
             watch = Watch(where, lambda warning: self._say(f"dpbench: {warning}"))
-            self._shards[name] = _Shard(store, watch, where.get("libraries") or {})
+            self._shards[name] = _Shard(store, watch, where)
         return self._shards[name]
 
     def append(self, record: Mapping[str, Any], answer: Answer) -> None:
-        """Record an answer. A disk that is full under what a cluster has measured costs that record, and no other.
+        """Record an answer.
 
         Raises:
-            OSError: the record of a trial that ran on this machine cannot be written.
+            OSError: it cannot be written, and that is not tolerated.
         """
         shard = self.of(answer)
         try:
             shard.store.append(record)
         except OSError as error:
-            if answer.place is None:
+            if not self._tolerant:
                 raise
             self.unrecorded += 1
             shard.store.close()  # a torn last line is passed over by the reader; what comes after goes to a new file
-            shard.store = Store(self._folder, answer.place.environment, host=answer.place.environment["host"])
+            shard.store = Store(self._folder, shard.environment, host=shard.environment["host"])
             why = f"{error.strerror} ({self._folder})"
             if why not in self._complained:
                 self._complained.add(why)
-                host = answer.place.environment["host"]
+                host = shard.environment["host"]
                 self._say(
                     f"dpbench: a record of node {host} cannot be written: {why}; its trial is left for the next run"
                 )

@@ -1,4 +1,4 @@
-"""``run --executor ray``: each trial is a Ray task that asks for what it needs; Ray queues it, places it, retries it.
+"""``run --executor ray``: each trial is a Ray task that asks for what it needs; Ray queues it and places it.
 
 A block of trials that must stay on one node (`dpbench.executors.blocks`) has a placement group of one bundle, which Ray
 reserves on a node, and reserves again on another one if the node is lost. What runs alone asks for the whole bundle:
@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dpbench import environment
@@ -30,7 +31,7 @@ from dpbench.shards import Shards
 from dpbench.store import Store
 from dpbench.trials import Trial
 
-#: How often Ray runs a trial again whose node or worker was lost.
+#: How often a trial is sent again whose node or worker was lost.
 RETRIES = 2
 #: Seconds that a cluster has to answer at all, and then to let this process join it.
 ANSWERS_WITHIN, JOINS_WITHIN = 3.0, 20.0
@@ -67,13 +68,25 @@ def run(request: Request, progress: Progress) -> Report:
                 progress.say,
                 here=lambda: environment.host_facts(device) | here,
                 appeared=plan.machines.add,
+                tolerant=True,
             )
+            plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
             blocks = blocks_of(plan.schedule.name, plan.cells, plan.rounds, plan.schedule.history)
             report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
     finally:
         ray.shutdown()
     report.device = device
     return report
+
+
+@dataclass
+class _Flight:
+    """A trial that was sent, with what its task asks for, and how often it was lost."""
+
+    key: int
+    job: Job
+    asked: dict[str, Any]
+    losses: int = 0
 
 
 class OnRay:
@@ -100,8 +113,9 @@ class OnRay:
         trials = plan.trials()
         self._all_libraries = tuple(sorted(set().union(*map(environment.libraries_of, trials))))
         self._with_torch = any("torch" in trial.modules() for trial in trials)
-        self._task = ray.remote(max_retries=RETRIES, retry_exceptions=False)(_on_node)
-        self._flying: dict[Any, int] = {}
+        # Ray's own retries have no end where a node runs out of memory, so none are asked of it
+        self._task = ray.remote(max_retries=0)(_on_node)
+        self._flying: dict[Any, _Flight] = {}
         self._groups: dict[str, Any] = {}
         self._keys = 0
 
@@ -118,8 +132,11 @@ class OnRay:
             executor=self._sweep,
         )
         self._keys += 1
-        self._flying[self._task.options(**self._asked(trial, block)).remote(job)] = self._keys
+        self._send(_Flight(self._keys, job, self._asked(trial, block)))
         return self._keys
+
+    def _send(self, flight: _Flight) -> None:
+        self._flying[self._task.options(**flight.asked).remote(flight.job)] = flight
 
     def _asked(self, trial: Trial, block: Block) -> dict[str, Any]:
         """The resources of a task: all of a bundle for what must run alone, else one CPU of it."""
@@ -143,20 +160,26 @@ class OnRay:
         ready, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
         if ready:
             ready, _ = self._ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
-        return [self._answer(self._flying.pop(reference), reference) for reference in ready]
+        answers = [self._answer(self._flying.pop(reference), reference) for reference in ready]
+        return [answer for answer in answers if answer is not None]
 
-    def _answer(self, key: int, reference: Any) -> Answer:
+    def _answer(self, flight: _Flight, reference: Any) -> Answer | None:
+        """None if it was lost, and has been sent again."""
+        failures = self._ray.exceptions
         try:
             told = self._ray.get(reference)
-        except self._ray.exceptions.RayTaskError as error:  # the task itself failed, before or after the trial
-            said = [line for line in str(error).splitlines() if line.strip()]
-            return Answer(key, Outcome.ERROR, f"the Ray task failed: {said[-1] if said else error!r}", None, 0.0)
-        except self._ray.exceptions.RayError as error:
-            said = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
-            evidence = f"lost with its worker or node {RETRIES + 1} times: {type(error).__name__}: {said[0]}"
-            return Answer(key, Outcome.CRASH, evidence, None, 0.0)
+        except failures.RayTaskError as error:  # the task itself failed, before or after the trial
+            return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {_last_line(error)}", None, 0.0)
+        except failures.RayError as error:
+            flight.losses += 1
+            if flight.losses <= RETRIES and not isinstance(error, failures.OutOfMemoryError):
+                self._send(flight)
+                return None
+            times = f"{flight.losses} times" if flight.losses > 1 else "once"
+            evidence = f"lost {times} with its worker or node: {type(error).__name__}: {_last_line(error)}"
+            return Answer(flight.key, Outcome.CRASH, evidence, None, 0.0)
         place = Place(**{name: told.pop(name) for name in ("name", "environment", "fingerprint", "load")})
-        return Answer(key, Outcome(told.pop("outcome")), place=place, **told)
+        return Answer(flight.key, Outcome(told.pop("outcome")), place=place, **told)
 
     def release(self, block: Block) -> None:
         group = self._groups.pop(block.key, None)
@@ -177,6 +200,10 @@ class OnRay:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _last_line(error: BaseException) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), repr(error))
 
 
 def _on_node(job: Job) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class Queue:
         self._waiting: list[dict[str, Any]] = []
         self._jobs: list[Any] = []
         self._ledger: Path | None = None
+        self._failed = False
         self._gone: dict[str, float] = {}
         self._asked_at = 0.0
 
@@ -112,6 +113,7 @@ class Queue:
             raised = job.exception()
             error = job.result()["error"] if raised is None else _told(str(raised))
             if error:
+                self._failed = True
                 say(f"dpbench: job {job.job_id} ended early: {error}; what it had measured is recorded")
         self._drop_the_lost(say)
         if self.local:
@@ -130,6 +132,7 @@ class Queue:
                 self._gone.pop(job.job_id, None)
             elif time.monotonic() - self._gone.setdefault(job.job_id, time.monotonic()) > _SETTLES_IN:
                 self._jobs.remove(job)
+                self._failed = True
                 say(f"dpbench: job {job.job_id} was lost; what it had measured is recorded")
 
     def left_over(self) -> list[str]:
@@ -180,6 +183,8 @@ class Queue:
         if self._ledger is not None:
             self._ledger.unlink(missing_ok=True)
             self._ledger = None
+        if not self._failed and not list(self._home.glob("*.json")):
+            shutil.rmtree(self._home, ignore_errors=True)  # nobody asks what jobs printed that ended well
 
 
 @contextlib.contextmanager
