@@ -74,7 +74,7 @@ def test_jobs_outlive_a_killed_driver_and_the_next_run_waits_for_them(tmp_path):
     process = fake.start(*LOCAL)
     fake.wait_for(2)
     process.kill()
-    process.communicate()
+    process.wait()
     assert jobs_of(fake), "it goes on"
     done = fake.run(*LOCAL)
     assert done.returncode == 0 and "1 jobs of an earlier run still go on" in done.stderr

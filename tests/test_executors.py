@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from dpbench import environment, shards
 from dpbench.errors import UsageError
 from dpbench.executors import EXECUTORS, Cluster
 from dpbench.executors.blocks import blocks_of, key_of
+from dpbench.executors.ray_cluster import cpus_of, device_of
 from dpbench.executors.worker import different
 from dpbench.experiment import MaxBatch, grid, load_experiment
 from dpbench.isolation import Answer, Place
@@ -250,6 +252,55 @@ def test_slurm_needs_an_experiment_that_its_jobs_can_find():
     )
     with pytest.raises(UsageError, match="by its name or file"):
         run(request, Progress())
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "nodes", "said"),
+    [
+        ({}, "cpu", [{"CPU": 8}, {"CPU": 8}], 8),
+        ({}, "cpu", [{"CPU": 8}, {"CPU": 4}, {"memory": 1}], 8),
+        ({"cpus": 4}, "cpu", [{"CPU": 8}, {"CPU": 4}], 4),
+        ({"cpus": 9}, "cpu", [{"CPU": 8}], "expected a node with 9 CPUs in the Ray cluster, got 'at most 8'"),
+        ({}, "cpu", [{"memory": 1}], "got 'at most 0'"),
+        ({}, "cuda", [{"CPU": 64, "GPU": 8}, {"CPU": 16, "GPU": 4}], 4),
+        ({"gpu_type": "A100"}, "cuda", [{"CPU": 64, "GPU": 8, "accelerator_type:A100": 1}, {"CPU": 2, "GPU": 1}], 8),
+        ({"gpu_type": "A10"}, "cuda", [{"CPU": 64, "GPU": 8, "accelerator_type:A100": 1}], "did you mean 'A100'?"),
+    ],
+)
+def test_what_a_trial_asks_of_a_ray_cluster(options, device, nodes, said):
+    told: list[str] = []
+    if isinstance(said, int):
+        assert cpus_of(Cluster(name="ray", **options), device, nodes, told.append) == said
+        assert len(told) == (len({n["CPU"] for n in nodes if "CPU" in n}) > 1 and device == "cpu" and not options)
+    else:
+        with pytest.raises(UsageError, match=re.escape(said)):
+            cpus_of(Cluster(name="ray", **options), device, nodes, told.append)
+
+
+def test_a_ray_cluster_without_a_gpu_is_measured_on_its_cpus_unless_cuda_is_asked_for():
+    assert device_of("auto", [{"CPU": 8}]) == "cpu" and device_of("auto", [{"CPU": 8, "GPU": 1}]) == "cuda"
+    with pytest.raises(UsageError, match="a node with a GPU in the Ray cluster for --device cuda"):
+        device_of("cuda", [{"CPU": 8}])
+
+
+def test_what_a_job_asks_of_slurm(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    from dpbench.executors import slurm_queue
+
+    def asked(device, **options):
+        monkeypatch.setattr(slurm_queue.shutil, "which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.setenv("SLURM_CLUSTER_NAME", "ours")
+        queue = slurm_queue.Queue(Cluster(name="slurm", **options), device, tmp_path)
+        return {k: v for k, v in queue._parameters().items() if k not in ("job_name", "use_srun")}
+
+    assert asked("cpu") == {"time": 240, "array_parallelism": 16, "exclusive": True}
+    assert asked("cpu", cpus=4, partition="short", time=30, jobs=3) == {
+        "time": 30,
+        "array_parallelism": 3,
+        "partition": "short",
+        "cpus_per_task": 4,
+    }
+    assert asked("cuda", gpu_type="a100") == {"time": 240, "array_parallelism": 16, "gres": "gpu:a100:1"}
 
 
 def test_every_executor_is_known_to_the_runner():

@@ -42,5 +42,5 @@ def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
         )
         done = run(request, Progress())
     except (UsageError, OSError) as error:
-        return {"error": f"node {socket.gethostname()}: " + " ".join(str(error).split())}
+        return {"error": f"node {socket.gethostname()}, {spec['results']}: " + " ".join(str(error).split())}
     return {"error": None, "signum": done.signum}

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dpbench import environment
-from dpbench.errors import UsageError
-from dpbench.executors import Cluster, missing
+from dpbench.executors import Cluster
 from dpbench.executors.blocks import Block, blocks_of
+from dpbench.executors.ray_cluster import connect, cpus_of, device_of
 from dpbench.executors.worker import Job, run_trial
-from dpbench.isolation import Answer, Place, our_path
+from dpbench.isolation import Answer, Place
 from dpbench.loop import Loop, Report
 from dpbench.machines import Sweep
 from dpbench.outcome import Outcome
@@ -33,8 +31,6 @@ from dpbench.trials import Trial
 
 #: How often a trial is sent again whose node or worker was lost.
 RETRIES = 2
-#: Seconds that a cluster has to answer at all, and then to let this process join it.
-ANSWERS_WITHIN, JOINS_WITHIN = 3.0, 20.0
 #: So many blocks are submitted for every CPU of the cluster, that Ray always has one to place.
 _BLOCKS_FOR_A_CPU = 2
 
@@ -49,11 +45,11 @@ def run(request: Request, progress: Progress) -> Report:
     cluster = request.cluster
     assert cluster is not None
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
-    ray = _connect(address)
+    ray = connect(address)
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        device = _device(request.device, nodes)
-        cpus = _cpus(cluster, device, nodes, progress.say)
+        device = device_of(request.device, nodes)
+        cpus = cpus_of(cluster, device, nodes, progress.say)
         plan = make_plan(request, device)
         sweep = Sweep.begun_here("ray", address or socket.gethostname(), plan.trials()).describe()
         plan = make_plan(request, device, sweep)
@@ -211,76 +207,3 @@ def _on_node(job: Job) -> dict[str, Any]:
     import ray
 
     return run_trial(job, ray.get_runtime_context().get_node_id())
-
-
-def _connect(address: str | None) -> Any:
-    """The module ray, joined to a cluster; of this machine's own if there is no address.
-
-    Raises:
-        UsageError: it is not installed, or nothing at the address answers as a Ray cluster does, and soon.
-    """
-    try:
-        import ray
-    except ImportError:
-        raise missing("ray", "ray") from None
-    options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
-    options["runtime_env"] = {"env_vars": {"PYTHONPATH": our_path()}}
-    if address in (None, "local"):
-        ray.init(address="local", include_dashboard=False, **options)
-        return ray
-    expected = f"a Ray cluster that answers at {address} (`ray start --head` prints its address)"
-    if address != "auto":
-        _must_listen(str(address), expected)
-    _must_answer(str(address), expected)
-    ray.init(address=address, **options)
-    return ray
-
-
-def _must_answer(address: str, expected: str) -> None:
-    """Let another process join and leave: Ray's own code waits long, holds the interpreter, and ends its process."""
-    join = "import sys, ray; ray.init(address=sys.argv[1], logging_level='ERROR', log_to_driver=False)"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", join, address], capture_output=True, text=True, timeout=JOINS_WITHIN, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise UsageError(expected, f"no answer in {JOINS_WITHIN:g} s") from None
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        raise UsageError(expected, said[-1] if said else f"exit code {done.returncode}")
-
-
-def _must_listen(address: str, expected: str) -> None:
-    host, colon, port = address.rpartition("//")[2].rpartition(":")
-    if not colon or not port.isdigit():
-        raise UsageError("--address as host:port, or auto", address)
-    try:
-        socket.create_connection((host, int(port)), ANSWERS_WITHIN).close()
-    except OSError as error:
-        raise UsageError(expected, error.strerror or str(error)) from None
-
-
-def _device(asked: str, nodes: list[dict[str, float]]) -> str:
-    found = any(resources.get("GPU", 0) >= 1 for resources in nodes)
-    if asked == "cuda" and not found:
-        raise UsageError("a node with a GPU in the Ray cluster for --device cuda", "none")
-    return "cuda" if found and asked != "cpu" else "cpu"
-
-
-def _cpus(cluster: Cluster, device: str, nodes: list[dict[str, float]], say: Callable[[str], None]) -> int:
-    """How many CPUs a bundle has: a whole node's without GPU, else a GPU's share of its node."""
-    if device == "cuda":
-        with_gpu = [resources for resources in nodes if resources.get("GPU", 0) >= 1]
-        known = Counter(max(1, int(resources.get("CPU", 0) // resources["GPU"])) for resources in with_gpu)
-        return cluster.cpus or min(known)
-    known = Counter(int(resources["CPU"]) for resources in nodes if resources.get("CPU", 0) >= 1)
-    most = max(known, default=0)
-    if most < (cluster.cpus or 1):
-        raise UsageError(f"a node with {cluster.cpus or 1} CPUs in the Ray cluster", f"at most {most}")
-    if cluster.cpus is None and len(known) > 1:
-        smaller = sum(count for cpus, count in known.items() if cpus < most)
-        say(
-            f"dpbench: {known[most]} nodes of {most} CPUs are used for what is timed, {smaller} smaller ones are not; "
-            f"--cpus {min(known)} takes all, with several trials beside each other on the larger ones"
-        )
-    return cluster.cpus or most
