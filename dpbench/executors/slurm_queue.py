@@ -175,9 +175,8 @@ class Queue:
                 job.cancel(check=False)
         while self._jobs and self._alive([job.job_id for job in self._jobs]) and time.monotonic() < until:
             for job in self._jobs:
-                if self.local and self._is_ours(job.job_id):
+                if self.local and not job.done() and self._is_ours(job.job_id):
                     os.kill(int(job.job_id), signal.SIGTERM)  # again: while it starts, it may be deaf to it
-                job.done()  # a child of this process is gone only once it was asked
             time.sleep(_ASK_HERE)
         self._jobs.clear()
         if self._ledger is not None:
