@@ -31,7 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto; else one is started here"
     )
     group.add_argument("--cpus", metavar="N", type=int, help="CPUs of a trial that runs alone; else all of a node")
-    group.add_argument("--gpu-type", metavar="TYPE", help="on CUDA: of which type, as the cluster calls it (A100)")
+    group.add_argument(
+        "--gpu-type",
+        metavar="TYPE",
+        help="on CUDA: of which type, as the cluster calls it (A100); to slurm it says that there is one",
+    )
     group.add_argument("--partition", metavar="NAME", help="slurm: the partition")
     group.add_argument(
         "--time", metavar="MINUTES", type=int, help="slurm: limit of a job, which is then submitted again"

@@ -46,7 +46,7 @@ def run(request: Request, progress: Progress) -> Report:
     if request.reference is None:
         raise UsageError("an experiment by its name or file for --executor slurm", request.experiment.name)
     device = _device(request.device, cluster)
-    queue = Queue(cluster, device, request.folder / HOME)
+    queue = Queue(cluster, device, request.folder.resolve() / HOME)
     sweep = Sweep.begun_here("slurm", queue.cluster, make_plan(request, device).trials()).describe()
     request = replace(request, sweep=sweep)
     report = Report(Counter(), device=device)
@@ -62,7 +62,7 @@ def run(request: Request, progress: Progress) -> Report:
             )
         while interruption.signum is None and queue.left_over():
             _show(tail, progress, report)
-            time.sleep(_TICK)
+            time.sleep(queue.patience)
         request = replace(request, retry_before=utc_now())
         plan, recorded = make_plan(request, device), -1
         while interruption.signum is None and plan.schedule.next() is not None:

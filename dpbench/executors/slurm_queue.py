@@ -55,6 +55,7 @@ class Queue:
         self.local = cluster.cluster == "local"
         if not self.local and shutil.which("sbatch") is None:
             raise UsageError("a machine that submits to SLURM (sbatch), or --cluster local", "none")
+        self.patience = _ASK_HERE if self.local else _ASK_SLURM
         self.cluster = socket.gethostname() if self.local else _cluster_name()
         self._waiting: list[dict[str, Any]] = []
         self._jobs: list[Any] = []
@@ -86,7 +87,9 @@ class Queue:
         self._jobs += jobs
         if self._ledger is None:
             self._ledger = self._home / f"{int(time.time())}-{os.getpid()}.json"
-        self._ledger.write_text(json.dumps({"cluster": self.cluster, "jobs": [job.job_id for job in self._jobs]}))
+        told = self._ledger.with_suffix(".new")
+        told.write_text(json.dumps({"cluster": self.cluster, "jobs": [job.job_id for job in self._jobs]}))
+        told.replace(self._ledger)  # whole, or not at all
 
     def _parameters(self) -> dict[str, Any]:
         """What is timed has its node, or its GPU, for itself."""
@@ -123,7 +126,7 @@ class Queue:
 
     def _drop_the_lost(self, say: Callable[[str], None]) -> None:
         """Jobs that ended without a word: killed, or their node was."""
-        if not self._jobs or time.monotonic() < self._asked_at + (_ASK_HERE if self.local else _ASK_SLURM):
+        if not self._jobs or time.monotonic() < self._asked_at + self.patience:
             return
         self._asked_at = time.monotonic()
         alive = self._alive([job.job_id for job in self._jobs])
