@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from test_runner import Fake, sleepers
 
+from dpbench.processes import processes
 from dpbench.store import read_records, read_runs
 
 pytest.importorskip("ray")
@@ -34,6 +36,10 @@ def cluster():
 
 def on(cluster, *more: str) -> tuple[str, ...]:
     return ("--executor", "ray", "--address", cluster.address, *more)
+
+
+def parent(pid: int) -> int:
+    return next(process.parent for process in processes() if process.pid == pid)
 
 
 def numbers(fake: Fake) -> dict[int, int]:
@@ -138,18 +144,21 @@ def test_an_address_that_listens_and_is_no_cluster_is_one_line(tmp_path):
 @pytest.mark.slow
 def test_a_lost_node_and_a_killed_worker_lose_nothing(tmp_path, cluster):
     node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
-    count = 9
+    count = 10
     fake = Fake(tmp_path, sleepers(count, 1.5))
     process = fake.start(*on(cluster))
     fake.wait_for(3, "begun")
     before = fake.records
+    trial = int((fake.folder / "begun").read_text().split()[-1])
+    os.kill(parent(parent(trial)), signal.SIGKILL)  # the trial's parent is the server, and its parent is Ray's worker
+    fake.wait_for(len(fake.trace("begun")) + 1, "begun")
     cluster.remove_node(node, allow_graceful=False)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert numbers(fake) == dict.fromkeys(range(count), 1)
     assert {r["utc"] for r in before} <= {r["utc"] for r in fake.records}
     assert {r["outcome"] for r in fake.records} == {"ok"}
-    assert len(fake.trace("begun")) > count, "the trial of the lost node was begun again"
+    assert len(fake.trace("begun")) >= count + 2, "the trials of the lost worker and node were begun again"
 
 
 @pytest.mark.slow
