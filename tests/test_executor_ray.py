@@ -162,6 +162,22 @@ def test_a_lost_node_and_a_killed_worker_lose_nothing(tmp_path, cluster):
 
 
 @pytest.mark.slow
+def test_ctrl_c_ends_in_good_order_and_leaves_no_trial_on_a_node(tmp_path, cluster):
+    fake = Fake(tmp_path, sleepers(3, 30.0))
+    process = fake.start(*on(cluster))
+    fake.wait_for(2, "begun")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert err.strip().splitlines()[-1].endswith("the same command continues from there")
+    trials = {int(line.split()[1]) for line in (fake.folder / "begun").read_text().splitlines()}
+    until = time.monotonic() + 20
+    while left := trials & {process.pid for process in processes() if not process.zombie}:
+        assert time.monotonic() < until, f"{left} go on"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
 def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path, cluster):
     found = []
     for name, arguments in {"here": (), "there": on(cluster)}.items():
