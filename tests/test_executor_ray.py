@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from smoke_run import smoke, smoke_here
 from test_runner import Fake, sleepers
 
 from dpbench.processes import processes
-from dpbench.store import read_records, read_runs
+from dpbench.store import read_runs
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -179,19 +178,8 @@ def test_ctrl_c_ends_in_good_order_and_leaves_no_trial_on_a_node(tmp_path, clust
 
 @pytest.mark.slow
 def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path, cluster):
-    found = []
-    for name, arguments in {"here": (), "there": on(cluster)}.items():
-        command = [sys.executable, "-m", "dpbench", "run", "stress_test", "--smoke", "--device", "cpu"]
-        done = subprocess.run(
-            [*command, "--output", str(tmp_path / name), *arguments], capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        records = read_records(tmp_path / name / "stress_test-smoke")
-        found.append(sorted((r["id"], r["round"], r["outcome"]) for r in records))
-        figures = sorted(path.name for path in (tmp_path / name).rglob("*.svg"))
-        found[-1].append(figures)
-    assert found[0] == found[1]
-    runs = read_runs(tmp_path / "there" / "stress_test-smoke")
+    assert smoke(tmp_path, *on(cluster)) == smoke_here()
+    runs = read_runs(tmp_path / "stress_test-smoke")
     assert len(runs) == 2
     steps = [{r["trial"]["backend"] for r in run.records if r["trial"]["kind"] == "step"} for run in runs]
     assert set() in steps, "what is set beside each other ran on one node"

@@ -6,14 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+from smoke_run import smoke, smoke_here
 from test_runner import Fake, sleepers
 
-from dpbench.store import read_records, read_runs
+from dpbench.store import read_runs
 
 pytest.importorskip("submitit")
 LOCAL = ("--executor", "slurm", "--cluster", "local")
@@ -121,17 +121,9 @@ def test_jobs_that_bring_nothing_are_not_submitted_for_ever(tmp_path):
     assert "2 trials are not recorded" in done.stderr
 
 
-def smoke(folder: Path, *arguments: str) -> list:
-    command = [sys.executable, "-m", "dpbench", "run", "stress_test", "--smoke", "--device", "cpu"]
-    done = subprocess.run([*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    assert list(folder.rglob("*.svg"))
-    return sorted((r["id"], r["round"], r["outcome"]) for r in read_records(folder / "stress_test-smoke"))
-
-
 @pytest.mark.slow
 def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path):
-    assert smoke(tmp_path / "here") == smoke(tmp_path / "there", *LOCAL)
+    assert smoke(tmp_path, *LOCAL) == smoke_here()
 
 
 @pytest.mark.slow
@@ -140,9 +132,8 @@ def test_slurm_itself_runs_the_smoke_run(tmp_path):
     """On a shared folder of all nodes, which the temporary folder is where SLURM runs on this machine alone."""
     if subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout.find(" UP") < 0:
         pytest.skip("sbatch is installed, and no SLURM controller answers")
-    there = smoke(tmp_path / "there", "--executor", "slurm", "--time", "20", "--jobs", "2")
-    assert there == smoke(tmp_path / "here")
-    runs = read_runs(tmp_path / "there" / "stress_test-smoke")
+    assert smoke(tmp_path, "--executor", "slurm", "--time", "20", "--jobs", "2") == smoke_here()
+    runs = read_runs(tmp_path / "stress_test-smoke")
     assert len(runs) > 1, "an array of several jobs"
 
 
