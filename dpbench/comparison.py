@@ -69,7 +69,7 @@ class Cell:
     base: str
     outcomes: Counter[str] = field(default_factory=Counter)
     times: dict[Any, Sequence[float]] = field(default_factory=dict)
-    processes: set[int] = field(default_factory=set)
+    processes: set[tuple[int, str]] = field(default_factory=set)
     peaks: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
     sizes: dict[int, str] = field(default_factory=dict)
 
@@ -132,10 +132,10 @@ def _add(cell: Cell, record: Record) -> None:
     if memory := record.result.get("memory"):
         cell.peaks.setdefault(memory["source"], {})[record.round, size] = memory["peak_bytes"]
     if record.kind == "step":
-        cell.times[record.round] = record.result["step_seconds"]
+        cell.times[record.place] = record.result["step_seconds"]
     elif record.kind == "overhead":
-        cell.times |= {(record.round, turn["round"]): turn["step_seconds"] for turn in record.result["turns"]}
-        cell.processes.add(record.round)
+        cell.times |= {(record.place, turn["round"]): turn["step_seconds"] for turn in record.result["turns"]}
+        cell.processes.add(record.place)
 
 
 def name_of(cell: Cell) -> str:

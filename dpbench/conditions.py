@@ -23,7 +23,9 @@ _THROTTLES = {
     0x80: "power brake",
 }
 #: Facts that differ from run to run and say nothing of what was measured.
-_PASSING = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes", "device"})
+_PASSING = frozenset(
+    {"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes", "device", "node", "executor", "libraries"}
+)
 
 Difference = tuple[str, str, str]
 

@@ -13,7 +13,7 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -152,19 +152,51 @@ def device_label(environment: Mapping[str, Any]) -> str:
 
 
 def fingerprint(trial: Trial, device: str) -> str:
-    """16 hex digits over what makes a measurement of this trial another one.
+    """16 hex digits over what makes a measurement of this trial another one, as it would be on this machine.
 
     The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have the
     same CPU's name), and the versions of the libraries it uses.
     """
+    versions = {name: version_of(name) for name in libraries_of(trial)}
+    return seal(sources_of(trial), versions, device_name(device), socket.gethostname())
+
+
+def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machine: str) -> str:
+    """16 hex digits over the sources' hashes, what the machine is called, and the versions of the libraries."""
+    parts = [*sources.values(), *machine, *(f"{name} {version}" for name, version in sorted(versions.items()))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def sources_of(trial: Trial) -> dict[str, str]:
+    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each."""
     files = list(trial.sources)
     for name in (type(trial).__module__, str(getattr(trial, "model", "")).rpartition(":")[0]):
         if name.endswith(".py"):
             files.append(str(Path(name).resolve()))
-    libraries = {"torch", *(module.partition(".")[0] for module in trial.modules())}
-    versions = [f"{name} {version_of(name)}" for name in sorted(libraries)]
-    parts = [*(_hash_of(pattern) for pattern in files), device_name(device), socket.gethostname(), *versions]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return hashes_of(files)
+
+
+#: In a job of a cluster: the hashes where the run was started. A node whose sources differ answers with an error.
+_given: dict[str, str] = {}
+
+
+def take_sources(hashes: Mapping[str, str]) -> None:
+    """Have fingerprints made of these hashes, and not of what the files of this machine have."""
+    _given.update(hashes)
+
+
+def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
+    """The hash of what each glob or path stands for.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {pattern: _given[pattern] if pattern in _given else hash_of(pattern) for pattern in patterns}
+
+
+def libraries_of(trial: Trial) -> set[str]:
+    """The libraries whose versions make a measurement of this trial another one."""
+    return {"torch", *(module.partition(".")[0] for module in trial.modules())}
 
 
 @functools.cache
@@ -177,7 +209,7 @@ def version_of(distribution: str) -> str | None:
 
 
 @functools.cache
-def _hash_of(pattern: str) -> str:
+def hash_of(pattern: str) -> str:
     """Of the files that match a glob under the project's root, or of one absolute path."""
     path = Path(pattern)
     files = [path] if path.is_absolute() else sorted(ROOT.glob(pattern))

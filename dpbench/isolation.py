@@ -9,21 +9,37 @@ import selectors
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dpbench.outcome import Outcome
-from dpbench.trials import Trial
 
 _PATIENCE = 5.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
-def _our_path() -> str:
+def our_path() -> str:
     """PYTHONPATH for the server: the code that runs here first, not what happens to lie in the working folder."""
     given = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(_ROOT), *([given] if given else []), os.getcwd()])
+
+
+class Sendable(Protocol):
+    """A trial, or what it was sent as."""
+
+    def to_wire(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trial ran, if that was not here: a name for the node and its device, and what its records say of it."""
+
+    name: str
+    environment: Mapping[str, Any]
+    fingerprint: str
+    load: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Answer:
     evidence: str | None
     result: dict[str, Any] | None
     seconds: float
+    place: Place | None = None
 
 
 class Isolation:
@@ -48,13 +65,13 @@ class Isolation:
     """
 
     def __init__(self, environ: dict[str, str] | None = None) -> None:
-        self._environ = {**os.environ, "PYTHONPATH": _our_path(), **(environ or {})}
+        self._environ = {**os.environ, "PYTHONPATH": our_path(), **(environ or {})}
         self._server: subprocess.Popen[bytes] | None = None
         self._in_flight: set[int] = set()
         self._unread = b""
         self._keys = 0
 
-    def submit(self, trial: Trial) -> int:
+    def submit(self, trial: Sendable) -> int:
         """Start `trial`; its answer will carry the key that is returned."""
         server = self._server or self._start()
         self._keys += 1
@@ -82,7 +99,7 @@ class Isolation:
         *lines, self._unread = (self._unread + chunk).split(b"\n")
         return [self._answered(**json.loads(line)) for line in lines]
 
-    def run(self, trial: Trial) -> Answer:
+    def run(self, trial: Sendable) -> Answer:
         """Run one trial and wait for it."""
         key = self.submit(trial)
         while True:

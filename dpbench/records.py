@@ -28,6 +28,7 @@ class Record:
     """A trial's record together with the environment of the run that wrote it, and the name of that run.
 
     `seconds` the whole trial took; `load` is the machine's load average (1 minute) at its end, None where not recorded.
+    `version` is the hash of the sources and libraries alone.
     """
 
     device: str
@@ -44,6 +45,26 @@ class Record:
     seconds: float = 0.0
     load: float | None = None
     run: str = ""
+    version: str | None = None
+
+    @property
+    def node(self) -> str:
+        """The machine that measured it."""
+        return str(self.environment.get("host", ""))
+
+    @property
+    def place(self) -> tuple[int, str]:
+        """(round, node): two times of one place make a ratio."""
+        return self.round, self.node
+
+    @property
+    def edition(self) -> str:
+        """Which version of the sources and libraries was measured, and where: two editions are no one measurement.
+
+        On one machine its fingerprint; the nodes of a sweep that run the same are one edition.
+        """
+        sweep = self.environment.get("executor")
+        return f"{sweep['cluster']} {self.version}" if sweep and self.version else self.fingerprint
 
     @property
     def kind(self) -> str:
@@ -95,6 +116,7 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str)
         seconds=line.get("seconds") or 0.0,
         load=line.get("load"),
         run=run,
+        version=line.get("version"),
     )
 
 
@@ -142,8 +164,8 @@ def newest_version(records: Sequence[Record], cell: Callable[[Record], Hashable]
     """
     kept = []
     for group in grouped(records, cell).values():
-        latest = max(group, key=lambda record: record.utc).fingerprint
-        kept += [record for record in group if record.fingerprint == latest]
+        latest = max(group, key=lambda record: record.utc).edition
+        kept += [record for record in group if record.edition == latest]
     left_out["of an older version of the same cell"] += len(records) - len(kept)
     return kept
 

@@ -1,39 +1,47 @@
-"""The loop of a run: schedule, process, record, and again, until nothing is left or somebody asks for an end."""
+"""A run: what is asked for, what of it remains, and where that is measured."""
 
 from __future__ import annotations
 
-import functools
-import os
-import signal
-import threading
+import importlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from dpbench import environment
-from dpbench.conditions import Watch
 from dpbench.errors import UsageError
-from dpbench.experiment import Cell, Experiment
+from dpbench.executors import Cluster
+from dpbench.executors.blocks import Block, key_of
+from dpbench.executors.worker import different
+from dpbench.experiment import Cell, Experiment, MaxBatch
 from dpbench.forked import available_cpus
-from dpbench.isolation import Answer, Isolation
+from dpbench.isolation import Isolation
+from dpbench.loop import Here, Loop, Report, Shards
+from dpbench.machines import Machines, machines_of
 from dpbench.progress import Progress
-from dpbench.schedule import Clock, History, Run, Schedule
+from dpbench.schedule import Clock, History, Schedule
 from dpbench.selection import Only, select
-from dpbench.store import Store, read_records, utc_now
+from dpbench.store import Store, read_runs
 from dpbench.trials import Trial
+
+__all__ = ["Plan", "Report", "Request", "make_plan", "run"]
 
 #: More trials than this beside each other gain little: what may run so is bound by memory traffic and the interpreter.
 MAX_WORKERS = 8
-#: How often the loop looks up while a trial runs (seconds): for a signal, and to renew the line that is shown.
-_TICK = 0.2
+#: Where trials go, if not to processes of this machine: a function of the request and the progress.
+_CLUSTERS = {"ray": "dpbench.executors.on_ray", "slurm": "dpbench.executors.on_slurm"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a person asks for. `device` is "auto", "cpu" or "cuda"; `results` the folder of all experiments."""
+    """What a person asks for. `device` is "auto", "cpu" or "cuda"; `results` the folder of all experiments.
+
+    `cluster`: where it is measured, if not on this machine. `blocks`: a part of the experiment by the keys of
+    `dpbench.executors.blocks`, as a job of a cluster is given it, in the `sweep` that its records belong to.
+    `reference` is how the experiment was named, by which another process finds it. `retry_before`: of what ended before
+    that time alone, `retry` counts nothing as done.
+    """
 
     experiment: Experiment
     results: Path
@@ -42,6 +50,11 @@ class Request:
     rounds: int | None = None
     retry: Collection[str] = ()
     smoke: bool = False
+    cluster: Cluster | None = None
+    blocks: Collection[str] | None = None
+    sweep: Mapping[str, Any] | None = None
+    reference: str | None = None
+    retry_before: str | None = None
 
     @property
     def folder(self) -> Path:
@@ -50,7 +63,8 @@ class Request:
 
     def cells(self, device: str) -> Sequence[Cell]:
         declared = self.experiment.smoke if self.smoke else self.experiment.cells
-        return select(declared(device), self.only)
+        chosen = select(declared(device), self.only)
+        return chosen if self.blocks is None else [cell for cell in chosen if key_of(cell)[0] in self.blocks]
 
 
 @dataclass(frozen=True)
@@ -62,37 +76,54 @@ class Plan:
     clock: Clock
     fingerprint: Callable[[Trial], str]
     workers: int
+    machines: Machines
+    rounds: int
+    cells: Sequence[Cell]
+
+    def trials(self) -> list[Trial]:
+        """Every kind of trial that the cells can come to, at whatever batch size."""
+        return trials_of(self.cells)
 
 
-def make_plan(request: Request, device: str) -> Plan:
-    """What is done and what remains, on `device` ("cpu" or "cuda"). Runs nothing."""
-    fingerprint = functools.cache(lambda trial: environment.fingerprint(trial, device))
-    records = read_records(request.folder)
+def trials_of(cells: Sequence[Cell]) -> list[Trial]:
+    """The trials that are declared, a search's probe and what follows it among them."""
+    found: list[Trial] = []
+    for cell in cells:
+        found += [cell.probe, *([cell.then] if cell.then else [])] if isinstance(cell, MaxBatch) else [cell]
+    return found
+
+
+def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = None) -> Plan:
+    """What is done and what remains, on `device` ("cpu" or "cuda"). Runs nothing.
+
+    `sweep`: the one whose records count beside this machine's own; see `dpbench.machines`.
+    """
+    runs = read_runs(request.folder)
+    records = [record for run in runs for record in run.records]
+    cells = request.cells(device)
     rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
-    history = History(records, fingerprint, request.retry)
-    schedule = Schedule(request.experiment.name, request.cells(device), rounds, history)
+    machines = machines_of(runs, device, trials_of(cells), sweep or request.sweep)
+    retry = request.retry
+    if request.retry_before is not None:
+        records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]
+        retry = ()
+    history = History(records, machines.fingerprint, retry, machines.accepted)
+    schedule = Schedule(request.experiment.name, cells, rounds, history)
     workers = min(available_cpus(), MAX_WORKERS)
     alike = (r for r in records if r["trial"].get("device", device) == device)
-    return Plan(device, schedule, Clock(alike, workers), fingerprint, workers)
-
-
-@dataclass
-class Report:
-    """What a run came to: how many trials ended how, the file they are in, the signal that ended it early, where."""
-
-    outcomes: Counter[str]
-    path: Path | None = None
-    signum: int | None = None
-    device: str = "cpu"
+    return Plan(device, schedule, Clock(alike, workers), machines.fingerprint, workers, machines, rounds, cells)
 
 
 def run(request: Request, progress: Progress) -> Report:
-    """Run what remains. Every trial is recorded before the next one starts.
+    """Run what remains. Every trial is recorded before another one starts in its place.
 
     Raises:
-        UsageError: before anything is measured: the device, the selection.
+        UsageError: before anything is measured: the device, the selection, the cluster.
         OSError: the results folder cannot be written to.
     """
+    if request.cluster is not None:
+        report: Report = importlib.import_module(_CLUSTERS[request.cluster.name]).run(request, progress)
+        return report
     plan = make_plan(request, environment.resolve_device(request.device))
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
@@ -110,118 +141,20 @@ def run(request: Request, progress: Progress) -> Report:
             progress.say(f"dpbench: {error}; measuring on the CPU")
             plan = make_plan(request, "cpu")
             where = environment.gather("cpu", isolation)
-        return _Loop(request, plan, isolation, Store(request.folder, where), progress, where).run()
+        return _run_here(request, plan, isolation, progress, where)
 
 
-class _Loop:
-    """Start what can be started, wait for an end, record it."""
-
-    def __init__(
-        self,
-        request: Request,
-        plan: Plan,
-        isolation: Isolation,
-        store: Store,
-        progress: Progress,
-        where: Mapping[str, Any],
-    ) -> None:
-        self._experiment = request.experiment.name
-        self._plan = plan
-        self._isolation = isolation
-        self._store = store
-        self._progress = progress
-        self._watch = Watch(where, lambda warning: progress.say(f"dpbench: {warning}"))
-        self._running: dict[int, Run] = {}
-        self._outcomes: Counter[str] = Counter()
-
-    def run(self) -> Report:
-        try:
-            if any(trial.alone for trial, _ in self._plan.schedule.remaining()):
-                self._watch.begin()
-            with Interruption() as interruption:
-                while interruption.signum is None and self._start():
-                    self._wait(interruption)
-            self._watch.end()
-            path = self._store.path if self._outcomes else None
-            return Report(self._outcomes, path, interruption.signum, self._plan.device)
-        finally:
-            self._progress.close()
-            self._store.close()
-
-    def _start(self) -> bool:
-        """Start all that may run now; False if nothing runs."""
-        while len(self._running) < self._plan.workers:
-            run = self._plan.schedule.next(self._running.values())
-            if run is None:
-                break
-            self._running[self._isolation.submit(run.trial)] = run
-        return bool(self._running)
-
-    def _wait(self, interruption: Interruption) -> None:
-        """Until a trial ends. What is shown is computed here, once: while a trial is timed, this process is idle."""
-        state = self._state()
-        while interruption.signum is None:
-            self._progress.now(self._running.values(), *state)
-            answers = self._isolation.wait(_TICK)
-            for answer in answers:
-                self._record(answer)
-            if answers:
-                return
-
-    def _record(self, answer: Answer) -> None:
-        run = self._running.pop(answer.key)
-        record = make_record(self._experiment, run, self._plan.fingerprint(run.trial), answer)
-        self._store.append(record)
-        self._plan.schedule.history.add(record)
-        self._plan.clock.add(record)
-        self._outcomes[answer.outcome] += 1
-        self._progress.ended(run, record, *self._state())
-        if run.trial.alone:
-            self._watch.ended(record, run.trial.label())
-
-    def _state(self) -> tuple[int, float, float | None]:
-        """(trials ended in this run, trials left, seconds left)."""
-        remaining = self._plan.schedule.remaining()
-        return self._outcomes.total(), sum(count for _, count in remaining), self._plan.clock.left(remaining)
-
-
-def make_record(experiment: str, run: Run, fingerprint: str, answer: Answer) -> dict[str, Any]:
-    """The line that is stored of a trial that ended."""
-    return {
-        "experiment": experiment,
-        "id": run.trial.id,
-        "round": run.round,
-        "fingerprint": fingerprint,
-        "trial": run.trial.describe(),
-        "outcome": str(answer.outcome),
-        "evidence": answer.evidence,
-        "seconds": answer.seconds,
-        "utc": utc_now(),
-        "load": os.getloadavg()[0],
-        "result": answer.result,
-    }
-
-
-class Interruption:
-    """While it is entered, SIGINT, SIGTERM and SIGHUP are noted in `signum` instead of striking where they will.
-
-    So a record is never cut off half-way, and the processes are ended in good order.
-    """
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        self._before: Mapping[int, Any] = {}
-
-    def __enter__(self) -> Interruption:
-        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set them
-            self._before = {signum: signal.signal(signum, self._note) for signum in self._SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self.signum = signum
+def _run_here(request: Request, plan: Plan, isolation: Isolation, progress: Progress, where: dict[str, Any]) -> Report:
+    executor = Here(isolation, plan.workers)
+    if request.sweep is not None:
+        libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
+        where |= {"executor": dict(request.sweep), "libraries": libraries}
+        executor.refuse = lambda trial: different(environment.sources_of(trial))
+    shards = Shards(request.folder, progress.say, lambda: where)
+    if any(trial.alone for trial, _ in plan.schedule.remaining()):
+        shards.of().watch.begin()
+    blocks = [Block("", plan.schedule, together=True)]
+    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock)
+    report = loop.run()
+    report.device = plan.device
+    return report

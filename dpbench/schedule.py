@@ -40,29 +40,59 @@ def family(description: Mapping[str, Any]) -> str:
 
 
 class History:
-    """The records that count, and what follows from them."""
+    """The records that count, and what follows from them.
 
-    def __init__(self, records: Iterable[Record], fingerprint: Callable[[Trial], str], retry: Collection[str]) -> None:
-        self._fingerprint = fingerprint
+    Args:
+        records: of all runs so far; `add` new ones as they come.
+        fingerprint: of a trial as it would be written on this machine.
+        retry: outcomes that do not count as done.
+        accepted: of a trial, every fingerprint that counts -> the device it stands for. On one machine its own alone;
+            on a cluster those of the nodes, for a finished cell is never done twice, whichever node did it.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Record],
+        fingerprint: Callable[[Trial], str],
+        retry: Collection[str],
+        accepted: Callable[[Trial], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._accepted = accepted or (lambda trial: {fingerprint(trial): ""})
         latest = {(r["id"], r["round"], r["fingerprint"]): r for r in sorted(records, key=lambda r: r["utc"])}
-        self._done: dict[tuple[str, int, str], Record] = {}
-        self._families: dict[tuple[str, str], dict[int, Record]] = {}
+        self._done: dict[tuple[str, int], dict[str, Record]] = {}
+        self._families: dict[str, dict[str, dict[int, Record]]] = {}
         for record in latest.values():
             if record["outcome"] not in retry:
                 self.add(record)
 
     def add(self, record: Record) -> None:
-        self._done[record["id"], record["round"], record["fingerprint"]] = record
+        self._done.setdefault((record["id"], record["round"]), {})[record["fingerprint"]] = record
         if "batch_size" in record["trial"]:
-            members = self._families.setdefault((family(record["trial"]), record["fingerprint"]), {})
-            members[record["trial"]["batch_size"]] = record
+            members = self._families.setdefault(family(record["trial"]), {})
+            members.setdefault(record["fingerprint"], {})[record["trial"]["batch_size"]] = record
 
     def of(self, run: Run) -> Record | None:
-        return self._done.get((run.trial.id, run.round, self._fingerprint(run.trial)))
+        found = self._done.get((run.trial.id, run.round))
+        if found is None:
+            return None
+        counting = [found[fingerprint] for fingerprint in self._accepted(run.trial) if fingerprint in found]
+        return max(counting, key=lambda record: record["utc"], default=None)
 
     def by_batch_size(self, trial: Trial) -> dict[int, Record]:
-        """The records of the trial and of those that differ from it in their batch size only."""
-        return self._families.get((family(trial.describe()), self._fingerprint(trial)), {})
+        """The records of the trial and of those that differ from it in their batch size only.
+
+        Those of several nodes together if their devices are the same; else of the device that was measured last.
+        """
+        accepted = self._accepted(trial)
+        found = self._families.get(family(trial.describe()), {})
+        counting = [(device, found[fingerprint]) for fingerprint, device in accepted.items() if fingerprint in found]
+        if len(counting) < 2:
+            return counting[0][1] if counting else {}
+        counting.sort(key=lambda item: max(record["utc"] for record in item[1].values()))
+        merged: dict[int, Record] = {}
+        for device, members in counting:
+            merged |= members if device == counting[-1][0] else {}
+        return merged
 
     def pruned_by(self, run: Run) -> str | None:
         """Why this need not be run: its end is known already."""
@@ -130,7 +160,7 @@ class Schedule:
     """
 
     def __init__(self, name: str, cells: Sequence[Cell], rounds: int, history: History) -> None:
-        self._name = name
+        self.name = name
         self._trials = {cell.id: cell for cell in cells if isinstance(cell, Trial)}
         self.searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
         self.rounds = rounds
@@ -176,7 +206,7 @@ class Schedule:
             yield from sorted((Run(trial, number) for trial in trials), key=self._place)
 
     def _place(self, run: Run) -> bytes:
-        return hashlib.sha256(f"{self._name}/{run.round}/{run.trial.id}".encode()).digest()
+        return hashlib.sha256(f"{self.name}/{run.round}/{run.trial.id}".encode()).digest()
 
     def _left(self) -> Iterator[Run]:
         return (run for run in self.runs() if self.history.of(run) is None and not self.history.pruned_by(run))
@@ -203,7 +233,9 @@ class Schedule:
 
 
 class Clock:
-    """How long what is left will take, from how long its like has taken."""
+    """How long what is left will take, from how long its like has taken. `nodes`: as many go on with it at once."""
+
+    nodes = 1
 
     def __init__(self, records: Iterable[Record], workers: int = 1) -> None:
         self._sums: dict[tuple[str, ...], tuple[float, int]] = {}
@@ -224,7 +256,7 @@ class Clock:
             if known is None:
                 return None
             total += count * known[0] / known[1] / (1 if trial.alone else self._workers)
-        return total
+        return total / self.nodes
 
 
 def _likeness(trial: Mapping[str, Any]) -> list[tuple[str, ...]]:

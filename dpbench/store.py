@@ -24,13 +24,16 @@ from typing import Any
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
 #      fingerprint, trial, outcome, evidence, seconds, utc, result}. Floats that are not finite are strings.
 #   2  a trial line has `load`: the machine's load average over a minute when the trial ended; null if not known.
+#   3  a trial line has `version`: the hash of its sources and libraries, which is the same on every machine (the
+#      fingerprint is not); null if not known. The environment of a run on a cluster has `executor`.
 # The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
-SCHEMA = 2
+SCHEMA = 3
 
 Line = dict[str, Any]
 #: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
 UPGRADES: dict[int, Callable[[Line], Line]] = {
     1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
+    2: lambda line: line | {"version": None} if line["type"] == "trial" else line,
 }
 
 
@@ -65,19 +68,20 @@ class Store:
     Args:
         folder: where the records of the experiment lie; made if missing.
         environment: of this run, written as the first line.
+        host: of the machine that measures; this one if not given.
 
     Raises:
         OSError: if the folder cannot be made or written to. Asked before anything is measured.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, Any], host: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
         self._environment = environment
         self._file: int | None = None
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        self.path = folder / f"{stamp}-{slug(socket.gethostname())}-{os.getpid()}.jsonl"
+        self.path = folder / f"{stamp}-{slug(host or socket.gethostname())}-{os.getpid()}.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one trial's record; when this returns, it is on the disk."""

@@ -24,9 +24,9 @@ def root(tmp_path, monkeypatch):
         (tmp_path / name / "one.py").write_text("x = 1\n")
     (tmp_path / "dpbench" / "data.py").write_text("x = 1\n")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
-    environment._hash_of.cache_clear()
+    environment.hash_of.cache_clear()
     yield tmp_path
-    environment._hash_of.cache_clear()
+    environment.hash_of.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def root(tmp_path, monkeypatch):
 def test_the_fingerprint_is_of_the_sources_that_are_measured(root, changed, trial, differs):
     before = fingerprint(trial, "cpu")
     (root / changed).write_text("x = 2\n")
-    environment._hash_of.cache_clear()
+    environment.hash_of.cache_clear()
     assert (fingerprint(trial, "cpu") != before) is differs
 
 
@@ -85,7 +85,7 @@ def test_the_file_of_a_model_of_ones_own_is_measured_too(tmp_path):
     trial = STEP.replace(model=f"{file}:factory")
     before = fingerprint(trial, "cpu")
     file.write_text("x = 2\n")
-    environment._hash_of.cache_clear()
+    environment.hash_of.cache_clear()
     assert fingerprint(trial, "cpu") != before
 
 

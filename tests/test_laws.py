@@ -98,14 +98,13 @@ def modules_after(arguments: list[str]) -> list[str]:
 
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
 def test_the_parent_imports_nothing_heavy_for_what_answers_at_once(arguments):
-    assert {"torch", "pandas", "matplotlib", "sklearn", "timm", "transformers", "opacus"} & set(
-        modules_after(arguments)
-    ) == set()
+    heavy = {"torch", "pandas", "matplotlib", "sklearn", "timm", "transformers", "opacus", "ray", "submitit"}
+    assert heavy & set(modules_after(arguments)) == set()
 
 
 def test_the_parent_of_a_run_imports_no_torch_even_to_draw_its_figures(tmp_path):
     modules = modules_after(["run", "accountants", "--smoke", "--output", str(tmp_path)])
-    assert "matplotlib" in modules and "torch" not in modules
+    assert "matplotlib" in modules and not {"torch", "ray", "submitit"} & set(modules)
     assert list(tmp_path.rglob("*.svg"))
 
 

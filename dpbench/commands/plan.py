@@ -29,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     print(
         f"{request.experiment.name} on {plan.device} ({device_name(plan.device)}), {rounds} rounds, in {request.folder}"
     )
+    if others := plan.machines.others():
+        print(f"what these nodes of a sweep (run --executor ray or slurm) have recorded counts: {', '.join(others)}")
     for line in table(rows):
         print(line)
     print(summary(plan, rows))

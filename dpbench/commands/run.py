@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dpbench.environment import DEVICES
 from dpbench.errors import UsageError, one_of
+from dpbench.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
 from dpbench.experiment import load_experiment
 from dpbench.outcome import RETRYABLE
 from dpbench.runner import Request
@@ -18,6 +19,29 @@ from dpbench.selection import parse_only
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_request_arguments(parser)
+    group = parser.add_argument_group("where trials run (records, plan and resume are the same everywhere)")
+    group.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="local",
+        help="local: processes of this machine; ray: tasks of a Ray cluster (needs dpbench[ray]); slurm: a job array "
+        "(needs dpbench[slurm])",
+    )
+    group.add_argument(
+        "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto; else one is started here"
+    )
+    group.add_argument("--cpus", metavar="N", type=int, help="CPUs of a trial that runs alone; else all of a node")
+    group.add_argument(
+        "--gpu-type",
+        metavar="TYPE",
+        help="on CUDA: of which type, as the cluster calls it (A100); to slurm it says that there is one",
+    )
+    group.add_argument("--partition", metavar="NAME", help="slurm: the partition")
+    group.add_argument(
+        "--time", metavar="MINUTES", type=int, help="slurm: limit of a job, which is then submitted again"
+    )
+    group.add_argument("--jobs", metavar="N", type=int, help="slurm: so many jobs at once (16)")
+    group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,7 +80,22 @@ def request_from(args: argparse.Namespace) -> Request:
         rounds=args.rounds,
         retry=retry,
         smoke=args.smoke,
+        reference=args.experiment,
+        cluster=cluster_from(args) if hasattr(args, "executor") else None,
     )
+
+
+def cluster_from(args: argparse.Namespace) -> Cluster | None:
+    """The cluster that the arguments name; None for this machine.
+
+    Raises:
+        UsageError: options that this executor does not take, or that cannot be.
+    """
+    options = {name: getattr(args, name) for name in OPTIONS}
+    if args.executor == "local":
+        refuse_options_of_others("local", options)
+        return None
+    return Cluster(name=args.executor, **options)
 
 
 def check(rounds: int | None, retry: Collection[str]) -> None:
@@ -78,18 +117,32 @@ def run(args: argparse.Namespace) -> int:
     request = request_from(args)
     done = run_request(request, Progress())
     if done.outcomes:
-        _say(f"recorded {done.outcomes.total()} trials ({_counts(done.outcomes)}) in {done.path}")
+        where = done.path if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
+        _say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({_counts(done.outcomes)}) in {where}")
     if done.signum is not None:
         _say("stopped; everything that ended is recorded, and the same command continues from there")
         return 128 + done.signum
     if not done.outcomes:
         _say(f"nothing is left to run; records in {request.folder}")
+    if request.cluster is not None:
+        _say_devices(request.folder)
     if request.experiment.figures:
         from dpbench.report import write_report
 
         for path in write_report(request.folder, request.folder, request.experiment.figures):
             print(path)
-    return 0
+    if done.unrecorded:
+        _say(f"{done.unrecorded} trials are not recorded; the same command runs them again")
+    return 1 if done.unrecorded else 0
+
+
+def _say_devices(folder: Path) -> None:
+    from dpbench.records import by_device, read
+
+    devices = {name: {record.node for record in records} for name, records in by_device(read(folder)).items()}
+    if len(devices) > 1:
+        each = "; ".join(f"{name} ({', '.join(sorted(nodes))})" for name, nodes in devices.items())
+        _say(f"{len(devices)} devices differ and are not pooled, each has figures of its own: {each}")
 
 
 def _counts(outcomes: Counter[str]) -> str:

@@ -89,6 +89,8 @@ def unfinished(frame: pd.DataFrame) -> pd.Series[bool]:
 def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setting: bool = True) -> str:
     """What was said of the numbers, and then of all figures alike: the device, what is left out, what is mixed."""
     where = [records[0].device]
+    if len(nodes := _distinct(r.node for r in records)) > 1:
+        where.append(f"on {len(nodes)} nodes ({_join(nodes)}), every ratio within one of them")
     if setting:
         where += [
             f"torch {_join(_distinct(r.environment.get('torch') for r in records))}",
@@ -126,7 +128,7 @@ def mixed_versions(records: Iterable[Record]) -> bool:
         opacus = any(backend.startswith("opacus") for backend in backends_of(record))
         with_peer = opacus or record.trial.get("accountant") == "pld"
         key = (record.kind, model.partition(":")[0] if ":" in model else "", with_peer)
-        versions.setdefault(key, set()).add(record.fingerprint)
+        versions.setdefault(key, set()).add(record.edition)
     return any(len(fingerprints) > 1 for fingerprints in versions.values())
 
 

@@ -30,15 +30,15 @@ def good_rounds(records: Sequence[Record]) -> list[Record]:
     return [] if wrong else [r for r in records if r.outcome == "ok"]
 
 
-def seconds_by_round(records: Iterable[Record]) -> dict[int, float]:
-    """Round -> the median of its timed steps, in seconds."""
-    return {r.round: median(r.result["step_seconds"]) for r in records}
+def seconds_by_round(records: Iterable[Record]) -> dict[tuple[int, str], float]:
+    """(round, node) -> the median of its timed steps, in seconds."""
+    return {r.place: median(r.result["step_seconds"]) for r in records}
 
 
-def peaks_by_round(records: Iterable[Record]) -> dict[tuple[int, str], int]:
-    """(round, how it was taken) -> peak bytes."""
-    memories = {r.round: r.result["memory"] for r in records if r.result.get("memory")}
-    return {(round_, memory["source"]): memory["peak_bytes"] for round_, memory in memories.items()}
+def peaks_by_round(records: Iterable[Record]) -> dict[tuple[tuple[int, str], str], int]:
+    """((round, node), how it was taken) -> peak bytes."""
+    memories = {r.place: r.result["memory"] for r in records if r.result.get("memory")}
+    return {(place, memory["source"]): memory["peak_bytes"] for place, memory in memories.items()}
 
 
 def spread(name: str, values: Collection[float]) -> Row:

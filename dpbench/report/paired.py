@@ -19,16 +19,16 @@ COLUMNS = (
 )
 
 
-def turns(records: Iterable[Record]) -> dict[tuple[int, int], float]:
-    """(round of the run, round within the trial) -> the median step of that turn, in seconds."""
-    return {(r.round, turn["round"]): median(turn["step_seconds"]) for r in records for turn in r.result["turns"]}
+def turns(records: Iterable[Record]) -> dict[tuple[tuple[int, str], int], float]:
+    """((round of the run, node), round within the trial) -> the median step of that turn, in seconds."""
+    return {(r.place, turn["round"]): median(turn["step_seconds"]) for r in records for turn in r.result["turns"]}
 
 
 def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     """Numbers of one backend (entries of one cell) beside ordinary training's entries of the same cell.
 
-    A time ratio is that of two turns of one round; all rounds give their median and range. A memory ratio needs two
-    peaks that were taken in the same way.
+    A time ratio is that of two turns of one round on one node; all rounds give their median and range. A memory ratio
+    needs two peaks that were taken in the same way.
     """
     good, base = good_rounds(group), good_rounds(base)
     if not good:

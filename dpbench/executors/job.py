@@ -1,0 +1,46 @@
+"""What a job of a SLURM array does: the ordinary run of a part of the plan, on its node, to a file of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dpbench.environment import take_sources
+from dpbench.errors import UsageError
+from dpbench.executors.worker import confine
+from dpbench.experiment import load_experiment
+from dpbench.progress import Progress
+from dpbench.runner import Request, run
+
+
+def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Run what remains of the blocks that `spec` names.
+
+    Returns:
+        `error`: in one line, why the job ended before its part was done; None if it did not, or was told to end.
+    """
+    if os.path.isdir(spec["folder"]):
+        os.chdir(spec["folder"])
+    if given := os.environ.get("SLURM_CPUS_ON_NODE"):
+        confine(int(given))  # where SLURM counts CPUs and does not bind to them
+    take_sources(spec["sources"])
+    try:
+        request = Request(
+            experiment=load_experiment(spec["experiment"]),
+            results=Path(spec["results"]),
+            device=spec["device"],
+            only=spec["only"],
+            rounds=spec["rounds"],
+            retry=spec["retry"],
+            smoke=spec["smoke"],
+            blocks=frozenset(spec["blocks"]),
+            sweep=spec["sweep"],
+            retry_before=spec["retry_before"],
+        )
+        done = run(request, Progress())
+    except (UsageError, OSError) as error:
+        return {"error": f"node {socket.gethostname()}, {spec['results']}: " + " ".join(str(error).split())}
+    return {"error": None, "signum": done.signum}

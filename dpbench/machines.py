@@ -1,0 +1,135 @@
+"""Machines other than this one: which of their records count here, and what they say of themselves.
+
+A fingerprint holds the machine that measured. On one machine only its own records count: whoever clones a folder of
+results measures anew. A sweep over a cluster is one measurement on many machines, so there a record counts if it was
+written by a machine of the same sweep: one that was driven from here, or that belongs to the same cluster; by the
+sources of today, and while the libraries here are those of then.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from dpbench import environment
+from dpbench.environment import device_name, libraries_of, seal, sources_of, version_of
+from dpbench.store import Run
+from dpbench.trials import Trial
+
+Versions = Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a fingerprint knows of the machine. `versions` are those of its libraries; of others, this machine's."""
+
+    host: str
+    device_name: str
+    versions: tuple[tuple[str, str | None], ...] = ()
+
+    @staticmethod
+    def of(where: Mapping[str, Any]) -> Machine:
+        """The machine of a run's environment."""
+        return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
+
+    def fingerprint(self, trial: Trial) -> str:
+        known = dict(self.versions)
+        versions = {name: known[name] if name in known else version_of(name) for name in libraries_of(trial)}
+        return seal(sources_of(trial), versions, self.device_name, self.host)
+
+
+class Machines:
+    """Those whose records count in a run on `device`; `add` new ones as they appear."""
+
+    def __init__(self, device: str, machines: Iterable[Machine] = ()) -> None:
+        self._here = Machine(socket.gethostname(), device_name(device))
+        self._machines = dict.fromkeys([self._here, *machines])
+        self._known: dict[Trial, dict[str, str]] = {}
+
+    def add(self, where: Mapping[str, Any]) -> None:
+        machine = Machine.of(where)
+        if machine not in self._machines:
+            self._machines[machine] = None
+            self._known.clear()
+
+    def others(self) -> list[str]:
+        """The hosts of those that are not this machine."""
+        return sorted({machine.host for machine in self._machines} - {self._here.host})
+
+    def fingerprint(self, trial: Trial) -> str:
+        """As it would be written on this machine."""
+        return next(iter(self.accepted(trial)))
+
+    def accepted(self, trial: Trial) -> Mapping[str, str]:
+        """Every fingerprint of the trial that counts -> the name of the device."""
+        known = self._known.get(trial)
+        if known is None:
+            known = {machine.fingerprint(trial): machine.device_name for machine in self._machines}
+            self._known[trial] = known
+        return known
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the runs of one sweep have in common, as it stands in their environments (`executor`)."""
+
+    name: str
+    cluster: str
+    driver: str
+    versions: Versions
+
+    @staticmethod
+    def begun_here(name: str, cluster: str, trials: Iterable[Trial]) -> Sweep:
+        return Sweep(name, cluster, socket.gethostname(), _versions(trials))
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cluster": self.cluster, "driver": self.driver, "versions": dict(self.versions)}
+
+
+def machines_of(
+    runs: Iterable[Run], device: str, trials: Iterable[Trial], sweep: Mapping[str, Any] | None = None
+) -> Machines:
+    """The machines whose records count: this one, and those of sweeps that were driven from here, or of `sweep`."""
+    found = []
+    versions: Versions | None = None
+    for run in runs:
+        where, theirs = run.environment, run.environment.get("executor")
+        if not theirs or where.get("device") != device:
+            continue
+        ours = theirs["driver"] == socket.gethostname() or (sweep is not None and theirs["cluster"] == sweep["cluster"])
+        versions = _versions(trials) if versions is None else versions
+        today = sweep["versions"] if sweep is not None else versions
+        if ours and all(theirs["versions"].get(name, version) == version for name, version in today.items()):
+            found.append(Machine.of(where))
+    return Machines(device, found)
+
+
+def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:
+    return {name: version_of(name) for name in sorted(set().union(*map(libraries_of, trials)) | {"torch"})}
+
+
+def version_hash(trial: Trial, versions: Versions) -> str:
+    """The trial's sources and libraries alone: the same on every machine that has them."""
+    return seal(sources_of(trial), {name: versions.get(name, version_of(name)) for name in libraries_of(trial)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts(Trial):
+    """What a machine says of itself and of `device`; run as a trial in a process that has touched no device yet."""
+
+    kind: ClassVar[str] = "node"
+    body: ClassVar[str] = f"{__name__}:node_facts"
+    device: str
+    with_torch: bool
+    timeout: float = 300.0
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",) if self.with_torch else ()
+
+
+def node_facts(trial: NodeFacts) -> dict[str, Any]:
+    """The body of `NodeFacts`: what `environment.gather` gives of the machine that runs it."""
+    facts = environment.host_facts(trial.device)
+    return facts | environment.torch_facts(environment.TorchFacts(device=trial.device)) if trial.with_torch else facts
