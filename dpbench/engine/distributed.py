@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from dpbench.engine.errors import Misuse
+
 
 def place() -> tuple[int, int]:
     """(rank, processes) of this process; (0, 1) without a process group."""
@@ -33,6 +35,7 @@ def quieten(model: nn.Module, on: bool) -> None:
     """Switch the communication of a DistributedDataParallel off, and on again."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = not on
+        model.require_forward_param_sync = not on  # of buffers: processes may have different numbers of pieces
 
 
 def shared_key(key: bytes) -> bytes:
@@ -43,6 +46,21 @@ def shared_key(key: bytes) -> bytes:
     dist.broadcast_object_list(box, src=0)
     found: bytes = box[0]
     return found
+
+
+def same_settings(mine: dict[str, Any]) -> None:
+    """Raise Misuse in a process whose settings are not the first one's: it alone scales the noise."""
+    if place()[1] == 1:
+        return
+    box: list[Any] = [mine]
+    dist.broadcast_object_list(box, src=0)
+    different = [name for name in mine if mine[name] != box[0].get(name)]
+    if different:
+        name = different[0]
+        raise Misuse(
+            f"expected {name}={box[0].get(name)!r} as in the first process, got {mine[name]!r} in number {place()[0]}; "
+            "batch_size and sample_size are those of all together"
+        )
 
 
 def same_model(model: nn.Module) -> None:
