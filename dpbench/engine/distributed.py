@@ -49,18 +49,19 @@ def shared_key(key: bytes) -> bytes:
 
 
 def same_settings(mine: dict[str, Any]) -> None:
-    """Raise Misuse in a process whose settings are not the first one's: it alone scales the noise."""
-    if place()[1] == 1:
+    """Raise Misuse, in every process, if their settings differ: the first one scales the noise for all."""
+    processes = place()[1]
+    if processes == 1:
         return
-    box: list[Any] = [mine]
-    dist.broadcast_object_list(box, src=0)
-    different = [name for name in mine if mine[name] != box[0].get(name)]
-    if different:
-        name = different[0]
-        raise Misuse(
-            f"expected {name}={box[0].get(name)!r} as in the first process, got {mine[name]!r} in number {place()[0]}; "
-            "batch_size and sample_size are those of all together"
-        )
+    found: list[Any] = [None] * processes
+    dist.all_gather_object(found, mine)
+    for name, value in found[0].items():
+        for rank, other in enumerate(found):
+            if other.get(name) != value:
+                raise Misuse(
+                    f"expected the same engine in every process, got {name}={value!r} in the first and "
+                    f"{other.get(name)!r} in process {rank}: batch_size and sample_size are those of all together"
+                )
 
 
 def same_model(model: nn.Module) -> None:
