@@ -2,7 +2,8 @@
 
 Each process clips the records of its shard of the logical batch. The sums are added up at the first process, which adds
 the noise, once, and sends the result to the rest: what crosses between the processes before that is not private, as
-gradients of ordinary training are not. The key of the sampling is the first process's, and so is the model.
+gradients of ordinary training are not. The key of the sampling is the first process's, and so is the model. Who brings
+batches of their own sees to it that no two processes hold the same record: it would be in the sum twice.
 
 `DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
 taken as it is, and its own communication is off while the engine is attached.

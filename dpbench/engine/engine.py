@@ -252,7 +252,7 @@ class PrivacyEngine:
             raise ValueError(f"expected max_physical_batch_size >= 1, got {max_physical_batch_size!r}")
         if pad and max_physical_batch_size is None:
             raise ValueError("expected max_physical_batch_size beside pad=True: the size that batches are padded to")
-        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & options.keys())
+        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
         return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, pad, place(), options)

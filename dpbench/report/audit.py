@@ -95,6 +95,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
             depth += _HEAD
         places.append(depth + _ROW / 2)
         depth += _ROW
+    depth = max(depth, _ROW)
     figure, height = sheet(_TOP + depth + AXIS, caption)
     axes = figure.add_axes(box(_NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth, height))
     claimed = frame.claimed_epsilon.max() if len(frame) else 1.0
@@ -109,7 +110,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         alone = fault and len(backends[fault]) == 1
         names.append(_WORDS_OF[fault] if alone else f"{_WORDS_OF[fault]}, {backend}" if fault else backend)
         _beside(axes, 1, y, 8, _verdict(part), _LOOKS[part.verdict.iloc[0]][0])
-    axes.set_ylim(max(depth, _ROW), 0)
+    axes.set_ylim(depth, 0)
     axes.set_xlim(-0.05 * claimed, max(1.3 * claimed, 1.08 * frame.epsilon_lower_bound.max() if len(frame) else 0))
     axes.set_yticks(places, names)
     for head, y in heads:

@@ -92,8 +92,8 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     if not pd.isna(apart):
         said.append(
             "Below: the test loss of every other exact backend beside microbatch's (the definition) after the same "
-            f"steps with the same seed, batches and noise: they differ by {apart:.1e} at most, relative, which is "
-            "float32's rounding; points at the lower edge do not differ."
+            f"steps with the same seed, batches and noise: the largest relative difference so far, {apart:.1e} at "
+            "the end; lines at the lower edge do not differ. Rounding alone makes them differ."
         )
     return captions.caption([" ".join(said)], records, left_out, setting=False)
 
@@ -140,7 +140,7 @@ def _differences(axes: Axes, below: pd.DataFrame) -> None:
         line, look = below[below.backend == name], style.backend(name)
         axes.plot(
             line.epoch,
-            line.loss_difference.clip(lower=_NONE),
+            line.loss_difference.cummax().clip(lower=_NONE),
             color=look.color,
             marker=look.marker,
             markersize=3.5,
@@ -149,7 +149,10 @@ def _differences(axes: Axes, below: pd.DataFrame) -> None:
             label=look.name,
         )
     axes.set_yscale("log")
-    axes.set_ylim(_NONE, 1.0)
+    axes.set_ylim(_NONE, 1e-1)
+    axes.axhline(2.0**-23, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)))
+    axes.annotate("one step of float32", (1, 2.0**-23), xycoords=axes.get_yaxis_transform(), xytext=(-2, 3),
+                  textcoords="offset points", ha="right", fontsize=7.4, color=style.FAINT)  # fmt: skip
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.legend(fontsize=7.6, frameon=False, loc="upper right", ncols=3)

@@ -87,7 +87,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     deltas = sorted({trial["delta"] for trial in trials})
     sizes = sorted({trial["batch_size"] for trial in trials})
     said = [
-        f"Accuracy on held-out images, median and range of the seeds; δ = {', '.join(f'{d:g}' for d in deltas)},",
+        f"Accuracy on held-out images, median and range of the seeds; δ = {', '.join(map(style.plain, deltas))},",
         f"Poisson batches of {', '.join(map(str, sizes))} expected, ε an upper bound by prv. Line and band: ordinary",
         "training of the same model on the same batches. Noise is seeded here, so that training can be repeated;",
         "choosing the settings is not accounted. The table also has each backend: exact ones differ by rounding.",
