@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 
 import numpy as np
@@ -138,6 +139,16 @@ def test_time_to_accuracy():
     assert {"linear, digits: 90 %", "linear, digits, ε = 2", "✕ 0 of 1 seeds did"} <= words
     nothing = time_to.table([Record(2.0, 0, 0.9)], left_out)
     assert not len(nothing) and left_out["without ordinary training to compare with"] == 1
+    assert time_to.applies(records()) and not time_to.applies([Record(2.0, 0, 0.9)])
+
+
+def test_a_run_of_one_backend_is_drawn_without_a_complaint():
+    """As after `--only backend=microbatch`: there is nothing to name in a legend."""
+    alone = [Record(2.0, 0, 0.9, backend="microbatch")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for kind in (utility, trajectories):
+            assert len(kind.plot(kind.table(alone, Counter()), "words").axes) == 1
 
 
 def test_figure_and_table():

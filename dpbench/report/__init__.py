@@ -213,6 +213,7 @@ FIGURES = {
         time_to.text,
         time_to.caption,
         time_to.plot,
+        time_to.applies,
     ),
     "audit": FigureKind(
         "the ε that an audit certifies from below, beside the one claimed: a sound engine, and seeded faults",

@@ -72,6 +72,11 @@ def _epoch(curve: Sequence[dict[str, float]]) -> float:
     return median(b - a for a, b in itertools.pairwise(ends))
 
 
+def applies(records: Sequence[Record]) -> bool:
+    """Whether there is ordinary training to compare with."""
+    return any(record.trial["target_epsilon"] is None and "accuracy" in record.result for record in records)
+
+
 def text(frame: pd.DataFrame) -> pd.DataFrame:
     """For people."""
     budget = ["" if pd.isna(value) else f"{value:g}" for value in frame.target_epsilon]

@@ -131,7 +131,8 @@ def _accuracies(axes: Axes, part: pd.DataFrame) -> None:
         axes.fill_between(line.epoch, line.least, line.greatest, color=color, alpha=0.16, linewidth=0)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set_ylim(max(0.0, flat.accuracy.min() - 0.05) if len(flat) else 0.0, 1.0)
-    axes.legend(fontsize=7.6, frameon=False, loc="lower right")
+    if len(flat):
+        axes.legend(fontsize=7.6, frameon=False, loc="lower right")
     _finish(axes)
 
 
@@ -151,7 +152,7 @@ def _differences(axes: Axes, below: pd.DataFrame) -> None:
     axes.set_yscale("log")
     axes.set_ylim(_NONE, 1e-1)
     axes.axhline(2.0**-23, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)))
-    axes.annotate("one step of float32", (1, 2.0**-23), xycoords=axes.get_yaxis_transform(), xytext=(-2, 3),
+    axes.annotate("one step of float32", (1, 2.0**-23), xycoords=axes.get_yaxis_transform(), xytext=(-2, -9),
                   textcoords="offset points", ha="right", fontsize=7.4, color=style.FAINT)  # fmt: skip
     axes.yaxis.set_major_locator(LogLocator(numticks=6))
     axes.yaxis.set_minor_locator(NullLocator())

@@ -123,6 +123,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.grid(color=style.GRID, linewidth=0.5)
         if i == 0:
             axes.set_ylabel("accuracy")
+        if i == 0 and axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7.6, frameon=False, loc="lower right")
     return figure
 
