@@ -92,7 +92,8 @@ def test_an_optimizer_that_fails_halfway_has_spent_the_step():
     assert engine.steps == 2
 
 
-def test_noise_that_fails_halfway_leaves_no_sum_behind(monkeypatch):
+@pytest.mark.parametrize("empty", [False, True])
+def test_noise_that_fails_halfway_leaves_no_sum_behind(monkeypatch, empty):
     model, optimizer, engine = make(noise_multiplier=1.0)
     added, calls = engine.noise.added, []
 
@@ -104,8 +105,12 @@ def test_noise_that_fails_halfway_leaves_no_sum_behind(monkeypatch):
 
     monkeypatch.setattr(engine.noise, "added", failing)
     before = parameters(model)
+    optimizer.virtual_step(loss=losses_of(model, seed=1))
     with pytest.raises(KeyboardInterrupt):
-        optimizer.step(loss=losses_of(model))
+        if empty:
+            engine.empty_step()
+        else:
+            optimizer.step(loss=losses_of(model))
     assert torch.equal(before, parameters(model))
     assert engine.steps == 1 and not engine._sums  # the first parameter's noisy gradient lies in .grad
 

@@ -278,9 +278,10 @@ class PrivacyEngine:
         """For torch.save, beside the model's and the optimizer's own: with it, training goes on exactly as it would.
 
         It holds the state of the noise and the key of the sampling: as secret as the data. Secure noise has no state,
-        and goes on with other numbers. torch's global generator (dropout) is the caller's to keep. Steps that were
-        taken after it and lost in a crash are not in it: count them if what they released was seen. Of several
-        processes each saves its own; between logical batches the first one's will do for all.
+        and goes on with other numbers. torch's global generator (dropout) is the caller's to keep. Go on from it once:
+        two trainings from one checkpoint draw the same noise, of which their difference has none. Steps that were taken
+        after it and lost in a crash are not in it: count them if what they released was seen. Of several processes each
+        saves its own; between logical batches the first one's will do for all.
         """
         return {
             "settings": self.settings.as_state(),
