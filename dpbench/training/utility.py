@@ -19,10 +19,11 @@ from dpbench.training import UtilityTrial
 MODELS = ("linear", "cnn")
 
 
-def run(trial: UtilityTrial) -> dict[str, Any]:
+def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone."""
     (x, y), (test_x, test_y) = data_of(trial)
-    model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device)
+    x, test_x = x.to(dtype), test_x.to(dtype)
+    model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
     private = trial.target_epsilon is not None
     generator = torch.Generator().manual_seed(trial.seed)
