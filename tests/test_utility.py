@@ -60,12 +60,12 @@ def test_exact_backends_take_the_same_trajectory_in_float64(network):
 
     from dpbench.training.utility import run
 
-    trial = settings(network).replace(target_epsilon=2.0, epochs=8)
+    trial = settings(network).replace(target_epsilon=2.0, epochs=4)
     wanted, *found = (
         run(trial.replace(backend=backend), torch.float64)["test_losses"]
-        for backend in ("ghost", "fastgradclip", "mixed_ghost", "bk_ghost", "bk_mixed")
+        for backend in ("fastgradclip", "mixed_ghost", "bk_ghost", "bk_mixed")
     )
-    assert wanted[-1] < 0.8 * wanted[0]
+    assert wanted[-1] < 0.9 * wanted[0]
     for losses in found:
         assert losses == pytest.approx(wanted, rel=1e-13)
 
@@ -140,7 +140,9 @@ def test_time_to_accuracy():
     left_out = Counter()
     frame = time_to.table(records(), left_out)
     assert set(frame.goal) == {0.9}  # 0.95 of 0.97, cut to 5 %
-    two = frame[(frame.target_epsilon == 2) & (frame.backend == "bk_mixed")].iloc[0]
+    beside = frame[frame.by == "backend"]
+    assert beside.backend.tolist() == ["microbatch", "ghost", "bk_mixed"] and set(beside.seeds) == {1}
+    two = frame[(frame.target_epsilon == 2) & (frame.backend == "bk_mixed") & (frame.by == "budget")].iloc[0]
     assert (two.reached, two.seeds, two.epochs, two.seconds, two.seconds_per_epoch) == (3, 3, 2, 2.5, 1.25)
     one = frame[frame.target_epsilon == 1].iloc[0]
     assert one.reached == 0 and pd.isna(one.epochs)

@@ -21,19 +21,35 @@ from dpbench.report.figures import Bar, Panel, Row, bars
 from dpbench.report.select import LeftOut, Record
 
 _SAME = ["data", "network", "clip", "backend", "target_epsilon"]
-_COLUMNS = [*_SAME, "goal", "seeds", "reached", "epochs", "seconds", "seconds_low", "seconds_high", "seconds_per_epoch"]
+#: The backend that budgets and clipping functions are compared with.
+_REFERENCE = "bk_mixed"
+_COLUMNS = [
+    "by",
+    *_SAME,
+    "goal",
+    "seeds",
+    "reached",
+    "epochs",
+    "seconds",
+    "seconds_low",
+    "seconds_high",
+    "seconds_per_epoch",
+]
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each setting: of its seeds those that reached the goal, and their median epochs and seconds to it."""
-    good = [record for record in records if "accuracy" in record.result]
-    for record in records:
-        if "accuracy" not in record.result:
-            left_out[f"{record.trial['network']} {record.trial['backend']}: {record.outcome}"] += 1
+    """A row for each setting: of its seeds those that reached the goal, and their median epochs and seconds to it.
+
+    `by`: "budget" for a setting with all its seeds; "backend" for one beside other backends, with the seeds that all of
+    them were run with.
+    """
     groups: dict[tuple[Any, ...], list[Record]] = {}
     ordinary: dict[tuple[str, str], list[float]] = {}
-    for record in good:
+    for record in records:
         trial = record.trial
+        if "accuracy" not in record.result:
+            left_out[f"{trial['network']} {trial['backend']}: {record.outcome}"] += 1
+            continue
         private = trial["target_epsilon"] is not None
         named = trial if private else {**trial, "clip": "none", "backend": "ordinary"}
         groups.setdefault(tuple(named[name] for name in _SAME), []).append(record)
@@ -45,25 +61,38 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             left_out["without ordinary training to compare with"] += len(group)
             continue
         goal = math.floor(0.95 * median(ordinary[key[0], key[1]]) * 20 + 1e-9) / 20
-        curves = [record.result["curve"] for record in group]
-        firsts = [next((i for i, p in enumerate(curve) if p["accuracy"] >= goal), None) for curve in curves]
-        took = [(i + 1, curve[i]["seconds"]) for curve, i in zip(curves, firsts, strict=True) if i is not None]
-        all_did = len(took) == len(group)
-        seconds = [second for _, second in took]
-        rows.append(
-            dict(zip(_SAME, key, strict=True))
-            | {"goal": goal, "seeds": len(group), "reached": len(took)}
-            | {"epochs": median(epochs for epochs, _ in took) if all_did else None}
-            | {"seconds": median(seconds) if all_did else None}
-            | {"seconds_low": min(seconds, default=None), "seconds_high": max(seconds, default=None)}
-            | {"seconds_per_epoch": median(map(_epoch, curves))}
-        )
-    rows.sort(key=lambda row: (row["data"], row["network"], row["clip"] != "none", row["clip"] != "flat", _rank(row)))
+        named = dict(zip(_SAME, key, strict=True)) | {"goal": goal}
+        if key[3] in ("ordinary", _REFERENCE):
+            rows.append(named | {"by": "budget"} | _reached(group, goal))
+        peers = [other for k, other in groups.items() if (*k[:3], k[4]) == (*key[:3], key[4])]
+        if len(peers) > 1:
+            seeds = set.intersection(*({record.trial["seed"] for record in peer} for peer in peers))
+            same = [record for record in group if record.trial["seed"] in seeds]
+            if same:
+                rows.append(named | {"by": "backend"} | _reached(same, goal))
+    rows.sort(key=lambda row: (row["data"], row["network"], row["by"] != "budget", row["clip"] != "none", _rank(row)))
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
+def _reached(group: Sequence[Record], goal: float) -> dict[str, Any]:
+    curves = [record.result["curve"] for record in group]
+    firsts = [next((i for i, p in enumerate(curve) if p["accuracy"] >= goal), None) for curve in curves]
+    took = [(i + 1, curve[i]["seconds"]) for curve, i in zip(curves, firsts, strict=True) if i is not None]
+    seconds = [second for _, second in took]
+    all_did = len(took) == len(group)
+    return {
+        "seeds": len(group),
+        "reached": len(took),
+        "epochs": median(epochs for epochs, _ in took) if all_did else None,
+        "seconds": median(seconds) if all_did else None,
+        "seconds_low": min(seconds, default=None),
+        "seconds_high": max(seconds, default=None),
+        "seconds_per_epoch": median(map(_epoch, curves)),
+    }
+
+
 def _rank(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["clip"], -(row["target_epsilon"] or math.inf), style.backend_key(row["backend"])
+    return row["clip"] != "flat", row["clip"], -(row["target_epsilon"] or math.inf), style.backend_key(row["backend"])
 
 
 def _epoch(curve: Sequence[dict[str, float]]) -> float:
@@ -82,7 +111,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
     budget = ["" if pd.isna(value) else f"{value:g}" for value in frame.target_epsilon]
     return pd.DataFrame(
         {
-            **{name: frame[name] for name in ("data", "network", "clip", "backend")},
+            **{name: frame[name] for name in ("by", "data", "network", "clip", "backend")},
             "ε": budget,
             "goal": [f"{100 * value:.0f} %" for value in frame.goal],
             "reached by": [f"{a} of {b}" for a, b in zip(frame.reached, frame.seeds, strict=True)],
@@ -99,7 +128,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "Epochs and seconds of training until the accuracy on held-out images is first as high as stands beside each "
         "model: the largest multiple of 5 % within 0.95 of ordinary training's. Median of the seeds, with the range of "
         "the seconds, in which the checks of the first batch are, but no evaluation and no calibration. By ε: flat "
-        "clipping with bk_mixed. By backend: the same batches, the same noise. One thread."
+        "clipping with bk_mixed. By backend: the seeds that all were run with; same batches, same noise. One thread."
     )
     whole = captions.caption([said], records, left_out, setting=False)
     return "\n".join([whole, *load_warnings(records)])
@@ -111,14 +140,9 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     for (data, network), part in frame.groupby(["data", "network"], sort=False):
         where = f"{network}, {str(data).partition(':')[0]}"
         goal = f"{100 * part.goal.iloc[0]:.0f} %"
-        flat = part[part["clip"].isin(["flat", "none"])]
-        budgets = flat[flat.backend.isin(["ordinary", "bk_mixed"])].sort_values(
-            "target_epsilon", ascending=False, na_position="first"
-        )
-        compared = flat[(flat.backend != "ordinary")].groupby("target_epsilon").backend.nunique()
-        beside = flat[(flat.target_epsilon == compared.idxmax()) & (compared.max() > 1)] if len(compared) else flat[:0]
-        beside = beside.sort_values("backend", key=lambda names: names.map(style.backend_key))
-        for block, by_backend in ((budgets, False), (beside, True)):
+        shown = part[part["clip"].isin(["flat", "none"])]
+        for by_backend in (False, True):
+            block = shown[shown.by == ("backend" if by_backend else "budget")]
             for _, row in block.iterrows():
                 ordinary = row.backend == "ordinary"
                 label = "ordinary" if ordinary else row.backend if by_backend else f"ε = {row.target_epsilon:g}"

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, PercentFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter
 
 from dpbench.report import captions, style
 from dpbench.report.curves import box
@@ -164,5 +164,6 @@ def _differences(axes: Axes, below: pd.DataFrame) -> None:
 def _finish(axes: Axes) -> None:
     axes.set_xlabel("epochs", labelpad=2)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axes.grid(color=style.GRID, linewidth=0.5)
     axes.tick_params(length=0, labelsize=7.8)

@@ -16,7 +16,7 @@ from dpbench.report.select import LeftOut, Record
 
 #: clipping function -> (colour, marker, where beside ε it is drawn)
 LOOKS = {"flat": ("#0077BB", "o", 1.0), "automatic": ("#EE7733", "s", 1.035), "per_layer": ("#009988", "^", 0.965)}
-_TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.35
+_TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.3
 _SAME = ["data", "network", "clip", "backend", "target_epsilon"]
 
 
@@ -121,7 +121,9 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_xlabel("ε")
         axes.set_title(f"{network} on {data.partition(':')[0]}", fontsize=9)
         axes.grid(color=style.GRID, linewidth=0.5)
-        if i == 0:
+        if i > 0:
+            axes.tick_params(labelleft=False)  # one scale
+        else:
             axes.set_ylabel("accuracy")
         if i == 0 and axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7.6, frameon=False, loc="lower right")
