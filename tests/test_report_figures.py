@@ -15,7 +15,7 @@ from clipping import VARIANTS
 from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
-from dpbench.training import UtilityTrial
+from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.trials import (
     CalibrationTrial,
     ExplainTrial,
@@ -193,6 +193,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
     ):
         run.add(trial, outcome="unsupported", evidence="no valid bound")
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
+    run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
     drawn, _ = draw(run, figure)
     assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
 
