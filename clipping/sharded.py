@@ -50,8 +50,10 @@ def reduced(local: Tensor | None, p: Tensor) -> Tensor:
     wide = torch.promote_types(p.dtype, torch.float32)
     mine = torch.zeros(p.shape, dtype=wide, device=p.device) if local is None else local.to(wide)
     whole = DTensor.from_local(mine.contiguous(), p.device_mesh, [Partial()] * p.device_mesh.ndim, run_check=False)
-    found: DTensor = whole.redistribute(placements=p.placements)
-    return found
+    shard = whole.redistribute(placements=p.placements).to_local()
+    if hasattr(shard, "wait"):  # or the whole of it would live until somebody reads the shard
+        shard = shard.wait()
+    return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
 
 
 class _Sharded(Norms):

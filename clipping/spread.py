@@ -68,7 +68,7 @@ def problems(model: nn.Module, book_kept: bool) -> Iterable[Problem]:
         elif not _is_data_parallel(p):
             reason = f"is placed {[str(x) for x in p.placements]}: more than data parallelism"  # type: ignore[attr-defined]
             yield Problem(name, reason, "shard the model by fully_shard alone")
-        elif p.to_local().device.type != p.device_mesh.device_type:  # type: ignore[operator,attr-defined]
+        elif p.to_local().device.type != p.device_mesh.device_type:  # type: ignore[attr-defined]
             yield Problem(name, "is offloaded to the CPU", "leave out CPUOffloadPolicy")
 
 
@@ -123,4 +123,4 @@ def no_rows(outputs: Any) -> Any:
 def held_here(model: nn.Module) -> list[Tensor]:
     """Parameters and buffers that lie in this process's memory: shards, where the model is sharded."""
     tensors = [*model.parameters(), *model.buffers()]
-    return [x.to_local() if is_sharded(x) else x for x in tensors]  # type: ignore[operator]
+    return [x.to_local() if is_sharded(x) else x for x in tensors]  # type: ignore[attr-defined]

@@ -75,7 +75,11 @@ class Tape(TorchFunctionMode):
     """
 
     def __init__(
-        self, parameters: Parameters, batch: Any, batch_size: int, stand_in: Callable[[Tensor], str | None] | None = None
+        self,
+        parameters: Parameters,
+        batch: Any,
+        batch_size: int,
+        stand_in: Callable[[Tensor], str | None] | None = None,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []

@@ -6,6 +6,9 @@ gradients of ordinary training are not. The key of the sampling is the first pro
 
 `DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
 taken as it is, and its own communication is off while the engine is attached.
+
+A model that FSDP2 has sharded (``fully_shard``) is clipped by `clipping.sharded`, whose sums are over all processes
+already, each in the process that holds the shard; there the noise is added, see `dpbench.engine.sharded`.
 """
 
 from __future__ import annotations
@@ -16,17 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipping.spread import is_sharded
+
 
 def place() -> tuple[int, int]:
     """(rank, processes) of this process; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within a DistributedDataParallel, whose parameters have the names that they have without it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def quieten(model: nn.Module, on: bool) -> None:
@@ -49,7 +49,8 @@ def same_model(model: nn.Module) -> None:
     """Every process starts with the first one's parameters and buffers."""
     if place()[1] > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            if not is_sharded(tensor):  # of which each process holds a part of its own
+                dist.broadcast(tensor.detach(), src=0)
 
 
 def add_up(total: Tensor) -> Tensor:

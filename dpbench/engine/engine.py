@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from clipping import BACKENDS, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
-from dpbench.engine.distributed import add_up, from_first, place, quieten, same_model, shared_key, unwrapped
+from clipping.spread import is_sharded, reshard, sharded_modules, unwrapped
+from dpbench.engine.distributed import add_up, from_first, place, quieten, same_model, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import Noise, Pseudo, Secure
@@ -29,6 +30,7 @@ from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder, batch_norm_problem, batch_norms
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
+from dpbench.engine.sharded import with_noise
 from dpbench.engine.spent import PrivacySpent, account
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ class PrivacyEngine:
         numerical_stability_constant: float = 0.0,
     ) -> None:
         self._wrapped, model = model, unwrapped(model)
+        reshard(model)
         problem = batch_norm_problem(batch_norms(model))
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
@@ -150,6 +153,7 @@ class PrivacyEngine:
         """
         if self._patch is not None:
             raise Misuse("expected an engine that is not attached; call detach() first")
+        reshard(self.model)
         self._patch = Patch(self, optimizer)
         self._recorder.open()
         quieten(self._wrapped, True)
@@ -188,6 +192,8 @@ class PrivacyEngine:
     def empty_step(self) -> None:
         """A logical batch of no samples, for a model that cannot take one: noise, a step, and it counts."""
         self._attached()
+        if sharded_modules(self.model):
+            raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
         self._recorder.drop()
         sampled, self._piece = self._piece is not None, None
         self.stepped = True
@@ -282,12 +288,16 @@ class PrivacyEngine:
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
         deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
+        reshard(self.model)
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 total = self._sums.pop(name, None)
                 total = (
                     torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if total is None else total
                 )
+                if is_sharded(p):
+                    p.grad = (with_noise(total.detach(), self.noise, deviation) / settings.batch_size).to(p.dtype)
+                    continue
                 total = add_up(total.detach())
                 if deviation and place()[0] == 0:
                     total = self.noise.added(total, deviation)

@@ -82,10 +82,12 @@ class _Pieces:
         rank, processes = self._shard
         first = self._engine.drawn
         for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
-            batch = self._sampler.batch(step)[rank::processes].tolist()
-            size = self._most or max(1, len(batch))
-            for start in range(0, max(1, len(batch)), size):
-                drawn.append((step, start + size >= len(batch)))
+            sample = self._sampler.batch(step)
+            batch = sample[rank::processes].tolist()
+            longest = max(1, -(-len(sample) // processes))  # every process has as many pieces, the last of them empty
+            size = self._most or longest
+            for start in range(0, longest, size):
+                drawn.append((step, start + size >= longest))
                 yield batch[start : start + size]
 
 
