@@ -228,7 +228,7 @@ def noise():
 def peaks(how):
     """Bytes at the worst moment of a step of the engine, of a model whose parameters are most of it, and the losses."""
     torch.manual_seed(1)
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(192, 192), nn.Tanh()) for _ in range(20)], nn.Linear(192, 3))
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(40)], nn.Linear(128, 3))
     if how == "fsdp":
         for block in model[:-1]:
             fully_shard(block)
@@ -239,7 +239,7 @@ def peaks(how):
     engine = PrivacyEngine(model, **settings, generator=generator)
     with warnings.catch_warnings(action="ignore"):
         engine.attach(optimizer)
-    x, y = torch.randn(4, 192, generator=generator), torch.arange(4) % 3
+    x, y = torch.randn(4, 128, generator=generator), torch.arange(4) % 3
     if how == "fsdp":
         mine = slice(dist.get_rank(), None, dist.get_world_size())
         x, y = x[mine], y[mine]
@@ -254,7 +254,7 @@ def peaks(how):
         optimizer.step(loss=out)
         optimizer.zero_grad()
 
-    for _ in range(5):
+    for _ in range(3):
         step()
     state = [value for values in optimizer.state.values() for value in values.values() if value is not None]
     peak = measured_peak(step, [local(t) for t in (*model.parameters(), *state)], torch.device("cpu")).peak_bytes

@@ -123,7 +123,7 @@ def test_what_cannot_be_sharded_is_refused_in_one_line(two):
 
 def test_a_model_larger_than_a_process_may_hold_trains(two):
     needed, losses = peaks("alone")
-    budget = 0.6 * needed
+    budget = 0.7 * needed
     for each in two:
         peak, mine = each["peak"]
         assert peak < budget, (peak, needed)

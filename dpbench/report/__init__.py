@@ -20,6 +20,7 @@ from dpbench.errors import one_of
 from dpbench.report import (
     accounting_map,
     captions,
+    distributed,
     growth,
     overhead,
     plots,
@@ -190,6 +191,16 @@ FIGURES = {
         utility.text,
         utility.caption,
         utility.plot,
+    ),
+    "distributed": FigureKind(
+        "throughput and memory of private beside ordinary training in several processes, under DDP and FSDP2",
+        ("distributed",),
+        lambda r: r.id,
+        dict.fromkeys(("experiment", "threads"), ("distributed",)),
+        distributed.table,
+        distributed.text,
+        distributed.caption,
+        distributed.plot,
     ),
 }
 
