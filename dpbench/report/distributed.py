@@ -94,7 +94,8 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "Training steps in several processes, each with as many samples (weak scaling): forward, backward,",
         "communication, noise and optimizer. Throughput beside ordinary training in the same processes and rounds,",
         f"median and range of {', '.join(map(str, rounds))} rounds; memory of the process that holds most, measured.",
-        f"Communication by {', '.join(libraries) or 'none'}. Hollow: more processes than CPUs or GPUs, which share them.",
+        f"Communication by {', '.join(libraries) or 'none'}. Hollow: more processes than CPUs or GPUs, which share",
+        "them.",
     ]
     return captions.caption(said, records, left_out, setting=False)
 
@@ -119,7 +120,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
             axes.set_xticks(sorted(set(frame.processes)) or [1])
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.set_ylim(bottom=0.0)
+            axes.set_ylim(0.0, 1.1 * max(1.0, float(frame[field].max()) if len(frame) else 1.0))
             axes.grid(color=style.GRID, linewidth=0.5)
             if row == 0:
                 axes.set_title(SPREADS[spread], fontsize=9)
