@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
@@ -104,8 +105,8 @@ class Gpt(nn.Module):
 
 
 MODELS = {"cnn": Cnn, "vit": Vit, "gpt": Gpt}
-CASES = [(model, backend, "flat") for model in MODELS for backend in ("bk_mixed", "bk_ghost")]
-CASES += [(model, "bk_mixed", "per_layer") for model in MODELS]
+CASES = [(model, "bk_mixed", "flat") for model in MODELS]
+CASES += [("gpt", "bk_ghost", "flat"), ("vit", "bk_mixed", "per_layer"), ("gpt", "bk_mixed", "per_layer")]
 
 
 def made(name, dtype=torch.float64):
@@ -138,8 +139,8 @@ def clipped(case, rank=0, processes=1, how="alone", empty=False):
     clip = PerLayer(max_grad_norm=0.4) if clip == "per_layer" else Flat(max_grad_norm=0.4)
     if how == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
-    elif how == "fsdp":
-        sharded(model)
+    elif how != "alone":
+        sharded(model, **({"mesh": init_device_mesh("cpu", (2, 2))} if how == "hsdp" else {}))
     share = processes - 1 if empty else processes
     mine = slice(rank, None, share) if rank < share else slice(0, 0)
     with load_backend(backend)(model, loss_fn, clip=clip) as run:
@@ -183,8 +184,8 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
     called = model
     if how == "ddp":
         called = nn.parallel.DistributedDataParallel(model)
-    elif how == "fsdp":
-        sharded(model)
+    elif how != "alone":
+        sharded(model, **({"mesh": init_device_mesh("cpu", (2, 2))} if how == "hsdp" else {}))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     engine = PrivacyEngine(
         called,
@@ -205,17 +206,17 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
     with torch.no_grad():
         called(x)  # leaves the root of a sharded model gathered
     engine.detach()
-    if how == "fsdp":
+    if how in ("fsdp", "hsdp"):
         model.reshard()
     return whole({name: p.detach() for name, p in model.named_parameters()}), sizes
 
 
-def noise():
+def noise(**options):
     """One step from zero with a gradient of nothing: what moved the parameters is the noise, by OS seeds."""
     model = nn.Sequential(nn.Linear(300, 101), nn.Linear(101, 3)).double()
     for p in model.parameters():
         nn.init.zeros_(p)
-    fully_shard(model)
+    fully_shard(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
     engine = PrivacyEngine(model, batch_size=4, sample_size=40, max_grad_norm=0.5, noise_multiplier=3.0)
     engine.attach(optimizer)
@@ -272,13 +273,15 @@ def main(rank, processes, folder):
     else:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
     found = {"alike": {}, "refusals": refusals(), "mixed": mixed()}
-    for how in ("ddp", "fsdp"):
+    for how in ("ddp", "fsdp", *(["hsdp"] if processes == 4 else [])):
         for case in CASES:
             found["alike"][how, case, False] = clipped(case, rank, processes, how)
         for name in MODELS:
             case = (name, "bk_mixed", "flat")
             found["alike"][how, case, True] = clipped(case, rank, processes, how, empty=True)
         found[how] = train(how), train(how, noise=1.0)
+    if processes == 4:
+        found["replicas"] = noise(mesh=init_device_mesh("cpu", (2, 2)))
     found |= {"noise": noise(), "peak": peaks("fsdp")}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # or the first to end takes its store away from the other

@@ -39,7 +39,7 @@ def processes_of(found, alone):
                 assert error <= 1e-9, (key, rank, name, float(error))
             expected = norms[rank::share] if rank < share else norms[:0]
             torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12)
-    assert len(found[0]["alike"]) == 2 * (len(CASES) + len(MODELS))
+    assert len(found[0]["alike"]) == (3 if len(found) == 4 else 2) * (len(CASES) + len(MODELS))
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,9 @@ def test_sums_of_four_processes_under_torchrun_are_those_of_one(tmp_path, alone)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     processes_of(found, alone)
     assert_trained(found)
+    for each in found[1:]:  # full_tensor takes the shards of one replica: that all have the same noise shows here
+        assert torch.equal(each["replicas"], found[0]["replicas"])
+    assert abs(float(found[0]["replicas"].std()) / 1.5 - 1) < 0.05
 
 
 def assert_trained(found):
@@ -70,7 +73,7 @@ def assert_trained(found):
     for noise in (0, 1):
         parameters, sizes = train(noise=float(noise))
         assert sum(sizes) > 20 and max(sizes) == 2
-        for how in ("ddp", "fsdp"):
+        for how in ("ddp", "fsdp", *(["hsdp"] if "hsdp" in found[0] else [])):
             for each in found:
                 mine, _ = each[how][noise]
                 for name, p in parameters.items():

@@ -40,7 +40,7 @@ from dpbench.measure.bench import storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, warm_up
 from dpbench.models import Workload, load_workload
-from dpbench.outcome import classify
+from dpbench.outcome import Outcome, TrialFailure, classify
 from dpbench.training.scale import DistributedTrial
 
 #: A turn is one step, or as many as fill so long, but these at most.
@@ -50,8 +50,15 @@ VERIFIED = 2
 _MAX_GRAD_NORM, _NOISE = 1.0, 0.01
 
 
-class RankFailed(RuntimeError):
-    """A process of the training ended before it had answered."""
+class RankFailed(TrialFailure):
+    """A process of the training ended before it had answered, or raised: with the outcome that this has."""
+
+    def __init__(self, result: dict[str, Any], message: str, outcome: Outcome = Outcome.ERROR) -> None:
+        super().__init__(result, message)
+        self.outcome = outcome
+
+    def __reduce__(self) -> Any:
+        return RankFailed, (self.result, str(self), self.outcome)
 
 
 def run(trial: DistributedTrial) -> dict[str, Any]:
@@ -66,7 +73,7 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
     on_cuda = trial.device.startswith("cuda")
     places = torch.cuda.device_count() if on_cuda else available_cpus() // trial.threads
     if on_cuda and trial.processes > places:
-        raise RankFailed(f"expected at most {places} processes, one a GPU, got {trial.processes}")
+        raise RankFailed({}, f"expected at most {places} processes, one a GPU, got {trial.processes}")
     answers = _launched(trial)
     first = answers[0]
     found = Agreement(**first["agreement"])
@@ -117,9 +124,10 @@ def _answer(rank: int, process: Any, receive: Connection) -> dict[str, Any]:
         answer: dict[str, Any] = receive.recv()
     except EOFError:
         process.join()
-        raise RankFailed(f"process {rank} went away with exit code {process.exitcode}") from None
+        how = f"process {rank} went away with exit code {process.exitcode}"
+        raise RankFailed({}, how, Outcome.CRASH) from None
     if "error" in answer:
-        raise RankFailed(f"process {rank}: {answer['error']}")
+        raise answer["error"]
     return answer
 
 
@@ -141,7 +149,7 @@ def _rank(trial: DistributedTrial, rank: int, meet: str, send: Connection) -> No
         dist.barrier()  # or the first to end takes its store away from the others
     except BaseException as error:
         outcome, evidence, _ = classify(error)
-        send.send({"error": f"{outcome}: {evidence}"})
+        send.send({"error": RankFailed({}, f"process {rank}: {evidence}", outcome)})
     finally:
         send.close()
         os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
