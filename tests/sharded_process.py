@@ -128,6 +128,11 @@ def sharded(model, **options):
     return fully_shard(model, **options)
 
 
+def replicated():
+    """Two replicas of two shards (HSDP)."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+
 def whole(grads):
     return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
 
@@ -140,7 +145,7 @@ def clipped(case, rank=0, processes=1, how="alone", empty=False):
     if how == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     elif how != "alone":
-        sharded(model, **({"mesh": init_device_mesh("cpu", (2, 2))} if how == "hsdp" else {}))
+        sharded(model, **({"mesh": replicated()} if how == "hsdp" else {}))
     share = processes - 1 if empty else processes
     mine = slice(rank, None, share) if rank < share else slice(0, 0)
     with load_backend(backend)(model, loss_fn, clip=clip) as run:
@@ -185,7 +190,7 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
     if how == "ddp":
         called = nn.parallel.DistributedDataParallel(model)
     elif how != "alone":
-        sharded(model, **({"mesh": init_device_mesh("cpu", (2, 2))} if how == "hsdp" else {}))
+        sharded(model, **({"mesh": replicated()} if how == "hsdp" else {}))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     engine = PrivacyEngine(
         called,
@@ -281,7 +286,7 @@ def main(rank, processes, folder):
             found["alike"][how, case, True] = clipped(case, rank, processes, how, empty=True)
         found[how] = train(how), train(how, noise=1.0)
     if processes == 4:
-        found["replicas"] = noise(mesh=init_device_mesh("cpu", (2, 2)))
+        found["replicas"] = noise(mesh=replicated())
     found |= {"noise": noise(), "peak": peaks("fsdp")}
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # or the first to end takes its store away from the other
