@@ -32,13 +32,16 @@ from clipping.interface import (
     Parameters,
     Problem,
     UnsupportedModel,
+    forward,
     without_autocast,
 )
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
 from clipping.oracle import with_zeros
 from clipping.planner import Planner, Strategy
 from clipping.rules import Refused, Route, Rule, Spec
+from clipping.sharded import norms_of
 from clipping.sources import Source
+from clipping.spread import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.tape import Tape, unrecorded
 
 
@@ -47,6 +50,12 @@ class TapeBackend(Backend):
 
     norms: ClassVar[type[Norms]] = TwoPasses
     _graph_checked = False
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
+    ) -> None:
+        super().__init__(model, loss_fn, clip=clip, verify=verify)
+        self.stand_in = stand_ins(self.model)
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
@@ -68,11 +77,21 @@ class TapeBackend(Backend):
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        tape = Tape(parameters, (inputs, targets), batch_size)
+        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in)
         with self._explained(tape):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)
             self._refuse(tape, losses, parameters)
+            return self._finished(tape, losses, parameters)
+
+    def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
+        if not self.sharded:
+            return super()._nothing(parameters, inputs, targets)
+        row = row_of_zeros(inputs)
+        tape = Tape(parameters, (row, targets), 1, self.stand_in)
+        with self._explained(tape):
+            with tape:
+                losses = self.loss_fn(no_rows(forward(self.model, row)), targets)
             return self._finished(tape, losses, parameters)
 
     def clipped(
@@ -110,7 +129,10 @@ class TapeBackend(Backend):
         self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
     ) -> ClippedGradient:
         kind = LayerByLayer if self.clip.per_layer else self.norms
-        self.plan(tape, losses)
+        if self.sharded:
+            kind = norms_of(kind, losses)
+        if losses.shape[0]:
+            self.plan(tape, losses)
         norms = kind(tape.counts, losses, parameters, self.clip)
         norms.keep_graph = keep_graph
         tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph)
@@ -164,6 +186,7 @@ class BkGhost(Ghost):
 
     name = "bk_ghost"
     norms = Book
+    book_kept = True
 
 
 class BkMixed(TapeBackend):
@@ -178,6 +201,7 @@ class BkMixed(TapeBackend):
 
     name = "bk_mixed"
     norms = Book
+    book_kept = True
     strategy: ClassVar[Strategy] = "auto"
 
     def __init__(
@@ -192,10 +216,11 @@ class BkMixed(TapeBackend):
         timing: bool = True,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify)
-        self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing)
+        # between a sharded module's passes its parameters are not there to be timed with
+        self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
-        found = self.planner.plan(tape, losses, [*self.model.parameters(), *self.model.buffers()])
+        found = self.planner.plan(tape, losses, held_here(self.model))
         rules = [rule for use in tape.uses for _, rule in use.rules]
         for rule, route in zip(rules, found.routes, strict=True):
             rule.route = route

@@ -87,18 +87,27 @@ class Backend(ABC):
     """Correct by definition: there is nothing to verify it against."""
     verify_in_eval: ClassVar[bool] = True
     """Verified with every module in eval mode; if not, only those without parameters (dropout) are."""
+    book_kept: ClassVar[bool] = False
+    """One backward pass leaves all that the sum is formed from: what a model sharded by FSDP2 can be trained by."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
     ) -> None:
-        self.model = model
+        from clipping import spread  # which imports this module
+
+        self.model = spread.unwrapped(model)
+        self.replicated = self.model is not model
+        """A DistributedDataParallel: gradients are summed over all processes."""
+        self.sharded = bool(spread.sharded_modules(self.model))
+        """By FSDP2: parameters and gradients are DTensors."""
+        spread.reshard(self.model)
         self.loss_fn = loss_fn
         self.clip: ClipFunction = Flat(max_grad_norm=1.0) if clip is None else clip
         self.coverage: dict[str, float] = {}
-        self._verify = verify and not self.trusted
-        self._named = tuple(model.named_parameters())
+        self._verify = verify and not self.trusted and not self.sharded
+        self._named = tuple(self.model.named_parameters())
         self._closed = False
-        problems = list(self.problems())
+        problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
         if problems:
             raise UnsupportedModel(self.name, problems)
 
@@ -133,11 +142,14 @@ class Backend(ABC):
         """
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
+        if self.replicated:
+            return self._summed(inputs, targets)
         batch_size = leading_dimension(inputs, targets)
         inputs, targets = map_tensors(lambda x: x.detach(), (inputs, targets))
         parameters = {name: p for name, p in self._named if p.requires_grad}
         if batch_size == 0:
-            return self._nothing(parameters)
+            with torch.enable_grad():
+                return self._nothing(parameters, inputs, targets)
         if self._verify:
             from clipping.verification import verify
 
@@ -197,7 +209,17 @@ class Backend(ABC):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _nothing(self, parameters: Parameters) -> ClippedGradient:
+    def _summed(self, inputs: Any, targets: Any) -> ClippedGradient:
+        """Of all processes; each verifies its own part."""
+        from clipping.spread import summed
+
+        self.replicated = False
+        try:
+            return summed(self(inputs, targets))
+        finally:
+            self.replicated = True
+
+    def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
         some = next((p for _, p in self._named), torch.empty(0))
         empty = some.new_zeros(0, dtype=norm_dtype(some.dtype))
         return ClippedGradient({n: torch.zeros_like(p) for n, p in parameters.items()}, empty, empty.clone())

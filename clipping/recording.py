@@ -25,6 +25,7 @@ from clipping.interface import Backend, ClippedGradient, Parameters, map_tensors
 from clipping.oracle import Microbatch, gradients, with_zeros
 from clipping.samples import factors_by_name
 from clipping.sources import mark_data
+from clipping.spread import reshard
 from clipping.tape import Tape
 from clipping.verification import TOLERANCE, Agreement, WrongGradient, compare
 
@@ -35,7 +36,7 @@ class Recording:
     Args:
         backend: a tape backend or microbatch, made for the model; its loss function is never called.
         inputs: every tensor [B, ...].
-        batch_size: B >= 1.
+        batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.sharded`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
     """
 
@@ -43,10 +44,12 @@ class Recording:
         self, backend: Backend, inputs: Any, batch_size: int, by_hand: Callable[[], None] | None = None
     ) -> None:
         self.backend, self.batch_size = backend, batch_size
+        reshard(backend.model)
         self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
         self.passes = 1
-        self.tape = Tape(self.parameters, inputs, batch_size) if isinstance(backend, TapeBackend) else None
-        if self.tape is not None:
+        self.tape: Tape | None = None
+        if isinstance(backend, TapeBackend):
+            self.tape = Tape(self.parameters, inputs, max(1, batch_size), backend.stand_in)
             self.tape.by_hand = by_hand
 
     def again(self, inputs: Any) -> None:
@@ -84,6 +87,7 @@ class Recording:
                 if self.tape is None:
                     return one_by_one(losses, self.parameters, self.backend.clip)
                 assert isinstance(self.backend, TapeBackend)
+                verify = verify and not self.backend.sharded
                 result = self.backend.clipped(self.tape, losses, self.parameters, keep_graph=verify)
                 if verify:
                     self._verify(result, losses)

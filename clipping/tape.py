@@ -65,6 +65,7 @@ class Tape(TorchFunctionMode):
         parameters: the trainable parameters by name.
         batch: inputs and targets; what is computed from them depends on data.
         batch_size: B.
+        stand_in: the name of the parameter whose place a tensor takes (see `clipping.spread`); None where none does.
 
     Attributes:
         uses: in the order of the forward pass.
@@ -73,13 +74,20 @@ class Tape(TorchFunctionMode):
         by_hand: called when a gradient arrives in a backward pass that is not the tape's own.
     """
 
-    def __init__(self, parameters: Parameters, batch: Any, batch_size: int) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        batch: Any,
+        batch_size: int,
+        stand_in: Callable[[Tensor], str | None] | None = None,
+    ) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
         self.by_hand: Callable[[], None] | None = None
         self._batch_size = batch_size
+        self._stand_in = stand_in
         self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
         self._hooks: list[Any] = []
@@ -92,6 +100,8 @@ class Tape(TorchFunctionMode):
         sources, data = [], []
         for operand in _tensors(args, kwargs):
             source = self._sources.get(id(operand))
+            if source is None and self._stand_in is not None:
+                source = self._stood_in(operand)
             if source is not None:
                 sources.append(source)
             elif depends_on_data(operand):
@@ -134,6 +144,12 @@ class Tape(TorchFunctionMode):
         """Every tensor made of parameters alone, the parameters among them."""
         return list(self._sources.values())
 
+    def name_of(self, leaf: Any) -> str:
+        """Of a parameter of a sharded model that was read when the tape did not see it; "" for all else."""
+        if self._stand_in is None or not isinstance(leaf, torch.nn.Parameter):
+            return ""
+        return self._stand_in(leaf) or "a parameter of the sharded model"
+
     def close(self) -> None:
         """Take the hooks off, and the marks from what outlives the forward pass (a buffer that it updated)."""
         for hook in self._hooks:
@@ -143,6 +159,13 @@ class Tape(TorchFunctionMode):
         for reference in self._marked:
             forget_data(reference())
         self._marked.clear()
+
+    def _stood_in(self, operand: Tensor) -> Source | None:
+        assert self._stand_in is not None
+        name = self._stand_in(operand)
+        if name is not None:
+            self._sources[id(operand)] = Source(operand, {name: operand}, rearranged=True)
+        return self._sources.get(id(operand))
 
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
         differentiable = any(x.requires_grad for x in data)
@@ -277,7 +300,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     source's own; each other one must be a recorded use, or its share would be missing from the norm. A use that is not
     in this graph (of a forward pass that came to nothing) stands for no read in it.
     """
-    names = {id(p): name for name, p in parameters.items()}
+    names = {id(s.tensor): name for s in tape.sources() if s.is_parameter for name in s.parameters}
+    names |= {id(p): name for name, p in parameters.items()}
     made = [source.tensor.grad_fn for source in tape.sources() if not source.is_parameter]
     inside = set(nodes(made))
     edges: Counter[str] = Counter()
@@ -285,7 +309,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     for node in nodes([losses.grad_fn]):
         there.add(node._sequence_nr())
         if node not in inside:
-            edges.update(names.get(id(getattr(child, "variable", None)), "") for child, _ in node.next_functions)
+            leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
+            edges.update(names.get(id(leaf), "") or tape.name_of(leaf) for leaf in leaves)
     edges.pop("", None)
     uses = [use for use in tape.uses if use.node in there]
     counted = Counter(

@@ -230,8 +230,8 @@ class LargestTrial(_BatchTrial):
 
     kind: ClassVar[str] = "largest"
     body: ClassVar[str] = "dpbench.measure.largest:run"
-    image_size: int | None = 32  # type: ignore[assignment]
-    num_classes: int | None = 10  # type: ignore[assignment]
+    image_size: int | None = 32
+    num_classes: int | None = 10
     max_batch_size: int = 16384
     tolerance: float = 0.02
     unused: float = 0.0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from dpbench.commands.run import add_request_arguments, request_from
 from dpbench.environment import device_name, resolve_device
@@ -14,17 +15,35 @@ from dpbench.outcome import FINAL, Outcome
 from dpbench.progress import duration
 from dpbench.runner import Plan, make_plan
 from dpbench.schedule import TYPICAL_PROBES, Run, step_search
+from dpbench.store import to_json
 from dpbench.trials import OverheadTrial, Trial
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_request_arguments(parser)
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        type=Path,
+        help="five lines of TOML, see dpbench.cluster: predict it all there",
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
 
 
 def run(args: argparse.Namespace) -> int:
     request = request_from(args)
     plan = make_plan(request, resolve_device(args.device))
+    if args.cluster is not None:
+        from dpbench.commands import plan_cluster
+
+        plan_cluster.show(request, plan, args.cluster, args.format)
+        return 0
     rows = survey(plan)
+    if args.format == "json":
+        cells = [asdict(row) | dict(zip(("kind", "model", "backend"), row.name, strict=True)) for row in rows]
+        left = plan.clock.left(plan.schedule.remaining())
+        print(to_json({"experiment": request.experiment.name, "rows": cells, "seconds_left": left}))
+        return 0
     rounds = plan.schedule.rounds
     print(
         f"{request.experiment.name} on {plan.device} ({device_name(plan.device)}), {rounds} rounds, in {request.folder}"

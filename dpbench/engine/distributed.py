@@ -7,6 +7,9 @@ batches of their own sees to it that no two processes hold the same record: it w
 
 `DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
 taken as it is, and its own communication is off while the engine is attached.
+
+A model that FSDP2 has sharded (``fully_shard``) is clipped by `clipping.sharded`, whose sums are over all processes
+already, each in the process that holds the shard; there the noise is added, see `dpbench.engine.sharded`.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipping.spread import is_sharded
 from dpbench.engine.errors import Misuse
+from dpbench.engine.noise import Noise
+from dpbench.engine.sharded import with_noise
 
 
 def place() -> tuple[int, int]:
@@ -25,11 +31,6 @@ def place() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within a DistributedDataParallel, whose parameters have the names that they have without it."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def quieten(model: nn.Module, on: bool) -> None:
@@ -69,19 +70,23 @@ def same_model(model: nn.Module) -> None:
     """Every process starts with the first one's parameters and buffers."""
     if place()[1] > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.detach(), src=0)
+            if not is_sharded(tensor):  # of which each process holds a part of its own
+                dist.broadcast(tensor.detach(), src=0)
 
 
-def add_up(total: Tensor) -> Tensor:
-    """Over all processes; known at the first one only."""
-    if place()[1] > 1:
+def noised_sum(total: Tensor, noise: Noise, deviation: float) -> Tensor:
+    """The sum of every process's `total` + N(0, deviation²) in each coordinate, once, and the same everywhere.
+
+    The first process draws. A DTensor already is the sum, and each process draws for its shard.
+    """
+    if is_sharded(total):
+        return with_noise(total, noise, deviation)
+    rank, processes = place()
+    if processes > 1:
         total = total.contiguous()
         dist.reduce(total, dst=0)
-    return total
-
-
-def from_first(total: Tensor) -> Tensor:
-    """What the first process has, everywhere."""
-    if place()[1] > 1:
+    if deviation and rank == 0:
+        total = noise.added(total, deviation)
+    if processes > 1:
         dist.broadcast(total, src=0)
     return total

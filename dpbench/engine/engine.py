@@ -20,16 +20,8 @@ from torch import Tensor, nn
 from clipping import BACKENDS, FAMILIES, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
-from dpbench.engine.distributed import (
-    add_up,
-    from_first,
-    place,
-    quieten,
-    same_model,
-    same_settings,
-    shared_key,
-    unwrapped,
-)
+from clipping.spread import reshard, sharded_modules, unwrapped
+from dpbench.engine.distributed import noised_sum, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import Noise, Pseudo, Secure, secret
@@ -111,6 +103,7 @@ class PrivacyEngine:
         numerical_stability_constant: float = 0.0,
     ) -> None:
         self._wrapped, model = model, unwrapped(model)
+        reshard(model)
         problem = batch_norm_problem(batch_norms(model))
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
@@ -174,6 +167,7 @@ class PrivacyEngine:
         """
         if self._patch is not None:
             raise Misuse("expected an engine that is not attached; call detach() first")
+        reshard(self.model)
         self._patch = Patch(self, optimizer)
         self._recorder.open()
         quieten(self._wrapped, True)
@@ -225,6 +219,8 @@ class PrivacyEngine:
     def empty_step(self) -> None:
         """A logical batch of no samples, for a model that cannot take one: noise, a step, and it counts."""
         require_accounted(self._attached().optimizer, self.steps)
+        if sharded_modules(self.model):
+            raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
         self._recorder.drop()
         sampled, self._piece = self._piece is not None, None
         self.stepped = True
@@ -345,6 +341,7 @@ class PrivacyEngine:
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
         deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
+        reshard(self.model)
         sums, self._sums = self._sums, {}
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
@@ -352,10 +349,8 @@ class PrivacyEngine:
         for name, p in self.model.named_parameters():
             if p.requires_grad:
                 wide = torch.promote_types(p.dtype, torch.float32)
-                total = add_up(sums.pop(name, torch.zeros_like(p, dtype=wide)).detach())
-                if deviation and place()[0] == 0:
-                    total = self.noise.added(total, deviation)
-                p.grad = (from_first(total) / settings.batch_size).to(p.dtype)
+                total = sums.pop(name, torch.zeros_like(p, dtype=wide)).detach()
+                p.grad = (noised_sum(total, self.noise, deviation) / settings.batch_size).to(p.dtype)
         patch.inner_step()
         self._watch(sampled)
 

@@ -87,11 +87,13 @@ class _Pieces:
         rank, processes = self._shard
         first = self._engine.drawn
         for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
-            batch = self._sampler.batch(step)[rank::processes].tolist()
-            size = self._most or max(1, len(batch))
-            for start in range(0, max(1, len(batch)), size):
+            sample = self._sampler.batch(step)
+            batch = sample[rank::processes].tolist()
+            longest = max(1, -(-len(sample) // processes))  # every process has as many pieces, the last of them empty
+            size = self._most or longest
+            for start in range(0, longest, size):
                 piece = batch[start : start + size]
-                drawn.append((step, start + size >= len(batch), len(piece)))
+                drawn.append((step, start + size >= longest, len(piece)))
                 yield piece
 
 

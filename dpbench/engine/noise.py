@@ -45,10 +45,12 @@ class Noise(ABC):
     Attributes:
         words: what it is, for the record.
         private: whoever knows the code and the seed that is in it cannot repeat the noise.
+        repeatable: it comes from a generator that is in the same state in every process.
     """
 
     words: str
     private: bool
+    repeatable = False
 
     @abstractmethod
     def added(self, total: Tensor, deviation: float) -> Tensor:
@@ -68,6 +70,7 @@ class Pseudo(Noise):
         self._given = generator
         self._own: dict[str, torch.Generator] = {}
         self.private = generator is None
+        self.repeatable = generator is not None
         self.words = "pseudo-random, seeded by the operating system"
         if generator is not None:
             self.words = "seeded by the caller: can be repeated, not private"

@@ -24,6 +24,7 @@ from clipping.interface import (
     map_tensors,
 )
 from clipping.recording import Recording
+from clipping.spread import no_rows, row_of_zeros
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
 
@@ -143,9 +144,11 @@ class Recorder:
             return None
         self._refuse_batch_norm()
         batch_size = leading_dimension(args, kwargs)
-        if batch_size == 0:
+        if batch_size == 0 and not self._backend.sharded:
             self.drop()
             return None
+        if batch_size == 0:
+            args, kwargs = row_of_zeros((args, kwargs))
         # other tensors of the same storage, for the tape to mark
         args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), (args, kwargs))
         if self._recording is not None and self._recording.batch_size != batch_size:
@@ -167,7 +170,7 @@ class Recorder:
         self._entered[-1] = True
         return args, kwargs
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if module is self._model and self._entered and self._entered.pop():
             assert self._recording is not None
             self._recording.__exit__(None, None, None)
@@ -180,6 +183,9 @@ class Recorder:
                     PrivacyWarning,
                     stacklevel=2,
                 )
+            if self._recording.batch_size == 0:
+                return no_rows(output)
+        return None
 
     def _unwind(self) -> None:
         if any(self._entered) and self._recording is not None:

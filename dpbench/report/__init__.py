@@ -24,6 +24,7 @@ from dpbench.report import (
     captions,
     claims,
     decisions,
+    distributed,
     files,
     findings,
     growth,
@@ -283,6 +284,16 @@ FIGURES = {
         audit.text,
         audit.caption,
         audit.plot,
+    ),
+    "distributed": FigureKind(
+        "throughput and memory of private beside ordinary training in several processes, under DDP and FSDP2",
+        ("distributed",),
+        lambda r: r.id,
+        dict.fromkeys(("experiment", "threads"), ("distributed",)),
+        distributed.table,
+        distributed.text,
+        distributed.caption,
+        distributed.plot,
     ),
 }
 

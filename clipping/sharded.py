@@ -1,0 +1,126 @@
+"""A model spread over processes: each clips its own samples, and what crosses between them is sums.
+
+A per-sample gradient belongs to one sample, and a sample to one process. So norms and factors are local, whatever the
+parameters are; only Σ_i c_i g_i runs over all processes.
+
+*DistributedDataParallel*: every process has the whole model. The local sums are added up by all-reduce; the wrapper's
+own communication, which averages gradients that were not clipped, is passed by.
+
+*FSDP2* (``fully_shard``): a parameter is a DTensor, of which each process holds a shard. While a module runs, a plain
+tensor stands in for it, gathered before and freed after; before the module's backward it is gathered again, by FSDP's
+own hooks. They fire in a backward pass for activation gradients alone, and find no weight gradient to reduce. So
+
+    norms            from (a, g) or the instantiated gradient, when g arrives: the stand-in is there
+    Σ_i c_i g_i      from (a, g) alone, one parameter after the other: nothing is gathered a third time, and each is
+                     reduce-scattered before the next is formed
+
+What a process holds is its shards, one module's parameters, and one parameter's gradient beside ordinary activations.
+Every process takes part in every collective, in the same order: one without samples runs a row of zeros, of which
+nothing is used.
+
+Refused: two passes (the second would hold all weight gradients at once), one sample at a time (processes with
+different numbers of samples would wait for each other), and other ways of sharding. The first batch is not verified
+under FSDP2: check the model before it is sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from clipping.norms import Book, LayerByLayer, Norms
+from clipping.rules import Rule
+from clipping.samples import weighted_sum
+from clipping.sources import Source
+from clipping.tape import Use
+
+
+def reduced(local: Tensor | None, p: Tensor) -> Tensor:
+    """The sum over all processes of what each has for parameter `p`, of p's own placement.
+
+    Args:
+        local: of the parameter's whole shape; None is zeros.
+        p: a DTensor of floating point.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+
+    assert isinstance(p, DTensor)
+    wide = torch.promote_types(p.dtype, torch.float32)
+    mine = torch.zeros(p.shape, dtype=wide, device=p.device) if local is None else local.to(wide)
+    whole = DTensor.from_local(mine.contiguous(), p.device_mesh, [Partial()] * p.device_mesh.ndim, run_check=False)
+    shard = whole.redistribute(placements=p.placements).to_local()
+    if hasattr(shard, "wait"):  # or the whole of it would live until somebody reads the shard
+        shard = shard.wait()
+    return DTensor.from_local(shard, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
+class _Sharded(Norms):
+    """What depends on a stand-in's values is settled while it is there: afterwards only its shape is."""
+
+    def arrived(self, use: Use, g: Tensor) -> None:
+        super().arrived(use, g)
+        for _, rule in use.rules:
+            if not rule.is_fallback:  # which has been instantiated; the others read the shape alone
+                rule.parameter = rule.parameter.new_empty(()).expand(rule.parameter.shape)
+
+
+class ShardedBook(_Sharded, Book):
+    """Book-keeping whose sums are formed and reduced one parameter after the other."""
+
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+        if source.rearranged and not rule.is_fallback:
+            super()._single(source, rule, g)
+        else:
+            self._several(source, rule, g)
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        with torch.no_grad():
+            total = self._total()
+            factors = self._clip.factors(total)
+            parts: dict[str, list[tuple[Source, Callable[[Tensor], Tensor]]]] = {}
+            while self._entries:
+                source, weigh = self._entries.pop()
+                parts.setdefault(next(iter(source.parameters)), []).append((source, weigh))
+            return total, {
+                name: reduced(self._formed(name, parts.pop(name, []), factors), p)
+                for name, p in self._parameters.items()
+            }
+
+    def _formed(
+        self, name: str, parts: list[tuple[Source, Callable[[Tensor], Tensor]]], factors: Tensor
+    ) -> Tensor | None:
+        """This process's Σ_i c_i g_i of one parameter; None if its loss does not depend on it."""
+        found = [weighted_sum(factors, self._sums.pop(name))] if name in self._sums else []
+        found += [rule.weighted(g, factors) for rule, g in self._pairs.pop(name, [])]
+        found += [source.pull_back(weigh(factors)[None])[name][0] for source, weigh in parts]
+        return sum(found[1:], found[0]) if found else None
+
+
+class ShardedLayers(_Sharded, LayerByLayer):
+    """Per-layer clipping: the local sums are there when the backward pass ends, and are reduced in order."""
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        total, grads = super().finish()
+        return total, {name: reduced(grads.pop(name, None), p) for name, p in self._parameters.items()}
+
+
+class Nothing(Norms):
+    """A process without samples: the passes were run for the sake of the others."""
+
+    def arrived(self, use: Use, g: Tensor) -> None:
+        pass
+
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+        pass
+
+    def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._squares, {name: reduced(None, p) for name, p in self._parameters.items()}
+
+
+def norms_of(kind: type[Norms], losses: Tensor) -> type[Norms]:
+    """What takes the place of `kind` in a sharded model."""
+    if losses.shape[0] == 0:
+        return Nothing
+    return ShardedLayers if kind is LayerByLayer else ShardedBook

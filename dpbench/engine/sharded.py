@@ -1,0 +1,53 @@
+"""The engine's noise where a parameter is a DTensor: a coordinate of the sum lies in one process, and so its noise.
+
+Independent draws of N(0, σ²S²) for the shards are one draw for the whole. Where shards have replicas (HSDP), the first
+replica draws, and the others take what it has. A generator of the caller's draws the whole parameter in every process,
+of which each keeps its shard: training is then repeated by any number of processes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dpbench.engine.noise import Noise
+
+
+def with_noise(total: Any, noise: Noise, deviation: float) -> Any:
+    """`total`, a DTensor of sums, + N(0, deviation²) in each coordinate, in float32 or wider.
+
+    Args:
+        total: the sum over all processes.
+        noise: this process's source.
+        deviation: σ times the sensitivity; 0 draws nothing.
+    """
+    from torch.distributed.tensor import DTensor
+
+    mine = total.to_local()
+    if deviation:
+        if noise.repeatable:
+            drawn = noise.added(torch.zeros(total.shape, dtype=mine.dtype, device=mine.device), deviation)
+            mine = mine + _shard_of(drawn, total)
+        else:
+            mine = noise.added(mine, deviation)
+        for dim, placement in enumerate(total.placements):
+            if placement.is_replicate():
+                group = total.device_mesh.get_group(dim)
+                mine = mine.contiguous()
+                dist.broadcast(mine, src=dist.get_global_rank(group, 0), group=group)
+    return DTensor.from_local(
+        mine, total.device_mesh, total.placements, run_check=False, shape=total.shape, stride=total.stride()
+    )
+
+
+def _shard_of(whole: Tensor, like: Any) -> Tensor:
+    """This process's part of a tensor that every process has."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    everywhere = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    found: Tensor = everywhere.redistribute(placements=like.placements).to_local()
+    return found

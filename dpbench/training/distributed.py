@@ -1,0 +1,316 @@
+"""Body of a `DistributedTrial`: ranks forked from the trial's process, in its process group, that train together.
+
+Weak scaling: each process has `batch_size` samples. Each backend has a model of its own, spread in the same way. In
+order: the summed clipped gradient against one process's; a warm-up; rounds in which every backend has a turn, in an
+order of the round's own; and the memory of one more step of each, in every process.
+
+A step is all of training: forward, backward, communication, noise and the optimizer (SGD with momentum). Ordinary
+training averages gradients while the backward pass still runs, as the wrapper does; the engine's sums cross when the
+factors are known, which is after it. More processes than CPUs or GPUs share them: their throughput is marked
+`oversubscribed`, and says nothing of a machine that has enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from clipping import Flat, compare, load_backend
+from clipping.interface import forward, map_tensors
+from clipping.spread import held_here
+from clipping.verification import TOLERANCE, Agreement
+from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.forked import available_cpus
+from dpbench.measure import verify
+from dpbench.measure.bench import storage_bytes, tensors_in
+from dpbench.measure.memory import measured_peak
+from dpbench.measure.timing import stopwatch_for, warm_up
+from dpbench.models import Workload, load_workload
+from dpbench.outcome import Outcome, TrialFailure, classify
+from dpbench.training.scale import DistributedTrial
+
+#: A turn is one step, or as many as fill so long, but these at most.
+TURN_SECONDS, MOST_IN_A_TURN = 0.3, 10
+#: Samples of each process that the answer is verified on.
+VERIFIED = 2
+_MAX_GRAD_NORM, _NOISE = 1.0, 0.01
+
+
+class RankFailed(TrialFailure):
+    """A process of the training ended before it had answered, or raised: with the outcome that this has."""
+
+    def __init__(self, result: dict[str, Any], message: str, outcome: Outcome = Outcome.ERROR) -> None:
+        super().__init__(result, message)
+        self.outcome = outcome
+
+    def __reduce__(self) -> Any:
+        return RankFailed, (self.result, str(self), self.outcome)
+
+
+def run(trial: DistributedTrial) -> dict[str, Any]:
+    """{"parameters", "communication", "oversubscribed", "verification", "backends": {name: {"turns", "memory"}}}.
+
+    A turn is {"round", "position", "step_seconds"}, of the first process; memory is a list, of each process.
+
+    Raises:
+        Mismatch: the summed clipped gradient is not that of one process.
+        RankFailed: a process went away, or raised.
+    """
+    on_cuda = trial.device.startswith("cuda")
+    places = torch.cuda.device_count() if on_cuda else available_cpus() // trial.threads
+    if on_cuda and trial.processes > places:
+        raise RankFailed({}, f"expected at most {places} processes, one a GPU, got {trial.processes}")
+    answers = _launched(trial)
+    first = answers[0]
+    found = Agreement(**first["agreement"])
+    dtype = torch.bfloat16 if trial.precision == "mixed" else torch.float32
+    result: dict[str, Any] = {
+        "parameters": first["parameters"],
+        "communication": first["communication"],
+        "oversubscribed": trial.processes > places,
+        "verification": verify.verification_record(found, TOLERANCE[dtype], VERIFIED * trial.processes),
+        "backends": {
+            name: {"turns": first["turns"][name], "memory": [answer["memory"][name] for answer in answers]}
+            for name in trial.backends
+        },
+    }
+    if not found.within(TOLERANCE[dtype]):
+        raise verify.mismatch(trial.backends[-1], found, TOLERANCE[dtype], result)
+    return result
+
+
+def _launched(trial: DistributedTrial) -> list[dict[str, Any]]:
+    """What each rank answers, in order. None is left when this returns."""
+    context = multiprocessing.get_context("fork")  # the trial's process has torch, and has not touched a device
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        for rank in range(trial.processes):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(trial, rank, f"file://{folder}/meet", send), daemon=True)
+            process.start()
+            send.close()  # or its end would not be seen
+            ranks.append((process, receive))
+        try:
+            waiting = {receive: rank for rank, (_, receive) in enumerate(ranks)}
+            answers: dict[int, dict[str, Any]] = {}
+            while waiting:
+                for ready in wait(list(waiting)):
+                    assert isinstance(ready, Connection)
+                    rank = waiting.pop(ready)
+                    answers[rank] = _answer(rank, ranks[rank][0], ready)
+            return [answers[rank] for rank in range(trial.processes)]
+        finally:
+            for process, _ in ranks:
+                process.kill()
+                process.join()
+
+
+def _answer(rank: int, process: Any, receive: Connection) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = receive.recv()
+    except EOFError:
+        process.join()
+        how = f"process {rank} went away with exit code {process.exitcode}"
+        raise RankFailed({}, how, Outcome.CRASH) from None
+    if "error" in answer:
+        raise answer["error"]
+    return answer
+
+
+def _rank(trial: DistributedTrial, rank: int, meet: str, send: Connection) -> None:
+    try:
+        torch.set_num_threads(trial.threads)
+        on_cuda = trial.device.startswith("cuda")
+        if on_cuda:
+            torch.cuda.set_device(rank)
+        library = "nccl" if on_cuda else "gloo"
+        dist.init_process_group(
+            library,
+            init_method=meet,
+            rank=rank,
+            world_size=trial.processes,
+            timeout=timedelta(seconds=trial.timeout),
+        )
+        send.send({**_measured(trial, rank), "communication": library})
+        dist.barrier()  # or the first to end takes its store away from the others
+    except BaseException as error:
+        outcome, evidence, _ = classify(error)
+        send.send({"error": RankFailed({}, f"process {rank}: {evidence}", outcome)})
+    finally:
+        send.close()
+        os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+
+
+def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
+    agreement = _agreement(trial, rank)
+    steps = {name: _Step(trial, name, rank) for name in trial.backends}
+    device = torch.device(trial.device)
+    stopwatch = stopwatch_for(device)
+    counts = {}
+    for name, step in steps.items():
+        seconds = fmean(_agreed(warm_up(step, stopwatch=stopwatch, max_seconds=0.0), step, stopwatch))
+        counts[name] = max(1, min(MOST_IN_A_TURN, math.ceil(_of_the_first(TURN_SECONDS / seconds))))
+    order = random.Random(trial.seed)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in steps}
+    spent = 0.0
+    for number in range(trial.rounds):
+        for position, name in enumerate(order.sample(list(steps), len(steps))):
+            dist.barrier()
+            seconds_each = stopwatch(steps[name], counts[name], math.inf)
+            spent += sum(seconds_each)
+            turns[name].append({"round": number, "position": position, "step_seconds": seconds_each})
+        if number and _of_the_first(spent) > trial.max_seconds:
+            break
+    memory = {}
+    for name, step in steps.items():
+        others = sum(storage_bytes(other.holds()) for key, other in steps.items() if key != name)
+        peak = measured_peak(step, step.holds(), device).as_record()
+        if device.type == "cuda":
+            peak["peak_bytes"] -= others  # the allocator's peak is of all that is alive
+        memory[name] = peak
+    return {
+        "agreement": agreement._asdict(),
+        "parameters": steps[trial.backends[0]].parameters,
+        "turns": turns,
+        "memory": memory,
+    }
+
+
+def _agreed(first: list[float], step: Callable[[], object], stopwatch: Any) -> list[float]:
+    """Two more steps after the first, as many in every process: a warm-up that settles would end at different times."""
+    dist.barrier()
+    found: list[float] = stopwatch(step, 2, math.inf)
+    return found or first
+
+
+def _of_the_first(number: float) -> float:
+    """The first process's, in all of them: they take the same turns."""
+    box = [number]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def workload_of(trial: DistributedTrial) -> Workload:
+    """The same model in every process."""
+    settings = {"image_size": trial.image_size, "num_classes": trial.num_classes}
+    given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
+    return load_workload(trial.model, device=trial.device, data=trial.data, dtype="float32", seed=trial.seed, **given)
+
+
+def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
+    """The model as the trial has it spread: wrapped, or sharded in place, block by block."""
+    if trial.spread == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    wide = torch.float32
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=wide, output_dtype=wide)
+    policy = mixed if trial.precision == "mixed" else MixedPrecisionPolicy()
+    for part in (*blocks(model), model):
+        fully_shard(part, mp_policy=policy)
+    return model
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """What is gathered together: the outermost members of module lists, unless they share parameters with the rest."""
+    found = []
+
+    def look(module: nn.Module) -> None:
+        for child in module.children():
+            listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+            if listed and next(child.parameters(), None) is not None:
+                found.append(child)
+            else:
+                look(child)
+
+    look(model)
+    owners: dict[int, int] = {}
+    for block in found:
+        for p in block.parameters():
+            owners[id(p)] = owners.get(id(p), 0) + 1
+    held = {id(p) for block in found for p in block.parameters()}
+    outside = [m for m in model.modules() if not any(m in set(block.modules()) for block in found)]
+    loose = {id(p) for m in outside for p in m.parameters(recurse=False)} & held
+    return [b for b in found if not any(id(p) in loose or owners[id(p)] > 1 for p in b.parameters())]
+
+
+def _agreement(trial: DistributedTrial, rank: int) -> Agreement:
+    """The sum of every process's clipped gradients against one process's, of the model before it was spread."""
+    private = next((name for name in trial.backends if load_backend(name).private), None)
+    if private is None:
+        return Agreement(0.0, 0.0, "")
+    work = workload_of(trial)
+    clip = Flat(max_grad_norm=_MAX_GRAD_NORM)
+    inputs, targets = work.batch(VERIFIED * trial.processes)
+    alone = load_backend("microbatch")(work.model, work.loss_fn, clip=clip)(inputs, targets)
+    mine = map_tensors(lambda x: x[rank :: trial.processes], (inputs, targets))
+    model = spread(work.model, trial)
+    with load_backend(private)(model, work.loss_fn, clip=clip, verify=False) as backend, _autocast(trial):
+        together = backend(*mine)
+    grads = {name: getattr(g, "full_tensor", lambda g=g: g)() for name, g in together.grads.items()}
+    assert alone.norms is not None
+    norms = alone.norms[rank :: trial.processes]
+    reference = alone.grads
+    if trial.precision == "mixed":  # rounding in bfloat16 is large beside a small parameter's gradient, not the whole's
+        grads, reference = ({"the model": torch.cat([g[n].flatten() for n in alone.grads])} for g in (grads, reference))
+    return compare(type(alone)(grads, together.norms, together.losses), type(alone)(reference, norms, alone.losses))
+
+
+@contextlib.contextmanager
+def _autocast(trial: DistributedTrial) -> Iterator[None]:
+    """Mixed precision, where it is not FSDP's own."""
+    on = trial.precision == "mixed" and trial.spread == "ddp"
+    with torch.autocast(torch.device(trial.device).type, torch.bfloat16, enabled=on):
+        yield
+
+
+class _Step:
+    """One training step of one backend on this process's samples, ready to run."""
+
+    def __init__(self, trial: DistributedTrial, name: str, rank: int) -> None:
+        work = workload_of(trial)
+        self._trial, self._loss_fn = trial, work.loss_fn
+        self.parameters = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
+        batch = work.batch(trial.batch_size * trial.processes)
+        mine = slice(rank * trial.batch_size, (rank + 1) * trial.batch_size)
+        self._inputs, self._targets = map_tensors(lambda x: x[mine].clone(), batch)
+        self._model = spread(work.model, trial)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3, momentum=0.9)
+        self._engine: PrivacyEngine | None = None
+        if load_backend(name).private:
+            total = trial.batch_size * trial.processes
+            settings = {"batch_size": total, "sample_size": 1000 * total, "max_grad_norm": _MAX_GRAD_NORM}
+            self._engine = PrivacyEngine(self._model, noise_multiplier=_NOISE, backend=name, **settings)  # type: ignore[arg-type]
+            self._engine.attach(self._optimizer)
+
+    def __call__(self) -> None:
+        with _autocast(self._trial):
+            losses = self._loss_fn(forward(self._model, self._inputs), self._targets)
+        if self._engine is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PrivacyWarning)  # the batches are fixed: time is measured, not trained
+                self._optimizer.step(loss=losses)  # type: ignore[call-arg]
+        else:
+            losses.mean().backward()
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def holds(self) -> list[Tensor]:
+        """What lives before and after the step, in this process."""
+        state = [value for values in self._optimizer.state.values() for value in values.values()]
+        mine = [getattr(x, "to_local", lambda x=x: x)() for x in tensors_in(state)]
+        return [*held_here(self._model), *mine, *tensors_in(self._inputs, self._targets)]

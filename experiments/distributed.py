@@ -1,0 +1,44 @@
+"""Private training in several processes beside ordinary training in as many: time and memory under DDP and FSDP2.
+
+Weak scaling: the samples of a process stay the same. On a CPU a process has one thread, and communicates by gloo: as
+many processes as CPUs are honest, more of them are marked as oversubscribed. On CUDA a process has a GPU, and more
+processes than GPUs are an error that says so.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.training.scale import DistributedTrial
+
+VIT = "timm:vit_tiny_patch16_224?patch_size=4"
+GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128"
+#: Model -> (samples of a process on a CPU, on CUDA).
+IMAGES = {"cnn": (32, 1024), "resnet18": (8, 256), VIT: (8, 256)}
+TEXTS = {GPT2: (2, 32)}
+
+
+def cells(device: str) -> list[DistributedTrial]:
+    cuda = device == "cuda"
+    processes = [1, 2, 4, 8] if cuda else [1, 2, 4]
+    found = []
+    for model, sizes in {**IMAGES, **TEXTS}.items():
+        size = {} if model in IMAGES else {"image_size": None, "num_classes": None}
+        same = {"model": model, "batch_size": sizes[cuda], "device": device, **size}
+        found += grid(DistributedTrial, processes=processes, spread=["ddp", "fsdp"], **same)
+        found += grid(DistributedTrial, processes=processes[:2], spread=["ddp", "fsdp"], precision="mixed", **same)
+    return found
+
+
+def smoke(device: str) -> list[DistributedTrial]:
+    few = {"model": "cnn", "batch_size": 2, "rounds": 2, "max_seconds": 0.2, "device": device}
+    return grid(DistributedTrial, processes=[1, 2] if device == "cpu" else 1, spread=["ddp", "fsdp"], **few)
+
+
+EXPERIMENT = Experiment(
+    name="distributed",
+    doc="private beside ordinary training in 1, 2, 4 ... processes: throughput and memory under DDP and FSDP2",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("distributed",),
+)

@@ -1,0 +1,302 @@
+"""One process of several under DDP and FSDP2, which saves what it found.
+
+python sharded_process.py RANK PROCESSES FOLDER, or torchrun sharded_process.py FOLDER.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from clipping import Flat, PerLayer, UnsupportedModel, load_backend
+from dpbench import PrivacyEngine
+from dpbench.measure.memory import measured_peak
+
+SAMPLES = 7  # not a multiple of the processes
+
+
+class Cnn(nn.Sequential):
+    """Convolutions with groups, group norm, an in-place ReLU; 5 output channels are no multiple of two."""
+
+    def __init__(self):
+        block = [nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.GroupNorm(2, 6), nn.ReLU(inplace=True)]
+        super().__init__(
+            nn.Conv2d(1, 4, 3), nn.GELU(), nn.Sequential(*block), nn.Conv2d(6, 5, 3), nn.Flatten(), nn.Linear(80, 3)
+        )
+
+    def blocks(self):
+        return [self[2]]
+
+    @staticmethod
+    def batch(draw):
+        return torch.randn(SAMPLES, 1, 8, 8, generator=draw, dtype=torch.float64)
+
+
+class Vit(nn.Module):
+    """A class token and positions that belong to the root, and encoder layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = nn.Conv2d(1, 8, 4, stride=4)
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 6, 8))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True) for _ in range(2))
+        self.scale = nn.Parameter(torch.rand(3, 8))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions[:, : x.shape[1] + 1]
+        for layer in self.layers:
+            x = layer(x)
+        x = x[:, 0] * torch.softmax(self.scale, 0).sum(0)  # not a rearrangement: its gradient needs the values
+        return self.head(x * self.scale[1].sigmoid())
+
+    def blocks(self):
+        return list(self.layers)
+
+    @staticmethod
+    def batch(draw):
+        return torch.randn(SAMPLES, 1, 8, 8, generator=draw, dtype=torch.float64)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attend, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.gain = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        q, k, v = self.attend(self.norm(x)).chunk(3, -1)
+        y = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)[:, 0]
+        return x + self.out(y) * torch.tanh(self.gain)
+
+
+class Gpt(nn.Module):
+    """The head is the embedding: both are the root's, one parameter of two uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(6, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[1]))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)[:, -1, :3].clone()  # FSDP warns of a view
+
+    def blocks(self):
+        return list(self.layers)
+
+    @staticmethod
+    def batch(draw):
+        return torch.randint(0, 11, (SAMPLES, 5), generator=draw)
+
+
+MODELS = {"cnn": Cnn, "vit": Vit, "gpt": Gpt}
+CASES = [(model, "bk_mixed", "flat") for model in MODELS]
+CASES += [("gpt", "bk_ghost", "flat"), ("vit", "bk_mixed", "per_layer"), ("gpt", "bk_mixed", "per_layer")]
+
+
+def made(name, dtype=torch.float64):
+    """The model and a batch, the same in every process."""
+    torch.manual_seed(3)
+    model = MODELS[name]().to(dtype)
+    draw = torch.Generator().manual_seed(5)
+    x, y = MODELS[name].batch(draw), torch.randint(0, 3, (SAMPLES,), generator=draw)
+    return model, (x.to(dtype) if x.is_floating_point() else x), y
+
+
+def loss_fn(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def sharded(model, **options):
+    for block in model.blocks():
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def replicated():
+    """Two replicas of two shards (HSDP)."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+
+
+def whole(grads):
+    return {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+
+
+def clipped(case, rank=0, processes=1, how="alone", empty=False):
+    """Two calls of a backend on this process's samples: (gradients, norms). `empty`: the last process has none."""
+    name, backend, clip = case
+    model, x, y = made(name)
+    clip = PerLayer(max_grad_norm=0.4) if clip == "per_layer" else Flat(max_grad_norm=0.4)
+    if how == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif how != "alone":
+        sharded(model, **({"mesh": replicated()} if how == "hsdp" else {}))
+    share = processes - 1 if empty else processes
+    mine = slice(rank, None, share) if rank < share else slice(0, 0)
+    with load_backend(backend)(model, loss_fn, clip=clip) as run:
+        run(x[mine], y[mine])
+        out = run(x[mine], y[mine])
+    assert all(p.grad is None for p in model.parameters())
+    return whole(out.grads), out.norms
+
+
+def mixed():
+    """bfloat16 forward and backward, float32 shards: dtypes of norms and gradients, and the sum."""
+    model, x, y = made("gpt", torch.float32)
+    sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    with load_backend("bk_mixed")(model, loss_fn, clip=Flat(max_grad_norm=0.4)) as run:
+        out = run(x[rank::processes], y[rank::processes])
+    return whole(out.grads), out.norms
+
+
+def refusals():
+    """What each backend says of a sharded model; "" if it takes it."""
+    said = {}
+    for backend in ("nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "fastgradclip", "bk_ghost"):
+        model, *_ = made("cnn")
+        try:
+            load_backend(backend)(sharded(model), loss_fn).close()
+            said[backend] = ""
+        except UnsupportedModel as error:
+            said[backend] = str(error)
+    model, *_ = made("cnn")
+    fully_shard(model[2])
+    with contextlib.suppress(UnsupportedModel):
+        load_backend("bk_mixed")(model, loss_fn)
+        said["part"] = ""
+    return said
+
+
+def train(how="alone", noise=0.0, seed=7, batch_size=3):
+    """Parameters after an epoch of small Poisson batches, some of them empty on some process, cut into pieces."""
+    model, x, y = made("gpt")
+    called = model
+    if how == "ddp":
+        called = nn.parallel.DistributedDataParallel(model)
+    elif how != "alone":
+        sharded(model, **({"mesh": replicated()} if how == "hsdp" else {}))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    engine = PrivacyEngine(
+        called,
+        batch_size=batch_size,
+        sample_size=28,
+        max_grad_norm=0.5,
+        noise_multiplier=noise,
+        generator=None if seed is None else torch.Generator().manual_seed(seed),
+    )
+    with warnings.catch_warnings(action="ignore"):
+        engine.attach(optimizer)
+    data = torch.utils.data.TensorDataset(x.repeat(4, 1), y.repeat(4))
+    sizes = []
+    for xs, ys in engine.data_loader(data, max_physical_batch_size=2):
+        sizes.append(len(ys))
+        optimizer.step(loss=F.cross_entropy(called(xs), ys, reduction="none"))
+    model.eval()
+    with torch.no_grad():
+        called(x)  # leaves the root of a sharded model gathered
+    engine.detach()
+    if how in ("fsdp", "hsdp"):
+        model.reshard()
+    return whole({name: p.detach() for name, p in model.named_parameters()}), sizes
+
+
+def noise(**options):
+    """One step from zero with a gradient of nothing: what moved the parameters is the noise, by OS seeds."""
+    model = nn.Sequential(nn.Linear(300, 101), nn.Linear(101, 3)).double()
+    for p in model.parameters():
+        nn.init.zeros_(p)
+    fully_shard(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
+    engine = PrivacyEngine(model, batch_size=4, sample_size=40, max_grad_norm=0.5, noise_multiplier=3.0)
+    engine.attach(optimizer)
+    rows = torch.zeros(2, 300, dtype=torch.float64)
+    optimizer.step(loss=model(rows).sum(1) * 0)
+    engine.detach()
+    return torch.cat([p.full_tensor().detach().flatten() for p in model.parameters()])
+
+
+def peaks(how):
+    """Bytes at the worst moment of a step of the engine, of a model whose parameters are most of it, and the losses."""
+    torch.manual_seed(1)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.Tanh()) for _ in range(40)], nn.Linear(128, 3))
+    if how == "fsdp":
+        for block in model[:-1]:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(2)
+    settings = {"batch_size": 4, "sample_size": 40, "max_grad_norm": 1.0, "noise_multiplier": 0.01}
+    engine = PrivacyEngine(model, **settings, generator=generator)
+    with warnings.catch_warnings(action="ignore"):
+        engine.attach(optimizer)
+    x, y = torch.randn(4, 128, generator=generator), torch.arange(4) % 3
+    if how == "fsdp":
+        mine = slice(dist.get_rank(), None, dist.get_world_size())
+        x, y = x[mine], y[mine]
+    losses = []
+
+    def step():
+        out = loss_fn(model(x), y)
+        total = out.detach().sum()
+        if how == "fsdp":
+            dist.all_reduce(total)
+        losses.append(float(total) / 4)
+        optimizer.step(loss=out)
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    state = [value for values in optimizer.state.values() for value in values.values() if value is not None]
+    peak = measured_peak(step, [local(t) for t in (*model.parameters(), *state)], torch.device("cpu")).peak_bytes
+    engine.detach()
+    return peak, losses
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def main(rank, processes, folder):
+    if "MASTER_PORT" in os.environ:
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=processes)
+    found = {"alike": {}, "refusals": refusals(), "mixed": mixed()}
+    for how in ("ddp", "fsdp", *(["hsdp"] if processes == 4 else [])):
+        for case in CASES:
+            found["alike"][how, case, False] = clipped(case, rank, processes, how)
+        for name in MODELS:
+            case = (name, "bk_mixed", "flat")
+            found["alike"][how, case, True] = clipped(case, rank, processes, how, empty=True)
+        found[how] = train(how), train(how, noise=1.0)
+    if processes == 4:
+        found["replicas"] = noise(mesh=replicated())
+    found |= {"noise": noise(), "peak": peaks("fsdp")}
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()  # or the first to end takes its store away from the other
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:  # under torchrun
+        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1])
+    else:
+        main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    sys.stdout.flush()
+    os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
