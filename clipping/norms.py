@@ -28,9 +28,6 @@ from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
 from clipping.tape import Use
 
-SMALL = 2**18
-"""Bytes of a batch's gradients of one parameter up to which they are joined with others."""
-
 
 class Norms(ABC):
     """Adds up squared norms [B], and what several uses of a parameter must share first.
@@ -180,6 +177,9 @@ class Book(_WholeNorms):
     hundreds of them, and to begin an operation takes longer than to carry it out.
     """
 
+    small = 2**18
+    """Bytes of a batch's gradients of one parameter up to which they are joined with others."""
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
@@ -189,7 +189,7 @@ class Book(_WholeNorms):
         route = rule.route
         if not source.rearranged and _is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
-        if route.kept and rule.samples(g) * rule.instantiated_bytes(g) <= SMALL and not route.way:
+        if route.kept and rule.samples(g) * rule.instantiated_bytes(g) <= self.small and not route.way:
             gradients = rule.instantiate(g, slice(0, rule.samples(g)))
             self._small.append((source, gradients.reshape(len(self._squares), -1)))
             return
