@@ -23,8 +23,8 @@ from dpbench.outcome import Outcome
 class Job:
     """A trial as it is sent to a node, and what the node must know beside it.
 
-    `sources` and `libraries` are the trial's, `all_libraries` the experiment's; `cpus`: as many
-    as a trial that must run alone has for itself, None for all there are; `executor` stands in the environment as it is.
+    `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`: so many has a trial for itself
+    that must run `alone`; None for all there are. `executor` stands in the environment as it is.
     """
 
     trial: Mapping[str, Any]
