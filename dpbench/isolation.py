@@ -9,7 +9,7 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,6 +82,13 @@ class Isolation:
             server.stdin.write(request.encode())
             server.stdin.flush()
         return self._keys
+
+    def pin(self, cpus: Collection[int] | None) -> None:
+        """Leave the trials that are submitted from now on these CPUs; None: as many as this process has."""
+        server = self._server or self._start()
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(ProcessLookupError):  # it is gone: `wait` says so
+                os.sched_setaffinity(server.pid, os.sched_getaffinity(0) if cpus is None else cpus)
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
         """The answers that arrive within `timeout` seconds (None: until there is one); empty if none does."""

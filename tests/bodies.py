@@ -65,6 +65,10 @@ def _where(trial: Act) -> dict[str, Any]:
     }
 
 
+def _cpus(trial: Act) -> dict[str, Any]:
+    return {"cpus": sorted(os.sched_getaffinity(0))}
+
+
 def _raise(trial: Act) -> dict[str, Any]:
     raise KeyError("no such thing")
 
@@ -122,6 +126,7 @@ def _offspring(trial: Act) -> dict[str, Any]:
 ACTIONS = {
     "sleep": _sleep,
     "where": _where,
+    "cpus": _cpus,
     "raise": _raise,
     "oom": _out_of_memory,
     "over_budget": _over_budget,

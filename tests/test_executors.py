@@ -16,8 +16,9 @@ from test_runner import Fake, sleepers
 
 from dpbench import environment, shards
 from dpbench.errors import UsageError
-from dpbench.executors import EXECUTORS, Cluster
+from dpbench.executors import EXECUTORS, Cluster, worker
 from dpbench.executors.blocks import blocks_of, key_of
+from dpbench.executors.cpus import own_cpus
 from dpbench.executors.ray_cluster import cpus_of, device_of
 from dpbench.executors.worker import different
 from dpbench.experiment import MaxBatch, grid, load_experiment
@@ -27,6 +28,7 @@ from dpbench.machines import Machine, Sweep, machines_of
 from dpbench.outcome import Outcome
 from dpbench.progress import Progress
 from dpbench.records import LeftOut, read
+from dpbench.reference import load_module
 from dpbench.report import tables
 from dpbench.schedule import Clock, History, Run, Schedule
 from dpbench.shards import Shards
@@ -34,6 +36,7 @@ from dpbench.store import Run as RunRead
 from dpbench.store import read_records, read_runs
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 
+bodies = load_module(str(Path(__file__).with_name("bodies.py")))
 ROOT = Path(__file__).resolve().parent.parent
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
 PROBE = PeakTrial(model="cnn", backend="ghost", batch_size=8, simulated=True, memory_budget=2**30)
@@ -309,7 +312,36 @@ def test_every_executor_is_known_to_the_runner():
     assert ("local", *_CLUSTERS) == EXECUTORS
 
 
-# a node that is not like the others
+# a node that is not like the others, or shared
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_trials_that_ask_for_cpus_of_their_own_do_not_share_them():
+    with own_cpus(1) as first, own_cpus(1) as second, own_cpus(None) as everything:
+        assert len(first) == len(second) == 1 and set(first).isdisjoint(second)
+        assert everything is None
+    with own_cpus(1) as again:
+        assert again == first
+    with own_cpus(10_000) as more:
+        assert more is None
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_a_node_pins_what_must_run_alone_to_its_cpus(monkeypatch):
+    monkeypatch.setattr(worker, "_node", None)
+    monkeypatch.chdir(ROOT)
+    asked = {"device": "cpu", "with_torch": False, "folder": str(ROOT), "libraries": (), "all_libraries": ("torch",)}
+    asked |= {"sources": {}, "cpus": 1}
+    try:
+        answers = [
+            worker.run_trial(worker.Job(trial=bodies.Act(action="cpus").to_wire(), alone=alone, **asked), "n")
+            for alone in (False, True)
+        ]
+    finally:
+        worker._node.isolation.close()
+    assert [len(answer["result"]["cpus"]) for answer in answers] == [len(os.sched_getaffinity(0)), 1]
+    assert all(answer["environment"]["device_name"].endswith(" 1 CPUs") for answer in answers), "one device, one label"
+    assert answers[0]["environment"]["node"] == "n" and set(answers[0]["environment"]["libraries"]) == {"torch"}
 
 
 def test_a_node_that_lacks_a_file_or_has_another_one_says_which(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpbench.environment import take_sources
 from dpbench.errors import UsageError
-from dpbench.executors.worker import confine
+from dpbench.executors.cpus import own_cpus
 from dpbench.experiment import load_experiment
 from dpbench.progress import Progress
 from dpbench.runner import Request, run
@@ -24,9 +24,15 @@ def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
     """
     if os.path.isdir(spec["folder"]):
         os.chdir(spec["folder"])
-    if given := os.environ.get("SLURM_CPUS_ON_NODE"):
-        confine(int(given))  # where SLURM counts CPUs and does not bind to them
     take_sources(spec["sources"])
+    given = os.environ.get("SLURM_CPUS_ON_NODE")
+    with own_cpus(int(given) if given else None) as cpus:  # SLURM counts CPUs, and may not bind to them
+        if cpus is not None:
+            os.sched_setaffinity(0, cpus)
+        return _run(spec)
+
+
+def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
     try:
         request = Request(
             experiment=load_experiment(spec["experiment"]),

@@ -123,7 +123,8 @@ class OnRay:
             all_libraries=self._all_libraries,
             device=self._device,
             with_torch=self._with_torch,
-            cpus=self._cpus,
+            cpus=self._cpus if self._device == "cpu" else None,
+            alone=trial.alone,
             folder=os.getcwd(),
             executor=self._sweep,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench import environment
-from dpbench.forked import available_cpus
+from dpbench.executors.cpus import own_cpus
 from dpbench.isolation import Answer, Isolation, our_path
 from dpbench.machines import NodeFacts
 from dpbench.outcome import Outcome
@@ -23,8 +23,8 @@ from dpbench.outcome import Outcome
 class Job:
     """A trial as it is sent to a node, and what the node must know beside it.
 
-    `sources` and `libraries` are the trial's, `all_libraries` the experiment's; `cpus`: as many as the trial may use;
-    `executor` stands in the environment as it is.
+    `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`: so many has a trial for itself
+    that must run `alone`; None for all there are. `executor` stands in the environment as it is.
     """
 
     trial: Mapping[str, Any]
@@ -34,6 +34,7 @@ class Job:
     device: str
     with_torch: bool
     cpus: int | None
+    alone: bool
     folder: str
     executor: Mapping[str, Any] = field(default_factory=dict)
 
@@ -46,15 +47,15 @@ class _Node:
 
     def __init__(self, job: Job, visible: str | None) -> None:
         self.visible = visible
-        if job.device == "cpu" and job.cpus is not None:
-            confine(job.cpus)
         if os.path.isdir(job.folder):
             os.chdir(job.folder)  # a model may be named by a path beside which the run was started
         variables = dict(environment.SERVER_VARIABLES)
         if job.device == "cpu":
             variables["CUDA_VISIBLE_DEVICES"] = ""
         self.isolation = Isolation(variables)
-        facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))
+        with own_cpus(job.cpus) as cpus:
+            self.isolation.pin(cpus)
+            facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))
         self.trouble = None if facts.outcome is Outcome.OK else (facts.evidence or str(facts.outcome)).splitlines()[-1]
         self.facts = facts.result or environment.host_facts(job.device)
         if job.device == "cuda" and self.trouble is None and self.facts.get("cuda_available") is False:
@@ -78,7 +79,12 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
             _node.isolation.close()
         _node = _Node(job, visible)
     trouble = _node.trouble or different(job.sources)
-    answer = refusal(0, trouble) if trouble is not None else _node.isolation.run(job)
+    if trouble is not None:
+        answer = refusal(0, trouble)
+    else:
+        with own_cpus(job.cpus if job.alone else None) as cpus:
+            _node.isolation.pin(cpus)
+            answer = _node.isolation.run(job)
     versions = {name: environment.version_of(name) for name in job.libraries}
     facts = _node.facts
     return {
@@ -112,11 +118,3 @@ def different(sources: Mapping[str, str]) -> str | None:
             what = f"another {name}" if os.path.isabs(name) else f"other sources ({name} of {our_path().split(':')[0]})"
             return f"{what} than where the run was started: every node needs the same"
     return None
-
-
-def confine(cpus: int) -> None:
-    """Leave this process, and what it starts, as many CPUs as the cluster gives it."""
-    if cpus < available_cpus() and hasattr(os, "sched_setaffinity"):
-        allowed = sorted(os.sched_getaffinity(0))
-        first = os.getpid() % (len(allowed) - cpus + 1)  # not the same ones for two nodes on one machine
-        os.sched_setaffinity(0, allowed[first : first + cpus])
