@@ -208,7 +208,8 @@ class Planner:
             return
         if self.strategy == "memory":
             for item in items:
-                item.taken = min(item.choices, key=lambda c: (c.held.bytes, c.seconds))
+                kinds = {(c.route.ghost, c.route.kept): c for c in reversed(item.choices)}  # the fastest blocks of each
+                item.taken = min(kinds.values(), key=lambda c: (c.held.bytes, c.seconds))
             return
         balance = self._fastest(items, timeline, fixed)
         if self.strategy == "time":

@@ -265,6 +265,8 @@ def _on_the_way(visited: Sequence[Any]) -> Iterable[tuple[int, int, int]]:
                 key = len(born)
                 born[key] = time, size
                 incoming[child] = key, size
+            elif not hands_on:  # added to the one that is there, and let go of
+                yield time, time, size
     for key, (time, size) in born.items():
         yield time, last.get(key, time), size
 

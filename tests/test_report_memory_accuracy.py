@@ -42,7 +42,8 @@ def test_errors_by_cell_and_the_worst_by_name(source):
     caption = memory_accuracy.caption(records, frame, left_out)
     assert "1 of 2 cells are within 5%" in caption and "the largest -10.0% (" in caption
     words = memory_accuracy.text(frame)
-    assert words.Step[0].endswith(" +2.0%") and words.Step[2] == "–" and words.Model[0] != ""
+    assert words.Step[0].endswith(" +2.0%") and words.Step[2] == "–"
+    assert words.Model[0] == "CNN" and words["Parameters and buffers"][0] == "1 MiB +0.0%"
 
 
 def test_the_figure_is_drawn_of_such_records_and_of_no_search(source, tmp_path):

@@ -20,6 +20,7 @@ from dpbench.report.select import LeftOut, Record, grouped
 from dpbench.report.style import missing
 
 PARTS = ("model", "forward", "backward", "step")
+_TITLES = {"model": "Parameters and buffers"}
 WITHIN = 0.05
 """The error that is asked for."""
 _COLUMNS = (
@@ -83,7 +84,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
             "Model": lambda r: style.model(r.model),
             "B": lambda r: str(r.batch_size),
             "Backend": lambda r: style.backend(r.backend).name,
-            **{part.capitalize(): partial(of, part) for part in PARTS},
+            **{_TITLES.get(part, part.capitalize()): partial(of, part) for part in PARTS},
             "Note": lambda r: "" if missing(r.note) else r.note,
         },
     )
