@@ -247,6 +247,13 @@ def test_failures_are_grouped_by_cause_with_counts_and_evidence(run):
     assert "Traceback: line ValueError: no room for 8 samples" in text
 
 
+def test_a_failure_that_was_run_again_is_no_failure(run):
+    run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="timeout", evidence="killed after 600 s")
+    RunFile(run.path.with_name("b.jsonl"), start=5).step("cnn", "ghost", [1.0])
+    text = write(run, "memory_speed_table")[1].text()
+    assert "No trial failed." in text and "1 superseded by a newer record" in text and "1 trial of" in text
+
+
 def test_environments_that_differ_say_so(run):
     run.step("cnn", "ghost", [1.0])
     RunFile(run.path.with_name("b.jsonl"), CPU | {"torch": "2.11.0"}).step("cnn", "vmap", [1.0])
