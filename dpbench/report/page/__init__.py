@@ -96,7 +96,8 @@ def render(parts: Sequence[Part], again: str) -> str:
 
 
 def _section(part: Part, number: int) -> dict[str, Any]:
-    heading = part.title[0].upper() + part.title[1:]
+    first = part.title[0]
+    heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital of ε
     prefix = f"f{number}"
     return {
         "id": f"{prefix}-{part.name}",
