@@ -16,7 +16,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
 from dpbench.report.page import svg
 from dpbench.training import AuditTrial, UtilityTrial
-from dpbench.trials import CalibrationTrial, MapTrial, SchemeTrial, StepTrial, SweepTrial
+from dpbench.trials import CalibrationTrial, ExplainTrial, MapTrial, SchemeTrial, StepTrial, SweepTrial
 
 HOSTILE = "<script>alert(1)</script>\"&'"
 
@@ -97,8 +97,14 @@ def everything(run, name="net.py:make"):
             failed={"vmap": ("oom", name)},
             image_size=size,
         )
+        run.overhead("vgg11", {"nonprivate": [1.0], "ghost": [3.0]}, batch_size=size)
         tokens = {"model": f"transformers:gpt2@{size}", "image_size": None}
         run.overhead(seconds={"nonprivate": [1.0], "ghost": [2.0]}, **tokens)
+    run.overhead("timm:deit_tiny_patch16_224", {"nonprivate": [1.0], "mixed_ghost": [1.5]}, image_size=224)
+    use = {"parameter": "a.weight", "op": "linear", "T": 2, "d": 4, "p": 8, "two_T_squared": 8, "p_times_d": 32}
+    costs = {name: {"ghost": 1, "instantiate": 2} for name in ("bytes", "flops")}
+    rows, summary = [use | costs | {"paper_choice": "ghost", "plan": "kept"}], {"inputs": [[8, 3, 32, 32]]}
+    run.add(ExplainTrial(model="cnn", batch_size=8), {"rows": rows, "summary": summary | {"batch_size": 8}})
     point = {"sample_rate": 0.01, "delta": 1e-5, "noise_multiplier": 4.0}
     for kind, more in ((SweepTrial, {}), (MapTrial, {}), (SchemeTrial, {"scheme": "Poisson"})):
         for accountant, value, bound in (("prv", 1.2, "upper_bound"), ("prv:lower", 1.1, "lower_bound")):
@@ -131,16 +137,17 @@ def whole(tmp_path_factory):
 def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
     path, parsed = whole
     text = parsed.text()
-    for kind in FIGURES.values():
+    kinds = [kind for name, kind in FIGURES.items() if name != "claims"]  # no record of an experiment of claims
+    for kind in kinds:
         assert kind.doc[1:] in text
     assert "ε of each sampling scheme" in text and "Ε" not in text  # the Greek capital looks like an E
     pictures = [attributes for tag, attributes in parsed.elements if tag == "svg"]
-    assert len(pictures) == len(FIGURES)
+    assert len(pictures) == len(kinds)
     for picture in pictures:
         assert picture["role"] == "img" and len(picture["aria-labelledby"].split()) == 2
-    assert parsed.count("table") == len(FIGURES) + 2  # the trials without a figure, the environment
+    assert parsed.count("table") == len(kinds) + 2  # the trials without a figure, the environment
     links = [a["href"] for tag, a in parsed.elements if tag == "a" and not a["href"].startswith("#")]
-    assert len(links) == 6 * len(FIGURES) + 3
+    assert len(links) == 6 * len(kinds) + 3
     assert all((path.parent / link).is_file() for link in links)
 
 
@@ -281,7 +288,7 @@ def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monke
     assert "✗ refuted 18× <faster> arXiv:0000.00000" in " ".join(parsed.text().split()) and parsed.count("svg") == 0
     text = (path.parent / "cpu-test-cpu-2-cpus" / "memory_speed_table.md").read_text(encoding="utf-8")
     assert "✗ refuted: 18× <faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
-    with pytest.raises(ValueError, match="expected a verdict, one of confirmed, .*, no data, got 'maybe'"):
+    with pytest.raises(ValueError, match=r"expected a verdict, one of confirmed, .*, no data, got 'maybe'"):
         Claim("a", "b", "maybe", "c")
 
 
