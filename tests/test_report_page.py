@@ -153,8 +153,8 @@ def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
         "times at most, over 1 of 1 setting, in 10.0 ms at the median.",
         "At σ = 4 the tightest valid ε is 1.200 (Poisson, add or remove one).",
         "At ε = 1 PRV allows 1.20× the steps at equal noise of the moments accountant of 2016.",
-        "Ghost is the fastest private backend on 3 models in 4 settings: 2.50× (2.00× to 3.00×) the time of ordinary "
-        "training (1 to 2 pairs of rounds each) and 1.00× its peak memory (measured, CPU allocator).",
+        "Ghost is the fastest private backend on 1 model in 2 settings: 2.00× the time of ordinary training (1 pair of "
+        "rounds each) and 1.00× its peak memory (measured, CPU allocator).",
         "Of 1 backend none is never wrong in 1 case; wrong: vmap in 1.",
         "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed).",
     ],
