@@ -331,7 +331,7 @@ def write_report(
         tables = {f"trials-{kind}": plain.kind_of(kind) for kind in sorted(others)}
         parts += [_written(part, output, pictures) for part in _parts(records, tables)]
         output.mkdir(parents=True, exist_ok=True)
-        path = page.write(output / "report.html", parts, records, again)
+        path = page.write(output / "report.html", parts, again)
     return [*(output / name for part in parts for name in part.files.values()), path]
 
 

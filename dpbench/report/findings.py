@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.report import readable, style
+from dpbench.report.privacy import ADJACENCIES
 from dpbench.report.style import missing
 
 PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
@@ -109,7 +110,7 @@ def points(frame: pd.DataFrame) -> str:
     return (
         f"Of {frame.accountant.nunique()} accountants {style.accountant(str(best)).name} is the tightest valid one: "
         f"{ratio.median():.4g} times the certified lower bound at the median and {ratio.max():.4g} times at most, over "
-        f"the {len(own):,} of {asked:,} settings that have both{took}."
+        f"{len(own):,} of {_several(asked, 'setting')}{took}."
     )
 
 
@@ -122,6 +123,8 @@ def schemes(frame: pd.DataFrame) -> str:
     valid = valid[valid.noise_multiplier == sigma].sort_values("epsilon")
     tight = valid.drop_duplicates(["scheme", "adjacency"])
     first, last = tight.iloc[0], tight.iloc[-1]
+    if len(tight) == 1:
+        return f"At σ = {style.plain(sigma)} the tightest valid ε is {_epsilon(first)} ({_scheme(first)})."
     return (
         f"At σ = {style.plain(sigma)} the tightest valid ε of {len(tight)} combinations of scheme and adjacency runs "
         f"from {_epsilon(first)} ({_scheme(first)}) to {_epsilon(last)} ({_scheme(last)})."
@@ -158,7 +161,8 @@ def scorecard(frame: pd.DataFrame) -> str:
     never = sum(not count for count in wrong.values())
     worst = sorted((name for name in backends if wrong[name]), key=lambda name: -wrong[name])
     told = f"; wrong: {', '.join(f'{style.backend(n).name} in {wrong[n]}' for n in worst)}" if worst else ""
-    return f"Of {len(backends)} backends {never} give no wrong answer in any of {len(cases)} cases{told}."
+    of = f"Of {_several(len(backends), 'backend')} {never or 'none'}"
+    return f"{of} {'is' if never < 2 else 'are'} never wrong in {_several(len(cases), 'case')}{told}."
 
 
 def utility(frame: pd.DataFrame) -> str:
@@ -223,7 +227,7 @@ def _span(values: Any, text: Any, between: str) -> str:
 
 def _settings(frame: pd.DataFrame, keys: Sequence[str]) -> str:
     models, cells = frame.model.nunique(), len(frame.drop_duplicates(list(keys)))
-    return _several(models, "model") + (f" at {cells} sizes in all" if cells > models else "")
+    return _several(models, "model") + (f" in {cells} settings" if cells > models else "")
 
 
 def _several(count: int, what: str) -> str:
@@ -240,4 +244,4 @@ def _epsilon(row: Any) -> str:
 
 
 def _scheme(row: Any) -> str:
-    return f"{row.scheme}, {row.adjacency.replace('_', ' ')}"
+    return f"{row.scheme}, {ADJACENCIES.get(row.adjacency, row.adjacency)}"

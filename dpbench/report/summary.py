@@ -68,7 +68,7 @@ def _trust(results: Sequence[Record]) -> str:
     good = outcomes.pop("ok", 0)
     rest = [f"{count:,} {style.OUTCOMES.get(name, name)}" for name, count in outcomes.most_common()]
     if rest:
-        said = f"Of {several(len(results), 'result')} {join([f'{good:,} gave a number', *rest])}"
+        said = f"Of {several(len(results), 'result')} {good:,} gave a number and the others none ({', '.join(rest)})"
     else:
         said = f"{'All' if good > 1 else 'The'} {several(good, 'result')} gave a number"
     checks = [

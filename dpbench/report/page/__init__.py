@@ -44,24 +44,24 @@ class Table:
     more: str = ""
 
 
-def write(path: Path, parts: Sequence[Part], records: Sequence[Record], again: str) -> Path:
+def write(path: Path, parts: Sequence[Part], again: str) -> Path:
     """Write the page.
 
     Args:
         path: of the page; the files of `parts` are linked from it as they lie below its folder.
         parts: the figures, drawn under the style that is set now.
-        records: all that the report was made from.
         again: the command that makes this page.
 
     Raises:
         OSError: if it cannot be written.
     """
-    path.write_text(render(parts, records, again), encoding="utf-8")
+    path.write_text(render(parts, again), encoding="utf-8")
     return path
 
 
-def render(parts: Sequence[Part], records: Sequence[Record], again: str) -> str:
-    """The page as text."""
+def render(parts: Sequence[Part], again: str) -> str:
+    """The page as text; it speaks of the records that its figures are made from, and not of those superseded since."""
+    records = list({id(record): record for part in parts for record in part.records}.values())
     here = importlib.resources.files(__name__)
     templates = jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8"))
     environment = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -96,7 +96,8 @@ def render(parts: Sequence[Part], records: Sequence[Record], again: str) -> str:
 
 
 def _section(part: Part, number: int) -> dict[str, Any]:
-    heading = part.title[0].upper() + part.title[1:]
+    first = part.title[0]
+    heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital of ε
     prefix = f"f{number}"
     return {
         "id": f"{prefix}-{part.name}",

@@ -18,6 +18,7 @@ from dpbench.report.figures import without_caption
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 #: DejaVu Sans has Verdana's widths, and the figures were laid out with it.
 _FONTS = "'DejaVu Sans', Verdana, sans-serif"
+_NO_TURN, _AROUND = re.compile(r"rotate\(-?0 [^)]*\)"), re.compile(r"\s*([A-Za-z])\s*")
 _NUMBER = re.compile(r"-?\d+\.\d{3,}")
 
 
@@ -44,7 +45,8 @@ def inline(figure: Figure, prefix: str, title: str, description: str) -> str:
             element.text = None
         element.tail = None
         element.tag = _plain(element.tag)
-        element.attrib = {_plain(name): _own(_plain(name), text, prefix) for name, text in element.attrib.items()}
+        told = {_plain(name): _own(_plain(name), text, prefix) for name, text in element.attrib.items()}
+        element.attrib = {name: text for name, text in told.items() if text}
     root.attrib = {
         "viewBox": root.attrib["viewBox"],
         "role": "img",
@@ -75,9 +77,18 @@ def _plain(name: str) -> str:
 
 
 def _own(name: str, text: str, prefix: str) -> str:
-    """An attribute's text: ids and what refers to them with the prefix, coordinates to a hundredth of a point."""
+    """An attribute's text: ids and what refers to them with the prefix, coordinates to a hundredth of a point.
+
+    Empty for what is so without it.
+    """
     if name == "style":
-        text = text.replace("font-family: 'DejaVu Sans'; ", "")  # the root has it
+        for said in ("font-family: 'DejaVu Sans'; ", "text-anchor: start; "):
+            text = text.replace(said, "")
+        text = text.replace("; ", ";").replace(": ", ":")
+    if name == "d":
+        text = _AROUND.sub(r"\1", text)
+    if name == "transform" and _NO_TURN.fullmatch(text):
+        return ""
     if name == "id":
         return f"{prefix}-{text}"
     if name == "href" and text.startswith("#"):
