@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -273,3 +274,43 @@ def test_ten_thousand_records_take_ten_seconds_at_most_and_nothing_heavy_is_impo
     assert seconds <= 10
     called = sum(row["verdict"] in ("slower", "faster") for row in rows if row["quantity"] != "peak")
     assert called <= 0.01 * len(rows)
+
+
+OWN = """
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import StepTrial
+
+def cells(device):
+    backends = ["nonprivate", "mixed_ghost"]
+    return grid(StepTrial, model="cnn", backend=backends, batch_size=4, data="synthetic", max_seconds=0.4)
+
+EXPERIMENT = Experiment(name="own", doc="Two backends.", cells=cells, smoke=cells, rounds=5)
+"""
+
+
+@pytest.mark.slow
+def test_two_real_runs_of_the_same_code_differ_in_no_cell(tmp_path, compare):
+    """Once in a hundred comparisons a verdict may err, so a second pair decides."""
+    (tmp_path / "own.py").write_text(OWN)
+    for attempt in range(2):
+        for name in "ab":
+            command = [
+                sys.executable,
+                "-m",
+                "dpbench",
+                "run",
+                "own.py",
+                "--device",
+                "cpu",
+                "--output",
+                f"{name}{attempt}",
+            ]
+            subprocess.run(
+                command, cwd=tmp_path, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            )
+        _, cells, _, _ = compare(a=f"a{attempt}", b=f"b{attempt}")
+        assert {(name, "time") for name in ("nonprivate", "mixed_ghost")} | {("mixed_ghost", "peak")} <= set(cells)
+        verdicts = {row["verdict"] for row in cells.values()}
+        if verdicts <= {"same", "inconclusive"}:
+            return
+    raise AssertionError(f"two runs of the same code: {verdicts}")

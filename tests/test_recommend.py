@@ -71,6 +71,11 @@ def test_ordinary_training_is_never_recommended_and_its_failure_is_told():
     assert advice().backend is None
 
 
+def test_no_time_for_anything_says_what_to_do():
+    found = verdict([Finding("nonprivate"), Finding("ghost"), Finding("vmap")], 8, "1 GiB")
+    assert found.backend is None and "smaller --batch-size or with more --seconds" in found.reason
+
+
 def test_a_tie_is_decided_by_memory_and_says_so():
     quick, lean = finding("bk_mixed", (1.10, 1.12, 1.11), 1.10), finding("bk_ghost", (1.12, 1.13, 1.11), 1.0)
     found = advice(quick, lean)

@@ -128,4 +128,6 @@ def _why(findings: Collection[Finding]) -> str:
     ordinary = next((f for f in findings if f.backend == ORDINARY), None)
     if ordinary is not None and ordinary.status not in ("ok", "not measured"):
         return f", and ordinary training fails too ({ordinary.reason})"
+    if set(counts) == {"not measured"}:
+        return ": there was no time to measure any; ask with a smaller --batch-size or with more --seconds"
     return f" ({'; '.join(words)})" if words else ""
