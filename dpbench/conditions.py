@@ -102,17 +102,7 @@ def drifting(seconds: Sequence[float]) -> str | None:
 def warnings(records: Sequence[Record]) -> list[str]:
     """What a reader of these records must be told of how they were taken; a sentence or two each."""
     timed = [r for r in records if series_of(r)]
-    found = []
-    loads = [(r, load) for r in timed for load in (r.load, r.environment.get("load_average")) if load is not None]
-    over = [(load, cpus) for r, load in loads if overload(load, cpus := _cpus(r.environment))]
-    if over:
-        load, cpus = max(over)
-        trials = len({id(r) for r, load in loads if overload(load, _cpus(r.environment))})
-        found.append(
-            f"Warning: the load average reached {load:.1f} on {cpus} CPUs, and exceeded them at {trials} of "
-            f"{len(timed)} timed trials or when their runs began: times may be too long; ratios within a round hold "
-            "better. Run again on an idle machine."
-        )
+    found = load_warnings(timed)
     environments = {id(r.environment): r.environment for r in timed}.values()
     gpu = dict.fromkeys(trouble for environment in environments for trouble in gpu_trouble(environment))
     found += [f"Warning: when a run began, {trouble}." for trouble in gpu]
@@ -132,6 +122,21 @@ def warnings(records: Sequence[Record]) -> list[str]:
             f"more than {MUCH_DRIFT:.0%}: the machine had not settled. Run these again when it is idle."
         )
     return found
+
+
+def load_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether other programs had the CPUs while these records were taken; a sentence if so."""
+    loads = [(r, load) for r in timed for load in (r.load, r.environment.get("load_average")) if load is not None]
+    over = [(load, cpus) for r, load in loads if overload(load, cpus := _cpus(r.environment))]
+    if not over:
+        return []
+    load, cpus = max(over)
+    trials = len({id(r) for r, load in loads if overload(load, _cpus(r.environment))})
+    return [
+        f"Warning: the load average reached {load:.1f} on {cpus} CPUs, and exceeded them at {trials} of "
+        f"{len(timed)} timed trials or when their runs began: times may be too long; ratios within a round hold "
+        "better. Run again on an idle machine."
+    ]
 
 
 class Watch:

@@ -95,11 +95,10 @@ def images(
 
     source = _READERS[kind](root)
     order = torch.randperm(source.count, generator=torch.Generator().manual_seed(seed)).tolist()
-    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in source.statistics)
 
     def batch(batch_size: int) -> tuple[Tensor, Tensor]:
-        pixels, labels = source.read(order[:batch_size], image_size)
-        pixels = ((pixels - mean) / std).to(dtype)
+        pixels, labels = _normalised(source, order[:batch_size], image_size)
+        pixels = pixels.to(dtype)
         if batch_size > source.count:
             cycle = torch.arange(batch_size) % source.count
             pixels, labels = pixels[cycle], labels[cycle]
@@ -107,6 +106,33 @@ def images(
         return pixels.to(device).contiguous(), (labels % num_classes).to(device)
 
     return batch
+
+
+def split(spec: str, *, image_size: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(images [n, C, S, S] float32, labels [n]) to train on, and to test on, each image once; C is 1 or 3.
+
+    CIFAR has a test set of its own. Of any other data a fifth is held out, by a permutation that is always the same;
+    of `synthetic` there are 1000.
+
+    Raises:
+        UsageError: the data set is missing or truncated.
+    """
+    import torch
+
+    kind, root = _split(spec)
+    if kind in ("cifar10", "cifar100"):
+        parts = [_cifar(root, 10 if kind == "cifar10" else 100, train) for train in (True, False)]
+        train, test = (_normalised(part, list(range(part.count)), image_size) for part in parts)
+        return train, test
+    if kind == "synthetic":
+        batch = images(spec, image_size=image_size, num_classes=10, device="cpu", dtype=torch.float32, seed=1)
+        pixels, labels = batch(1000)
+    else:
+        source = _READERS[kind](root)
+        order = torch.randperm(source.count, generator=torch.Generator().manual_seed(1)).tolist()
+        pixels, labels = _normalised(source, order, image_size)
+    cut = len(labels) - len(labels) // 5
+    return (pixels[:cut], labels[:cut]), (pixels[cut:], labels[cut:])
 
 
 def tokens(
@@ -135,6 +161,14 @@ def _split(spec: str) -> tuple[str, Path | None]:
     if kind not in DATA or (kind in ("digits", "synthetic")) != (kind == spec) or (":" in spec and not root):
         raise UsageError(_FORMS, spec, nearest(kind, DATA) if kind not in DATA else None)
     return kind, Path(root).expanduser() if root else None
+
+
+def _normalised(source: ImageSet, rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:
+    import torch
+
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in source.statistics)
+    pixels, labels = source.read(rows, image_size)
+    return (pixels - mean) / std, labels
 
 
 def _resized(pixels: Tensor, image_size: int) -> Tensor:
@@ -166,14 +200,14 @@ def _digits(root: Path | None) -> ImageSet:
     return ImageSet(len(classes), DIGITS_STATISTICS, lambda rows, size: (_resized(pixels[rows], size), classes[rows]))
 
 
-def _cifar(root: Path | None, classes: int) -> ImageSet:
+def _cifar(root: Path | None, classes: int, train: bool = True) -> ImageSet:
     import torch
     from torchvision import datasets
 
     assert root is not None
     form = datasets.CIFAR10 if classes == 10 else datasets.CIFAR100
     try:
-        data = form(str(root), train=True, download=False)
+        data = form(str(root), train=train, download=False)
     except RuntimeError as error:
         fault = _cifar_fault(form, root)
         if fault is None:

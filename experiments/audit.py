@@ -27,4 +27,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     smoke=smoke,
     rounds=1,
+    figures=("audit",),
 )

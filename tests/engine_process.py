@@ -1,7 +1,12 @@
-"""One process of two of a distributed training: python engine_process.py RANK FOLDER. Writes what became of it."""
+"""One process of two of a distributed training: python engine_process.py RANK FOLDER. Writes what became of it.
+
+Plain training without and with DistributedDataParallel; training that was interrupted in the middle of an epoch and
+resumed from each process's own checkpoint, or everywhere from the first one's; engines that differ.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import warnings
@@ -11,18 +16,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dpbench import PrivacyEngine
+from dpbench import Misuse, PrivacyEngine
 
 
-def train(rank=0, wrap=False):
-    """The state after two epochs, and the number of steps."""
+def make(rank=0, wrap=False, batch_size=6):
+    """(what is called, model, optimizer, engine, data)."""
     torch.manual_seed(rank)  # the models differ until the engine makes them one
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
     called = nn.parallel.DistributedDataParallel(model) if wrap else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
     engine = PrivacyEngine(
         called,
-        batch_size=6,
+        batch_size=batch_size,
         sample_size=60,
         max_grad_norm=0.5,
         noise_multiplier=1.0,
@@ -32,17 +37,59 @@ def train(rank=0, wrap=False):
         engine.attach(optimizer)
     numbers = torch.Generator().manual_seed(1)
     x, y = torch.randn(60, 6, generator=numbers), torch.randint(0, 3, (60,), generator=numbers)
-    for _ in range(2):
-        for xs, ys in engine.data_loader(torch.utils.data.TensorDataset(x, y), max_physical_batch_size=2):
+    return called, model, optimizer, engine, torch.utils.data.TensorDataset(x, y)
+
+
+def go_on(called, optimizer, engine, data, steps):
+    while engine.steps < steps:
+        for xs, ys in engine.data_loader(data, max_physical_batch_size=2):
             optimizer.step(loss=F.cross_entropy(called(xs), ys, reduction="none"))
+            if engine.steps == steps:
+                break
+
+
+def train(rank=0, wrap=False):
+    """The state after two epochs, and the number of steps."""
+    called, model, optimizer, engine, data = make(rank, wrap)
+    go_on(called, optimizer, engine, data, 20)
     engine.detach()
     return model.state_dict(), engine.steps
+
+
+def resumed(rank, own):
+    """(the state without an interruption, with one after 13 of 20 steps, what is spent in both)."""
+    called, model, optimizer, engine, data = make(rank)
+    go_on(called, optimizer, engine, data, 13)
+    file = io.BytesIO()
+    torch.save([part.state_dict() for part in (model, optimizer, engine)], file)
+    box = [file.getvalue()]
+    if not own:
+        dist.broadcast_object_list(box, src=0)
+    go_on(called, optimizer, engine, data, 20)
+    spent = [engine.privacy_spent()]
+    engine.detach()
+    called, again, optimizer, engine, data = make(rank + 5)
+    for part, state in zip((again, optimizer, engine), torch.load(io.BytesIO(box[0])), strict=True):
+        part.load_state_dict(state)
+    go_on(called, optimizer, engine, data, 20)
+    spent.append(engine.privacy_spent())
+    engine.detach()
+    return model.state_dict(), again.state_dict(), spent
+
+
+def different(rank):
+    """What is said of engines that do not agree."""
+    try:
+        make(rank, batch_size=6 - rank)
+    except Misuse as error:
+        return str(error)
 
 
 if __name__ == "__main__":
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    torch.save([train(rank), train(rank, wrap=True)], f"{folder}/{rank}.pt")
+    found = [train(rank), train(rank, wrap=True), resumed(rank, own=True), resumed(rank, own=False), different(rank)]
+    torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # or the first to end takes its store away from the other
     dist.destroy_process_group()
     os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process

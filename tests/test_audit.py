@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from accounting.audit import epsilon_lower_bound, p_value
+from dpbench.report import audit
 from dpbench.training import FAULTS, AuditTrial
 
 
@@ -47,6 +49,42 @@ def test_a_seeded_fault_is_found(fault):
 
     result = run(AuditTrial(fault=fault))
     assert result["violated"] and result["epsilon_lower_bound"] > 1.2
+
+
+class Record:
+    def __init__(self, fault, seed, bound, backend="bk_mixed"):
+        self.trial = AuditTrial(fault=fault, seed=seed, backend=backend).describe()
+        self.kind, self.device, self.run, self.environment, self.fingerprint = "audit", "cpu", "", {}, "0"
+        self.outcome, self.load = "ok", None
+        self.result = {"claimed_epsilon": 1.0, "epsilon_lower_bound": bound, "guesses": 500, "correct": 400}
+        self.result |= {"delta": 1e-6}
+
+
+def test_the_figure_says_what_was_found_and_what_was_not():
+    records = [Record("no_noise", seed, bound) for seed, bound in enumerate((3.1, 3.3, 3.2))]
+    records += [Record("divisor", 0, 0.4), Record("divisor", 1, 1.4), Record("", 0, 0.0), Record("", 1, 0.12)]
+    records += [Record("", 0, 1.5, "ghost")]
+    left_out = Counter()
+    frame = audit.table(records, left_out)
+    assert frame.fault.tolist() == ["", "", "", "no_noise", "no_noise", "no_noise", "divisor", "divisor"]
+    words = audit.text(frame)
+    assert words.verdict.tolist() == [
+        "VIOLATED in 1 of 1: ε ≥ 1.50",
+        "passes in 2 of 2: ε ≥ 0.00 to 0.12",
+        "found in 3 of 3: ε ≥ 3.10 to 3.30",
+        "MISSED in 1 of 2: ε ≥ 0.40 to 1.40",
+    ]
+    caption = audit.caption(records, frame, left_out)
+    assert "Of 3 runs of the sound engine 1 refute it; of 5 runs with a seeded fault 4 find it." in caption
+    axes = audit.plot(frame, caption).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *("ghost", "bk_mixed"),
+        *(FAULTS["no_noise"], FAULTS["divisor"]),
+    ]
+    assert set(words.verdict) <= {text.get_text() for text in axes.texts}
+    drawn = sorted(x for line in axes.lines[1:] for x in line.get_xdata())
+    assert drawn == sorted(frame.epsilon_lower_bound)
+    assert audit.plot(audit.table([], left_out), audit.caption(records, frame[:0], left_out)).axes
 
 
 def test_a_violation_is_a_mismatch(monkeypatch):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 import re
 
+import fake_cifar
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from torchvision import datasets
 
 from dpbench import data
 from dpbench.errors import UsageError
@@ -168,24 +166,13 @@ def test_empty_folder_is_one_line(tmp_path):
 @pytest.fixture
 def cifar(tmp_path, monkeypatch):
     """CIFAR-10 of five batches of four images, image i of value 10·i in red and 0 elsewhere, label i mod 10."""
-    root = tmp_path / "cifar-10-batches-py"
-    root.mkdir()
-
-    def write(name, content):
-        (root / name).write_bytes(pickle.dumps(content))
-        return hashlib.md5((root / name).read_bytes()).hexdigest()
 
     def batch(first):
         pixels = np.zeros((4, 3, 32, 32), dtype=np.uint8)
         pixels[:, 0] = 10 * np.arange(first, first + 4)[:, None, None]
-        return {"data": pixels.reshape(4, 3072), "labels": [i % 10 for i in range(first, first + 4)]}
+        return pixels, [i % 10 for i in range(first, first + 4)]
 
-    train = [[name, write(name, batch(4 * i))] for i, name in enumerate(f"data_batch_{n}" for n in range(1, 6))]
-    meta = write("batches.meta", {"label_names": [str(i) for i in range(10)]})
-    monkeypatch.setattr(datasets.CIFAR10, "train_list", train)
-    monkeypatch.setattr(datasets.CIFAR10, "test_list", [["test_batch", write("test_batch", batch(0))]])
-    monkeypatch.setattr(datasets.CIFAR10, "meta", {"filename": "batches.meta", "key": "label_names", "md5": meta})
-    return tmp_path
+    return fake_cifar.write(tmp_path, monkeypatch, [batch(4 * i) for i in range(5)], batch(20))
 
 
 def test_cifar_is_read_as_it_lies(cifar):
@@ -196,6 +183,22 @@ def test_cifar_is_read_as_it_lies(cifar):
     assert image.tolist() != list(range(20))
     assert torch.equal(labels, image % 10)
     assert values[:, 1:].abs().max() < 1e-3
+
+
+def test_cifar_has_a_test_set_of_its_own(cifar):
+    (x, y), (test_x, test_y) = data.split(f"cifar10:{cifar}", image_size=32)
+
+    def images(pixels):
+        return (denormalised(pixels, data.CIFAR10_STATISTICS)[:, 0, 5, 7] * 25.5).round().long().tolist()
+
+    assert images(x) == list(range(20)) and y.tolist() == 2 * list(range(10))
+    assert images(test_x) == [20, 21, 22, 23] and test_y.tolist() == [0, 1, 2, 3]
+
+
+def test_a_fifth_of_other_data_is_held_out():
+    (x, y), (test_x, test_y) = data.split("digits", image_size=8)
+    assert x.shape == (1438, 1, 8, 8) and test_x.shape == (359, 1, 8, 8) and len(y) == 1438 and len(test_y) == 359
+    assert len(torch.cat([x, test_x]).flatten(1).unique(dim=0)) > 1790  # each once, but for a few that are equal
 
 
 def test_missing_cifar_is_one_line(tmp_path):

@@ -10,19 +10,47 @@ import pytest
 import torch
 from engine_process import train
 
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-def test_one_process_and_two(tmp_path):
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What became of each of two processes; see `engine_process`."""
+    folder = tmp_path_factory.mktemp("two")
     script = Path(__file__).parent / "engine_process.py"
-    started = [subprocess.Popen([sys.executable, script, str(rank), str(tmp_path)]) for rank in range(2)]
+    started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=60) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_one_process_and_two(two):
     alone, steps = train()
     torch.manual_seed(0)
     start = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).state_dict()
     assert all((p - start[name]).abs().max() > 0.02 for name, p in alone.items()) and steps == 20
-    assert [process.wait(timeout=60) for process in started] == [0, 0]
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    first, second = (found[:2] for found in two)
     for (mine, count), (others, _) in zip(first, second, strict=True):  # without and with DistributedDataParallel
         assert count == 20
         for name, p in alone.items():
             torch.testing.assert_close(mine[name], p, rtol=1e-4, atol=1e-5)
             assert torch.equal(mine[name], others[name])
+
+
+@pytest.mark.parametrize("place", [2, 3], ids=["each its own checkpoint", "the first one's for all"])
+def test_two_processes_resume_bit_for_bit(two, place):
+    ends = []
+    for found in two:
+        whole, again, (spent, spent_again) = found[place]
+        assert all(torch.equal(p, again[name]) for name, p in whole.items())
+        assert spent == spent_again and spent.steps == 20 and spent.sampled_by == "engine"
+        ends.append(again)
+    assert all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
+
+
+def test_processes_with_other_settings_are_told_everywhere(two):
+    expected = "expected the same engine in every process, got batch_size=6 in the first and 5 in process 1"
+    assert all(found[4].startswith(expected) for found in two)

@@ -1,4 +1,8 @@
-"""Programs written for private_CNN's engine, with another import: its README's two examples, on small images."""
+"""Programs written for private_CNN's engine, with another import: its README's two examples, on small images.
+
+The model, the optimizer and every argument of the engine are those of the examples. What they leave to the reader (data
+loading, `F`, `logits`, the engine's arguments in the second) is filled in.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +15,6 @@ import torchvision
 from dpbench import PrivacyEngine
 
 
-def resnet():
-    torch.manual_seed(0)
-    return opacus.validators.ModuleValidator.fix(torchvision.models.resnet18(num_classes=10))
-
-
 @pytest.mark.parametrize(
     ("choice", "backend"),
     [
@@ -25,35 +24,59 @@ def resnet():
         ({}, "bk_mixed"),
     ],
 )
-def test_one_step_with_each_of_its_choices(choice, backend):
-    model = resnet()
+def test_the_first_example(choice, backend):
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18()
+
+    # replace BatchNorm by GroupNorm or LayerNorm
+    model = opacus.validators.ModuleValidator.fix(model)
+
     optimizer = torch.optim.Adam(params=model.parameters(), lr=1e-4)
     privacy_engine = PrivacyEngine(
-        model, batch_size=256, sample_size=50000, epochs=3, max_grad_norm=0.1, target_epsilon=3, **choice
+        model,
+        batch_size=256,
+        sample_size=50000,
+        epochs=3,
+        max_grad_norm=0.1,
+        target_epsilon=3,
+        **choice,
     )
     privacy_engine.attach(optimizer)
-    before = model.fc.weight.detach().clone()
-    logits = model(torch.randn(3, 3, 32, 32))
-    loss = F.cross_entropy(logits, torch.tensor([1, 2, 3]), reduction="none")
+
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    logits, labels = model(torch.randn(3, 3, 32, 32)), torch.tensor([1, 2, 3])
+    loss = F.cross_entropy(logits, labels, reduction="none")
+    # do not use loss.backward()
     optimizer.step(loss=loss)
+
     assert privacy_engine.backend == backend
-    assert torch.isfinite(model.fc.weight).all() and not torch.equal(model.fc.weight, before)
-    assert 0 < privacy_engine.privacy_spent().epsilon < 3
+    for name, p in model.named_parameters():
+        assert torch.isfinite(p).all() and not torch.equal(p, before[name])
+    spent = privacy_engine.privacy_spent()
+    assert 0 < spent.epsilon < 3 and (spent.steps, spent.sample_rate, spent.delta) == (1, 256 / 50000, 1e-5)
 
 
-def test_accumulation_in_its_order():
-    model = resnet()
+def test_the_second_example():
+    gradient_accumulation_steps = 3  # of its 10
+
+    torch.manual_seed(0)
+    model = torchvision.models.resnet18()
+    model = opacus.validators.ModuleValidator.fix(model)
     optimizer = torch.optim.Adam(model.parameters())
     privacy_engine = PrivacyEngine(
         model, batch_size=6, sample_size=500, epochs=3, max_grad_norm=0.1, target_epsilon=3, ghost_clipping=True
     )
     privacy_engine.attach(optimizer)
-    for i in range(4):
-        batch, labels = torch.randn(2, 3, 32, 32), torch.tensor([i, 1])
+
+    dataloader = [torch.randn(2, 3, 32, 32) for _ in range(4)]
+    labels = torch.tensor([3, 1])
+    steps = []
+    for i, batch in enumerate(dataloader):
         loss = F.cross_entropy(model(batch), labels, reduction="none")
-        if i % 3 == 0:
+        if i % gradient_accumulation_steps == 0:
             optimizer.step(loss=loss)
             optimizer.zero_grad()
         else:
             optimizer.virtual_step(loss=loss)
-    assert privacy_engine.steps == 2
+        steps.append(privacy_engine.steps)
+    assert steps == [1, 1, 1, 2]

@@ -192,5 +192,7 @@ def test_a_loader_of_other_data_or_another_order_is_refused():
         engine.data_loader(range(7))
     with pytest.raises(ValueError, match="expected no shuffle: how batches are drawn is the engine's `sampling`"):
         engine.data_loader(data, shuffle=True)
+    with pytest.raises(ValueError, match="expected no in_order"):  # the engine would take one batch for another
+        engine.data_loader(data, num_workers=2, in_order=False)
     with pytest.raises(ValueError, match="max_physical_batch_size >= 1, got 0"):
         engine.data_loader(data, max_physical_batch_size=0)

@@ -2,7 +2,8 @@
 
 Each process clips the records of its shard of the logical batch. The sums are added up at the first process, which adds
 the noise, once, and sends the result to the rest: what crosses between the processes before that is not private, as
-gradients of ordinary training are not. The key of the sampling is the first process's, and so is the model.
+gradients of ordinary training are not. The key of the sampling is the first process's, and so is the model. Who brings
+batches of their own sees to it that no two processes hold the same record: it would be in the sum twice.
 
 `DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
 taken as it is, and its own communication is off while the engine is attached.
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipping.spread import is_sharded
+from dpbench.engine.errors import Misuse
 
 
 def place() -> tuple[int, int]:
@@ -33,6 +35,7 @@ def quieten(model: nn.Module, on: bool) -> None:
     """Switch the communication of a DistributedDataParallel off, and on again."""
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = not on
+        model.require_forward_param_sync = not on  # of buffers: processes may have different numbers of pieces
 
 
 def shared_key(key: bytes) -> bytes:
@@ -43,6 +46,22 @@ def shared_key(key: bytes) -> bytes:
     dist.broadcast_object_list(box, src=0)
     found: bytes = box[0]
     return found
+
+
+def same_settings(mine: dict[str, Any]) -> None:
+    """Raise Misuse, in every process, if their settings differ: the first one scales the noise for all."""
+    processes = place()[1]
+    if processes == 1:
+        return
+    found: list[Any] = [None] * processes
+    dist.all_gather_object(found, mine)
+    for name, value in found[0].items():
+        for rank, other in enumerate(found):
+            if other.get(name) != value:
+                raise Misuse(
+                    f"expected the same engine in every process, got {name}={value!r} in the first and "
+                    f"{other.get(name)!r} in process {rank}: batch_size and sample_size are those of all together"
+                )
 
 
 def same_model(model: nn.Module) -> None:

@@ -11,7 +11,6 @@ is a step like any other. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 from __future__ import annotations
 
 import math
-import os
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,28 @@ from clipping import BACKENDS, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
 from clipping.spread import is_sharded, reshard, sharded_modules, unwrapped
-from dpbench.engine.distributed import add_up, from_first, place, quieten, same_model, shared_key
+from dpbench.engine.distributed import (
+    add_up,
+    from_first,
+    place,
+    quieten,
+    same_model,
+    same_settings,
+    shared_key,
+)
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
-from dpbench.engine.noise import Noise, Pseudo, Secure
+from dpbench.engine.noise import Noise, Pseudo, Secure, secret
 from dpbench.engine.patch import Patch, claim, release
-from dpbench.engine.recorder import Recorder, batch_norm_problem, batch_norms
+from dpbench.engine.recorder import Recorder
+from dpbench.engine.safeguards import (
+    batch_norm_problem,
+    batch_norms,
+    mark,
+    require_accounted,
+    require_finite,
+    require_own_part,
+)
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sharded import with_noise
@@ -45,8 +60,10 @@ class PrivacyEngine:
 
     Formal guarantees: the parameters after T steps are (ε, δ)-private as `privacy_spent` says if the loss of a sample
     depends on that sample alone (compared with autograd on the first batch) and the batches are drawn by the scheme
-    that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule) is not
-    accounted.
+    that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule, buffers,
+    that a step failed) is not accounted. The theorem is about real numbers: here a clipped gradient is of norm C to the
+    precision of its type (1e-6 relative in float32, 1e-2 under a bfloat16 autocast), and the noise is a
+    floating-point one (`dpbench.engine.noise`).
 
     Args:
         model: in training mode; its trainable parameters are those of the optimizer.
@@ -123,7 +140,7 @@ class PrivacyEngine:
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
         self.noise: Noise = Secure() if secure else Pseudo(generator)
-        self._sampler = Sampler(self.settings, shared_key(_key(generator)))
+        self._sampler = Sampler(self.settings, shared_key(secret(generator)))
         self._recorder = Recorder(model, for_recording(cls, model, self.clip))
         self._patch: Patch | None = None
         self._sums: dict[str, Tensor] = {}
@@ -136,6 +153,7 @@ class PrivacyEngine:
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
         self._sampled = self._size = self._alike = 0
         self._drawing = -1  # the logical batch that the loader is handing out
+        self._real, self._handed = 0, 0  # samples in its last physical batch: the data's own, and with padding
         self._piece: bool | None = None  # of the loader's last batch, if it was not stepped yet: is it the last piece
         self._warned: set[str] = set()
         claim(self)
@@ -157,6 +175,7 @@ class PrivacyEngine:
         self._patch = Patch(self, optimizer)
         self._recorder.open()
         quieten(self._wrapped, True)
+        same_settings({**self.settings.as_state(), "sensitivity": self.clip.sensitivity})
         same_model(self.model)
         if not self.noise.private:
             self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
@@ -172,26 +191,38 @@ class PrivacyEngine:
             release(self)
 
     def step(self, loss: Any) -> None:
-        """`optimizer.step(loss=losses)`: the end of a logical batch. `loss`: [B], with its graph."""
+        """`optimizer.step(loss=losses)`: the end of a logical batch. `loss`: [B], with its graph.
+
+        If it raises, the logical batch ends without a step: what was accumulated of it is dropped, so that a record is
+        never in the sum of a later one twice.
+        """
         piece, self._piece = self._piece, None
-        self._accumulate(loss)
         self.stepped = piece is not False
-        if self.stepped:
-            self._release(sampled=piece is not None)
+        try:
+            self._accumulate(loss, None if piece is None else (self._real, self._handed))
+            if self.stepped:
+                self._release(sampled=piece is not None)
+        except BaseException:
+            if self.stepped:
+                self._drop_parts()
+            raise
 
     def virtual_step(self, loss: Any) -> None:
-        """`optimizer.virtual_step(loss=losses)`: part of a logical batch, clipped and added; no noise, no step yet."""
+        """`optimizer.virtual_step(loss=losses)`: part of a logical batch, clipped and added; no noise, no step yet.
+
+        The parts hold different records: one that is in two of them moves the sum by twice what the noise is scaled to.
+        """
         if self._piece is not None:
             raise Misuse(
                 "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
                 "logical batch; for larger ones take a larger batch_size"
             )
         self.stepped = False
-        self._accumulate(loss)
+        self._accumulate(loss, None)
 
     def empty_step(self) -> None:
         """A logical batch of no samples, for a model that cannot take one: noise, a step, and it counts."""
-        self._attached()
+        require_accounted(self._attached().optimizer, self.steps)
         if sharded_modules(self.model):
             raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
         self._recorder.drop()
@@ -199,13 +230,23 @@ class PrivacyEngine:
         self.stepped = True
         self._release(sampled=sampled)
 
-    def data_loader(self, dataset: Any, *, max_physical_batch_size: int | None = None, **options: Any) -> PrivateLoader:
+    @property
+    def mask(self) -> Tensor:
+        """[P] bool: which samples of the loader's last physical batch are the data's, and which are padding."""
+        return torch.arange(self._handed) < self._real
+
+    def data_loader(
+        self, dataset: Any, *, max_physical_batch_size: int | None = None, pad: bool = False, **options: Any
+    ) -> PrivateLoader:
         """Batches of `dataset` as `sampling` says: what is sampled is what is accounted.
 
         Args:
             dataset: indexable, of `sample_size` records.
             max_physical_batch_size: larger batches come in pieces, of which `optimizer.step` moves the parameters at
                 the last alone (`engine.stepped` says so; a scheduler steps then).
+            pad: every physical batch has exactly `max_physical_batch_size` samples, the shape that compiled models and
+                CUDA graphs want. What fills it up, at its end, has weight 0 whatever its loss; `engine.mask` tells it
+                apart, for averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
         """
         if len(dataset) != self.settings.sample_size:
@@ -214,13 +255,21 @@ class PrivacyEngine:
             )
         if max_physical_batch_size is not None and max_physical_batch_size < 1:
             raise ValueError(f"expected max_physical_batch_size >= 1, got {max_physical_batch_size!r}")
-        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"} & options.keys())
+        if pad and max_physical_batch_size is None:
+            raise ValueError("expected max_physical_batch_size beside pad=True: the size that batches are padded to")
+        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
         if mine:
             raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
-        return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, place(), options)
+        return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, pad, place(), options)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """ε of the steps so far, at the engine's δ or another."""
+        """ε of the steps so far, at the engine's δ or another.
+
+        Raises:
+            Misuse: the optimizer's state was restored and the engine's was not.
+        """
+        if self._patch is not None:
+            require_accounted(self._patch.optimizer, self.steps)
         return account(
             self.settings,
             self.noise,
@@ -234,7 +283,10 @@ class PrivacyEngine:
         """For torch.save, beside the model's and the optimizer's own: with it, training goes on exactly as it would.
 
         It holds the state of the noise and the key of the sampling: as secret as the data. Secure noise has no state,
-        and goes on with other numbers. torch's global generator (dropout) is the caller's to keep.
+        and goes on with other numbers. torch's global generator (dropout) is the caller's to keep. Go on from it once:
+        two trainings from one checkpoint draw the same noise, of which their difference has none. Steps that were taken
+        after it and lost in a crash are not in it: count them if what they released was seen. Of several processes each
+        saves its own; between logical batches the first one's will do for all.
         """
         return {
             "settings": self.settings.as_state(),
@@ -246,13 +298,15 @@ class PrivacyEngine:
             "noise": self.noise.state_dict(),
             "sums": {name: total.clone() for name, total in self._sums.items()},
             "size": self._size,
+            "place": list(place()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict`.
 
         Raises:
-            ValueError: a setting that differs, so that ε would be of neither run.
+            ValueError: a setting that differs, so that ε would be of neither run; another process's part of a logical
+                batch, whose records would be in the sum twice.
         """
         mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
         saved = {**state["settings"], "sensitivity": state["sensitivity"]}
@@ -260,6 +314,7 @@ class PrivacyEngine:
         if different:
             name = different[0]
             raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
+        require_own_part(state, list(place()))
         self.noise.load_state_dict(state["noise"])
         self._sampler = Sampler(self.settings, state["key"])
         self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
@@ -272,45 +327,46 @@ class PrivacyEngine:
             raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
         return self._patch
 
-    def _accumulate(self, losses: Any) -> None:
-        self._attached()
-        result = self._recorder.finish(losses)
+    def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:
+        """Add the clipped gradients of a physical batch; `drawn`: of how many samples the loader's was (real, all)."""
+        require_accounted(self._attached().optimizer, self.steps)
+        result = self._recorder.finish(losses, drawn)
         if result is None:
             return
         if self._sums and self._sums.keys() != result.grads.keys():
             name = sorted(self._sums.keys() ^ result.grads.keys())[0]
             raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {name!r} in a part")
+        require_finite(result.grads)
         for name, grad in result.grads.items():
             wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
             self._sums[name] = self._sums[name] + wide if name in self._sums else wide
-        self._size += len(result.losses)
+        self._size += len(result.losses) if drawn is None else drawn[0]
 
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
         deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
+        sums, self._sums = self._sums, {}
+        self.steps += 1  # before anything is released: what raises below may have moved parameters
+        self._sampled += sampled
+        mark(patch.optimizer, self.steps)
         reshard(self.model)
         for name, p in self.model.named_parameters():
             if p.requires_grad:
-                total = self._sums.pop(name, None)
-                total = (
-                    torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) if total is None else total
-                )
+                wide = torch.promote_types(p.dtype, torch.float32)
+                total = sums.pop(name, torch.zeros_like(p, dtype=wide)).detach()
                 if is_sharded(p):
-                    p.grad = (with_noise(total.detach(), self.noise, deviation) / settings.batch_size).to(p.dtype)
+                    p.grad = (with_noise(total, self.noise, deviation) / settings.batch_size).to(p.dtype)
                     continue
-                total = add_up(total.detach())
+                total = add_up(total)
                 if deviation and place()[0] == 0:
                     total = self.noise.added(total, deviation)
                 p.grad = (from_first(total) / settings.batch_size).to(p.dtype)
-        self._sums.clear()
-        self.steps += 1  # before the step: what raises there may have moved parameters
-        self._sampled += sampled
         patch.inner_step()
         self._watch(sampled)
 
     def _watch(self, sampled: bool) -> None:
         """Say once what can be seen to be amiss."""
-        settings, size, self._size = self.settings, self._size, 0
+        settings, size, self._size = self.settings, self._size * place()[1], 0
         same = size == settings.batch_size and not sampled and settings.mechanism.sampling == "poisson"
         self._alike = self._alike + 1 if same and 16 <= size < settings.sample_size else 0
         if self._alike >= _ALIKE:
@@ -332,23 +388,20 @@ class PrivacyEngine:
         """A loader starts: what an abandoned iteration left of a logical batch is drawn again."""
         if self._piece is not None or self._sums:
             self._recorder.drop()
-            self._sums.clear()
-            self._size, self._piece = 0, None
+            self._drop_parts()
 
-    def _drew(self, step: int, is_last: bool) -> None:
+    def _drop_parts(self) -> None:
+        self._sums.clear()
+        self._size, self._piece = 0, None
+
+    def _drew(self, step: int, is_last: bool, real: int, handed: int) -> None:
         if step != self._drawing:  # pieces of a batch whose last one was skipped are in no other batch
             self._begin_drawing()
         self._drawing, self._piece = step, is_last
+        self._real, self._handed = real, handed
         self.drawn = step + 1 if is_last else step
 
 
 def recordable_name(name: str) -> bool:
     """Is this backend of ours, and recordable? Loading a peer's may need its package."""
     return BACKENDS[name][0].startswith(("clipping.ghost:", "clipping.oracle:")) and recordable(load_backend(name))
-
-
-def _key(generator: torch.Generator | None) -> bytes:
-    if generator is None:
-        return os.urandom(32)
-    words = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
-    return bytes(words.tolist())

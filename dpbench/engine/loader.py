@@ -1,7 +1,9 @@
 """The engine's data loader: logical batches drawn by the scheme that is accounted, handed out in physical pieces.
 
 A logical batch of more than `max_physical_batch_size` samples comes in several pieces. `optimizer.step` knows which is
-the last one: it accumulates the others, and the distribution of the logical batch is what it was.
+the last one: it accumulates the others, and the distribution of the logical batch is what it was. Pieces may be padded
+to one size: by copies of their first sample (of the data's first where a piece is empty) whose losses have weight 0.
+A copy is fit for the model, where zeros may not be; its gradient is not in the sum, whatever it is.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ class PrivateLoader:
         sampler: the logical batches.
         dataset: indexable, of as many records as the sampler knows.
         most: samples in a physical batch; None for no limit.
+        pad: to exactly so many.
         shard: (rank, processes): every so-manieth record of each logical batch.
         options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
     """
@@ -38,17 +41,19 @@ class PrivateLoader:
         sampler: Sampler,
         dataset: Any,
         most: int | None,
+        pad: bool,
         shard: tuple[int, int],
         options: dict[str, Any],
     ) -> None:
         collate = options.pop("collate_fn", None) or default_collate
         options.setdefault("generator", torch.Generator())  # or the loader would draw from the global one
         self._engine = engine
+        self._padded = most if pad else None
         self._pieces = _Pieces(engine, sampler, most, shard)
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self._pieces,
-            collate_fn=_Collate(dataset, collate),
+            collate_fn=_Collate(dataset, collate, self._padded),
             **options,
         )
 
@@ -61,24 +66,24 @@ class PrivateLoader:
         batches = iter(self._loader)
         drawn = self._pieces.drawn
         for batch in batches:
-            step, is_last = drawn.popleft()
-            self._engine._drew(step, is_last)
+            step, is_last, real = drawn.popleft()
+            self._engine._drew(step, is_last, real, self._padded or real)
             yield batch
 
 
 class _Pieces:
-    """Index lists for the DataLoader, and beside them (number of the logical batch, is it its last piece)."""
+    """Index lists for the DataLoader, and beside them (number of the logical batch, is it its last piece, size)."""
 
     def __init__(self, engine: PrivacyEngine, sampler: Sampler, most: int | None, shard: tuple[int, int]) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
         self.steps_per_epoch = sampler.settings.steps_per_epoch
-        self.drawn: deque[tuple[int, bool]] = deque()
+        self.drawn: deque[tuple[int, bool, int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
         self.drawn = deque()  # of this iteration alone: workers may have drawn ahead in one that was broken off
         return self._generate(self.drawn)
 
-    def _generate(self, drawn: deque[tuple[int, bool]]) -> Iterator[list[int]]:
+    def _generate(self, drawn: deque[tuple[int, bool, int]]) -> Iterator[list[int]]:
         rank, processes = self._shard
         first = self._engine.drawn
         for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
@@ -87,17 +92,21 @@ class _Pieces:
             longest = max(1, -(-len(sample) // processes))  # every process has as many pieces, the last of them empty
             size = self._most or longest
             for start in range(0, longest, size):
-                drawn.append((step, start + size >= longest))
-                yield batch[start : start + size]
+                piece = batch[start : start + size]
+                drawn.append((step, start + size >= longest, len(piece)))
+                yield piece
 
 
 class _Collate:
-    """`collate`, and for no samples what it makes of one, emptied: tensors [0, ...]."""
+    """`collate`, after padding; without it, for no samples what it makes of one, emptied: tensors [0, ...]."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset, self._collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], padded: int | None) -> None:
+        self._dataset, self._collate, self._padded = dataset, collate, padded
 
     def __call__(self, samples: list[Any]) -> Any:
+        if self._padded is not None and len(samples) < self._padded:
+            copied = samples[0] if samples else self._dataset[0]
+            samples = samples + [copied] * (self._padded - len(samples))
         if samples:
             return self._collate(samples)
         return map_tensors(lambda x: x[:0], self._collate([self._dataset[0]]))

@@ -3,13 +3,17 @@
 `Pseudo`  torch's own generator, seeded by the operating system, or one that the caller gives. Not cryptographically
           secure: who learns enough of its output, or tries its seeds (32 bits on a CPU), knows the rest. With a
           generator of the caller's the noise can be repeated, which is for tests and benchmarks: it is not private.
+          A float32 normal has at most 2^32 values or so, and the sum with a gradient is rounded to a grid that depends
+          on the gradient: an adversary who reads the last bits of a released parameter may tell neighbouring data apart
+          (Mironov 2012). Take `Secure` where the parameters themselves are published.
 
 `Secure`  every bit from the operating system's cryptographic generator; nothing of it can be predicted or repeated.
           Each normal is the sum of four, halved, made by Box-Muller in float64: finding the four from the bits of the
           sum is what the attack on single draws would have to do (Mironov 2012; Holohan and Braghin 2021). The noisy
           sum is then rounded to multiples of a power of two near 2^-20 of the noise's deviation, the same for every
           batch, so that the last bits of the gradient are not released. Not protected: the time that it takes, the
-          process's memory; and the accountants compose real Gaussians, so no theorem covers this finite one.
+          process's memory; and the accountants compose real Gaussians, so no theorem covers this finite one. It is a
+          rounded Gaussian, not the discrete Gaussian of Canonne, Kamath and Steinke (2020), whose proof it borrows not.
 """
 
 from __future__ import annotations
@@ -25,6 +29,14 @@ from torch import Tensor
 
 _CHUNK = 2**20
 """Normals drawn at once by `Secure`: 32 MiB of random bits."""
+
+
+def secret(generator: torch.Generator | None) -> bytes:
+    """32 bytes of the operating system, or of the generator: the key of the sampling."""
+    if generator is None:
+        return os.urandom(32)
+    words = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
+    return bytes(words.tolist())
 
 
 class Noise(ABC):

@@ -10,6 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpbench.engine.errors import Misuse
+from dpbench.engine.safeguards import unmark
 
 if TYPE_CHECKING:
     from dpbench.engine.engine import PrivacyEngine
@@ -55,6 +56,12 @@ class Patch:
         def step(this: Any, closure: Any = None, *, loss: Any = None, **others: Any) -> Any:
             if patch.engine is None:  # detached, under a scheduler's wrapper that stays
                 return inner(closure) if closure is not None else inner()
+            if vars(optimizer).pop("found_inf", None) is not None or "grad_scale" in vars(optimizer):
+                vars(optimizer).pop("grad_scale", None)
+                raise Misuse(
+                    "expected no GradScaler: the losses go to optimizer.step(loss=losses) unscaled, or every gradient "
+                    "would be above the clipping norm; autocast to bfloat16 needs no scaling"
+                )
             if closure is not None or loss is None or others:
                 raise Misuse(
                     "expected optimizer.step(loss=losses) with per-sample losses, got "
@@ -70,6 +77,8 @@ class Patch:
 
         if hasattr(inner, "_wrapped_by_lr_sched"):  # torch would wrap it once more, and warn of the order of calls
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls step, above
         self.engine: PrivacyEngine | None = engine
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
@@ -92,8 +101,11 @@ class Patch:
             del self.optimizer.step
             if self._before is not None:
                 self.optimizer.step = self._before  # type: ignore[method-assign]
-        for name in ("virtual_step", "privacy_engine"):
+        for name in ("virtual_step", "privacy_engine", "_step_supports_amp_scaling"):
             own.pop(name, None)
+        if self._scaling is not None:
+            own["_step_supports_amp_scaling"] = self._scaling
+        unmark(self.optimizer)
 
 
 def _refuse(engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:

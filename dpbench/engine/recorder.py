@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from clipping.interface import (
     Backend,
     ClippedGradient,
-    Problem,
     UnsupportedModel,
     leading_dimension,
     map_tensors,
@@ -27,6 +26,7 @@ from clipping.interface import (
 from clipping.recording import Recording
 from clipping.spread import no_rows, row_of_zeros
 from dpbench.engine.errors import Misuse, PrivacyWarning
+from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
 
 MANY_PASSES = 16
 """Forward passes without a step after which it is said that each of them is held in memory."""
@@ -47,12 +47,15 @@ class Recorder:
         self._handles: list[Any] = []
         self._dropped = self._skipped = False
         self._verify = True
+        self._buffers = Buffers(model)
+        self._told_of_buffers = False
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
         before = self._model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
         after = self._model.register_forward_hook(_Hook(self._after), always_call=True)
         self._handles = [before, after]
+        self._buffers = Buffers(self._model)
 
     def close(self) -> None:
         """Take the hooks off, and let go of what was recorded."""
@@ -67,8 +70,12 @@ class Recorder:
             self._recording.close()
         self._recording = None
 
-    def finish(self, losses: Any) -> ClippedGradient | None:
+    def finish(self, losses: Any, drawn: tuple[int, int] | None = None) -> ClippedGradient | None:
         """Σ_i c_i g_i of the recorded batch; None for a batch of no samples.
+
+        Args:
+            losses: [B].
+            drawn: (r, B): the data loader handed out r records and padding up to B samples, which has weight 0 here.
 
         Raises:
             Misuse: one line.
@@ -76,12 +83,16 @@ class Recorder:
         if self._entered and not _running(self._model):
             self._unwind()
         self._check(losses)
+        if drawn is not None:
+            losses = _masked(losses, *drawn)
         recording, self._recording = self._recording, None
         dropped, self._dropped = self._dropped, False
         if recording is None:
             return None
+        few = recording.batch_size if drawn is None else drawn[0]
+        verify = self._verify and (drawn is None or few > 1)
         try:
-            result = recording.finish(losses, verify=self._verify)
+            result = recording.finish(losses, verify=verify)
         except UnsupportedModel as error:
             if dropped:
                 raise Misuse(
@@ -93,7 +104,7 @@ class Recorder:
             if _SECOND_TIME in str(error):
                 raise Misuse(_BACKWARD) from error
             raise
-        self._verify = self._verify and recording.batch_size < 2  # one sample cannot show that samples are told apart
+        self._verify = self._verify and few < 2  # one sample cannot show that samples are told apart
         return result
 
     def _check(self, losses: Any) -> None:
@@ -154,6 +165,7 @@ class Recorder:
                     PrivacyWarning,
                     stacklevel=2,
                 )
+        self._buffers.look()
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -162,6 +174,15 @@ class Recorder:
         if module is self._model and self._entered and self._entered.pop():
             assert self._recording is not None
             self._recording.__exit__(None, None, None)
+            name = None if self._told_of_buffers else self._buffers.changed()
+            if name is not None:
+                self._told_of_buffers = True
+                warnings.warn(
+                    f"buffer {name!r} changed in the forward pass: what it learns of the data is neither clipped nor "
+                    "noised, and not accounted; leave it out of what is released, or do without",
+                    PrivacyWarning,
+                    stacklevel=2,
+                )
             if self._recording.batch_size == 0:
                 return no_rows(output)
         return None
@@ -194,23 +215,20 @@ class _Hook:
         return _Hook, ()
 
 
-def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._BatchNorm]]:
-    """The BatchNorm layers of a model by name."""
-    kinds = nn.modules.batchnorm._BatchNorm
-    return [(name or "model", module) for name, module in model.named_modules() if isinstance(module, kinds)]
+def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
+    """The losses of padding made 0, which has no gradient: where the data has `real` of `handed` samples.
 
-
-def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._BatchNorm]]) -> Problem | None:
-    """Those that mix the samples of a batch, in one line, however many they are."""
-    mixing = [name for name, module in layers if module.training or not module.track_running_stats]
-    if not mixing:
-        return None
-    more = f" and {len(mixing) - 1} more" if len(mixing) > 1 else ""
-    return Problem(
-        mixing[0] + more,
-        "BatchNorm mixes the samples of a batch, so there is no per-sample gradient to clip",
-        "replace it by nn.GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it in eval mode",
-    )
+    Raises:
+        Misuse: not as many losses as the loader handed out samples.
+    """
+    if len(losses) != handed:
+        raise Misuse(
+            f"expected one loss for each of the {handed} samples that data_loader handed out, got {len(losses)}: "
+            "several views of a record are one record, so average their losses; none may be left out (weigh it by 0)"
+        )
+    if real == handed:
+        return losses
+    return torch.where(torch.arange(handed, device=losses.device) < real, losses, torch.zeros_like(losses))
 
 
 def _running(model: nn.Module) -> int:

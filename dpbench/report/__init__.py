@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from dpbench.errors import one_of
 from dpbench.report import (
     accounting_map,
+    audit,
     captions,
     distributed,
     growth,
@@ -31,6 +32,8 @@ from dpbench.report import (
     scorecard,
     style,
     tables,
+    time_to,
+    trajectories,
     utility,
 )
 from dpbench.report.paired import entries
@@ -201,6 +204,37 @@ FIGURES = {
         distributed.text,
         distributed.caption,
         distributed.plot,
+    ),
+    "utility_curves": FigureKind(
+        "accuracy against epochs by ε, and the distance of each exact backend from the oracle on the way",
+        ("utility",),
+        lambda r: r.id,
+        {"experiment": ("utility",)},
+        trajectories.table,
+        trajectories.text,
+        trajectories.caption,
+        trajectories.plot,
+    ),
+    "time_to_accuracy": FigureKind(
+        "epochs and seconds until a model is nearly as accurate as by ordinary training, by ε and by backend",
+        ("utility",),
+        lambda r: r.id,
+        {"experiment": ("utility",)},
+        time_to.table,
+        time_to.text,
+        time_to.caption,
+        time_to.plot,
+        time_to.applies,
+    ),
+    "audit": FigureKind(
+        "the ε that an audit certifies from below, beside the one claimed: a sound engine, and seeded faults",
+        ("audit",),
+        lambda r: r.id,
+        {"experiment": ("audit",)},
+        audit.table,
+        audit.text,
+        audit.caption,
+        audit.plot,
     ),
 }
 

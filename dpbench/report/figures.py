@@ -82,8 +82,11 @@ class Row:
     label: str
 
 
-def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str) -> Figure:
-    """Panels of horizontal bars side by side over the same rows, with a legend of the signs used and a caption."""
+def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str, ranges: str = "rounds") -> Figure:
+    """Panels of horizontal bars side by side over the same rows, with a legend of the signs used and a caption.
+
+    `ranges`: what the whiskers are the range of.
+    """
     positions: list[float] = []
     headings: list[tuple[str, float]] = []
     depth = 0.0
@@ -95,7 +98,7 @@ def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str) -> Figure:
         depth += _ROW
     widths = [_CHARACTER * len(row.label) for row in rows] + [_BOLD * len(name) for name, _ in headings]
     names = min(max(_NAMES[0], max(widths) + 0.12), _NAMES[1])
-    signs = _signs(panels)
+    signs = _signs(panels, ranges)
     top = _TITLE + (_LEGEND if signs else 0.0)
     figure, height = sheet(top + depth + AXIS, caption)
     share = (WIDTH - 2 * _MARGIN - names - (len(panels) - 1) * _GAP) / len(panels)
@@ -203,7 +206,7 @@ def _beside(axes: Axes, x: float, y: float, points: float, text: str, size: floa
     )
 
 
-def _signs(panels: Sequence[Panel]) -> list[Artist]:
+def _signs(panels: Sequence[Panel], ranges: str) -> list[Artist]:
     """Legend entries for the signs that occur."""
     drawn = [bar for panel in panels for bar in panel.bars]
     handles: list[Artist] = []
@@ -213,7 +216,7 @@ def _signs(panels: Sequence[Panel]) -> list[Artist]:
             handles.append(Patch(facecolor=style.FAINT, edgecolor=style.INK, label="measured"))
     if any(bar.high is not None and bar.low is not None and bar.high > bar.low for bar in drawn):
         handles.append(
-            Line2D([], [], color=style.INK, linewidth=1.1, marker="|", markersize=5, label="range of rounds")
+            Line2D([], [], color=style.INK, linewidth=1.1, marker="|", markersize=5, label=f"range of {ranges}")
         )
     if any(bar.at_least for bar in drawn):
         handles.append(Line2D([], [], color=style.INK, label="not limited by memory", **_GOES_ON))

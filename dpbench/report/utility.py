@@ -16,7 +16,7 @@ from dpbench.report.select import LeftOut, Record
 
 #: clipping function -> (colour, marker, where beside ε it is drawn)
 LOOKS = {"flat": ("#0077BB", "o", 1.0), "automatic": ("#EE7733", "s", 1.035), "per_layer": ("#009988", "^", 0.965)}
-_TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.35
+_TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.3
 _SAME = ["data", "network", "clip", "backend", "target_epsilon"]
 
 
@@ -87,7 +87,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     deltas = sorted({trial["delta"] for trial in trials})
     sizes = sorted({trial["batch_size"] for trial in trials})
     said = [
-        f"Accuracy on held-out images, median and range of the seeds; δ = {', '.join(f'{d:g}' for d in deltas)},",
+        f"Accuracy on held-out images, median and range of the seeds; δ = {', '.join(map(style.plain, deltas))},",
         f"Poisson batches of {', '.join(map(str, sizes))} expected, ε an upper bound by prv. Line and band: ordinary",
         "training of the same model on the same batches. Noise is seeded here, so that training can be repeated;",
         "choosing the settings is not accounted. The table also has each backend: exact ones differ by rounding.",
@@ -121,8 +121,11 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_xlabel("ε")
         axes.set_title(f"{network} on {data.partition(':')[0]}", fontsize=9)
         axes.grid(color=style.GRID, linewidth=0.5)
-        if i == 0:
+        if i > 0:
+            axes.tick_params(labelleft=False)  # one scale
+        else:
             axes.set_ylabel("accuracy")
+        if i == 0 and axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize=7.6, frameon=False, loc="lower right")
     return figure
 

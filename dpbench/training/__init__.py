@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dpbench.data import validate_data
 from dpbench.trials import STEP_SOURCES, Trial
 
-__all__ = ["FAULTS", "AuditTrial", "UtilityTrial"]
+__all__ = ["FAULTS", "AuditTrial", "UtilityTrial", "cifar10_root"]
+
+
+def cifar10_root() -> str | None:
+    """The folder that holds cifar-10-batches-py, if the environment variable DPBENCH_CIFAR10 names one."""
+    return os.environ.get("DPBENCH_CIFAR10") or None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +22,8 @@ class UtilityTrial(Trial):
     """Train one model to one ε, and test it. The noise is seeded, so that a trial can be repeated: a measurement.
 
     `target_epsilon` None is ordinary training of the same model on the same batches, with neither clipping nor noise.
-    `network` is "linear" or "cnn"; `data` is "digits", "cifar10:ROOT" or "synthetic"; a fifth of it is for testing.
+    `network` is "linear" or "cnn"; `data` is "digits" or "synthetic", of which a fifth is for testing, or
+    "cifar10:ROOT", which has a test set of its own.
     """
 
     kind: ClassVar[str] = "utility"
@@ -38,6 +46,10 @@ class UtilityTrial(Trial):
     lr: float = 1.0
     max_grad_norm: float = 1.0
     device: str = "cpu"
+    threads: int = 1  # models this small are no faster with more, and with one the sums are the same on every machine
+
+    def __post_init__(self) -> None:
+        validate_data(self.data)
 
     @property
     def alone(self) -> bool:
@@ -88,5 +100,5 @@ FAULTS = {
     "unscaled": "the noise is not scaled by the clipping norm",
     "per_parameter": "each parameter is clipped by itself at the whole norm",
     "divisor": "the noise is divided by the batch size once too often",
-    "fixed_batches": "fixed batches, accounted as Poisson samples",
+    "fixed_batches": "fixed batches are accounted as Poisson samples",
 }

@@ -10,20 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench.data import images
+from dpbench.data import split
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine.sampling import Sampler
 from dpbench.errors import one_of
 from dpbench.training import UtilityTrial
 
-COUNTS = {"digits": 1797, "cifar10": 50000, "synthetic": 1000}
 MODELS = ("linear", "cnn")
 
 
-def run(trial: UtilityTrial) -> dict[str, Any]:
+def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone."""
     (x, y), (test_x, test_y) = data_of(trial)
-    model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device)
+    x, test_x = x.to(dtype), test_x.to(dtype)
+    model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device, dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
     private = trial.target_epsilon is not None
     generator = torch.Generator().manual_seed(trial.seed)
@@ -58,6 +58,8 @@ def run(trial: UtilityTrial) -> dict[str, Any]:
                 (losses.sum() / trial.batch_size).backward()
                 optimizer.step()
             step += 1
+        if trial.device == "cuda":
+            torch.cuda.synchronize()
         spent += time.perf_counter() - start
         accuracy, loss = tested(model, test_x, test_y)
         curve.append({"steps": step, "seconds": spent, "accuracy": accuracy})
@@ -87,15 +89,9 @@ def run(trial: UtilityTrial) -> dict[str, Any]:
 
 def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(images, labels) to train on, and to test on: the same split for every trial of the same data."""
-    name = trial.data.partition(":")[0]
-    count = COUNTS[one_of("data", name, COUNTS)]
-    size = 8 if name == "digits" else 32
-    batch = images(trial.data, image_size=size, num_classes=10, device=trial.device, dtype=torch.float32, seed=1)
-    x, y = batch(count)
-    if name == "digits":
-        x = x[:, :1].contiguous()  # grey: the other channels are copies
-    cut = count - count // 5
-    return (x[:cut], y[:cut]), (x[cut:], y[cut:])
+    (x, y), (test_x, test_y) = split(trial.data, image_size=8 if trial.data == "digits" else 32)
+    on = torch.device(trial.device)
+    return (x.to(on), y.to(on)), (test_x.to(on), test_y.to(on))
 
 
 def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:

@@ -1,0 +1,138 @@
+"""What would break the guarantee without a sound, and is looked for: layers that mix samples, buffers that hold the
+data, gradients that are not finite, and checkpoints of which a part is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.interface import Problem
+from clipping.spread import is_sharded
+from dpbench.engine.errors import Misuse
+from dpbench.engine.sharded import everywhere, here
+
+_MARK = "privacy_steps"
+"""In the optimizer's first parameter group, and so in its state_dict: the logical batches that it has released."""
+
+
+def require_finite(grads: Mapping[str, Tensor]) -> None:
+    """Raise a FloatingPointError if a clipped sum is not finite: no noise would hide the record that made it so.
+
+    Clipping does not bound what is not a number. That an error was raised tells of the data, and is not accounted.
+    """
+    if not grads or bool(everywhere(torch.stack([here(g).isfinite().all() for g in grads.values()]), grads).all()):
+        return
+    shards = "a shard of " if any(map(is_sharded, grads.values())) else ""
+    found = (name for name, g in grads.items() if not here(g).isfinite().all())
+    name = f"{shards}{next(found, 'another process')}"
+    raise FloatingPointError(
+        f"expected finite gradients, got NaN or inf in {name!r}: one record would decide the parameters whatever the "
+        "noise, so nothing of this batch is released; a loss or an activation has overflowed"
+    )
+
+
+class Buffers:
+    """The buffers of a model: which of them does a forward pass change? What is in them is neither clipped nor noised.
+
+    Args:
+        model: its buffers, as they are now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = [
+            (f"{prefix}.{name}" if prefix else name, module, name)
+            for prefix, module in model.named_modules()
+            for name in module._buffers
+        ]
+        self._before: list[tuple[Tensor | None, int]] = []
+
+    def look(self) -> None:
+        """Before a forward pass."""
+        self._before = [(buffer, _version(buffer)) for buffer in self._now()]
+
+    def changed(self) -> str | None:
+        """After it: the name of the first buffer that is another or has another content; None if none has."""
+        for (name, _, _), (was, version), now in zip(self._known, self._before, self._now(), strict=False):
+            if now is not was or _version(now) != version:
+                return name
+        return None
+
+    def _now(self) -> list[Tensor | None]:
+        return [module._buffers.get(name) for _, module, name in self._known]
+
+
+def _version(buffer: Tensor | None) -> int:
+    return -1 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._NormBase]]:
+    """The layers of a model, by name, that mix the samples of a batch: BatchNorm, and running statistics."""
+    kinds = nn.modules.batchnorm._NormBase  # of BatchNorm and of InstanceNorm
+    return [(name or "model", module) for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
+def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._NormBase]]) -> Problem | None:
+    """Those that mix the samples of a batch, in one line, however many they are."""
+    mixing, running = [], []
+    for name, module in layers:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if module.training or not module.track_running_stats:
+                mixing.append(name)
+        elif module.training and module.track_running_stats:
+            running.append(name)
+    if not mixing + running:
+        return None
+    first, *more = mixing or running
+    name = f"{first} and {len(more)} more" if more else first
+    if mixing:
+        return Problem(
+            name,
+            "BatchNorm mixes the samples of a batch, so there is no per-sample gradient to clip",
+            "replace it by nn.GroupNorm (opacus.validators.ModuleValidator.fix does), or freeze it in eval mode",
+        )
+    return Problem(
+        name,
+        "InstanceNorm with running statistics keeps a mean of the data in its buffers, without noise",
+        "give it track_running_stats=False, or freeze it in eval mode",
+    )
+
+
+def mark(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Write down in the optimizer's own state how many steps were released, so that no checkpoint of it lacks them."""
+    optimizer.param_groups[0][_MARK] = steps
+
+
+def unmark(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer is an ordinary one again."""
+    for group in optimizer.param_groups:
+        group.pop(_MARK, None)
+
+
+def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Raise Misuse if the optimizer has released more steps than the `steps` that are accounted.
+
+    Its state was restored, and the engine's was not: ε would be that of the later steps alone.
+    """
+    known: Any = max((group.get(_MARK, 0) for group in optimizer.param_groups), default=0)
+    if known > steps:
+        raise Misuse(
+            f"expected engine.load_state_dict beside the optimizer's, which comes from a checkpoint of step {known} "
+            f"where the engine counts {steps}: the steps before would not be accounted"
+        )
+
+
+def require_own_part(state: Mapping[str, Any], here: list[int]) -> None:
+    """Raise a ValueError if `state` holds part of a logical batch of a process that is not `here`, [rank, processes].
+
+    Restored in two processes, its records would be in the sum twice.
+    """
+    if state["sums"] and state.get("place", here) != here:
+        rank, processes = state["place"]
+        raise ValueError(
+            f"expected the checkpoint of process {here[0]} of {here[1]} in the middle of a logical batch, got that of "
+            f"{rank} of {processes}: save each process's own, or between logical batches"
+        )

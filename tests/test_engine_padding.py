@@ -1,0 +1,108 @@
+"""Physical batches of one size: what fills them up is not in the sum, whatever it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpbench import Misuse, PrivacyEngine
+
+
+def make(backend="bk_mixed", clip="flat", batch_size=9, sample_size=40, **changes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    settings = {"max_grad_norm": 0.5, "noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(1)}
+    engine = PrivacyEngine(
+        model, batch_size=batch_size, sample_size=sample_size, backend=backend, clip=clip, **settings | changes
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    with pytest.warns(UserWarning, match="not private"):
+        engine.attach(optimizer)
+    numbers = torch.Generator().manual_seed(2)
+    x = torch.randn(sample_size, 1, 6, 6, dtype=torch.float64, generator=numbers)
+    return engine, optimizer, TensorDataset(x, torch.randint(0, 3, (sample_size,), generator=numbers))
+
+
+def train(engine, optimizer, data, shapes=None, epochs=2, **loading):
+    for _ in range(epochs):
+        for x, y in engine.data_loader(data, **loading):
+            if shapes is not None:
+                shapes.append((len(x), int(engine.mask.sum())))
+            optimizer.step(loss=F.cross_entropy(engine.model(x), y, reduction="none"))
+    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+
+
+@pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("backend", ["bk_mixed", "mixed_ghost", "microbatch"])
+def test_padded_training_is_the_unpadded(backend, clip):
+    shapes = []
+    wanted = train(*make(backend, clip), max_physical_batch_size=4)
+    found = train(*make(backend, clip), shapes, max_physical_batch_size=4, pad=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    assert {size for size, _ in shapes} == {4} and {1, 2, 3} & {real for _, real in shapes}
+
+
+def test_empty_batches_are_padded_too():
+    shapes = []
+    wanted = train(*make(batch_size=1))
+    found = train(*make(batch_size=1), shapes, max_physical_batch_size=4, pad=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    assert (4, 0) in shapes and len(shapes) == 80
+
+
+def test_what_the_padding_is_does_not_matter():
+    """Bit for bit: its losses are not in the sum, even where they are large."""
+    ends = []
+    for factor in (1.0, 50.0):
+        engine, optimizer, data = make()
+        for x, y in engine.data_loader(data, max_physical_batch_size=12, pad=True):
+            x = torch.where(engine.mask[:, None, None, None], x, factor * x)
+            losses = F.cross_entropy(engine.model(x), y, reduction="none")
+            optimizer.step(loss=torch.where(engine.mask, losses, factor * losses))
+        ends.append(torch.cat([p.detach().flatten() for p in engine.model.parameters()]))
+    assert torch.equal(*ends)
+
+
+def test_the_first_batch_is_verified_on_samples_of_the_data():
+    """Not on padding, of which every gradient is right: a loss that mixes samples is found all the same."""
+    from clipping import WrongGradient
+
+    engine, optimizer, data = make(batch_size=1)
+    with pytest.raises(WrongGradient, match="not exact"):
+        for x, y in engine.data_loader(data, max_physical_batch_size=4, pad=True):
+            losses = F.cross_entropy(engine.model(x), y, reduction="none")
+            optimizer.step(loss=losses * losses.sum() if engine.mask.sum() > 1 else losses)
+
+
+def test_padding_has_a_size_and_every_sample_a_loss():
+    engine, optimizer, data = make()
+    with pytest.raises(ValueError, match="expected max_physical_batch_size beside pad=True"):
+        engine.data_loader(data, pad=True)
+    with pytest.raises(Misuse, match="one loss for each of the 12 samples that data_loader handed out, got 9"):
+        for x, y in engine.data_loader(data, max_physical_batch_size=12, pad=True):
+            optimizer.step(loss=F.cross_entropy(engine.model(x[:9]), y[:9], reduction="none"))
+
+
+def test_two_views_of_a_record_are_not_two_records():
+    """Each view would be clipped for itself, and the record move the sum by twice what the noise covers."""
+    engine, optimizer, data = make()
+    before = engine.model[0].weight.detach().clone()
+    with pytest.raises(Misuse, match="several views of a record are one record, so average their losses"):
+        for x, y in engine.data_loader(data):
+            views = torch.cat([x, x.flip(-1)])
+            optimizer.step(loss=F.cross_entropy(engine.model(views), y.repeat(2), reduction="none"))
+    assert engine.steps == 0 and torch.equal(before, engine.model[0].weight)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_padding_with_a_collate_function_of_ones_own(workers):
+    engine, optimizer, data = make()
+    options = {"collate_fn": list, "num_workers": workers}
+    for rows in engine.data_loader(list(data), max_physical_batch_size=5, pad=True, **options):
+        assert len(rows) == 5 and engine.mask.sum() <= 5
+        x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+        optimizer.step(loss=F.cross_entropy(engine.model(x), y, reduction="none"))
+    assert engine.steps == 5 and engine.privacy_spent().sampled_by == "engine"

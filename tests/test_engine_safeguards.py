@@ -1,0 +1,217 @@
+"""What would break the guarantee without a sound: failed steps, infinities, buffers, half a checkpoint."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipping import UnsupportedModel
+from dpbench import Misuse, PrivacyEngine, PrivacyWarning
+
+
+def make(model=None, optimizer=torch.optim.SGD, **changes):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    settings = {"batch_size": 4, "sample_size": 100, "max_grad_norm": 0.5, "noise_multiplier": 0.0}
+    engine = PrivacyEngine(model, **(settings | changes))
+    made = optimizer(model.parameters(), lr=0.1)
+    engine.attach(made)
+    return model, made, engine
+
+
+def losses_of(model, count=4, seed=0):
+    x = torch.randn(count, 5, generator=torch.Generator().manual_seed(seed))
+    return F.cross_entropy(model(x), torch.zeros(count, dtype=torch.long), reduction="none")
+
+
+def parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def says(kind, pattern):
+    return pytest.raises(kind, match=re.compile(rf"^(?=[^\n]*\Z).*{pattern}"))
+
+
+def test_parts_of_a_batch_whose_step_failed_are_not_in_the_next():
+    """A record of both would move the sum by 2C, where the noise covers C."""
+    ends = []
+    for failing in (True, False):
+        model, optimizer, engine = make()
+        if failing:
+            optimizer.virtual_step(loss=losses_of(model, seed=1))
+            with says(Misuse, "got a scalar"):
+                optimizer.step(loss=losses_of(model, seed=2).mean())
+            assert engine.steps == 0
+        optimizer.step(loss=losses_of(model, seed=3))
+        assert engine.steps == 1
+        ends.append(parameters(model))
+    assert torch.equal(*ends)
+
+
+def test_a_part_that_failed_leaves_the_others():
+    ends = []
+    for failing in (True, False):
+        model, optimizer, _ = make()
+        optimizer.virtual_step(loss=losses_of(model, seed=1))
+        if failing:
+            with says(Misuse, "got a scalar"):
+                optimizer.virtual_step(loss=losses_of(model, seed=2).mean())
+        optimizer.step(loss=losses_of(model, seed=3))
+        ends.append(parameters(model))
+    assert torch.equal(*ends)
+
+
+class Failing(torch.optim.SGD):
+    """Raises after it has moved the first parameter."""
+
+    on = False
+
+    def step(self, closure=None):
+        if self.on:
+            first = self.param_groups[0]["params"][0]
+            first.data -= first.grad
+            raise RuntimeError("out of something")
+        return super().step(closure)
+
+
+def test_an_optimizer_that_fails_halfway_has_spent_the_step():
+    model, optimizer, engine = make(optimizer=Failing, noise_multiplier=1.0)
+    before = parameters(model)
+    optimizer.on = True
+    with pytest.raises(RuntimeError, match="out of something"):
+        optimizer.step(loss=losses_of(model))
+    assert not torch.equal(before, parameters(model))
+    assert engine.steps == 1 and engine.privacy_spent().steps == 1
+    optimizer.on = False
+    optimizer.step(loss=losses_of(model))
+    assert engine.steps == 2
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_noise_that_fails_halfway_leaves_no_sum_behind(monkeypatch, empty):
+    model, optimizer, engine = make(noise_multiplier=1.0)
+    added, calls = engine.noise.added, []
+
+    def failing(total, deviation):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return added(total, deviation)
+
+    monkeypatch.setattr(engine.noise, "added", failing)
+    before = parameters(model)
+    optimizer.virtual_step(loss=losses_of(model, seed=1))
+    with pytest.raises(KeyboardInterrupt):
+        if empty:
+            engine.empty_step()
+        else:
+            optimizer.step(loss=losses_of(model))
+    assert torch.equal(before, parameters(model))
+    assert engine.steps == 1 and not engine._sums  # the first parameter's noisy gradient lies in .grad
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_is_not_released(backend, value):
+    """The same record would make every parameter NaN, whatever the noise: its presence is plain to see."""
+    model, optimizer, engine = make(backend=backend, noise_multiplier=1.0)
+    optimizer.step(loss=losses_of(model))
+    before = parameters(model)
+    optimizer.virtual_step(loss=losses_of(model, seed=5))
+    x = torch.randn(3, 5)
+    x[1] = value
+    with says(FloatingPointError, r"expected finite gradients, got NaN or inf in '[02]\.(weight|bias)'"):
+        optimizer.step(loss=model(x).square().sum(1))
+    assert torch.equal(before, parameters(model)) and engine.steps == 1
+    optimizer.step(loss=losses_of(model, seed=6))
+    assert torch.isfinite(parameters(model)).all() and engine.steps == 2
+
+
+def checkpoint(model, optimizer, engine):
+    file = io.BytesIO()
+    torch.save([model.state_dict(), optimizer.state_dict(), engine.state_dict()], file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_training_resumed_without_the_engine_s_state_is_refused():
+    model, optimizer, engine = make(optimizer=torch.optim.Adam, noise_multiplier=1.0)
+    for seed in range(3):
+        optimizer.step(loss=losses_of(model, seed=seed))
+    states = checkpoint(model, optimizer, engine)
+    spent = engine.privacy_spent().epsilon
+    model, optimizer, engine = make(optimizer=torch.optim.Adam, noise_multiplier=1.0)
+    model.load_state_dict(states[0])
+    optimizer.load_state_dict(states[1])
+    message = "expected engine.load_state_dict beside the optimizer's.*checkpoint of step 3 where the engine counts 0"
+    for refused in (lambda: optimizer.step(loss=losses_of(model)), engine.privacy_spent, engine.empty_step):
+        with says(Misuse, message):
+            refused()
+    engine.load_state_dict(states[2])
+    optimizer.step(loss=losses_of(model))
+    assert engine.steps == 4 and engine.privacy_spent().epsilon > spent
+    engine.detach()
+    assert "privacy_steps" not in optimizer.param_groups[0]
+
+
+def test_half_a_logical_batch_of_another_process_is_refused():
+    model, optimizer, engine = make()
+    optimizer.virtual_step(loss=losses_of(model))
+    state = engine.state_dict()
+    assert state["place"] == [0, 1]
+    with says(ValueError, "of process 0 of 1 in the middle of a logical batch, got that of 1 of 2"):
+        engine.load_state_dict(state | {"place": [1, 2]})
+    engine.load_state_dict(state)
+    optimizer.step(loss=losses_of(model))
+    engine.load_state_dict(engine.state_dict() | {"place": [1, 2]})  # of nothing, any process's will do
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+        self.register_buffer("seen", torch.zeros(5))
+
+    def forward(self, x):
+        self.seen += x.detach().mean(0)
+        return self.inner(x)
+
+
+def test_a_buffer_that_learns_from_the_data_is_told():
+    model, optimizer, _ = make(Counting())
+    with pytest.warns(PrivacyWarning, match="buffer 'seen' changed in the forward pass: .* neither clipped nor noised"):
+        optimizer.step(loss=losses_of(model))
+
+
+def test_running_statistics_of_an_instance_norm_are_refused():
+    model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, track_running_stats=True))
+    with says(UnsupportedModel, "1: InstanceNorm with running statistics.*track_running_stats=False"):
+        make(model)
+    make(model.eval())  # frozen
+    make(nn.Sequential(nn.Conv1d(1, 4, 3), nn.InstanceNorm1d(4, affine=True)))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_grad_scaler_is_refused(optimizer):
+    model, optimizer, engine = make(optimizer=optimizer)
+    own = sorted(vars(optimizer))
+    scaler = torch.amp.GradScaler("cpu")
+    losses = scaler.scale(losses_of(model))
+    with says(Misuse, "expected no GradScaler.*bfloat16 needs no scaling"):
+        scaler.step(optimizer, loss=losses)
+    assert own == sorted(vars(optimizer)) and engine.steps == 0
+    optimizer.step(loss=losses_of(model))
+    engine.detach()
+    assert not getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def test_an_optimizer_of_several_gradients_a_step_is_refused():
+    model = nn.Linear(5, 3)
+    engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=0.5, noise_multiplier=1.0)
+    with says(Misuse, "expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure"):
+        engine.attach(torch.optim.LBFGS(model.parameters()))
