@@ -30,8 +30,8 @@ def test_two_processes_answer_verified(isolation, spread):
     result = answer.result
     assert result["communication"] == "gloo" and result["parameters"] == 550_570
     assert result["verification"]["max_grad_error"] < 1e-3 and result["verification"]["samples"] == 4
-    assert set(result["methods"]) == {"nonprivate", "bk_mixed"}
-    for entry in result["methods"].values():
+    assert set(result["backends"]) == {"nonprivate", "bk_mixed"}
+    for entry in result["backends"].values():
         assert [turn["round"] for turn in entry["turns"]] == [0, 1]
         assert all(seconds > 0 for turn in entry["turns"] for seconds in turn["step_seconds"])
         assert len(entry["memory"]) == 2 and all(m["peak_bytes"] > 550_570 * 2 for m in entry["memory"])
@@ -46,7 +46,7 @@ def test_mixed_precision_of_a_shard_is_verified_too(isolation):
 
 
 def test_a_backend_that_is_refused_ends_with_its_reason(isolation):
-    trial = DistributedTrial(processes=2, spread="fsdp", methods=("ghost",), **FEW)
+    trial = DistributedTrial(processes=2, spread="fsdp", backends=("ghost",), **FEW)
     answer = isolation.run(trial)
     assert answer.outcome == "unsupported" and "use bk_mixed or bk_ghost" in answer.evidence
 
@@ -69,8 +69,8 @@ def server_of(isolation):
 
 
 def test_the_trial_is_data_and_refuses_what_is_not_known():
-    trial = DistributedTrial(processes=2, spread="ddp", methods=["nonprivate", "bk_ghost"], **FEW)
-    assert Trial.from_wire(trial.to_wire()) == trial and trial.methods == ("nonprivate", "bk_ghost")
+    trial = DistributedTrial(processes=2, spread="ddp", backends=["nonprivate", "bk_ghost"], **FEW)
+    assert Trial.from_wire(trial.to_wire()) == trial and trial.backends == ("nonprivate", "bk_ghost")
     with pytest.raises(Exception, match="expected a spread, one of ddp, fsdp, got 'ddq'"):
         DistributedTrial(processes=2, spread="ddq", **FEW)
     with pytest.raises(ValueError, match="expected processes, batch_size and rounds of at least 1, got 0, 2, 2"):
@@ -93,7 +93,7 @@ def record(processes, private, ordinary, outcome="ok", **changes):
     result = {
         "communication": "gloo",
         "oversubscribed": processes > 2,
-        "methods": {"nonprivate": entry(ordinary, 1000), "bk_mixed": entry(private, 1200)},
+        "backends": {"nonprivate": entry(ordinary, 1000), "bk_mixed": entry(private, 1200)},
     }
     return Record(
         device="cpu Toy",
@@ -115,7 +115,7 @@ def test_ratios_are_of_the_same_round_and_scaling_of_one_process():
     records = [record(1, [2.0, 4.0], [1.0, 2.0]), record(2, [2.5, 5.0], [2.0, 4.5]), record(4, [1], [1], "crash")]
     frame = distributed.table(records, left_out)
     assert left_out == {"cnn fsdp 4: crash": 1}
-    private = frame[frame.method == "bk_mixed"].set_index("processes")
+    private = frame[frame.backend == "bk_mixed"].set_index("processes")
     assert private.throughput_ratio[1] == 0.5 and private.throughput_ratio[2] == pytest.approx((0.8 + 0.9) / 2)
     assert (private.least[2], private.greatest[2]) == (0.8, 0.9)
     assert private.memory_ratio[2] == pytest.approx(1.2) and private.samples_per_second[2] == pytest.approx(4 / 3.75)

@@ -132,7 +132,7 @@ def _steps(record: Record) -> dict[str, dict[Any, float]]:
     if record.kind == "overhead":
         return _turns(result["backends"])
     if record.kind == "distributed" and record.trial["processes"] == 1 and record.trial["spread"] == "ddp":
-        return _turns(result["methods"])
+        return _turns(result["backends"])
     return {}
 
 

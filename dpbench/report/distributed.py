@@ -20,33 +20,33 @@ SPREADS = {"ddp": "DDP", "fsdp": "FSDP2"}
 _COLORS = ("#0077BB", "#EE7733", "#009988", "#CC3311", "#33BBEE", "#EE3377")
 _MARKERS = "os^Dvp"
 _TOP, _DEPTH, _LEFT, _GAP, _BETWEEN = 0.36, 1.9, 0.62, 0.45, 0.42
-_SAME = ["model", "spread", "precision", "method", "batch_size", "processes"]
+_SAME = ["model", "spread", "precision", "backend", "batch_size", "processes"]
 _NUMBERS = ["samples_per_second", "throughput_ratio", "least", "greatest", "scaling", "peak_bytes", "memory_ratio"]
 _COLUMNS = [*_SAME, "rounds", *_NUMBERS, "oversubscribed"]
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each method of each trial.
+    """A row for each backend of each trial.
 
-    `throughput_ratio` is the median over rounds of ordinary training's seconds by the method's, of the same round;
+    `throughput_ratio` is the median over rounds of ordinary training's seconds by the backend's, of the same round;
     `scaling` the samples a second of a process beside those of one process alone; memory is that of the process that
     holds most.
     """
     rows = []
     for record in records:
         trial, result = record.trial, record.result
-        if "methods" not in result:
+        if "backends" not in result:
             left_out[f"{trial['model']} {trial['spread']} {trial['processes']}: {record.outcome}"] += 1
             continue
-        seconds = {name: _rounds(entry) for name, entry in result["methods"].items()}
+        seconds = {name: _rounds(entry) for name, entry in result["backends"].items()}
         base = seconds.get(BASELINE, {})
-        peaks = {name: max(m["peak_bytes"] for m in entry["memory"]) for name, entry in result["methods"].items()}
+        peaks = {name: max(m["peak_bytes"] for m in entry["memory"]) for name, entry in result["backends"].items()}
         for name, own in seconds.items():
             ratios = [base[number] / own[number] for number in own if number in base]
             rows.append(
-                {field: trial[field] for field in _SAME if field != "method"}
+                {field: trial[field] for field in _SAME if field != "backend"}
                 | {
-                    "method": name,
+                    "backend": name,
                     "rounds": len(own),
                     "samples_per_second": trial["batch_size"] * trial["processes"] / median(own.values()),
                     "throughput_ratio": median(ratios) if ratios else None,
@@ -105,15 +105,15 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     figure, height = sheet(_TOP + 2 * _DEPTH + _BETWEEN + AXIS + 0.2, caption)
     spreads = [name for name in SPREADS if name in set(frame.spread)] or ["ddp"]
     wide = (WIDTH - _LEFT - 0.15 - _GAP * (len(spreads) - 1)) / len(spreads)
-    private = frame[frame.method != BASELINE]
-    lines = list(dict.fromkeys(zip(private.model, private.precision, private.method, strict=True)))
+    private = frame[frame.backend != BASELINE]
+    lines = list(dict.fromkeys(zip(private.model, private.precision, private.backend, strict=True)))
     for column, spread in enumerate(spreads):
         for row, (field, label) in enumerate((("throughput_ratio", "throughput"), ("memory_ratio", "peak memory"))):
             place = (_LEFT + column * (wide + _GAP), _TOP + row * (_DEPTH + _BETWEEN))
             axes = figure.add_axes(box(*place, wide, _DEPTH, height))
             for i, key in enumerate(lines):
                 own = private[(private.spread == spread)]
-                own = own[(own.model == key[0]) & (own.precision == key[1]) & (own.method == key[2])]
+                own = own[(own.model == key[0]) & (own.precision == key[1]) & (own.backend == key[2])]
                 _line(axes, own.sort_values("processes"), field, i, key)
             axes.axhline(1.0, color="#555555", linewidth=1.0)
             axes.set_xscale("log", base=2)

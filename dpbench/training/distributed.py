@@ -1,7 +1,7 @@
 """Body of a `DistributedTrial`: ranks forked from the trial's process, in its process group, that train together.
 
-Weak scaling: each process has `batch_size` samples. Each method has a model of its own, spread in the same way. In
-order: the summed clipped gradient against one process's; a warm-up; rounds in which every method has a turn, in an
+Weak scaling: each process has `batch_size` samples. Each backend has a model of its own, spread in the same way. In
+order: the summed clipped gradient against one process's; a warm-up; rounds in which every backend has a turn, in an
 order of the round's own; and the memory of one more step of each, in every process.
 
 A step is all of training: forward, backward, communication, noise and the optimizer (SGD with momentum). Ordinary
@@ -62,7 +62,7 @@ class RankFailed(TrialFailure):
 
 
 def run(trial: DistributedTrial) -> dict[str, Any]:
-    """{"parameters", "communication", "oversubscribed", "verification", "methods": {name: {"turns", "memory"}}}.
+    """{"parameters", "communication", "oversubscribed", "verification", "backends": {name: {"turns", "memory"}}}.
 
     A turn is {"round", "position", "step_seconds"}, of the first process; memory is a list, of each process.
 
@@ -83,13 +83,13 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
         "communication": first["communication"],
         "oversubscribed": trial.processes > places,
         "verification": verify.verification_record(found, TOLERANCE[dtype], VERIFIED * trial.processes),
-        "methods": {
+        "backends": {
             name: {"turns": first["turns"][name], "memory": [answer["memory"][name] for answer in answers]}
-            for name in trial.methods
+            for name in trial.backends
         },
     }
     if not found.within(TOLERANCE[dtype]):
-        raise verify.mismatch(trial.methods[-1], found, TOLERANCE[dtype], result)
+        raise verify.mismatch(trial.backends[-1], found, TOLERANCE[dtype], result)
     return result
 
 
@@ -157,7 +157,7 @@ def _rank(trial: DistributedTrial, rank: int, meet: str, send: Connection) -> No
 
 def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
     agreement = _agreement(trial, rank)
-    steps = {name: _Step(trial, name, rank) for name in trial.methods}
+    steps = {name: _Step(trial, name, rank) for name in trial.backends}
     device = torch.device(trial.device)
     stopwatch = stopwatch_for(device)
     counts = {}
@@ -184,7 +184,7 @@ def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
         memory[name] = peak
     return {
         "agreement": agreement._asdict(),
-        "parameters": steps[trial.methods[0]].parameters,
+        "parameters": steps[trial.backends[0]].parameters,
         "turns": turns,
         "memory": memory,
     }
@@ -250,7 +250,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def _agreement(trial: DistributedTrial, rank: int) -> Agreement:
     """The sum of every process's clipped gradients against one process's, of the model before it was spread."""
-    private = next((name for name in trial.methods if load_backend(name).private), None)
+    private = next((name for name in trial.backends if load_backend(name).private), None)
     if private is None:
         return Agreement(0.0, 0.0, "")
     work = workload_of(trial)
@@ -279,7 +279,7 @@ def _autocast(trial: DistributedTrial) -> Iterator[None]:
 
 
 class _Step:
-    """One training step of one method on this process's samples, ready to run."""
+    """One training step of one backend on this process's samples, ready to run."""
 
     def __init__(self, trial: DistributedTrial, name: str, rank: int) -> None:
         work = workload_of(trial)

@@ -22,8 +22,8 @@ class DistributedTrial(Trial):
     """Whole training steps in `processes` processes, private and ordinary in turns: forward to optimizer, noise too.
 
     `batch_size` is that of a process: the work of each stays the same as they become more. `spread` is one of
-    `SPREADS`. `precision` "mixed" computes in bfloat16, with parameters, sums and norms in float32. `methods` are
-    backends; `nonprivate` belongs among them, and is what the wrapper does by itself. A process has `threads` threads
+    `SPREADS`. `precision` "mixed" computes in bfloat16, with parameters, sums and norms in float32. `backends` are
+    names; `nonprivate` belongs among them, and is what the wrapper does by itself. A process has `threads` threads
     on a CPU (gloo), a GPU of its own on CUDA (nccl). The summed clipped gradient is verified against one process.
     """
 
@@ -34,7 +34,7 @@ class DistributedTrial(Trial):
     processes: int
     spread: str
     batch_size: int
-    methods: Sequence[str] = ("nonprivate", "bk_mixed")
+    backends: Sequence[str] = ("nonprivate", "bk_mixed")
     precision: str = "float32"
     device: str = "cpu"
     image_size: int | None = 32
@@ -47,7 +47,7 @@ class DistributedTrial(Trial):
     timeout: float = 900.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "methods", tuple(self.methods))  # from JSON it comes as a list
+        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
         one_of("a spread", self.spread, SPREADS)
         one_of("a precision", self.precision, PRECISIONS)
         if self.processes < 1 or self.batch_size < 1 or self.rounds < 1:
@@ -58,7 +58,7 @@ class DistributedTrial(Trial):
 
     def modules(self) -> tuple[str, ...]:
         library = "torch.distributed.fsdp" if self.spread == "fsdp" else "torch.nn.parallel.distributed"
-        return (*_modules_of_step(self, self.model, self.methods), library, "torch._dynamo", "numpy", "scipy")
+        return (*_modules_of_step(self, self.model, self.backends), library, "torch._dynamo", "numpy", "scipy")
 
     def label(self) -> str:
         return f"{self.kind} {self.model} {self.spread} {self.precision}, {self.processes} x {self.batch_size}"
