@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipping.spread import is_sharded
@@ -70,18 +70,3 @@ def same_model(model: nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_sharded(tensor):  # of which each process holds a part of its own
                 dist.broadcast(tensor.detach(), src=0)
-
-
-def add_up(total: Tensor) -> Tensor:
-    """Over all processes; known at the first one only."""
-    if place()[1] > 1:
-        total = total.contiguous()
-        dist.reduce(total, dst=0)
-    return total
-
-
-def from_first(total: Tensor) -> Tensor:
-    """What the first process has, everywhere."""
-    if place()[1] > 1:
-        dist.broadcast(total, src=0)
-    return total

@@ -20,21 +20,14 @@ from torch import Tensor, nn
 from clipping import BACKENDS, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
-from clipping.spread import is_sharded, reshard, sharded_modules, unwrapped
-from dpbench.engine.distributed import (
-    add_up,
-    from_first,
-    place,
-    quieten,
-    same_model,
-    same_settings,
-    shared_key,
-)
+from clipping.spread import reshard, sharded_modules, unwrapped
+from dpbench.engine.distributed import place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import Noise, Pseudo, Secure, secret
 from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder
+from dpbench.engine.release import release_gradients
 from dpbench.engine.safeguards import (
     batch_norm_problem,
     batch_norms,
@@ -45,7 +38,6 @@ from dpbench.engine.safeguards import (
 )
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
-from dpbench.engine.sharded import with_noise
 from dpbench.engine.spent import PrivacySpent, account
 
 if TYPE_CHECKING:
@@ -349,18 +341,7 @@ class PrivacyEngine:
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
-        reshard(self.model)
-        for name, p in self.model.named_parameters():
-            if p.requires_grad:
-                wide = torch.promote_types(p.dtype, torch.float32)
-                total = sums.pop(name, torch.zeros_like(p, dtype=wide)).detach()
-                if is_sharded(p):
-                    p.grad = (with_noise(total, self.noise, deviation) / settings.batch_size).to(p.dtype)
-                    continue
-                total = add_up(total)
-                if deviation and place()[0] == 0:
-                    total = self.noise.added(total, deviation)
-                p.grad = (from_first(total) / settings.batch_size).to(p.dtype)
+        release_gradients(self.model, sums, self.noise, deviation, settings.batch_size)
         patch.inner_step()
         self._watch(sampled)
 
