@@ -13,7 +13,7 @@ from report_records import CUDA, GIB, RunFile
 from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
-from dpbench.training import UtilityTrial
+from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.trials import CalibrationTrial, MapTrial, OverheadTrial, PeakTrial, SchemeTrial, StepTrial, SweepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
@@ -155,6 +155,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
     ):
         run.add(trial, outcome="unsupported", evidence="no valid bound")
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
+    run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
     drawn, _ = draw(run, figure)
     assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
 

@@ -100,7 +100,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     axes = figure.add_axes(box(_NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth, height))
     claimed = frame.claimed_epsilon.max() if len(frame) else 1.0
     axes.axvline(claimed, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)))
-    axes.axvspan(claimed, 1e3, color=style.FAILURE, alpha=0.06, linewidth=0)
+    if len(frame):
+        axes.axvspan(claimed, 1e3, color=style.FAILURE, alpha=0.06, linewidth=0)
     names = []
     for ((fault, backend), part), y in zip(groups, places, strict=True):
         for verdict, points in part.groupby("verdict"):

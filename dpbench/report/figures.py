@@ -97,7 +97,8 @@ def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str, ranges: str
         positions.append(depth + _ROW / 2)
         depth += _ROW
     widths = [_CHARACTER * len(row.label) for row in rows] + [_BOLD * len(name) for name, _ in headings]
-    names = min(max(_NAMES[0], max(widths) + 0.12), _NAMES[1])
+    names = min(max(_NAMES[0], max(widths, default=0.0) + 0.12), _NAMES[1])
+    depth = max(depth, _ROW)
     signs = _signs(panels, ranges)
     top = _TITLE + (_LEGEND if signs else 0.0)
     figure, height = sheet(top + depth + AXIS, caption)
