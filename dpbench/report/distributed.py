@@ -120,7 +120,8 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
             axes.set_xticks(sorted(set(frame.processes)) or [1])
             axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axes.xaxis.set_minor_locator(NullLocator())
-            axes.set_ylim(0.0, 1.1 * max(1.0, float(frame[field].max()) if len(frame) else 1.0))
+            highest = frame["greatest" if row == 0 else field].max()
+            axes.set_ylim(0.0, 1.1 * max(1.0, 0.0 if pd.isna(highest) else float(highest)))
             axes.grid(color=style.GRID, linewidth=0.5)
             if row == 0:
                 axes.set_title(SPREADS[spread], fontsize=9)
