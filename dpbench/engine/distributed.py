@@ -17,13 +17,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipping.spread import is_sharded
 from dpbench.engine.errors import Misuse
-from dpbench.engine.noise import Noise
-from dpbench.engine.sharded import with_noise
 
 
 def place() -> tuple[int, int]:
@@ -72,21 +70,3 @@ def same_model(model: nn.Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_sharded(tensor):  # of which each process holds a part of its own
                 dist.broadcast(tensor.detach(), src=0)
-
-
-def noised_sum(total: Tensor, noise: Noise, deviation: float) -> Tensor:
-    """The sum of every process's `total` + N(0, deviation²) in each coordinate, once, and the same everywhere.
-
-    The first process draws. A DTensor already is the sum, and each process draws for its shard.
-    """
-    if is_sharded(total):
-        return with_noise(total, noise, deviation)
-    rank, processes = place()
-    if processes > 1:
-        total = total.contiguous()
-        dist.reduce(total, dst=0)
-    if deviation and rank == 0:
-        total = noise.added(total, deviation)
-    if processes > 1:
-        dist.broadcast(total, src=0)
-    return total

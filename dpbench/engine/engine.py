@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from clipping import BACKENDS, FAMILIES, load_backend
+from clipping import BACKENDS, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
 from clipping.spread import reshard, sharded_modules, unwrapped
-from dpbench.engine.distributed import noised_sum, place, quieten, same_model, same_settings, shared_key
+from dpbench.engine.distributed import place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import Noise, Pseudo, Secure, secret
 from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder
+from dpbench.engine.release import release_gradients
 from dpbench.engine.safeguards import (
     batch_norm_problem,
     batch_norms,
@@ -111,11 +112,6 @@ class PrivacyEngine:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
         name = backend_name(backend, ghost_clipping, mixed)
         cls = load_backend(name)
-        if name.partition(":")[0] in FAMILIES:
-            raise ValueError(
-                f"expected a backend that clips each sample's gradient, got {name!r}: it clips the mean of several, "
-                "where a sample can move the sum by 2 max_grad_norm and more, and the accounting is for max_grad_norm"
-            )
         if not recordable(cls):
             usable = ", ".join(known for known in BACKENDS if recordable_name(known))
             raise ValueError(f"expected a backend that works from losses, one of {usable}, got {name!r}")
@@ -341,16 +337,11 @@ class PrivacyEngine:
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
         deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
-        reshard(self.model)
         sums, self._sums = self._sums, {}
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
-        for name, p in self.model.named_parameters():
-            if p.requires_grad:
-                wide = torch.promote_types(p.dtype, torch.float32)
-                total = sums.pop(name, torch.zeros_like(p, dtype=wide)).detach()
-                p.grad = (noised_sum(total, self.noise, deviation) / settings.batch_size).to(p.dtype)
+        release_gradients(self.model, sums, self.noise, deviation, settings.batch_size)
         patch.inner_step()
         self._watch(sampled)
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from clipping.interface import Problem
+from clipping.spread import is_sharded
 from dpbench.engine.errors import Misuse
+from dpbench.engine.sharded import everywhere, here
 
 _MARK = "privacy_steps"
 """In the optimizer's first parameter group, and so in its state_dict: the logical batches that it has released."""
@@ -22,9 +24,11 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
 
     Clipping does not bound what is not a number. That an error was raised tells of the data, and is not accounted.
     """
-    if not grads or bool(torch.stack([g.isfinite().all() for g in grads.values()]).all()):
+    if not grads or bool(everywhere(torch.stack([here(g).isfinite().all() for g in grads.values()]), grads).all()):
         return
-    name = next(name for name, g in grads.items() if not g.isfinite().all())
+    shards = "a shard of " if any(map(is_sharded, grads.values())) else ""
+    found = (name for name, g in grads.items() if not here(g).isfinite().all())
+    name = f"{shards}{next(found, 'another process')}"
     raise FloatingPointError(
         f"expected finite gradients, got NaN or inf in {name!r}: one record would decide the parameters whatever the "
         "noise, so nothing of this batch is released; a loss or an activation has overflowed"

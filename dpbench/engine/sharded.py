@@ -7,12 +7,14 @@ of which each keeps its shard: training is then repeated by any number of proces
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from clipping.spread import is_sharded
 from dpbench.engine.noise import Noise
 
 
@@ -41,6 +43,21 @@ def with_noise(total: Any, noise: Noise, deviation: float) -> Any:
     return DTensor.from_local(
         mine, total.device_mesh, total.placements, run_check=False, shape=total.shape, stride=total.stride()
     )
+
+
+def here(x: Tensor) -> Tensor:
+    """What lies in this process of a tensor: all of it, or its shard."""
+    mine: Tensor = getattr(x, "to_local", lambda: x)()
+    return mine
+
+
+def everywhere(true: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
+    """Bools, and-ed over all processes where the gradients are sharded: they go on together, or raise together."""
+    if not any(is_sharded(g) for g in grads.values()):
+        return true
+    agreed = true.to(torch.uint8)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN)
+    return agreed.bool()
 
 
 def _shard_of(whole: Tensor, like: Any) -> Tensor:
