@@ -38,7 +38,6 @@ __all__ = [
     "is_backend",
     "known_backends",
     "load_backend",
-    "samples_together",
 ]
 
 # name -> (module:class, one line about it)
@@ -105,12 +104,6 @@ def __getattr__(name: str) -> Any:
 def known_backends() -> list[str]:
     """Every name that `load_backend` takes, for messages: a family as ``name:M``."""
     return [*BACKENDS, *VARIANTS, *(f"{family}:M" for family in FAMILIES)]
-
-
-def samples_together(name: str) -> int:
-    """How many samples' mean the backend clips as one, by its name: M of a family's ``name:M``, else 1."""
-    family, _, size = name.partition(":")
-    return int(size) if family in FAMILIES and _is_size(size) else 1
 
 
 def is_backend(name: str) -> bool:

@@ -112,8 +112,8 @@ def _both(backend: Backend, inputs: Any, targets: Any) -> tuple[ClippedGradient,
     from clipping.oracle import definition
 
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
-    reference = definition(backend.model, backend.loss_fn, inputs, targets, clip=clip, together=backend.together)
-    return backend(inputs, targets), reference
+    result = backend(inputs, targets)  # first: what it refuses, it gives its reason for
+    return result, definition(backend.model, backend.loss_fn, inputs, targets, clip=clip, together=backend.together)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipping import BACKENDS, FAMILIES, Flat, PerLayer, WrongGradient, is_backend, load_backend, samples_together
+from clipping import BACKENDS, FAMILIES, Flat, PerLayer, WrongGradient, is_backend, load_backend
 from clipping.oracle import TfMicrobatch, tf_microbatch
 from clipping.verification import compare, verify
 from dpbench import PrivacyEngine
@@ -113,7 +113,7 @@ def test_a_faulty_one_is_found_out(fault):
 
 
 def test_names():
-    assert samples_together("tf_microbatch:16") == 16 and samples_together("bk_mixed:paper") == 1
+    assert tf_microbatch(16).together == 16 and load_backend("bk_mixed:paper").together == 1
     assert load_backend("tf_microbatch:16") is backend_class("tf_microbatch:16") is tf_microbatch(16)
     assert validate_backend("tf_microbatch:16") is None
     assert not set(FAMILIES) & set(BACKENDS)
