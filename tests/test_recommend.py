@@ -56,7 +56,7 @@ def test_the_fastest_exact_one_is_taken_and_the_sentence_says_why():
     )
 
 
-@pytest.mark.parametrize("status", ["mismatch", "unsupported", "error", "oom", "crash", "not measured"])
+@pytest.mark.parametrize("status", ["mismatch", "unsupported", "error", "oom", "crash"])
 def test_only_what_is_exact_and_was_timed_comes_into_question(status):
     fast = finding("fastdp", 0.5, 0.5, status=status)
     assert advice(fast, finding("vmap", 4.0)).backend == "vmap"
