@@ -98,6 +98,11 @@ def test_a_noisy_time_neither_wins_nor_ties_by_being_noisy():
     assert {f.backend for f in contenders([ORDINARY, steady, noisy, far])} >= {"bk_mixed", "fastgradclip"}
 
 
+def test_times_of_few_rounds_are_called_rough():
+    assert "0.69x the time (roughly: 1 round) and" in advice(finding("bk_mixed", (0.69,))).reason
+    assert "roughly" not in advice(finding("bk_mixed", (0.69, 0.7, 0.69))).reason
+
+
 def test_few_rounds_leave_more_open():
     widths = [finding("a", (1.5,) * n).interval() for n in (1, 2, 3, 7)]
     spans = [high / low for low, high in widths]
@@ -245,6 +250,21 @@ def test_it_ends_in_time_whatever_a_trial_takes_and_no_row_is_missing(seconds, l
     for found in findings.values():
         assert found.status == "ok" or (found.status == "not measured" and found.reason)
         assert found.largest is not None or found.largest_note or found.status != "ok"
+
+
+def test_a_winner_that_was_hardly_timed_is_timed_again():
+    class Hasty(Machine):
+        def submit(self, trial):
+            key = super().submit(trial)
+            if isinstance(trial, RecommendTrial) and len(self.trials) == 1:
+                for one in self.ready[-1].result["backends"].values():
+                    one["turns"] = one["turns"][:1]
+            return key
+
+    machine = Hasty(lambda trial: 2.0)
+    findings, _ = carry_out(machine)
+    timed = [trial.backends for trial in machine.trials if isinstance(trial, RecommendTrial)]
+    assert timed.count(("nonprivate", "bk_mixed")) == 2 and len(findings["bk_mixed"].ratios) == 3
 
 
 def test_a_process_that_goes_away_takes_its_own_group_with_it_and_no_other():

@@ -19,7 +19,7 @@ from clipping import BACKENDS
 from dpbench.errors import UsageError
 from dpbench.isolation import Answer
 from dpbench.recommend.findings import ORDINARY, Finding, end_as, take_group, take_search
-from dpbench.recommend.verdict import contenders, fastest_first
+from dpbench.recommend.verdict import FEW, contenders, fastest_first
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
 
 #: Seconds that are kept back for what comes at the end.
@@ -127,15 +127,15 @@ class Agenda:
                 self._settle()
                 self.search([ORDINARY, *self._fastest()[:_BEST]], share=0.3)
             self.time(group)
-        if len(contenders(self.findings.values())) > 1:
-            self._settle()
+        self._settle()
         self.search(self._fastest(), share=1.0)
         return self.findings
 
     def _settle(self) -> None:
-        """Time those beside each other that cannot be told apart yet; the later times count."""
-        rivals = tuple(found.backend for found in contenders(self.findings.values())[:_RIVALS])
-        if len(rivals) > 1 and rivals != self._settled:
+        """Time those beside each other that cannot be told apart yet, or hardly were timed; the later times count."""
+        found = contenders(self.findings.values())[:_RIVALS]
+        rivals = tuple(rival.backend for rival in found)
+        if rivals != self._settled and (len(rivals) > 1 or any(len(rival.ratios) < FEW for rival in found)):
             self.time(Group(rivals, share=0.3, rounds=7, max_seconds=6.0))
             self._settled = rivals
 

@@ -16,6 +16,8 @@ from dpbench.stats import MIN_EFFECT
 
 #: A ratio of two times that is never laid to noise.
 FAR = 1.25
+#: Times of fewer rounds than this are called rough.
+FEW = 3
 
 
 class Verdict(NamedTuple):
@@ -91,7 +93,8 @@ def _memory(found: Finding) -> float:
 
 
 def _costs(found: Finding) -> str:
-    time = f"{_time(found):.2f}x the time"
+    rough = f" (roughly: {len(found.ratios)} round{'s' * (len(found.ratios) > 1)})" if len(found.ratios) < FEW else ""
+    time = f"{_time(found):.2f}x the time{rough}"
     return f"{time} of" if found.memory_ratio is None else f"{time} and {found.memory_ratio:.2f}x the memory of"
 
 
