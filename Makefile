@@ -26,10 +26,10 @@ types: install
 	$(BIN)/mypy
 
 unit: install
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow' $(ARGS)
 
 slow: install
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m slow $(ARGS)
 
 smoke: install
 	$(BIN)/python -m dpbench run stress_test --smoke --output $$(mktemp -d)

@@ -53,6 +53,7 @@ def test_a_seeded_fault_is_found(fault):
 
 class Record:
     def __init__(self, fault, seed, bound, backend="bk_mixed"):
+        self.node = self.edition = None
         self.trial = AuditTrial(fault=fault, seed=seed, backend=backend).describe()
         self.kind, self.device, self.run, self.environment, self.fingerprint = "audit", "cpu", "", {}, "0"
         self.outcome, self.load = "ok", None

@@ -89,7 +89,7 @@ def test_verification_and_timing_leave_no_trace_in_the_peak(backend):
     alone = memory.run(
         PeakTrial(model="cnn", backend=backend, batch_size=4, image_size=16, data="synthetic", simulated=False)
     )
-    assert result["memory"] == alone["memory"]
+    assert result["memory"] == {name: value for name, value in alone["memory"].items() if name != "phases"}
 
 
 def test_a_wrong_gradient_is_a_mismatch_and_is_not_timed():

@@ -16,6 +16,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
 from dpbench.training import AuditTrial, UtilityTrial
+from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
     CalibrationTrial,
     ExplainTrial,
@@ -194,6 +195,8 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         run.add(trial, outcome="unsupported", evidence="no valid bound")
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
     run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
+    spread = DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=4)
+    run.add(spread, outcome="timeout", evidence="still running")
     drawn, _ = draw(run, figure)
     assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
 
@@ -235,7 +238,11 @@ def test_the_same_records_give_the_same_bytes(run, tmp_path):
         second = write_report(run.path.parent, tmp_path / "second")
     finally:
         matplotlib.rcParams["font.size"] = settings["font.size"]
-    assert [path.suffix for path in first] == [".png", ".svg", ".pdf", ".csv", ".md", ".tex"] * 3 + [".html"]
+    assert [path.suffix for path in first] == [
+        *[".png", ".svg", ".pdf", ".csv", ".md", ".tex"] * 3,
+        *[".csv", ".md", ".tex"],  # claims: a table alone
+        ".html",
+    ]
     for one, other in zip(first, second, strict=True):
         assert one.read_bytes() == other.read_bytes(), f"{one.name} differs"
     for path in first:

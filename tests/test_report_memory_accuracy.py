@@ -51,7 +51,7 @@ def test_the_figure_is_drawn_of_such_records_and_of_no_search(source, tmp_path):
     assert {path.suffix for path in paths} >= {".png", ".svg", ".pdf", ".csv", ".md"}
     other = tmp_path / "search"
     RunFile(other / "run.jsonl").search("cnn", "vmap", fits=(8,), fails=(16,))
-    assert write_report(other, tmp_path / "none", ("memory_accuracy",)) == []
+    assert "memory_accuracy" not in str([p.name for p in write_report(other, tmp_path / "none", ("memory_accuracy",))])
 
 
 def test_the_experiment_compares_each_cell_both_ways():

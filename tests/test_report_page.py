@@ -16,7 +16,17 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
 from dpbench.report.page import svg
 from dpbench.training import AuditTrial, UtilityTrial
-from dpbench.trials import CalibrationTrial, ExplainTrial, MapTrial, SchemeTrial, StepTrial, SweepTrial
+from dpbench.training.scale import DistributedTrial
+from dpbench.trials import (
+    CalibrationTrial,
+    ExplainTrial,
+    LargestTrial,
+    MapTrial,
+    PeakTrial,
+    SchemeTrial,
+    StepTrial,
+    SweepTrial,
+)
 
 HOSTILE = "<script>alert(1)</script>\"&'"
 
@@ -115,10 +125,25 @@ def everything(run, name="net.py:make"):
         run.add(trial, {"value": value, "epsilon": 0.99, "kind": "upper_bound"})
     verdict = {"case": "a", "result": "wrong", "raised": False, "reason": None, "coverage": {}}
     run.add(ConformanceTrial(backend="vmap"), {"rows": [verdict | {"norm_error": 1.0, "grad_error": 1.0}]})
-    curve = {"curve": [{"accuracy": 0.9, "seconds": 1.0}], "accuracy": 0.9, "test_losses": [0.5], "epsilon": 2.0}
+    curve = {
+        "curve": [{"accuracy": 0.9, "seconds": 1.0, "steps": 4}],
+        "accuracy": 0.9,
+        "test_losses": [0.5],
+        "epsilon": 2.0,
+    }
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), curve | {"noise_multiplier": 1.0})
+    run.add(UtilityTrial(network="linear", target_epsilon=None, seed=0), curve | {"accuracy": 0.93})
+    for simulated in (True, False):
+        memory = {"source": "simulated" if simulated else "cpu_allocator", "peak_bytes": 2**20, "phases": {}}
+        run.add(PeakTrial(model="cnn", backend="vmap", batch_size=8, simulated=simulated), {"memory": memory})
+    entry = {"turns": [{"round": 0, "step_seconds": [1.0]}], "memory": [{"source": "rss", "peak_bytes": 2**20}]}
+    spread = {"backends": {"nonprivate": entry, "bk_mixed": entry}, "oversubscribed": False, "communication": "gloo"}
+    run.add(DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=8), spread)
+    for backend, size in (("ghost", 7), ("vmap", 9)):
+        run.add(LargestTrial(model="cnn", backend=backend, batch_size=8, memory_budget=2**30), {"largest": size})
     for backend, bound in (("ghost", 2.5), ("vmap", 3.5)):
         result = {"claimed_epsilon": 4.0, "epsilon_lower_bound": bound, "violated": False}
+        result |= {"guesses": 100, "correct": 60, "delta": 1e-6}
         run.add(AuditTrial(backend=backend, seed=0), result)
     return run
 
@@ -163,7 +188,8 @@ def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
         "Ghost is the fastest private backend on 1 model in 2 settings: 2.00× the time of ordinary training (1 pair of "
         "rounds each) and 1.00× its peak memory (measured, CPU allocator).",
         "Of 1 backend none is never wrong in 1 case; wrong: vmap in 1.",
-        "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed).",
+        "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed), "
+        "ordinary training 93.0%.",
     ],
 )
 def test_every_kind_of_figure_says_what_it_finds(whole, finding):
@@ -173,10 +199,10 @@ def test_every_kind_of_figure_says_what_it_finds(whole, finding):
 def test_a_kind_without_a_figure_has_its_table(whole):
     path, parsed = whole
     folder = path.parent / "cpu-test-cpu-2-cpus"
-    table = pd.read_csv(folder / "trials-audit.csv")
-    assert list(table.epsilon_lower_bound) == [2.5, 3.5] and list(table.backend) == ["ghost", "vmap"]
+    table = pd.read_csv(folder / "trials-largest.csv")
+    assert list(table.largest) == [7, 9] and list(table.backend) == ["ghost", "vmap"]
     assert "max_grad_norm" not in table  # the same in all
-    assert "Epsilon lower bound" in parsed.text() and not (folder / "trials-audit.svg").exists()
+    assert "every trial of kind largest"[1:] in parsed.text() and not (folder / "trials-largest.svg").exists()
 
 
 def test_hostile_names_are_text(whole):

@@ -106,6 +106,7 @@ class Record:
         trial = UtilityTrial(network="linear", target_epsilon=epsilon, seed=seed, clip=clip, backend=backend)
         self.trial, self.outcome, self.fingerprint, self.load = trial.describe(), "ok", "0", load
         self.kind, self.device, self.run, self.environment = "utility", "cpu", "", {"cpus_available": 2}
+        self.node = self.edition = None
         curve = [{"steps": 3, "seconds": 1.0, "accuracy": 0.5}, {"steps": 6, "seconds": 2.5, "accuracy": accuracy}]
         self.result = {"accuracy": accuracy, "curve": curve, "test_losses": [1.0, loss], "epsilon": epsilon}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from clipping import BACKENDS, load_backend
+from clipping import BACKENDS, FAMILIES, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
 from clipping.spread import reshard, sharded_modules, unwrapped
@@ -112,6 +112,11 @@ class PrivacyEngine:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
         name = backend_name(backend, ghost_clipping, mixed)
         cls = load_backend(name)
+        if name.partition(":")[0] in FAMILIES:
+            raise ValueError(
+                f"expected a backend that clips each sample's gradient, got {name!r}: it clips the mean of several, "
+                "where a sample can move the sum by 2 max_grad_norm and more, and the accounting is for max_grad_norm"
+            )
         if not recordable(cls):
             usable = ", ".join(known for known in BACKENDS if recordable_name(known))
             raise ValueError(f"expected a backend that works from losses, one of {usable}, got {name!r}")

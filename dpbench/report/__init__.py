@@ -65,6 +65,7 @@ FIGURES = {
         readable.max_batch_throughput,
         captions.max_batch_throughput,
         plots.max_batch_throughput,
+        tables.max_batch_applies,
         finding=findings.max_batch,
     ),
     "memory_speed_table": FigureKind(

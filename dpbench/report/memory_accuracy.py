@@ -120,7 +120,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     reach = 1.15 * max([WITHIN, *map(abs, found)])
     axes.set_xlim(-reach, reach)
     axes.set_ylim(len(backends) - 0.5, -0.5)
-    axes.axvspan(-WITHIN, WITHIN, color=style.GRID, zorder=0)
+    axes.fill_betweenx(axes.get_ylim(), -WITHIN, WITHIN, color=style.GRID, linewidth=0, zorder=0)
     axes.axvline(0, color=style.INK, linewidth=0.9, zorder=1)
     for y, backend in enumerate(backends):
         errors = [float(error) for error in frame[frame.backend == backend].error.dropna()]

@@ -53,6 +53,11 @@ EPSILON = (
 )
 
 
+def max_batch_applies(records: Sequence[Record]) -> bool:
+    """Whether there is a step that was timed, or a probe of a search."""
+    return any(r.kind == "step" or r.trial.get("memory_budget") is not None for r in records)
+
+
 def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """Figure 3 of arXiv:2205.10683: the largest batch in the memory budget, and images per second.
 
