@@ -126,20 +126,25 @@ def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path):
     assert smoke(tmp_path, *LOCAL) == smoke_here()
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="no sbatch: SLURM is not installed here")
-def test_slurm_itself_runs_the_smoke_run(tmp_path):
-    """On a shared folder of all nodes, which the temporary folder is where SLURM runs on this machine alone."""
-    if subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout.find(" UP") < 0:
+@pytest.fixture
+def slurm():
+    """A controller that answers; without one the test is skipped."""
+    if shutil.which("sbatch") is None:
+        pytest.skip("no sbatch: SLURM is not installed here")
+    if " UP" not in subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout:
         pytest.skip("sbatch is installed, and no SLURM controller answers")
+
+
+@pytest.mark.slow
+def test_slurm_itself_runs_the_smoke_run(tmp_path, slurm):
+    """On a shared folder of all nodes, which the temporary folder is where SLURM runs on this machine alone."""
     assert smoke(tmp_path, "--executor", "slurm", "--time", "20", "--jobs", "2") == smoke_here()
     runs = read_runs(tmp_path / "stress_test-smoke")
     assert len(runs) > 1, "an array of several jobs"
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("sbatch") is None, reason="no sbatch: SLURM is not installed here")
-def test_a_partition_that_slurm_does_not_know_is_one_line(tmp_path):
+def test_a_partition_that_slurm_does_not_know_is_one_line(tmp_path, slurm):
     fake = Fake(tmp_path, sleepers(1, 0.0))
     done = fake.run("--executor", "slurm", "--partition", "no_such")
     assert done.returncode == 2 and "Traceback" not in done.stderr
