@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -152,11 +151,15 @@ def test_list_names_everything_once_with_a_line_of_explanation():
     ],
 )
 def test_what_imports_no_torch_answers_at_once(arguments, limit):
+    def used() -> float:  # by ended children: what else runs beside them does not count
+        times = os.times()
+        return times.children_user + times.children_system
+
     seconds = []
     for _ in range(3):
-        started = time.perf_counter()
+        before = used()
         assert dpbench(*arguments).returncode == 0
-        seconds.append(time.perf_counter() - started)
+        seconds.append(used() - before)
     assert min(seconds) <= limit
 
 
