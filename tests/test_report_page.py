@@ -1,6 +1,5 @@
 """The page: everything of a report is on it, escaped, and it asks nothing of a network; in a real browser it fits."""
 
-import os
 import re
 from html.parser import HTMLParser
 
@@ -9,7 +8,6 @@ import pandas as pd
 import pytest
 from browser import measure, needs_browser
 from matplotlib.figure import Figure
-from report_many import write_many
 from report_records import CPU, CUDA, GIB, RunFile
 
 from dpbench.conformance import ConformanceTrial
@@ -388,19 +386,3 @@ def test_a_budget_and_a_rate_in_a_setting_are_for_people(run):
     run.search("resnet18", "ghost", [8, 100], [101]).search("resnet18", "ghost", [4], [5], budget=GIB)
     text = " ".join(write(run, "max_batch_throughput")[1].text().split())
     assert "cpu Test CPU, 2 CPUs · memory budget 1 GiB" in text and "· memory budget 16 GiB" in text
-
-
-@pytest.mark.slow
-def test_ten_thousand_records_in_ten_seconds(tmp_path, monkeypatch):
-    monkeypatch.undo()  # every file is written
-    failed = write_many(tmp_path / "campaign")
-    write_report(tmp_path / "campaign", tmp_path / "warm", ["memory_speed_table"])
-    start = os.times()
-    path = write_report(tmp_path / "campaign", tmp_path / "out")[-1]
-    end = os.times()
-    work = sum(getattr(end, name) - getattr(start, name) for name in ("user", "system"))
-    apart = sum(getattr(end, name) - getattr(start, name) for name in ("children_user", "children_system"))
-    text = path.read_text(encoding="utf-8")
-    assert "10,000 trials of campaign" in text and f"{failed} results without a number" in text
-    assert len(text) < 2_000_000
-    assert max(work, (work + apart) / 2) <= 10.0  # on two CPUs that nobody else uses
