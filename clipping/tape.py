@@ -46,7 +46,7 @@ class Use:
     """One operation on sources.
 
     Attributes:
-        operation: its name.
+        operation: its name, or that of the function that it is a part of.
         rules: for each source the rule of its gradient.
         output: shape and dtype of its output, and so of g.
         node: the number of the output's node in the order in which the forward pass made them.
@@ -93,6 +93,7 @@ class Tape(TorchFunctionMode):
         self._hooks: list[Any] = []
         self._marked: list[weakref.ref[Tensor]] = []
         self._arrival: Arrival | None = None
+        self._composite: Any = None
         map_tensors(mark_data, batch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,6 +112,7 @@ class Tape(TorchFunctionMode):
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
         if func in COMPOSITES:
+            outer, self._composite = self._composite, self._composite or func
             try:
                 with self:
                     output = COMPOSITES[func](*args, **kwargs)
@@ -119,6 +121,8 @@ class Tape(TorchFunctionMode):
             except Refused as refused:
                 self._refuse(func, sources, refused)
                 return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+            finally:
+                self._composite = outer
         at = max(samples_dimension(x) for x in data)
         if at and func in MOVABLE:
             with self:
@@ -182,7 +186,7 @@ class Tape(TorchFunctionMode):
             return output
         if not mine:
             return output
-        use = Use(_name(func), mine, Spec(output.shape, output.dtype))
+        use = Use(_name(self._composite or func), mine, Spec(output.shape, output.dtype))
         self.uses.append(use)
         for source, _ in mine:
             for name in source.parameters:

@@ -16,7 +16,7 @@ from clipping.rules import Route, Rule
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
-from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
+from clipping.rules.norm import layer_norm, rms_norm
 
 BATCH = 3
 
@@ -132,8 +132,6 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
     "bag, mean, padding_idx": lambda: Operation(of(embedding_bag, padding_idx=3), doubles(7, 4), ids(BATCH, 9)),
     "bag, weighted": lambda: Operation(weighted_bag, doubles(7, 4), ids(BATCH, 6)),
     "layer norm": lambda: Operation(of(layer_norm, [4]), doubles(4), doubles(BATCH, 5, 4)),
-    "group norm": lambda: Operation(of(group_norm, 2), doubles(4), doubles(BATCH, 4, 5)),
-    "instance norm": lambda: Operation(of(instance_norm, None, None), doubles(4), doubles(BATCH, 4, 5)),
     "rms norm": lambda: Operation(of(rms_norm, [4]), doubles(4), doubles(BATCH, 5, 4)),
 }
 

@@ -90,7 +90,7 @@ def test_a_grouped_convolution_has_gram_matrices_for_each_group():
 
 def test_norms_and_bare_parameters_have_no_linear_form():
     found = rows(nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.GroupNorm(2, 4)), 3, 5, 5)
-    for name, operations in (("1.weight", 2 * 4 * 25), ("1.bias", 4 * 25)):
+    for name, operations in (("1.weight", 4), ("1.bias", 4)):
         row = found[name]
         assert (row.operation, shape_of(row), row.paper, row.reason) == ("group_norm", (None,) * 4, None, None)
         assert (row.bytes, row.operations) == (Cost(None, 4 * 4), Cost(None, operations))

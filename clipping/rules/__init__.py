@@ -56,8 +56,6 @@ HANDLERS: dict[Any, Handler] = {
     F.embedding: embedding,
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,
-    F.group_norm: group_norm,
-    F.instance_norm: instance_norm,
     F.rms_norm: rms_norm,
     torch.add: add,
     torch.Tensor.add: add,
@@ -71,6 +69,8 @@ HANDLERS: dict[Any, Handler] = {
 }
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
     F.multi_head_attention_forward: multi_head_attention_forward,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     torch.lstm: lstm,
