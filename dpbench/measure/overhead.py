@@ -30,7 +30,6 @@ import resource
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -125,7 +124,7 @@ class Entry:
             seconds = warm_up(self._step, stopwatch=stopwatch, max_seconds=self.trial.max_seconds / 2)
             if len(seconds) < self.fewest:
                 seconds += stopwatch(self._step, self.fewest - len(seconds), math.inf)
-            expected = fmean(seconds[-WINDOW:])
+            expected = min(seconds)  # a first step pays for kernels, a second one may time a planner's routes
             self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
             self.rounds = range(self.trial.rounds)
             if backend.private:  # ordinary training has a turn in every round: each ratio needs it

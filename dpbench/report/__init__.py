@@ -190,6 +190,7 @@ FIGURES = {
         growth.THROUGHPUT.caption,
         growth.THROUGHPUT.plot,
         growth.THROUGHPUT.applies,
+        finding=findings.paired,
     ),
     "beside_papers": FigureKind(
         "papers' figures again: Figure 4 of arXiv:2205.10683, Figures 4 and 5 of arXiv:2210.00038",
