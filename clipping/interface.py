@@ -7,6 +7,7 @@ exactly is what `clipping.verification` holds it to.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -270,9 +271,12 @@ def leading_dimension(*trees: Any) -> int:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Norms are not to be cast down, if the caller is in autocast for the sake of the model."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:

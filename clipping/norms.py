@@ -270,5 +270,5 @@ def _weighted_sum_of(parts: list[Tensor], blocks: list[slice], factors: Tensor) 
     """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
     total = weighted_sum(factors[blocks.pop()], parts.pop())
     while parts:
-        total += weighted_sum(factors[blocks.pop()], parts.pop())
+        total = weighted_sum(factors[blocks.pop()], parts.pop(), total)
     return total

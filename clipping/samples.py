@@ -40,10 +40,13 @@ def factors_by_name(layers: Tensor, names: list[str], clip: ClipFunction) -> tup
     return norms, dict(zip(names, factors, strict=True))
 
 
-def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
-    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]."""
-    rows = grad.reshape(grad.shape[0], -1)
-    return (rounded_down(factors, grad.dtype)[None] @ rows).view(grad.shape[1:])
+def weighted_sum(factors: Tensor, grad: Tensor, total: Tensor | None = None) -> Tensor:
+    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]; added to `total` in place, if there is one."""
+    rows, factors = grad.reshape(grad.shape[0], -1), rounded_down(factors, grad.dtype)[None]
+    if total is None:
+        return (factors @ rows).view(grad.shape[1:])
+    total.view(1, -1).addmm_(factors, rows)
+    return total
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -285,7 +285,7 @@ class Tape(TorchFunctionMode):
 
 
 class _Anchor(torch.autograd.Function):
-    """Identity on its first argument, in place, so that it costs nothing; the zero scalar gets a zero gradient."""
+    """Identity on its first argument, in place, so that it costs nothing; the zero scalar's gradient is none at all."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -293,8 +293,8 @@ class _Anchor(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return grads[0], torch.zeros((), device=grads[0].device)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
 
 
 def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.rules.pieces import Share
+from clipping.rules.products import products
 from clipping.samples import weighted_sum
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
@@ -268,9 +269,9 @@ def sum_of_squares(x: Tensor) -> Tensor:
     if x.shape[1] < 2 * SUMMED:
         return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
     whole = x.shape[1] // SUMMED * SUMMED
-    rest = torch.linalg.vector_norm(x[:, whole:], dim=1, dtype=dtype).square_()
-    parts = torch.linalg.vector_norm(x[:, :whole].unflatten(1, (-1, SUMMED)), dim=2, dtype=dtype)
-    return parts.square_().sum(1).add_(rest)
+    rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
+    squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)
+    return squares.add_(torch.linalg.vector_norm(rest, dim=1, dtype=dtype).square_()) if rest.numel() else squares
 
 
 def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
@@ -287,7 +288,7 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     a = a.to(norm_dtype(g.dtype))
     if a.shape[1] == 1:
         return sum_of_squares(a) * sum_of_squares(g)
-    return gram_inner(g, lambda rows, columns: torch.bmm(a[:, rows], a[:, columns].transpose(1, 2)), available)
+    return gram_inner(g, lambda rows, columns: products(a[:, rows], a[:, columns]), available)
 
 
 def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: int) -> Tensor:
@@ -311,25 +312,25 @@ def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: in
     total = g.new_zeros(count)
     for start in range(0, positions, rows):
         block, before = slice(start, start + rows), slice(0, start + rows)
-        found = torch.bmm(g[:, block], g[:, before].transpose(1, 2)).mul_(other(block, before))
+        found = products(g[:, block], g[:, before]).mul_(other(block, before))
         if start:
             total += 2 * found[:, :, :start].sum((1, 2))
         total += found[:, :, start:].sum((1, 2))
     return total
 
 
-def within(products: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
-    """Σ of the entries of products [n, rows, S], made in blocks of rows that stay within `available` bytes, [n].
+def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
+    """Σ of the entries of a matrix [n, rows, S], found in blocks of rows that stay within `available` bytes, [n].
 
     Args:
-        products: rows -> their part of the matrix.
+        found: rows -> their part of the matrix.
         rows: how many there are.
-        columns: [n, *, S], the other factor.
+        columns: [n, S, *], the other factor.
         available: bytes that two such matrices may take.
     """
-    count, _, others = columns.shape
+    count, others, _ = columns.shape
     step = max(1, available // max(1, 2 * count * others * columns.element_size()))
-    parts = [products(slice(start, start + step)).sum((1, 2)) for start in range(0, rows, step)]
+    parts = [found(slice(start, start + step)).sum((1, 2)) for start in range(0, rows, step)]
     return torch.stack(parts).sum(0) if parts else columns.new_zeros(count)
 
 

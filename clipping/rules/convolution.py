@@ -23,6 +23,7 @@ from clipping.interface import norm_dtype
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product
 from clipping.rules.pieces import Pieces, Share, applies
 from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
+from clipping.rules.products import products
 from clipping.samples import rounded_down
 from clipping.temporaries import Convolution
 
@@ -77,7 +78,7 @@ class ConvolutionWeight(Rule):
             return self._by_pairs(x, g)
         if way != "grouped":
             a, g = self._positions(x, g)
-            return torch.bmm(g, a.transpose(1, 2)).view(count, *self.parameter.shape)
+            return products(g, a).view(count, *self.parameter.shape)
         folded_x = x.reshape(1, count * x.shape[1], *x.shape[2:])
         folded_g = g.reshape(1, count * g.shape[1], *g.shape[2:])
         return self._weight_gradient(folded_x, folded_g, count).view(count, *self.parameter.shape)
@@ -117,7 +118,7 @@ class ConvolutionWeight(Rule):
         weight = self.parameter
         if fold != 1 or weight.dtype != g.dtype:
             weight = _of_any_values(g, (fold * weight.shape[0], *weight.shape[1:]))
-        return torch.ops.aten.convolution_backward(
+        return torch.ops.aten.convolution_backward.default(
             g,
             x,
             weight,
@@ -208,7 +209,7 @@ class ConvolutionWeight(Rule):
     def _positions(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Patches [b·groups, d, T] and g [b·groups, p, T]."""
         count = x.shape[0] * self.groups
-        a = self._patches(x).reshape(count, self.inputs, self.positions)
+        a = (x if self._is_pointwise() else self._patches(x)).reshape(count, self.inputs, self.positions)
         return a, g.reshape(count, self.outputs, self.positions)
 
     def _patches(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.rules.base import GRAM_KERNEL, Refused, Rule, Spec, Work, sum_of_squares, within
 from clipping.rules.linear import LinearWeight
+from clipping.rules.products import products
 
 
 class EmbeddingWeight(Rule):
@@ -81,12 +82,12 @@ class EmbeddingWeight(Rule):
         """
         everyone = slice(0, self.samples(g))
         ids, g = self._positions(g, everyone)
-        columns = _wide(g).transpose(1, 2)
+        columns = _wide(g)
         if isinstance(other, EmbeddingWeight):
             other_ids, h = other._positions(other_g, everyone)
 
             def same(rows: slice) -> Tensor:
-                return torch.bmm(_wide(h[:, rows]), columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
+                return products(_wide(h[:, rows]), columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
 
             return within(same, h.shape[1], columns, self.workspace(g))
         if not isinstance(other, LinearWeight) or other.transposed:
@@ -95,7 +96,7 @@ class EmbeddingWeight(Rule):
 
         def read(rows: slice) -> Tensor:
             at_ids = h[:, rows].gather(2, ids[:, None, :].expand(-1, h[:, rows].shape[1], -1))  # [B, rows, T]
-            return torch.bmm(_wide(a[:, rows]), columns).mul_(at_ids)
+            return products(_wide(a[:, rows]), columns).mul_(at_ids)
 
         return within(read, h.shape[1], columns, self.workspace(g))
 

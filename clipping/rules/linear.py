@@ -10,6 +10,7 @@ from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, gram_product, within
 from clipping.rules.elementwise import Broadcast
+from clipping.rules.products import product, products
 from clipping.samples import rounded_down
 
 
@@ -39,7 +40,8 @@ class LinearWeight(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         a, g = self.pairs(g, samples)
-        return torch.bmm(a.transpose(1, 2), g) if self.transposed else torch.bmm(g.transpose(1, 2), a)
+        a, g = a.transpose(1, 2), g.transpose(1, 2)
+        return products(a, g) if self.transposed else products(g, a)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         a, g = self.pairs(g, slice(0, self.samples(g)))
@@ -48,8 +50,8 @@ class LinearWeight(Rule):
             a = a * factors
         else:
             g = g * factors
-        a, g = a.flatten(0, 1), g.flatten(0, 1)
-        return a.t() @ g if self.transposed else g.t() @ a
+        a, g = a.flatten(0, 1).t(), g.flatten(0, 1).t()
+        return product(a, g) if self.transposed else product(g, a)
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
         return min(self.a.numel() * g.element_size(), super().summing_bytes(g))
@@ -80,8 +82,7 @@ class LinearWeight(Rule):
 def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Tensor:
     """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n]."""
     a, g, b, h = (x.to(norm_dtype(g.dtype)) for x in (a, g, b, h))
-    b, h = b.transpose(1, 2), h.transpose(1, 2)
-    return within(lambda rows: torch.bmm(a[:, rows], b).mul_(torch.bmm(g[:, rows], h)), g.shape[1], h, available)
+    return within(lambda rows: products(a[:, rows], b).mul_(products(g[:, rows], h)), g.shape[1], h, available)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Rule]]:

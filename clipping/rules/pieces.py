@@ -67,7 +67,7 @@ class Pieces(torch.autograd.Function):
             return None, _in_pieces(g, x, weight, ctx.geometry, pieces(ctx.sizes)), *[None] * 6
         wanted = [ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.has_bias and ctx.needs_input_grad[3]]
         biases = [weight.shape[0]] if ctx.has_bias else None
-        found = torch.ops.aten.convolution_backward(g, x, weight, biases, *ctx.geometry, wanted)
+        found = torch.ops.aten.convolution_backward.default(g, x, weight, biases, *ctx.geometry, wanted)
         return None, *found, *[None] * 4
 
 
@@ -104,10 +104,12 @@ def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], co
     with torch.no_grad(), without_autocast(g.device):
         wanted = [True, False, False]
         if count == 1:
-            found: Tensor = torch.ops.aten.convolution_backward(g, x, weight, None, *geometry, wanted)[0]
+            found: Tensor = torch.ops.aten.convolution_backward.default(g, x, weight, None, *geometry, wanted)[0]
             return found
         result = torch.empty_like(x)
         for i in range(count):
             part = slice(i * x.shape[0] // count, (i + 1) * x.shape[0] // count)
-            result[part] = torch.ops.aten.convolution_backward(g[part], x[part], weight, None, *geometry, wanted)[0]
+            result[part] = torch.ops.aten.convolution_backward.default(
+                g[part], x[part], weight, None, *geometry, wanted
+            )[0]
         return result

@@ -1,0 +1,84 @@
+"""Products of matrices, on a CPU by the library that takes less time there.
+
+torch multiplies float32 matrices by MKL, which keeps its widest instructions for processors of its own maker: on others
+it runs at half of what they can. oneDNN, by which torch convolves, does not; but it takes longer to begin, and
+multiplies one pair of matrices at a time. So small products are MKL's everywhere, and from a size on that is measured
+once, if there is one, they are oneDNN's.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+SIDES = (384, 320, 256, 200, 160, 128)
+"""Of the square matrices that both libraries are timed on."""
+COUNT = 4
+"""How many of them: as many as a small block of samples."""
+FASTER = 0.9
+"""Of the other's time, what oneDNN may take at the most."""
+
+
+def products(x: Tensor, y: Tensor) -> Tensor:
+    """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Of any strides, but x is best contiguous."""
+    if not _by_onednn(x, y):
+        return torch.bmm(x, y.transpose(1, 2))
+    if x.shape[0] == 1:
+        return _onednn(x[0], y[0])[None]
+    found = x.new_empty(x.shape[0], x.shape[1], y.shape[1])
+    for into, left, right in zip(found.unbind(), x.unbind(), y.unbind(), strict=True):
+        into.copy_(_onednn(left, right))
+    return found
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x yᵀ: [M, K] and [N, K] to [M, N]."""
+    return _onednn(x, y) if _by_onednn(x, y) else x @ y.t()
+
+
+def _by_onednn(x: Tensor, y: Tensor) -> bool:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or isinstance(x, FakeTensor):
+        return False
+    return x.shape[-2] * y.shape[-2] * x.shape[-1] >= onednn_from(torch.get_num_threads())
+
+
+@functools.cache
+def onednn_from(threads: int) -> float:
+    """Multiplications from which on a product is faster by oneDNN with so many threads; infinite if it never is."""
+    found = math.inf
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return found
+    with torch.no_grad():
+        for side in SIDES:
+            x = torch.rand(COUNT, side, side)
+            if _seconds(lambda x=x: [_onednn(a, a.t()) for a in x]) > FASTER * _seconds(lambda x=x: torch.bmm(x, x)):  # type: ignore[misc]
+                break
+            found = side**3
+    return found
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The best of a few runs after one that does not count."""
+    run()
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def _onednn(x: Tensor, y: Tensor) -> Tensor:
+    """x yᵀ, by the operation that a compiled model's linear layers call. It copies x unless that is contiguous.
+
+    A matrix that is a part of another one would be multiplied by a reference implementation, a thousand times slower.
+    """
+    if not (y.is_contiguous() or y.t().is_contiguous()):
+        y = y.contiguous()
+    return torch.ops.mkldnn._linear_pointwise.default(x, y, None, "none", [], "")
