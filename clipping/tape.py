@@ -38,6 +38,9 @@ from clipping.orientation import MOVABLE, dimension_after, samples_dimension, sa
 from clipping.rules import COMPOSITES, HANDLERS, Broadcast, EmbeddingWeight, Refused, Rule, Spec, fallback
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
 
+SMALL = 2**16
+"""Entries of an output to which zero is added sooner than a function of our own is called."""
+
 Arrival = Callable[["Use", Tensor], None]
 
 
@@ -192,7 +195,8 @@ class Tape(TorchFunctionMode):
             for name in source.parameters:
                 self.counts[name] += 1
         if not differentiable:
-            output = _Anchor.apply(output, self._anchor(output.device))
+            anchor = self._anchor(output.device)
+            output = output + anchor if output.numel() <= SMALL else _Anchor.apply(output, anchor)
         use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
         self._hooks.append(output.register_hook(lambda g: self._arrived(use, g)))
         return output

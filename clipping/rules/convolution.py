@@ -304,7 +304,7 @@ def convolution(
         pads = _each(padding, spatial)
     geometry = strides, pads, dilations, groups
     function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-    share = Share() if applies(input, weight) else None
+    share = Share() if applies(input, weight, *geometry) else None
     if share is not None:
         output = Pieces.apply(share, input, weight, bias, *geometry)
     else:

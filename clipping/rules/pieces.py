@@ -88,11 +88,15 @@ def in_pieces(sizes: Convolution) -> int:
     return sizes.results(True, False) + part.input_gradient()
 
 
-def applies(x: Tensor, weight: Tensor) -> bool:
-    """Whether a convolution of x is one to take apart, if it is large: dense, on a CPU, and nobody transforms it."""
+def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> bool:
+    """Whether a convolution of x is one to take apart: large, dense, on a CPU, and nobody transforms it."""
+    if x.device.type != "cpu" or not x.requires_grad or x.dim() != weight.dim():
+        return False
+    sides = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
+    size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
+    y = [x.shape[0], weight.shape[0], *size]
     return (
-        x.device.type == "cpu"
-        and x.requires_grad
+        pieces(Convolution(x.shape, weight.shape, y, stride, groups, x.dtype)) > 1
         and x.is_contiguous()
         and x.dtype == weight.dtype
         and not torch.is_autocast_enabled("cpu")
@@ -103,9 +107,6 @@ def applies(x: Tensor, weight: Tensor) -> bool:
 def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int) -> Tensor:
     with torch.no_grad(), without_autocast(g.device):
         wanted = [True, False, False]
-        if count == 1:
-            found: Tensor = torch.ops.aten.convolution_backward.default(g, x, weight, None, *geometry, wanted)[0]
-            return found
         result = torch.empty_like(x)
         for i in range(count):
             part = slice(i * x.shape[0] // count, (i + 1) * x.shape[0] // count)
