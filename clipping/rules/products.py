@@ -30,7 +30,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     if not _by_onednn(x, y):
         return torch.bmm(x, y.transpose(1, 2))
     if x.shape[0] == 1:
-        return _onednn(x[0], y[0])[None]
+        return _onednn(x[0], y[0]).contiguous()[None]
     found = x.new_empty(x.shape[0], x.shape[1], y.shape[1])
     for into, left, right in zip(found.unbind(), x.unbind(), y.unbind(), strict=True):
         into.copy_(_onednn(left, right))
@@ -39,7 +39,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x yᵀ: [M, K] and [N, K] to [M, N]."""
-    return _onednn(x, y) if _by_onednn(x, y) else x @ y.t()
+    return _onednn(x, y).contiguous() if _by_onednn(x, y) else x @ y.t()
 
 
 def _by_onednn(x: Tensor, y: Tensor) -> bool:
@@ -75,10 +75,13 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def _onednn(x: Tensor, y: Tensor) -> Tensor:
-    """x yᵀ, by the operation that a compiled model's linear layers call. It copies x unless that is contiguous.
+    """x yᵀ, by the operation that a compiled model's linear layers call; perhaps a transposed view.
 
-    A matrix that is a part of another one would be multiplied by a reference implementation, a thousand times slower.
+    It copies its first operand unless that is contiguous, so that may rather be y. Its second one must be dense: a
+    part of a matrix would be multiplied by a reference implementation, a thousand times slower.
     """
+    if not x.is_contiguous() and y.shape[0] * (x.shape[0] + x.shape[1]) < x.numel():
+        return _onednn(y, x).t()
     if not (y.is_contiguous() or y.t().is_contiguous()):
         y = y.contiguous()
     return torch.ops.mkldnn._linear_pointwise.default(x, y, None, "none", [], "")
