@@ -35,11 +35,8 @@ from torch.overrides import TorchFunctionMode
 
 from clipping.interface import Parameters, Problem, map_tensors, without_autocast
 from clipping.orientation import MOVABLE, dimension_after, samples_dimension, samples_first
-from clipping.rules import COMPOSITES, HANDLERS, Broadcast, EmbeddingWeight, Refused, Rule, Spec, fallback
+from clipping.rules import COMPOSITES, HANDLERS, PER_SAMPLE, Broadcast, EmbeddingWeight, Refused, Rule, Spec, fallback
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
-
-SMALL = 2**16
-"""Entries of an output to which zero is added sooner than a function of our own is called."""
 
 Arrival = Callable[["Use", Tensor], None]
 
@@ -114,13 +111,12 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
-        if func in COMPOSITES:
+        if func in COMPOSITES or func in PER_SAMPLE:
             outer, self._composite = self._composite, self._composite or func
             try:
-                with self:
-                    output = COMPOSITES[func](*args, **kwargs)
+                output = self._composed(func, args, kwargs)
                 if output is not NotImplemented:
-                    return output
+                    return self._mark(func, args, kwargs, output, data)
             except Refused as refused:
                 self._refuse(func, sources, refused)
                 return self._mark(func, args, kwargs, func(*args, **kwargs), data)
@@ -132,6 +128,15 @@ class Tape(TorchFunctionMode):
                 args, kwargs = samples_first(func, args, kwargs, at, max(x.dim() for x in data))
                 return func(*args, **kwargs).transpose(0, at).contiguous()
         return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
+
+    def each(self, tensor: Tensor, rows: int) -> Tensor:
+        """[rows, *shape]: a tensor made of parameters, for each row of the batch a copy whose gradient is its own."""
+        copies = tensor.expand(rows, *tensor.shape)
+        source = self._sources.get(id(tensor))
+        if source is None:
+            return copies
+        copies = copies + self._anchor(tensor.device)
+        return self._recorded(self._composite, copies, self._rules(copies, [Broadcast(tensor, copies)], [source]))
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
@@ -189,17 +194,25 @@ class Tape(TorchFunctionMode):
             return output
         if not mine:
             return output
-        use = Use(_name(self._composite or func), mine, Spec(output.shape, output.dtype))
+        if not differentiable:
+            output = _Anchor.apply(output, self._anchor(output.device))
+        return self._recorded(self._composite or func, output, mine)
+
+    def _recorded(self, func: Any, output: Tensor, rules: list[tuple[Source, Rule]]) -> Tensor:
+        use = Use(_name(func), rules, Spec(output.shape, output.dtype))
         self.uses.append(use)
-        for source, _ in mine:
+        for source, _ in rules:
             for name in source.parameters:
                 self.counts[name] += 1
-        if not differentiable:
-            anchor = self._anchor(output.device)
-            output = output + anchor if output.numel() <= SMALL else _Anchor.apply(output, anchor)
         use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
         self._hooks.append(output.register_hook(lambda g: self._arrived(use, g)))
         return output
+
+    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in PER_SAMPLE:
+            return PER_SAMPLE[func](self.each, *args, **kwargs)
+        with self:
+            return COMPOSITES[func](*args, **kwargs)
 
     def _fallback(
         self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]

@@ -1,7 +1,8 @@
 """Operation -> handler: runs the operation and says what gradient each of its parameters will get.
 
 A handler takes the operation's own arguments and returns (output, rules), or raises `Refused`. A composite is a
-function of torch that is run as its parts, unless it returns NotImplemented. What is in neither table goes to the
+function of torch that is run as its parts, unless it returns NotImplemented; one that is run with a copy of each
+parameter for each sample takes `Tape.each` first, which makes and records them. What is in no table goes to the
 fallback, which assumes no formula.
 """
 
@@ -27,6 +28,7 @@ from clipping.rules.recurrent import gru, lstm, rnn_relu, rnn_tanh
 __all__ = [
     "COMPOSITES",
     "HANDLERS",
+    "PER_SAMPLE",
     "Broadcast",
     "EmbeddingWeight",
     "Handler",
@@ -69,12 +71,15 @@ HANDLERS: dict[Any, Handler] = {
 }
 
 COMPOSITES: dict[Any, Callable[..., Any]] = {
-    F.group_norm: group_norm,
-    F.instance_norm: instance_norm,
     F.multi_head_attention_forward: multi_head_attention_forward,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     torch.lstm: lstm,
     torch.gru: gru,
     torch.rnn_tanh: rnn_tanh,
     torch.rnn_relu: rnn_relu,
+}
+
+PER_SAMPLE: dict[Any, Callable[..., Any]] = {
+    F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
 }

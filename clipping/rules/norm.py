@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipping.interface import norm_dtype
 from clipping.rules.base import Refused, Rule, blocks
-from clipping.sources import is_marked, mark_data
+from clipping.sources import is_marked
 
 
 class _Scale(Rule):
@@ -94,8 +94,17 @@ class _LayerNormBias(Rule):
         return _sum_positions(g[samples], self.parameter)
 
 
+Each = Callable[[Tensor, int], Tensor]
+"""(parameter, n) -> [n, *shape], of which each row belongs to a row of the batch: `Tape.each`."""
+
+
 def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    each: Each,
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
 ) -> Tensor:
     """torch.nn.functional.group_norm, as that of one sample with B·C channels in B·G groups.
 
@@ -106,16 +115,8 @@ def group_norm(
         return NotImplemented
     batch, channels = input.shape[:2]
     x = input.reshape(1, batch * channels, *input.shape[2:])
-    scale, shift = _for_each(weight, batch), _for_each(bias, batch)
+    scale, shift = (None if p is None else each(p, batch).reshape(-1) for p in (weight, bias))
     return F.group_norm(x, batch * num_groups, scale, shift, eps).view(input.shape)
-
-
-def _for_each(parameter: Tensor | None, batch: int) -> Tensor | None:
-    """γ or β [C] -> [B·C], of which the tape takes each sample's C to be that sample's."""
-    if parameter is None:
-        return None
-    rows = mark_data(torch.zeros(batch, 1, dtype=parameter.dtype, device=parameter.device))
-    return (rows + parameter).view(-1)
 
 
 def rms_norm(
@@ -129,6 +130,7 @@ def rms_norm(
 
 
 def instance_norm(
+    each: Each,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -145,6 +147,6 @@ def instance_norm(
         raise Refused("running statistics are made of the batch and are not private", "track_running_stats=False")
     batch, channels = input.shape[:2]
     mean, variance = (None if kept is None else kept.repeat(batch) for kept in (running_mean, running_var))
-    scale, shift = _for_each(weight, batch), _for_each(bias, batch)
+    scale, shift = (None if p is None else each(p, batch).reshape(-1) for p in (weight, bias))
     x = input.reshape(1, batch * channels, *input.shape[2:])
     return F.batch_norm(x, mean, variance, scale, shift, use_input_stats, momentum, eps).view(input.shape)
