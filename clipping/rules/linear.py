@@ -10,7 +10,7 @@ from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, gram_product, within
 from clipping.rules.elementwise import Broadcast
-from clipping.rules.products import product, products
+from clipping.rules.products import by_onednn, product, products
 from clipping.samples import rounded_down
 
 
@@ -54,7 +54,8 @@ class LinearWeight(Rule):
         return product(a, g) if self.transposed else product(g, a)
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
-        return min(self.a.numel() * g.element_size(), super().summing_bytes(g))
+        smaller = min(self.a.numel() * g.element_size(), super().summing_bytes(g))
+        return 2 * smaller if by_onednn(self.a, self.a.numel() * self.outputs) else smaller  # scaled, and then copied
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:

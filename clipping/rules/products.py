@@ -27,7 +27,7 @@ FASTER = 0.9
 
 def products(x: Tensor, y: Tensor) -> Tensor:
     """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Of any strides, but x is best contiguous."""
-    if not _by_onednn(x, y):
+    if not by_onednn(x, x.shape[1] * y.shape[1] * x.shape[2]):
         return torch.bmm(x, y.transpose(1, 2))
     if x.shape[0] == 1:
         return _onednn(x[0], y[0]).contiguous()[None]
@@ -39,13 +39,14 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 def product(x: Tensor, y: Tensor) -> Tensor:
     """x yᵀ: [M, K] and [N, K] to [M, N]."""
-    return _onednn(x, y).contiguous() if _by_onednn(x, y) else x @ y.t()
+    return _onednn(x, y).contiguous() if by_onednn(x, len(y) * x.numel()) else x @ y.t()
 
 
-def _by_onednn(x: Tensor, y: Tensor) -> bool:
+def by_onednn(x: Tensor, multiplications: int) -> bool:
+    """Whether oneDNN takes a product of x of so many. If both operands are strided, it copies the smaller one first."""
     if x.device.type != "cpu" or x.dtype != torch.float32 or isinstance(x, FakeTensor):
         return False
-    return x.shape[-2] * y.shape[-2] * x.shape[-1] >= onednn_from(torch.get_num_threads())
+    return multiplications >= onednn_from(torch.get_num_threads())
 
 
 @functools.cache
