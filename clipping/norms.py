@@ -218,7 +218,7 @@ class Book(_WholeNorms):
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
             parts = weighted_sum(factors, joined).split([source.tensor.numel() for source in sources])
             for source, part in zip(sources, parts, strict=True):
-                grads |= {name: x[0] for name, x in source.pull_back(part.clone()[None]).items()}
+                grads |= source.pull_back_one(part.clone())
             del joined
             for name in list(self._pairs):
                 (rule, g), *others = self._pairs.pop(name)
@@ -227,7 +227,7 @@ class Book(_WholeNorms):
                     grads[name] += rule.weighted(g, factors)
             while self._entries:
                 source, weigh = self._entries.pop()
-                grads |= {name: x[0] for name, x in source.pull_back(weigh(factors)[None]).items()}
+                grads |= source.pull_back_one(weigh(factors))
         return total, grads
 
 
@@ -242,7 +242,7 @@ class LayerByLayer(Norms):
         if not source.rearranged:  # each of its parameters has factors of its own
             return self._several(source, rule, g)
         factors = self._factors(self._squared_norms(source, rule, g))
-        self._grads |= {name: x[0] for name, x in source.pull_back(rule.weighted(g, factors)[None]).items()}
+        self._grads |= source.pull_back_one(rule.weighted(g, factors))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():

@@ -96,7 +96,7 @@ class ShardedBook(_Sharded, Book):
         """This process's Σ_i c_i g_i of one parameter; None if its loss does not depend on it."""
         found = [weighted_sum(factors, self._sums.pop(name))] if name in self._sums else []
         found += [rule.weighted(g, factors) for rule, g in self._pairs.pop(name, [])]
-        found += [source.pull_back(weigh(factors)[None])[name][0] for source, weigh in parts]
+        found += [source.pull_back_one(weigh(factors))[name] for source, weigh in parts]
         return sum(found[1:], found[0]) if found else None
 
 

@@ -138,6 +138,12 @@ class Source:
     def is_parameter(self) -> bool:
         return any(p is self.tensor for p in self.parameters.values())
 
+    def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
+        """A gradient [*shape of tensor] to those of each parameter, [*shape of parameter]."""
+        if self.is_parameter:
+            return {name: gradient.reshape(p.shape) for name, p in self.parameters.items()}
+        return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
+
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
         """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter]."""
         if self.is_parameter:

@@ -135,16 +135,19 @@ def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span
         shape[d] = end - begin
     total: Tensor | None = None
     for o in sorted(offsets, key=abs):  # the one that meets all of it first: it need not be added to zeros
-        into, of = [slice(None)] * gram.dim(), [slice(None)] * gram.dim()
+        part, into = gram, []
         for d, (begin, end, first) in zip(dims, (left, right), strict=True):
             low = max(begin, first - o)
-            high = max(low, min(end, first + gram.shape[d] - o))
-            into[d], of[d] = slice(low - begin, high - begin), slice(low + o - first, high + o - first)
-        part = gram[tuple(of)]
+            length = max(0, min(end, first + gram.shape[d] - o) - low)
+            part = part.narrow(d, low + o - first if length else 0, length)
+            into.append((d, low - begin if length else 0, length))
         if total is None and list(part.shape) == shape:
             total = part.clone(memory_format=torch.contiguous_format)
             continue
         total = gram.new_zeros(shape) if total is None else total
-        total[tuple(into)] += part
+        meets = total
+        for where in into:
+            meets = meets.narrow(*where)
+        meets.add_(part)
     assert total is not None
     return total
