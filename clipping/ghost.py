@@ -139,7 +139,9 @@ class TapeBackend(Backend):
         with without_autocast(losses.device):
             total, grads = norms.finish()
         self.coverage = norms.coverage()
-        grads = {name: grad.to(parameters[name].dtype) for name, grad in grads.items()}  # of another under autocast
+        for name, grad in grads.items():
+            if grad.dtype != parameters[name].dtype:  # under autocast
+                grads[name] = grad.to(parameters[name].dtype)
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
 
     def _refuse(self, tape: Tape, losses: Tensor, parameters: Parameters) -> None:
@@ -220,7 +222,7 @@ class BkMixed(TapeBackend):
         self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
-        found = self.planner.plan(tape, losses, held_here(self.model))
+        found = self.planner.plan(tape, losses, lambda: held_here(self.model))
         rules = [rule for use in tape.uses for _, rule in use.rules]
         for rule, route in zip(rules, found.routes, strict=True):
             rule.route = route

@@ -273,10 +273,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Norms are not to be cast down, if the caller is in autocast for the sake of the model."""
     if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return nullcontext()
+    return _NOTHING
 
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
+_NOTHING = nullcontext()
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -23,7 +23,7 @@ from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
 from clipping.oracle import gradients
 from clipping.rules import Rule
-from clipping.rules.base import blocks, sum_of_squares
+from clipping.rules.base import blocks, part, sum_of_squares
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
 from clipping.tape import Use
@@ -61,10 +61,10 @@ class Norms(ABC):
     def arrived(self, use: Use, g: Tensor) -> None:
         """Take the gradient of a use's output, [B·k, ...]."""
         for source, rule in use.rules:
-            alone = all(self._counts[name] == 1 for name in source.parameters)
+            alone, by_ghost = True, "ghost" if rule.route.ghost else "instantiated"
             for name in source.parameters:
+                alone = alone and self._counts[name] == 1
                 if self._routes.get(name) != "fallback":
-                    by_ghost = "ghost" if rule.route.ghost else "instantiated"
                     self._routes[name] = "fallback" if rule.is_fallback else by_ghost
             if alone:
                 self._single(source, rule, g)
@@ -90,13 +90,13 @@ class Norms(ABC):
     def _squared_norms(self, source: Source, rule: Rule, g: Tensor) -> Tensor:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them."""
         if source.rearranged:
-            return rule.squared_norms(g, rule.route).to(self._squares)
+            return rule.squared_norms(g, rule.route)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
         parts = []
         for samples in blocks(rule.samples(g), size, rule.workspace(g)):
             found = source.pull_back(rule.instantiate(g, samples))
             parts.append(torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0))
-        return torch.cat(parts).to(self._squares)
+        return torch.cat(parts)
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
@@ -138,7 +138,7 @@ class _WholeNorms(Norms):
                 self._add(name, rule.instantiate(g, slice(0, rule.samples(g))))
             self._not_by_ghost(name)
         for gradient in self._sums.values():
-            self._squares += sum_of_squares(gradient).to(self._squares)
+            self._squares += sum_of_squares(gradient)
         return self._squares.clamp_(min=0).sqrt()
 
     def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:
@@ -191,7 +191,7 @@ class Book(_WholeNorms):
             return self._several(source, rule, g)
         if route.kept and rule.samples(g) * rule.instantiated_bytes(g) <= self.small and not route.way:
             gradients = rule.instantiate(g, slice(0, rule.samples(g)))
-            self._small.append((source, gradients.reshape(len(self._squares), -1)))
+            self._small.append((source, gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1)))
             return
         if not route.kept:
             super()._single(source, rule, g)
@@ -203,7 +203,7 @@ class Book(_WholeNorms):
         for samples in blocks:
             parts.append(rule.instantiate(g, samples, way))
             squares.append(sum_of_squares(parts[-1]))  # while it is in the caches
-        self._squares += torch.cat(squares).to(self._squares)
+        self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
         self._entries.append((source, partial(_weighted_sum_of, parts, blocks)))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -212,7 +212,7 @@ class Book(_WholeNorms):
             self._small.clear()
             joined = torch.cat([self._squares.new_zeros(len(self._squares), 0), *small], 1)
             del small
-            self._squares += sum_of_squares(joined).to(self._squares)
+            self._squares += sum_of_squares(joined)
             total = self._total()
             factors = self._clip.factors(total)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
@@ -268,7 +268,7 @@ def _is_small_pulled_back(source: Source, rule: Rule, g: Tensor) -> bool:
 
 def _weighted_sum_of(parts: list[Tensor], blocks: list[slice], factors: Tensor) -> Tensor:
     """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
-    total = weighted_sum(factors[blocks.pop()], parts.pop())
+    total = weighted_sum(part(factors, blocks.pop()), parts.pop())
     while parts:
-        total = weighted_sum(factors[blocks.pop()], parts.pop(), total)
+        total = weighted_sum(part(factors, blocks.pop()), parts.pop(), total)
     return total

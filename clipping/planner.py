@@ -21,7 +21,7 @@ plan changes a result by rounding only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -111,13 +111,13 @@ class Planner:
         self._calls: Counter[Hashable] = Counter()
         self._notebooks: dict[torch.device, Notebook] = {}
 
-    def plan(self, tape: Tape, losses: Tensor, outside: list[Tensor]) -> Plan:
+    def plan(self, tape: Tape, losses: Tensor, outside: Callable[[], list[Tensor]]) -> Plan:
         """The plan for what was recorded, made anew only for a kind of step that was not seen before.
 
         Args:
             tape: after the forward pass.
             losses: [B], with their graph.
-            outside: tensors that are held whatever happens.
+            outside: tells the tensors that are held whatever happens; asked only for a plan that is made anew.
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
         kinds = [kind(rule, use.output) for use, _, rule in readings]
@@ -126,7 +126,7 @@ class Planner:
         known = self._plans.get(step)
         may_time = self._calls[step] > 1 and self._times(losses)
         if known is None or (may_time and not known.timed):
-            self._plans[step] = self._made(tape, losses, outside, readings, kinds, may_time)
+            self._plans[step] = self._made(tape, losses, outside(), readings, kinds, may_time)
         return self._plans[step]
 
     def _made(

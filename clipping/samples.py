@@ -52,5 +52,5 @@ def weighted_sum(factors: Tensor, grad: Tensor, total: Tensor | None = None) -> 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Factors in the precision of what they multiply, never larger than they were, or ‖c·g‖ would exceed its bound."""
     if norm_dtype(dtype) == dtype:
-        return factors.to(dtype)
+        return factors if factors.dtype == dtype else factors.to(dtype)
     return (factors * (1 - torch.finfo(dtype).eps)).to(dtype)

@@ -136,12 +136,14 @@ class Source:
 
     @property
     def is_parameter(self) -> bool:
-        return any(p is self.tensor for p in self.parameters.values())
+        return len(self.parameters) == 1 and next(iter(self.parameters.values())) is self.tensor
 
     def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
         """A gradient [*shape of tensor] to those of each parameter, [*shape of parameter]."""
         if self.is_parameter:
-            return {name: gradient.reshape(p.shape) for name, p in self.parameters.items()}
+            (name,) = self.parameters
+            shape = self.tensor.shape
+            return {name: gradient if gradient.shape == shape else gradient.reshape(shape)}
         return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
 
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ there module hooks and custom functions fail on an in-place ReLU.
 A backward pass for activation gradients alone must have something to differentiate by. Where an operation's own input
 needs no gradient (the first layer, an embedding), its output is tied to a zero scalar, the anchor: the gradient with
 respect to the anchors runs through every use and computes no weight gradient. (autograd asks each node only for the
-inputs that lie on the way.)
+inputs that lie on the way.) What is made of parameters alone, a copy for each sample, is asked for itself.
 
 What is assumed, and verified on the first batch: an output with B·k rows has k consecutive ones to a sample. Refused,
 with the reason: an output without such rows, and a parameter read behind the tape's back (a custom autograd function,
@@ -26,6 +26,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,18 @@ from torch.overrides import TorchFunctionMode
 
 from clipping.interface import Parameters, Problem, map_tensors, without_autocast
 from clipping.orientation import MOVABLE, dimension_after, samples_dimension, samples_first
-from clipping.rules import COMPOSITES, HANDLERS, PER_SAMPLE, Broadcast, EmbeddingWeight, Refused, Rule, Spec, fallback
+from clipping.rules import (
+    COMPOSITES,
+    HANDLERS,
+    PER_SAMPLE,
+    Broadcast,
+    Copies,
+    EmbeddingWeight,
+    Refused,
+    Rule,
+    Spec,
+    fallback,
+)
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
 
 Arrival = Callable[["Use", Tensor], None]
@@ -90,6 +102,7 @@ class Tape(TorchFunctionMode):
         self._stand_in = stand_in
         self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
+        self._copies: list[Tensor] = []
         self._hooks: list[Any] = []
         self._marked: list[weakref.ref[Tensor]] = []
         self._arrival: Arrival | None = None
@@ -135,8 +148,8 @@ class Tape(TorchFunctionMode):
         source = self._sources.get(id(tensor))
         if source is None:
             return copies
-        copies = copies + self._anchor(tensor.device)
-        return self._recorded(self._composite, copies, self._rules(copies, [Broadcast(tensor, copies)], [source]))
+        self._copies.append(copies)
+        return self._recorded(self._composite, copies, self._rules(copies, [Copies(tensor)], [source]))
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
@@ -145,10 +158,9 @@ class Tape(TorchFunctionMode):
         """
         self._arrival = arrival
         try:
-            if self._anchors and losses.requires_grad:
-                torch.autograd.grad(
-                    losses.sum(), list(self._anchors.values()), retain_graph=retain_graph, allow_unused=True
-                )
+            wanted = [*self._anchors.values(), *self._copies]
+            if wanted and losses.requires_grad:
+                torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
         finally:
             self.close()
 
@@ -167,6 +179,7 @@ class Tape(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._copies.clear()
         self._arrival = None
         for reference in self._marked:
             forget_data(reference())
@@ -205,7 +218,7 @@ class Tape(TorchFunctionMode):
             for name in source.parameters:
                 self.counts[name] += 1
         use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        self._hooks.append(output.register_hook(lambda g: self._arrived(use, g)))
+        self._hooks.append(output.register_hook(partial(self._arrived, use)))
         return output
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -274,7 +287,7 @@ class Tape(TorchFunctionMode):
 
     def _mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
         if data and func not in CONSTANTS:
-            for made in _tensors((output,), {}):
+            for made in (output,) if isinstance(output, Tensor) else _tensors((output,), None):
                 if not hasattr(made, "_depends_on_data"):
                     at = dimension_after(func, args, kwargs, data, made, self._batch_size)
                     self._marked.append(weakref.ref(mark_data(made, at)))
@@ -360,13 +373,15 @@ def nodes(roots: list[Any]) -> Iterator[Any]:
             stack.extend(child for child, _ in node.next_functions)
 
 
-def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors among the arguments, and in tuples and lists among them."""
+    found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            yield from _tensors(value, None)
+            found += _tensors(value, None)
+    return found
 
 
 def _name(func: Any) -> str:

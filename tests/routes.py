@@ -160,7 +160,7 @@ class Forced(Planner):
         self.kind, self.nth, self.block = kind, nth, block
         self.taken: set[tuple[str, str]] = set()
 
-    def plan(self, tape: Any, losses: Tensor, outside: list[Tensor]) -> Plan:
+    def plan(self, tape: Any, losses: Tensor, outside: Callable[[], list[Tensor]]) -> Plan:
         plan = super().plan(tape, losses, outside)
         readings = [(source, rule) for use in tape.uses for source, rule in use.rules]
         routes = [

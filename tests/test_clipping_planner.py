@@ -57,7 +57,7 @@ def planned(planner: Planner, size: int = 8, model: nn.Module | None = None, tim
     with tape:
         losses = total(model(x), torch.zeros(size))
     for _ in range(times):
-        plan = planner.plan(tape, losses, list(parameters.values()))
+        plan = planner.plan(tape, losses, lambda: list(parameters.values()))
     tape.close()
     return plan
 
@@ -302,6 +302,6 @@ def test_uses_that_share_a_parameter_have_no_choice():
     tape = Tape(dict(model.named_parameters()), (x := torch.randn(4, 6),), 4)
     with tape:
         losses = total(model(x), torch.zeros(4))
-    plan = Planner().plan(tape, losses, list(model.parameters()))
+    plan = Planner().plan(tape, losses, lambda: list(model.parameters()))
     assert [item.position for item in plan.items] == [4]  # the head's weight
     assert len(plan.routes) == 6 and plan.routes[0] == plan.routes[2] == Route(ghost=True, way="gram")

@@ -71,7 +71,7 @@ class Tiles(NamedTuple):
 def supported(*tensors: Tensor) -> bool:
     """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
     a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps."""
-    if not tensors or (tensors[0].is_cpu and os.environ.get("TRITON_INTERPRET") != "1") or not _has_triton():
+    if not tensors or (tensors[0].is_cpu and not _interpreted()) or not _has_triton():
         return False
     device = tensors[0].device
     for x in tensors:
@@ -299,6 +299,11 @@ def _same(expected: str, found: bool, *tensors: Tensor) -> None:
 @functools.cache
 def _programs() -> ModuleType:
     return importlib.import_module("clipping.kernels.programs")
+
+
+@functools.cache
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from torch import Tensor
 from clipping.rules.base import Refused, Route, Rule, Spec
 from clipping.rules.composite import multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.convolution import convolution, transposed_convolution
-from clipping.rules.elementwise import Broadcast, add, add_, cat, mul, sub
+from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
 from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag
 from clipping.rules.fallback import fallback
 from clipping.rules.linear import addmm, linear, matmul
@@ -30,6 +30,7 @@ __all__ = [
     "HANDLERS",
     "PER_SAMPLE",
     "Broadcast",
+    "Copies",
     "EmbeddingWeight",
     "Handler",
     "Refused",

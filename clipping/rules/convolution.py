@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product, part
 from clipping.rules.pieces import Pieces, Share, applies
 from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
 from clipping.rules.products import products
@@ -70,7 +70,7 @@ class ConvolutionWeight(Rule):
             self.offer_kernels(NORM_KERNEL)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        x, g = self.x[samples].to(g.dtype), g[samples]
+        x, g = self._of(g, samples)
         count = x.shape[0]
         if way == "shifts":
             return self._by_shifts(x, g)
@@ -111,7 +111,13 @@ class ConvolutionWeight(Rule):
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = rounded_down(factors, g.dtype).view(-1, *[1] * (g.dim() - 1))
-        return self._weight_gradient(self.x[: g.shape[0]].to(g.dtype), g * factors, 1)
+        x, g = self._of(g, slice(0, g.shape[0]))
+        return self._weight_gradient(x, g * factors, 1)
+
+    def _of(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """The input, of g's dtype, and the gradient g of some samples."""
+        x, g = part(self.x, samples), part(g, samples)
+        return x if x.dtype == g.dtype else x.to(g.dtype), g
 
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
         """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
@@ -192,7 +198,7 @@ class ConvolutionWeight(Rule):
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         available = self.workspace(g)
-        x, g = self.x[samples].to(g.dtype), g[samples]
+        x, g = self._of(g, samples)
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
             return kernels.convolution_norm(x, g, *self._geometry(), groups)

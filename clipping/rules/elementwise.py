@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule
+from clipping.rules.base import Refused, Rule, part
 
 
 class Broadcast(Rule):
@@ -44,17 +44,17 @@ class Broadcast(Rule):
         return self
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        g = g[samples]
+        g = part(g, samples)
         if self.dim:
             g = g.narrow(self.dim, self.start, self.parameter.shape[self.dim])
         if isinstance(self.factor, Tensor):
             # a factor without the samples' dimension broadcasts as it is
             per_sample = self.factor.dim() == g.dim() and self.factor.shape[0] > 1
-            g = g * (self.factor[samples] if per_sample else self.factor)
+            g = g * (part(self.factor, samples) if per_sample else self.factor)
         elif self.factor is not None:
             g = g * self.factor
-        shape = (1,) * (g.dim() - self.parameter.dim()) + tuple(self.parameter.shape)
-        over = [i for i in range(1, g.dim()) if shape[i] == 1 and g.shape[i] > 1]
+        shape = (1,) * (g.dim() - self.parameter.dim()) + self.parameter.shape
+        over = [i for i, (mine, its) in enumerate(zip(shape, g.shape, strict=True)) if i and mine == 1 and its > 1]
         if over:
             g = g.sum(over, keepdim=True, dtype=norm_dtype(g.dtype))
         if not self.aligned:
@@ -63,6 +63,13 @@ class Broadcast(Rule):
         rows = torch.arange(g.shape[0], device=g.device)
         placed[rows, rows + samples.start] = g
         return placed
+
+
+class Copies(Rule):
+    """D copied for each row of the output, which is those copies: the gradient is g itself."""
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        return part(g, samples)
 
 
 def add(input: Any, other: Any, *, alpha: float = 1) -> tuple[Tensor, list[Rule]]:

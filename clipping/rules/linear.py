@@ -8,7 +8,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, gram_product, within
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, gram_product, part, within
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.products import by_onednn, product, products
 from clipping.samples import rounded_down
@@ -75,7 +75,10 @@ class LinearWeight(Rule):
     def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
         rows = self.rows(samples)
-        a, g = self.a[rows].to(g.dtype), g[rows]
+        a, g = part(self.a, rows), part(g, rows)
+        a = a if a.dtype == g.dtype else a.to(g.dtype)
+        if self.fold == 1 and a.dim() == 3:
+            return a, g
         count = a.shape[0] // self.fold
         return a.reshape(count, -1, self.inputs), g.reshape(count, -1, self.outputs)
 

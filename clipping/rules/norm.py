@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule, blocks
+from clipping.rules.base import Refused, Rule, blocks, part
 from clipping.sources import is_marked
 
 
@@ -30,10 +30,12 @@ class _Scale(Rule):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         dtype = norm_dtype(g.dtype)
         parts = []
-        for part in blocks(g[samples].shape[0], 2 * math.prod(g.shape[1:]) * dtype.itemsize, self.workspace(g)):
-            at = slice(samples.start + part.start, samples.start + part.stop)
-            parts.append(_sum_positions(self.normalised(at, dtype).mul_(g[at]), self.parameter))
-        return torch.cat(parts)
+        for block in blocks(
+            samples.stop - samples.start, 2 * math.prod(g.shape[1:]) * dtype.itemsize, self.workspace(g)
+        ):
+            at = slice(samples.start + block.start, samples.start + block.stop)
+            parts.append(_sum_positions(self.normalised(at, dtype).mul_(part(g, at)), self.parameter))
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 class LayerNormWeight(_Scale):
@@ -44,7 +46,7 @@ class LayerNormWeight(_Scale):
         self.x, self.mean, self.rstd = x, mean, rstd
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return (self.x[at].to(dtype) - self.mean[at]).mul_(self.rstd[at])
+        return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))
 
 
 class RecomputedNormWeight(_Scale):
@@ -61,7 +63,7 @@ class RecomputedNormWeight(_Scale):
         self.x, self.normalise = x, normalise
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        return self.normalise(self.x[at].detach()).to(dtype)
+        return self.normalise(part(self.x, at).detach()).to(dtype)
 
 
 def _sum_positions(x: Tensor, parameter: Tensor) -> Tensor:
@@ -91,7 +93,7 @@ class _LayerNormBias(Rule):
     """β [*normalized]: Σ_t g."""
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        return _sum_positions(g[samples], self.parameter)
+        return _sum_positions(part(g, samples), self.parameter)
 
 
 Each = Callable[[Tensor, int], Tensor]
@@ -116,7 +118,7 @@ def group_norm(
     batch, channels = input.shape[:2]
     x = input.reshape(1, batch * channels, *input.shape[2:])
     scale, shift = (None if p is None else each(p, batch).reshape(-1) for p in (weight, bias))
-    return F.group_norm(x, batch * num_groups, scale, shift, eps).view(input.shape)
+    return torch.group_norm(x, batch * num_groups, scale, shift, eps).view(input.shape)
 
 
 def rms_norm(

@@ -11,6 +11,7 @@ tensors, so that it can be differentiated once more.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,18 +91,31 @@ def in_pieces(sizes: Convolution) -> int:
 
 def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> bool:
     """Whether a convolution of x is one to take apart: large, dense, on a CPU, and nobody transforms it."""
-    if x.device.type != "cpu" or not x.requires_grad or x.dim() != weight.dim():
+    if not x.is_cpu or not x.requires_grad or x.dim() != weight.dim():
         return False
-    sides = zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
-    y = [x.shape[0], weight.shape[0], *size]
+    geometry = tuple(stride), tuple(padding), tuple(dilation), groups
     return (
-        pieces(Convolution(x.shape, weight.shape, y, stride, groups, x.dtype)) > 1
+        _is_large(x.shape, weight.shape, *geometry, x.dtype)
         and x.is_contiguous()
         and x.dtype == weight.dtype
         and not torch.is_autocast_enabled("cpu")
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     )
+
+
+@functools.lru_cache(4096)
+def _is_large(
+    x: torch.Size,
+    weight: torch.Size,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    dtype: torch.dtype,
+) -> bool:
+    sides = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
+    size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
+    return pieces(Convolution(x, weight, [x[0], weight[0], *size], stride, groups, dtype)) > 1
 
 
 def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int) -> Tensor:

@@ -44,7 +44,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 def by_onednn(x: Tensor, multiplications: int) -> bool:
     """Whether oneDNN takes a product of x of so many. If both operands are strided, it copies the smaller one first."""
-    if x.device.type != "cpu" or x.dtype != torch.float32 or isinstance(x, FakeTensor):
+    if not x.is_cpu or x.dtype != torch.float32 or isinstance(x, FakeTensor):
         return False
     return multiplications >= onednn_from(torch.get_num_threads())
 
