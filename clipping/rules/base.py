@@ -78,8 +78,11 @@ RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
 SUMMED = 4096
 """Entries that are squared and added up at once."""
 
-HALVED = 64
+HALVED = 96
 """Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
+
+ROWS = 128
+"""Of a block of a Gram matrix in which it is used, where there are enough of them; more where they are many."""
 
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
@@ -138,7 +141,8 @@ class Rule(ABC):
         """‖per-sample gradient‖² [B], float32 or wider."""
         find = self._ghost if route.ghost else self._instantiated
         way = route.way or self.best_way(g, ghost=route.ghost)
-        squares = torch.cat([find(g, samples, way) for samples in self.blocks(g, way, route.block)])
+        found = [find(g, samples, way) for samples in self.blocks(g, way, route.block)]
+        squares = torch.cat(found) if len(found) > 1 else found[0]
         return squares.clamp_(min=0) if route.ghost else squares  # products of Gram matrices may cancel below zero
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
@@ -256,9 +260,11 @@ class Regrouped(Rule):
         return self.rule.instantiate(g, self.rows(samples), way).unflatten(0, (-1, self.fold)).sum(1)
 
 
-def part(x: Tensor, rows: slice) -> Tensor:
+def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
     """Some rows of x; x itself, and no view, if they are all of them: in a small step each view counts."""
-    return x if rows.start == 0 and rows.stop >= x.shape[0] else x[rows]
+    if rows.start == 0 and rows.stop >= x.shape[dim]:
+        return x
+    return x.narrow(dim, rows.start, rows.stop - rows.start)
 
 
 def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
@@ -293,7 +299,7 @@ def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
     a = a.to(norm_dtype(g.dtype))
     if a.shape[1] == 1:
         return sum_of_squares(a) * sum_of_squares(g)
-    return gram_inner(g, lambda rows, columns: products(a[:, rows], a[:, columns]), available)
+    return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available)
 
 
 def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: int) -> Tensor:
@@ -312,16 +318,17 @@ def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: in
     """
     g = g.to(norm_dtype(g.dtype))
     count, positions, _ = g.shape
-    rows = max(1, available // max(1, 2 * count * positions * g.element_size()))
-    rows = min(rows, -(-positions // (1 if positions < HALVED else 2 if positions < 4 * HALVED else 8)))
-    total = g.new_zeros(count)
+    most = max(1, available // max(1, 2 * count * positions * g.element_size()))
+    rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
+    rows = min(rows, most)
+    sums = []
     for start in range(0, positions, rows):
-        block, before = slice(start, start + rows), slice(0, start + rows)
-        found = products(g[:, block], g[:, before]).mul_(other(block, before))
+        block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
+        found = products(part(g, block, 1), part(g, before, 1)).mul_(other(block, before))
         if start:
-            total += 2 * found[:, :, :start].sum((1, 2))
-        total += found[:, :, start:].sum((1, 2))
-    return total
+            sums.append(2 * found[:, :, :start].sum((1, 2)))
+        sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))
+    return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
 
 
 def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
