@@ -22,7 +22,7 @@ from torch import Tensor
 from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
 from clipping.oracle import gradients
-from clipping.rules import Rule
+from clipping.rules import Rule, Spec
 from clipping.rules.base import blocks, part, sum_of_squares
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
@@ -187,7 +187,7 @@ class Book(_WholeNorms):
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         route = rule.route
-        if not source.rearranged and _is_small_pulled_back(source, rule, g):
+        if not source.rearranged and is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
         if route.kept and rule.samples(g) * rule.instantiated_bytes(g) <= self.small and not route.way:
             gradients = rule.instantiate(g, slice(0, rule.samples(g)))
@@ -217,15 +217,14 @@ class Book(_WholeNorms):
             factors = self._clip.factors(total)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
             parts = weighted_sum(factors, joined).split([source.tensor.numel() for source in sources])
-            for source, part in zip(sources, parts, strict=True):
-                grads |= source.pull_back_one(part.clone())
+            for source, gradient in zip(sources, parts, strict=True):
+                grads |= source.pull_back_one(gradient.clone())
             del joined
             for name in list(self._pairs):
-                (rule, g), *others = self._pairs.pop(name)
-                grads[name] = rule.weighted(g, factors)
-                for rule, g in others:
-                    grads[name] += rule.weighted(g, factors)
-            while self._entries:
+                source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
+                self._entries.append((source, partial(_weighted_of_all, self._pairs.pop(name))))
+            self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
+            while self._entries:  # a large gradient (an embedding's) waits until others have let go of what they kept
                 source, weigh = self._entries.pop()
                 grads |= source.pull_back_one(weigh(factors))
         return total, grads
@@ -259,11 +258,21 @@ class LayerByLayer(Norms):
         return self._clip.factors(layers)[0]
 
 
-def _is_small_pulled_back(source: Source, rule: Rule, g: Tensor) -> bool:
+def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:
     """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace."""
     entries = sum(p.numel() for p in source.parameters.values())
     made = entries * g.element_size() + rule.instantiated_bytes(g)
     return rule.samples(g) * entries <= g.numel() and rule.samples(g) * made <= rule.workspace(g)
+
+
+def _weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor:
+    """Σ_i c_i g_i of all uses of one parameter; each is let go of when it is added."""
+    rule, g = uses.pop(0)
+    total = rule.weighted(g, factors)
+    while uses:
+        rule, g = uses.pop(0)
+        total += rule.weighted(g, factors)
+    return total
 
 
 def _weighted_sum_of(parts: list[Tensor], blocks: list[slice], factors: Tensor) -> Tensor:

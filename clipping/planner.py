@@ -30,6 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.costs import MOST_SAMPLES, Costs, Notebook, measured, predicted
+from clipping.norms import is_small_pulled_back
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
 from clipping.tape import Tape, Use
@@ -312,6 +313,9 @@ def held_without_choice(use: Use, source: Source, rule: Rule, route: Route, shar
         return Held(use.node, gradients if new else 0, None, 0 if new else gradients)
     if route.kept:
         return Held(use.node, gradients, None, 0)
+    if not source.rearranged and is_small_pulled_back(source, rule, output):
+        entries = sum(p.numel() for p in source.parameters.values())
+        return Held(use.node, count * entries * output.element_size(), None, gradients)
     held_input = rule.held_input()
     stored = None if held_input is None else storage_of(held_input)
     return Held(use.node, 0, stored, 0, size, rule.summing_bytes(output))

@@ -157,6 +157,7 @@ class Tape(TorchFunctionMode):
         The hooks are gone when this returns; the graph too, unless `retain_graph` keeps it for a second pass.
         """
         self._arrival = arrival
+        self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
         try:
             wanted = [*self._anchors.values(), *self._copies]
             if wanted and losses.requires_grad:

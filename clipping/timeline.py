@@ -114,7 +114,7 @@ class Timeline:
             self.base.append(max(without[time:end]))
         self._sums: dict[int, int] = {}
         formed = 0
-        for node, size in sorted(uses):  # the first layer's first
+        for node, size in sorted(uses, key=lambda use: (use[1], use[0])):  # as `norms.Book` does: the smallest first
             formed += size
             self._sums.setdefault(node, len(self.base))
             self.base.append(formed)
@@ -237,7 +237,20 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-ALIASES = ("Add", "View", "Reshape", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Clone", "_Anchor", "Alias")
+ALIASES = (
+    "Add",
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Transpose",
+    "T",
+    "Permute",
+    "Unsqueeze",
+    "Squeeze",
+    "Clone",
+    "_Anchor",
+    "Alias",
+)
 """Nodes that hand on the gradient that they are given, or a view of it."""
 
 

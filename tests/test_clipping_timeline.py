@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +14,23 @@ from torch import Tensor, nn
 from clipping import load_backend
 from clipping.ghost import BkMixed
 from clipping.planner import Plan, Strategy
+from clipping.rules import EmbeddingWeight, Rule
+from clipping.rules.linear import LinearWeight
 from clipping.tape import Tape
 from clipping.timeline import Held, Timeline, storage_of
 from dpbench.measure.bench import Step
+from dpbench.measure.memory import measured_peak
 from dpbench.measure.simulate import simulated_peak
 from dpbench.models import load_workload
 
 VIT = "timm:vit_tiny_patch16_224?patch_size=4&depth=3"
 GPT = "transformers:gpt2?n_layer=2&n_embd=192&n_head=6&vocab_size=2048@128"
-MODELS = {"cnn": 32, "vgg11": 16, "resnet18": 8, VIT: 8, GPT: 4}
+BERT = (
+    "transformers:bert?num_hidden_layers=2&hidden_size=192&num_attention_heads=6&intermediate_size=768&vocab_size=2048"
+    "@128"
+)
+BEIT = "timm:beit_base_patch16_224?patch_size=4&embed_dim=96&num_heads=3&depth=3"
+MODELS = {"cnn": 32, "vgg11": 16, "resnet18": 8, VIT: 8, BEIT: 8, GPT: 4, BERT: 4}
 STRATEGIES: tuple[Strategy, ...] = ("auto", "memory", "paper")
 
 
@@ -50,11 +60,11 @@ def planned(model: str, strategy: Strategy) -> tuple[Plan, int]:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.partition("?")[0])
 def test_predicted_peaks_are_the_simulated_ones(model):
-    """Found, predicted / simulated: ordinary 0.99 to 1.01, bk_mixed 0.95 to 1.04."""
+    """Found, predicted / simulated: ordinary 1.00 to 1.01, bk_mixed 0.95 to 1.04."""
     ordinary = simulated_peak(lambda: open_step(model, "nonprivate")).peak_bytes
     for strategy in STRATEGIES:
         plan, simulated = planned(model, strategy)
-        assert plan.ordinary == pytest.approx(ordinary, rel=0.05), strategy
+        assert plan.ordinary == pytest.approx(ordinary, rel=0.015), strategy
         assert plan.peak == pytest.approx(simulated, rel=0.05), strategy
 
 
@@ -140,3 +150,53 @@ def test_a_tensor_changed_in_place_since_it_was_saved_is_passed_over():
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         _ = y.grad_fn.next_functions[0][0]._saved_result  # type: ignore[union-attr]
     assert Timeline(losses + y.relu().sum(1), [], []).ordinary > 0
+
+
+def embedded(rows: int, width: int) -> tuple[nn.Module, Tensor, Callable[[Tensor, Tensor], Tensor]]:
+    layers = [module for _ in range(4) for module in (nn.Linear(width, width, bias=False), nn.Tanh())]
+    return nn.Sequential(nn.Embedding(rows, width), *layers), torch.randint(rows, (8, 16)), lambda o, _: o.sum((1, 2))
+
+
+def test_a_large_gradient_is_formed_when_the_others_have_let_go_of_what_they_kept(monkeypatch):
+    formed: list[str] = []
+    for kind in (EmbeddingWeight, LinearWeight):
+        found = kind.weighted
+
+        def noted(self: Rule, *args: Any, found: Any = found) -> Tensor:
+            formed.append(type(self).__name__)
+            return found(self, *args)
+
+        monkeypatch.setattr(kind, "weighted", noted)
+    model, x, loss = embedded(512, 32)
+    with load_backend("bk_ghost")(model, loss, verify=False) as backend:
+        backend(x, x)
+    assert formed == [*["LinearWeight"] * 4, "EmbeddingWeight"]
+
+
+def test_an_embedding_as_large_as_all_else_costs_nothing_beside_ordinary_training():
+    def peak(name: str) -> int:
+        model, x, loss = embedded(2048, 64)
+        device = torch.device("cpu")
+        with load_backend(name)(model, loss, verify=False) as backend:
+            step = Step(backend, x, x)
+            step()
+            return measured_peak(step, step.holds(), device).peak_bytes
+
+    assert peak("bk_ghost") <= 1.05 * peak("nonprivate")
+
+
+def test_what_was_made_of_parameters_alone_does_not_outlive_the_forward_pass():
+    """Rows that are read at ids which do not depend on data: their use is of the embedding itself."""
+    model, kept = nn.Embedding(16, 8), []
+
+    def loss(outputs: Tensor, _: Tensor) -> Tensor:
+        rows = model(torch.zeros(outputs.shape[:2], dtype=torch.long))
+        kept.append(weakref.ref(rows))
+        total = (outputs + rows).tanh()
+        total.register_hook(lambda g: alive.append(kept[0]() is not None))
+        return total.sum((1, 2))
+
+    alive: list[bool] = []
+    with load_backend("bk_ghost")(model, loss, verify=False) as backend:
+        backend(torch.randint(16, (4, 3)), torch.zeros(4))
+    assert alive == [False]

@@ -49,6 +49,9 @@ class EmbeddingWeight(Rule):
         g = g * factors[:, None, None].to(g.dtype)
         return torch.zeros_like(self.parameter).index_add_(0, ids.flatten(), g.flatten(0, 1))
 
+    def summing_bytes(self, g: Tensor | Spec) -> int:
+        return g.numel() * g.element_size()  # of g, scaled
+
     def work(self, g: Tensor | Spec, way: str) -> Work:
         rows = self.positions * self.outputs
         if way == "sorted":
