@@ -306,7 +306,7 @@ def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: in
     """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
 
     A block needs the columns up to its own only, those before it counted twice: half of the work where blocks are
-    many. They are as many as fill the machine, or more where T² entries are more than is available.
+    many. They are of `ROWS` rows or more, or of fewer where T² entries are more than is available.
 
     Args:
         g: [n, T, p].
