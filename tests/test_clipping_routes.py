@@ -144,8 +144,8 @@ def test_what_is_forced_is_taken():
 
 
 SHAPES = {
-    "linear": (nn.Linear(16, 8, bias=False), (64, 16)),
-    "convolution": (nn.Conv1d(8, 8, 3, stride=3, bias=False), (8, 192)),  # no patch reads both halves
+    "linear": (nn.Linear(16, 8, bias=False), (128, 16)),
+    "convolution": (nn.Conv1d(8, 8, 3, stride=3, bias=False), (8, 384)),  # no patch reads both halves
 }
 
 

@@ -78,7 +78,7 @@ RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
 SUMMED = 4096
 """Entries that are squared and added up at once."""
 
-HALVED = 96
+HALVED = 160
 """Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
 
 ROWS = 128
