@@ -42,7 +42,7 @@ IMAGES = {
     BEIT: (32, 256),
     CONVNEXT: (32, 256),
 }
-#: Text: (model, backends, batch size on a CPU, on CUDA, seconds that let a backend have every turn on a CPU).
+#: Text: (model, backends, batch size on a CPU, on CUDA, seconds for a backend's turns on a CPU).
 TEXTS = (
     (f"{GPT2}@128", OURS + PEERS, 8, 64, 8.0),
     (f"{BERT}@128", OURS + PEERS, 8, 64, 8.0),

@@ -1,4 +1,4 @@
-"""Seconds of processors: what else runs on the machine makes them dearer, but does not count as waiting."""
+"""Seconds of processors: to wait for what else runs on the machine does not count."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 from collections.abc import Callable
 
 
-def work(done: Callable[[], object]) -> float:
-    """Seconds that calling `done` takes of all processors, those of ended child processes too."""
+def work(done: Callable[[], object]) -> tuple[float, float]:
+    """Seconds that calling `done` takes of processors: this process's own, and those of its children that ended."""
     start = os.times()
     done()
     end = os.times()
-    return sum(end[:4]) - sum(start[:4])  # user, system, children's user, children's system
+    user, system, childrens_user, childrens_system = (
+        after - before for after, before in zip(end[:4], start[:4], strict=True)
+    )
+    return user + system, childrens_user + childrens_system

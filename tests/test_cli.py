@@ -153,7 +153,7 @@ def test_list_names_everything_once_with_a_line_of_explanation():
 )
 def test_what_imports_no_torch_answers_at_once(arguments, limit):
     codes = []
-    assert min(work(lambda: codes.append(dpbench(*arguments).returncode)) for _ in range(3)) <= limit
+    assert any(work(lambda: codes.append(dpbench(*arguments).returncode))[1] <= limit for _ in range(3))
     assert set(codes) == {0}
 
 

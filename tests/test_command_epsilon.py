@@ -170,5 +170,5 @@ def test_quick_and_without_torch(arguments, also, limit):
     def command():
         told.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr)
 
-    assert min(work(command) for _ in range(3)) < limit
+    assert any(work(command)[1] < limit for _ in range(3))
     assert {tuple(text.split()) for text in told} == {("0",)}

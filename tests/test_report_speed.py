@@ -11,8 +11,8 @@ from report_many import write_many
 
 from dpbench.report import pictures, write_report
 
-#: Yardsticks that a report may cost: ten seconds on two CPUs where one takes 3.7 s for the yardstick. It costs 4.
-LIMIT = 5.4
+#: Of the yardstick's time on one CPU, a report's on two: ten seconds where that is 3.7 s. It takes twice as long.
+LIMIT = 2.7
 
 
 def yardstick(folder: Path) -> None:
@@ -32,10 +32,10 @@ def test_ten_thousand_records_in_ten_seconds(tmp_path):
     write_report(tmp_path / "campaign", tmp_path / "warm", ["memory_speed_table"])
     yardstick(tmp_path / "plain")
     # The machine's pace is measured around the report: it is another one beside other work.
-    before = work(lambda: yardstick(tmp_path / "plain"))
-    report = work(lambda: write_report(tmp_path / "campaign", tmp_path / "out"))
-    after = work(lambda: yardstick(tmp_path / "plain"))
+    before = sum(work(lambda: yardstick(tmp_path / "plain")))
+    own, apart = work(lambda: write_report(tmp_path / "campaign", tmp_path / "out"))
+    after = sum(work(lambda: yardstick(tmp_path / "plain")))
     text = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "10,000 trials of campaign" in text and f"{failed} results without a number" in text
     assert len(text) < 2_000_000
-    assert report <= LIMIT * (before + after) / 2
+    assert max(own, (own + apart) / 2) <= LIMIT * (before + after) / 2  # on two CPUs that nobody else uses
