@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from clipping.compiled import compiled_code, compiled_modules
 from clipping.functions import ClipFunction
+from clipping.graph import unrecorded
 from clipping.interface import (
     Backend,
     ClippedGradient,
@@ -42,7 +43,7 @@ from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
 from clipping.sources import Source
 from clipping.spread import held_here, no_rows, row_of_zeros, stand_ins
-from clipping.tape import Tape, unrecorded
+from clipping.tape import Tape
 
 
 class TapeBackend(Backend):

@@ -26,13 +26,14 @@ from clipping.rules import Rule, Spec
 from clipping.rules.base import blocks, part, sum_of_squares
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
-from clipping.tape import Use
+from clipping.uses import Use
 
 
 class Norms(ABC):
     """Adds up squared norms [B], and what several uses of a parameter must share first.
 
-    Which route the norm of a use takes is written on its rule.
+    Which route the norm of a use takes is written on its rule. Products of Gram matrices may cancel below zero, by a
+    rounding: each norm is brought back before it is added, or it would make others smaller than they are.
 
     Args:
         counts: parameter name -> number of uses.
@@ -119,7 +120,7 @@ class _WholeNorms(Norms):
         self._pairs: dict[str, list[tuple[Rule, Tensor]]] = {}
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        self._squares += self._squared_norms(source, rule, g)
+        self._squares += self._squared_norms(source, rule, g).clamp_(min=0)
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         if rule.route.ghost and source.is_parameter:
@@ -132,7 +133,7 @@ class _WholeNorms(Norms):
         for name in list(self._pairs):
             squares = self._pairwise(self._pairs[name]) if name not in self._sums else None
             if squares is not None:
-                self._squares += squares
+                self._squares += squares.clamp_(min=0)
                 continue
             for rule, g in self._pairs.pop(name):
                 self._add(name, rule.instantiate(g, slice(0, rule.samples(g))))
@@ -173,8 +174,10 @@ class Book(_WholeNorms):
     """The norms, and beside them what Σ_i c_i g_i will be formed from, one entry a use.
 
     An entry is the per-sample gradients, where the route says that they are kept, else the input and the output
-    gradient (a, g) that they are made of. Small gradients, of biases and scales, wait for one another: a model has
-    hundreds of them, and to begin an operation takes longer than to carry it out.
+    gradient (a, g) that they are made of. Norms that are found from (a, g), which are kept anyway, wait for the end of
+    the backward pass: its memory is free again, and the same few lines of code run one after the other. Small
+    gradients, of biases and scales, wait for one another: a model has hundreds of them, and to begin an operation takes
+    longer than to carry it out.
     """
 
     small = 2**18
@@ -183,6 +186,7 @@ class Book(_WholeNorms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
+        self._waiting: list[tuple[Source, Rule, Tensor]] = []
         self._small: list[tuple[Source, Tensor]] = []
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
@@ -194,7 +198,7 @@ class Book(_WholeNorms):
             self._small.append((source, gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1)))
             return
         if not route.kept:
-            super()._single(source, rule, g)
+            self._waiting.append((source, rule, g))
             self._entries.append((source, partial(rule.weighted, g)))
             return
         way = route.way or rule.best_way(g, ghost=False)
@@ -205,6 +209,12 @@ class Book(_WholeNorms):
             squares.append(sum_of_squares(parts[-1]))  # while it is in the caches
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
         self._entries.append((source, partial(_weighted_sum_of, parts, blocks)))
+
+    def _total(self) -> Tensor:
+        if self._waiting:
+            self._squares += torch.stack([self._squared_norms(*use) for use in self._waiting]).clamp_(min=0).sum(0)
+            self._waiting.clear()
+        return super()._total()
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -218,7 +228,7 @@ class Book(_WholeNorms):
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
             parts = weighted_sum(factors, joined).split([source.tensor.numel() for source in sources])
             for source, gradient in zip(sources, parts, strict=True):
-                grads |= source.pull_back_one(gradient.clone())
+                grads |= source.pull_back_one(gradient)
             del joined
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
@@ -252,7 +262,7 @@ class LayerByLayer(Norms):
             return self._squares.sqrt(), self._grads
 
     def _factors(self, squares: Tensor) -> Tensor:
-        squares = squares.to(self._squares)
+        squares = squares.to(self._squares).clamp_(min=0)
         self._squares += squares
         layers = squares.sqrt().expand(len(self._parameters), -1)  # a layer's factors depend on its own norms and on L
         return self._clip.factors(layers)[0]

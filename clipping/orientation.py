@@ -54,21 +54,22 @@ def _permuted(func: Any, before: int, dims: int, args: tuple[Any, ...], kwargs: 
     return sizes.index(2 + before) if 2 + before in sizes else 0
 
 
-def samples_first(func: Any, args: Any, kwargs: Any, at: int, dims: int) -> tuple[Any, Any]:
+def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]) -> tuple[Any, Any]:
     """The arguments of a movable operation with dimension `at` of its activations brought to the front.
 
     Args:
         func, args, kwargs: the operation.
         at: where the samples are.
-        dims: number of dimensions of the activations.
+        data: the activations.
     """
+    activations, dims = {id(x) for x in data}, max(x.dim() for x in data)
 
     def moved(value: Any) -> Any:
         if isinstance(value, (tuple, list)) and func in CATENATIONS:
             return [moved(item) for item in value]
         if not isinstance(value, Tensor):
             return value
-        if hasattr(value, "_depends_on_data"):
+        if id(value) in activations:
             return value.transpose(0, at)
         if func in POSITIONWISE or value.dim() < dims - at:
             return value  # a weight, or broadcast along the samples

@@ -33,8 +33,9 @@ from clipping.costs import MOST_SAMPLES, Costs, Notebook, measured, predicted
 from clipping.norms import is_small_pulled_back
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
-from clipping.tape import Tape, Use
+from clipping.tape import Tape
 from clipping.timeline import Balance, Held, Timeline, storage_of
+from clipping.uses import Use
 
 CALL = 3e-5
 """Seconds of another block of samples, roughly: what smaller blocks are charged where they were not timed."""

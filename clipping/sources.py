@@ -102,8 +102,8 @@ def is_marked(x: Tensor) -> bool:
 
 
 def depends_on_data(x: Tensor) -> bool:
-    """Marked, or made behind the tape's back by something differentiable."""
-    return is_marked(x) or x.requires_grad
+    """Marked, or differentiable, if it is not made of parameters alone."""
+    return x.requires_grad or is_marked(x)
 
 
 def forget_data(x: Tensor | None) -> None:
@@ -121,7 +121,7 @@ class Source:
         parameters: the trainable parameters that it is made of, by name.
         rearranged: its entries are those of one parameter, each exactly once.
         row: the source whose copies its rows are, if it was made by expanding along the first dimension.
-        lookup: (ids, weight, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
+        lookup: (ids, table, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
         copied: (operation, args, kwargs, its operands that are sources) if it did no more than copy their entries.
         version: of the tensor as it was made.
     """
@@ -130,7 +130,7 @@ class Source:
     parameters: dict[str, Tensor]
     rearranged: bool
     row: Source | None = None
-    lookup: tuple[Tensor, Tensor, int | None] | None = None
+    lookup: tuple[Tensor, Source, int | None] | None = None
     copied: tuple[Any, Any, Any, list[Source]] | None = None
     version: int = 0
 

@@ -7,8 +7,12 @@ TorchFunctionMode sees each operation, whoever calls it, and sorts it by what it
     parameters, and nothing of data     runs as it is; the result is a `Source`: a slice, a cast, an expanded token
     both                                a *use*: run by its handler, which gives the rule of its gradient
 
-A use gets a tensor hook on its output, which is handed the gradient of the output as it was before any in-place change:
-there module hooks and custom functions fail on an in-place ReLU.
+Of a use the forward pass notes only what its rules will be made of; those of all uses are made in one go when the tape
+is left. (Python that runs once between two large operations finds its caches taken, and costs several times what it
+does in a row.)
+
+A use gets a hook before the node of the graph that its output comes from, which is handed the gradient of the output as
+it was before any in-place change: there module hooks and custom functions fail on an in-place ReLU.
 
 A backward pass for activation gradients alone must have something to differentiate by. Where an operation's own input
 needs no gradient (the first layer, an embedding), its output is tied to a zero scalar, the anchor: the gradient with
@@ -24,9 +28,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,35 +43,18 @@ from clipping.orientation import MOVABLE, dimension_after, samples_dimension, sa
 from clipping.rules import (
     COMPOSITES,
     HANDLERS,
+    OF_DATA,
     PER_SAMPLE,
-    Broadcast,
     Copies,
-    EmbeddingWeight,
+    Gradient,
     Refused,
-    Rule,
     Spec,
     fallback,
 )
-from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, mark_data
+from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, is_marked, mark_data
+from clipping.uses import Noted, Use, name_of
 
 Arrival = Callable[["Use", Tensor], None]
-
-
-@dataclass(eq=False)
-class Use:
-    """One operation on sources.
-
-    Attributes:
-        operation: its name, or that of the function that it is a part of.
-        rules: for each source the rule of its gradient.
-        output: shape and dtype of its output, and so of g.
-        node: the number of the output's node in the order in which the forward pass made them.
-    """
-
-    operation: str
-    rules: list[tuple[Source, Rule]]
-    output: Spec
-    node: int = 0
 
 
 class Tape(TorchFunctionMode):
@@ -80,7 +67,7 @@ class Tape(TorchFunctionMode):
         stand_in: the name of the parameter whose place a tensor takes (see `clipping.spread`); None where none does.
 
     Attributes:
-        uses: in the order of the forward pass.
+        uses: in the order of the forward pass; complete when the tape is no longer active.
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
         by_hand: called when a gradient arrives in a backward pass that is not the tape's own.
@@ -102,7 +89,9 @@ class Tape(TorchFunctionMode):
         self._stand_in = stand_in
         self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
-        self._copies: list[Tensor] = []
+        self._depth = 0
+        self._noted: list[Noted] = []
+        self._copies: list[tuple[Use, Tensor]] = []
         self._hooks: list[Any] = []
         self._marked: list[weakref.ref[Tensor]] = []
         self._arrival: Arrival | None = None
@@ -124,7 +113,7 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
-        if func in COMPOSITES or func in PER_SAMPLE:
+        if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
             outer, self._composite = self._composite, self._composite or func
             try:
                 output = self._composed(func, args, kwargs)
@@ -138,7 +127,7 @@ class Tape(TorchFunctionMode):
         at = max(samples_dimension(x) for x in data)
         if at and func in MOVABLE:
             with self:
-                args, kwargs = samples_first(func, args, kwargs, at, max(x.dim() for x in data))
+                args, kwargs = samples_first(func, args, kwargs, at, data)
                 return func(*args, **kwargs).transpose(0, at).contiguous()
         return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
 
@@ -146,10 +135,38 @@ class Tape(TorchFunctionMode):
         """[rows, *shape]: a tensor made of parameters, for each row of the batch a copy whose gradient is its own."""
         copies = tensor.expand(rows, *tensor.shape)
         source = self._sources.get(id(tensor))
-        if source is None:
-            return copies
-        self._copies.append(copies)
-        return self._recorded(self._composite, copies, self._rules(copies, [Copies(tensor)], [source]))
+        if source is not None:
+            self._note(self._composite, copies, [(source, (tensor, Copies))], copies)
+        return copies
+
+    def __enter__(self) -> Tape:
+        self._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        self._depth -= 1
+        if not self._depth and error is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Make the rules of what a forward pass noted, and hook its uses."""
+        noted, self._noted = self._noted, []
+        for each in noted:
+            try:
+                use = each.settled(self._batch_size)
+            except Refused as refused:
+                self._refuse(each.operation, [source for source, _ in each.gradients], refused)
+                continue
+            self.uses.append(use)
+            for source, _ in use.rules:
+                for name in source.parameters:
+                    self.counts[name] += 1
+            if each.copies is not None:
+                self._copies.append((use, each.copies))
+            if each.copies is None or self.by_hand is not None:
+                self._hooks.append(each.node.register_prehook(partial(self._hooked, use, each.at)))
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
@@ -159,9 +176,13 @@ class Tape(TorchFunctionMode):
         self._arrival = arrival
         self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
         try:
-            wanted = [*self._anchors.values(), *self._copies]
+            uses = [use for use, _ in self._copies]
+            wanted = [*(copies for _, copies in self._copies), *self._anchors.values()]
             if wanted and losses.requires_grad:
-                torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
+                found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
+                for use, g in zip(uses, found, strict=False):
+                    if g is not None:
+                        self._arrived(use, g)
         finally:
             self.close()
 
@@ -197,10 +218,10 @@ class Tape(TorchFunctionMode):
         differentiable = any(x.requires_grad for x in data)
         try:
             if func in HANDLERS:
-                output, rules = HANDLERS[func](*args, **kwargs)
+                output, gradients = HANDLERS[func](*args, **kwargs)
             else:
-                output, rules = self._fallback(func, args, kwargs, sources, data)
-            mine = self._rules(output, rules, sources)
+                output, gradients = self._fallback(func, args, kwargs, sources, data)
+            mine = self._mine(gradients, sources)
         except Refused as refused:
             output = func(*args, **kwargs)
             if any(x.requires_grad for x in _tensors((output,), {})):
@@ -210,17 +231,20 @@ class Tape(TorchFunctionMode):
             return output
         if not differentiable:
             output = _Anchor.apply(output, self._anchor(output.device))
-        return self._recorded(self._composite or func, output, mine)
-
-    def _recorded(self, func: Any, output: Tensor, rules: list[tuple[Source, Rule]]) -> Tensor:
-        use = Use(_name(func), rules, Spec(output.shape, output.dtype))
-        self.uses.append(use)
-        for source, _ in rules:
-            for name in source.parameters:
-                self.counts[name] += 1
-        use.node = output.grad_fn._sequence_nr()  # type: ignore[union-attr]
-        self._hooks.append(output.register_hook(partial(self._arrived, use)))
+        self._note(self._composite or func, output, mine)
         return output
+
+    def _note(
+        self, func: Any, output: Tensor, gradients: list[tuple[Source, Gradient]], copies: Tensor | None = None
+    ) -> None:
+        spec = Spec(output.shape, output.dtype)
+        self._noted.append(Noted(func, spec, output.grad_fn, output.output_nr, gradients, copies))
+
+    def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether those operands of a composite are activations that must be; if not, it is not for us."""
+        names = OF_DATA.get(func, ())
+        operands = [*args[: len(names)], *(kwargs[name] for name in names if name in kwargs)]
+        return all(depends_on_data(x) and id(x) not in self._sources for x in operands)
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in PER_SAMPLE:
@@ -230,69 +254,45 @@ class Tape(TorchFunctionMode):
 
     def _fallback(
         self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
-    ) -> tuple[Any, list[Rule]]:
+    ) -> tuple[Any, Sequence[Gradient]]:
         output = func(*args, **kwargs)
         if not any(x.requires_grad for x in _tensors((output,), {})):
             return output, []  # nothing differentiable: a shape, a comparison
         return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
 
-    def _rules(self, output: Any, rules: list[Rule], sources: list[Source]) -> list[tuple[Source, Rule]]:
-        """The rules of what is ours, per sample.
+    def _mine(self, gradients: Sequence[Gradient], sources: list[Source]) -> list[tuple[Source, Gradient]]:
+        """The gradients of what is ours; what the others hold on to is let go of.
 
         Raises:
-            Refused: a source without a rule (it was the input and not the weight), or rows that are not the batch's.
+            Refused: a source without one: it was the input and not the weight.
         """
-        if not rules:
-            return []
-        mine = [(self._sources[id(rule.parameter)], rule) for rule in rules if id(rule.parameter) in self._sources]
-        if {id(source) for source, _ in mine} != set(map(id, sources)):
+        known = self._sources
+        mine = [(known[id(gradient[0])], gradient) for gradient in gradients if id(gradient[0]) in known]
+        if gradients and {id(source) for source, _ in mine} != set(map(id, sources)):
             raise Refused("a parameter is the input of the operation, not its weight", "use microbatch or vmap")
-        rows = output.shape[0] if output.dim() else 0
-        if rows == 0 or rows % self._batch_size:
-            reason = f"its output {list(output.shape)} does not have the batch, {self._batch_size}, as first dimension"
-            raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")
-        fold = rows // self._batch_size
-        found = []
-        for source, rule in mine:
-            if isinstance(rule, Broadcast):
-                source, rule = self._by_row(source, rule, output)
-            found.append((source, rule if fold == 1 else rule.regroup(fold)))
-        return found
-
-    def _by_row(self, source: Source, rule: Broadcast, output: Tensor) -> tuple[Source, Rule]:
-        """A source that was made of rows, traced back to what they were made of.
-
-        A row for each row of the output (an expanded token), or rows read from an embedding, for each sample or for all
-        of them alike (positions).
-        """
-        shape = source.tensor.shape
-        if rule.aligned and source.row is not None:
-            return source.row, rule.row(source.row.tensor)
-        if source.lookup is not None and rule.is_sum and shape.numel() and shape[-1] == output.shape[-1]:
-            ids, weight, padding_idx = source.lookup
-            if shape == output.shape:
-                return self._sources[id(weight)], EmbeddingWeight(weight, ids, padding_idx)
-            if shape[-output.dim() + 1 :] == output.shape[1:] and shape.numel() == output[0].numel():
-                ids = ids.reshape(1, *output.shape[1:-1]).expand(output.shape[:-1])
-                return self._sources[id(weight)], EmbeddingWeight(weight, ids, padding_idx)
-        return source, rule
+        return mine
 
     def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
         for made in _tensors((output,), {}):
             if made.requires_grad and id(made) not in self._sources:  # `to` may give back what it was given
                 source = derive(func, args, kwargs, made, sources)
                 if func is F.embedding and id(args[1]) in self._sources:
-                    source.lookup = (args[0], args[1], kwargs.get("padding_idx"))
+                    source.lookup = (args[0], self._sources[id(args[1])], kwargs.get("padding_idx"))
                 self._sources[id(made)] = source
         return output
 
     def _mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
         if data and func not in CONSTANTS:
             for made in (output,) if isinstance(output, Tensor) else _tensors((output,), None):
-                if not hasattr(made, "_depends_on_data"):
-                    at = dimension_after(func, args, kwargs, data, made, self._batch_size)
+                at = dimension_after(func, args, kwargs, data, made, self._batch_size)
+                if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
                     self._marked.append(weakref.ref(mark_data(made, at)))
         return output
+
+    def _hooked(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
+        g = gradients[at]
+        if g is not None:
+            self._arrived(use, g)
 
     def _arrived(self, use: Use, g: Tensor) -> None:
         if self._arrival is not None:
@@ -312,7 +312,7 @@ class Tape(TorchFunctionMode):
 
     def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
         for name in dict.fromkeys(name for source in sources for name in source.parameters):
-            self.problems.append(Problem(name, f"{_name(func)}: {refused.reason}", refused.remedy))
+            self.problems.append(Problem(name, f"{name_of(func)}: {refused.reason}", refused.remedy))
 
 
 class _Anchor(torch.autograd.Function):
@@ -328,52 +328,6 @@ class _Anchor(torch.autograd.Function):
         return grads[0], None
 
 
-def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:
-    """Parameters that the loss's graph reads and the tape did not see used at all, or less often than the graph does.
-
-    An edge of the graph into a parameter's gradient accumulator is one read. Reads on the way to a source are the
-    source's own; each other one must be a recorded use, or its share would be missing from the norm. A use that is not
-    in this graph (of a forward pass that came to nothing) stands for no read in it.
-    """
-    names = {id(s.tensor): name for s in tape.sources() if s.is_parameter for name in s.parameters}
-    names |= {id(p): name for name, p in parameters.items()}
-    made = [source.tensor.grad_fn for source in tape.sources() if not source.is_parameter]
-    inside = set(nodes(made))
-    edges: Counter[str] = Counter()
-    there = set()
-    for node in nodes([losses.grad_fn]):
-        there.add(node._sequence_nr())
-        if node not in inside:
-            leaves = [getattr(child, "variable", None) for child, _ in node.next_functions]
-            edges.update(names.get(id(leaf), "") or tape.name_of(leaf) for leaf in leaves)
-    edges.pop("", None)
-    uses = [use for use in tape.uses if use.node in there]
-    counted = Counter(
-        name for use in uses for source, rule in use.rules if not rule.is_fallback for name in source.parameters
-    )
-    loose = {name for use in uses for source, rule in use.rules if rule.is_fallback for name in source.parameters}
-    return [
-        Problem(
-            name,
-            f"is read {count} times, of which the tape saw {counted[name]}: a custom function or compiled code",
-            "take the parameter out of it, freeze it, or use microbatch or vmap",
-        )
-        for name, count in edges.items()
-        if count > counted[name] and name not in loose
-    ]
-
-
-def nodes(roots: list[Any]) -> Iterator[Any]:
-    """The nodes of the graph below some roots, each once."""
-    stack, seen = list(roots), set()
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            stack.extend(child for child, _ in node.next_functions)
-
-
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
     """Tensors among the arguments, and in tuples and lists among them."""
     found: list[Tensor] = []
@@ -383,7 +337,3 @@ def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
         elif isinstance(value, (tuple, list)):
             found += _tensors(value, None)
     return found
-
-
-def _name(func: Any) -> str:
-    return getattr(func, "__name__", str(func))

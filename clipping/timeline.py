@@ -9,9 +9,10 @@ which the gradient of a use arrives, what is held
     by ordinary training    the weight gradients that are there already
     by book-keeping         what is kept for the sum, and the workspace of a norm
 
-beside parameters, buffers and batch. Then the sums are formed, one after the other, each letting go of what it was
-formed from. So a plan is a set of intervals on one axis of *segments*: of the backward pass, with one more for each
-arrival of a use's gradient (its norm is found before the node of the graph computes), and of the sums.
+beside parameters, buffers and batch. Norms from what is kept anyway, (a, g), are found after the backward pass. Then
+the sums are formed, one after the other, each letting go of what it was formed from. So a plan is a set of intervals on
+one axis of *segments*: of the backward pass, with one more for each arrival of a use's gradient (a norm that is found
+there comes before the node of the graph computes), of the norms after it, and of the sums.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 from torch import Tensor
 
+from clipping.graph import nodes
 from clipping.rules.pieces import Pieces, in_pieces
-from clipping.tape import nodes
 from clipping.temporaries import Convolution
 
 
@@ -38,7 +39,7 @@ class Held:
         node: the number of the node of its output.
         kept: bytes that are there from then on (instantiated gradients).
         input: the storage of its input if that is kept, else None.
-        workspace: bytes that finding the norm takes at that moment.
+        workspace: bytes that finding the norm takes, at that moment, or after the backward pass if (a, g) is kept.
         output: bytes of the output's gradient if that is kept: until then autograd holds it anyway.
         summing: bytes that forming the sum takes, beside what it is formed from and the sum.
     """
@@ -112,6 +113,10 @@ class Timeline:
                 self.base.append(both[time] - born[time])
             self._runs[i] = len(self.base)
             self.base.append(max(without[time:end]))
+        self._norms: dict[int, int] = {}
+        for node, _ in uses:
+            self._norms[node] = len(self.base)
+            self.base.append(0)
         self._sums: dict[int, int] = {}
         formed = 0
         for node, size in sorted(uses, key=lambda use: (use[1], use[0])):  # as `norms.Book` does: the smallest first
@@ -126,7 +131,8 @@ class Timeline:
     def intervals(self, use: Held) -> list[tuple[int, int, int]]:
         """(first segment, the one after the last, bytes) of all that a use holds but its input."""
         arrival, end = self._arrival(use), self._sums[use.node]
-        found = [(arrival, end + 1, use.kept), (arrival, arrival + 1, use.workspace)]
+        norm = self._norms[use.node] if use.output else arrival
+        found = [(arrival, end + 1, use.kept), (norm, norm + 1, use.workspace)]
         return [*found, (self._run(self._moment(use.node) + 1), end + 1, use.output), (end, end + 1, use.summing)]
 
     def interval_of_input(self, use: Held) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clipping.ghost import BkMixed
 from clipping.planner import Plan, Planner, has_choice
-from clipping.rules import Route, Rule
+from clipping.rules import Route, Rule, made
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
@@ -34,8 +34,8 @@ def of(handler: Callable[..., Any], *args: Any, position: int = 0, **options: An
     """The handler as a function of input and weight, whose rule is that at `position`."""
 
     def run(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
-        output, rules = handler(inputs, *args, weight, **options)
-        return output, rules[position]
+        output, found = handler(inputs, *args, weight, **options)
+        return output, made(found[position])
 
     return run
 
@@ -87,24 +87,24 @@ def doubles(*shape: int) -> Tensor:
 
 def weighted_bag(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
     scale = torch.linspace(-1, 2, inputs.numel(), dtype=torch.float64).view(inputs.shape)
-    output, (rule,) = embedding_bag(inputs, weight, mode="sum", per_sample_weights=scale)
-    return output, rule
+    output, (found,) = embedding_bag(inputs, weight, mode="sum", per_sample_weights=scale)
+    return output, made(found)
 
 
 def windows(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
     """Two rows to a sample, as when windows or tokens are folded into the batch."""
-    output, rules = linear(inputs.flatten(0, 1), weight)
-    return output, rules[0].regroup(2)
+    output, found = linear(inputs.flatten(0, 1), weight)
+    return output, made(found[0]).regroup(2)
 
 
 def conv_of_frames(inputs: Tensor, weight: Tensor) -> tuple[Tensor, Rule]:
-    output, rules = convolution(inputs.flatten(0, 1), weight, padding=1)
-    return output, rules[0].regroup(2)
+    output, found = convolution(inputs.flatten(0, 1), weight, padding=1)
+    return output, made(found[0]).regroup(2)
 
 
 def bias_of(handler: Callable[..., Any], weight: Tensor) -> Callable[..., Any]:
     """The same of the operation's bias."""
-    return lambda inputs, bias: (lambda output, rules: (output, rules[-1]))(*handler(inputs, weight, bias))
+    return lambda inputs, bias: (lambda output, found: (output, made(found[-1])))(*handler(inputs, weight, bias))
 
 
 OPERATIONS: dict[str, Callable[[], Operation]] = {
@@ -116,7 +116,9 @@ OPERATIONS: dict[str, Callable[[], Operation]] = {
     "linear, bias": lambda: Operation(bias_of(linear, doubles(4, 5)), doubles(4), doubles(BATCH, 6, 5)),
     "matmul": lambda: Operation(of(matmul), doubles(5, 4), doubles(BATCH, 6, 5)),
     "addmm": lambda: Operation(
-        lambda x, w: (lambda y, rules: (y, rules[0]))(*addmm(doubles(4) * 0, x, w)), doubles(5, 4), doubles(BATCH, 5)
+        lambda x, w: (lambda y, found: (y, made(found[0])))(*addmm(doubles(4) * 0, x, w)),
+        doubles(5, 4),
+        doubles(BATCH, 5),
     ),
     "frames": lambda: Operation(conv_of_frames, doubles(6, 4, 3, 3), doubles(BATCH, 2, 4, 5, 5)),
     "convolution, bias": lambda: Operation(

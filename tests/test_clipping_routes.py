@@ -188,8 +188,7 @@ def test_without_care_some_squares_would_be_negative():
         rule, g = reading.rule, reading.g
         assert g is not None
         for way in rule.ghosts:
-            negative += int((rule._ghost(g, slice(0, 32), way) < 0).sum())
-            assert bool((rule.squared_norms(g, Route(True, way)) >= 0).all())
+            negative += int((rule.squared_norms(g, Route(True, way)) < 0).sum())
     assert negative > 0
 
 

@@ -1,6 +1,6 @@
 """Operation -> handler: runs the operation and says what gradient each of its parameters will get.
 
-A handler takes the operation's own arguments and returns (output, rules), or raises `Refused`. A composite is a
+A handler takes the operation's own arguments and returns (output, gradients), or raises `Refused`. A composite is a
 function of torch that is run as its parts, unless it returns NotImplemented; one that is run with a copy of each
 parameter for each sample takes `Tape.each` first, which makes and records them. What is in no table goes to the
 fallback, which assumes no formula.
@@ -8,14 +8,14 @@ fallback, which assumes no formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.rules.base import Refused, Route, Rule, Spec
+from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, made
 from clipping.rules.composite import multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
@@ -28,19 +28,22 @@ from clipping.rules.recurrent import gru, lstm, rnn_relu, rnn_tanh
 __all__ = [
     "COMPOSITES",
     "HANDLERS",
+    "OF_DATA",
     "PER_SAMPLE",
     "Broadcast",
     "Copies",
     "EmbeddingWeight",
+    "Gradient",
     "Handler",
     "Refused",
     "Route",
     "Rule",
     "Spec",
     "fallback",
+    "made",
 ]
 
-Handler = Callable[..., tuple[Tensor, list[Rule]]]
+Handler = Callable[..., tuple[Tensor, Sequence[Gradient]]]
 
 HANDLERS: dict[Any, Handler] = {
     F.linear: linear,
@@ -84,3 +87,10 @@ PER_SAMPLE: dict[Any, Callable[..., Any]] = {
     F.group_norm: group_norm,
     F.instance_norm: instance_norm,
 }
+
+OF_DATA = {
+    F.scaled_dot_product_attention: ("query", "key", "value"),
+    F.group_norm: ("input",),
+    F.instance_norm: ("input",),
+}
+"""Composites whose first operands, by name, must be activations: what is made of parameters alone is not for them."""

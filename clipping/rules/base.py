@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,6 +90,17 @@ KERNELS = (GRAM_KERNEL, NORM_KERNEL)
 """Ways of `clipping.kernels`: by Gram tiles, and by tiles of the per-sample gradient."""
 
 
+Gradient = tuple[Any, ...]
+"""(parameter or None, the class of its rule, and what else that is made with): a rule that is not made yet. It holds on
+to no more of the forward pass than the rule will."""
+
+
+def made(gradient: Gradient) -> Rule:
+    """The rule that it stands for."""
+    parameter, kind, *made_of = gradient
+    return kind(parameter, *made_of)
+
+
 class Refused(Exception):
     """This configuration of an operation has no exact rule."""
 
@@ -138,12 +149,11 @@ class Rule(ABC):
         return None
 
     def squared_norms(self, g: Tensor, route: Route) -> Tensor:
-        """‖per-sample gradient‖² [B], float32 or wider."""
+        """‖per-sample gradient‖² [B], float32 or wider; by Gram matrices, perhaps a rounding below zero."""
         find = self._ghost if route.ghost else self._instantiated
         way = route.way or self.best_way(g, ghost=route.ghost)
         found = [find(g, samples, way) for samples in self.blocks(g, way, route.block)]
-        squares = torch.cat(found) if len(found) > 1 else found[0]
-        return squares.clamp_(min=0) if route.ghost else squares  # products of Gram matrices may cancel below zero
+        return torch.cat(found) if len(found) > 1 else found[0]
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""

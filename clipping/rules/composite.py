@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Refused
-from clipping.sources import is_marked
 
 
 def multi_head_attention_forward(
@@ -99,10 +98,9 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention whose mask is made of parameters (a relative position bias).
 
-    A fused kernel gives no gradient of its mask, so that torch itself takes this way then. With a query, key or value
-    that is made of parameters alone it is not for us: NotImplemented.
+    A fused kernel gives no gradient of its mask, so that torch itself takes this way then.
     """
-    if attn_mask is None or not all(is_marked(x) for x in (query, key, value)):
+    if attn_mask is None:
         return NotImplemented
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]

@@ -20,7 +20,18 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, Work, gram_product, part
+from clipping.rules.base import (
+    GRAM_KERNEL,
+    NORM_KERNEL,
+    Bias,
+    Gradient,
+    Refused,
+    Rule,
+    Spec,
+    Work,
+    gram_product,
+    part,
+)
 from clipping.rules.pieces import Pieces, Share, applies
 from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
 from clipping.rules.products import products
@@ -37,6 +48,7 @@ class ConvolutionWeight(Rule):
         output_size: spatial size of the output.
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
+        share: with the node of the graph that this is the convolution of, if that listens.
     """
 
     ghosts: tuple[str, ...] = ("pixels", "patches")
@@ -51,6 +63,7 @@ class ConvolutionWeight(Rule):
         padding: list[int],
         dilation: list[int],
         groups: int,
+        share: Share | None = None,
     ) -> None:
         super().__init__(
             weight,
@@ -59,7 +72,7 @@ class ConvolutionWeight(Rule):
             outputs=weight.shape[0] // groups,
             groups=groups,
         )
-        self.x, self.stride, self.padding, self.dilation = x, stride, padding, dilation
+        self.x, self.stride, self.padding, self.dilation, self.share = x, stride, padding, dilation, share
         self.kernel = list(weight.shape[2:])
         if self._is_pointwise():  # its patches are its pixels
             self.ghosts, self.instantiations = ("patches",), ("unfold",)
@@ -269,8 +282,8 @@ def transposed_convolution(
     output_padding: int | tuple[int, ...] = 0,
     groups: int = 1,
     dilation: int | tuple[int, ...] = 1,
-) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.conv_transpose1d, 2d and 3d, and the rules of their parameters."""
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.conv_transpose1d, 2d and 3d, and the gradients of their parameters."""
     spatial = weight.dim() - 2
     strides, pads, dilations = (_each(value, spatial) for value in (stride, padding, dilation))
     extra = _each(output_padding, spatial)
@@ -279,10 +292,8 @@ def transposed_convolution(
     function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
     output = function(input, weight, bias, strides, pads, extra, groups, dilations)
     size = input.shape[2:]
-    rules: list[Rule] = [TransposedConvolutionWeight(weight, input, size, strides, pads, dilations, groups)]
-    if bias is not None:
-        rules.append(Bias(bias, channel=1))
-    return output, rules
+    made_of = (input, size, strides, pads, dilations, groups)
+    return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, 1))
 
 
 def convolution(
@@ -293,8 +304,8 @@ def convolution(
     padding: int | str | tuple[int, ...] = 0,
     dilation: int | tuple[int, ...] = 1,
     groups: int = 1,
-) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.conv1d, conv2d and conv3d, and the rules of their parameters.
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.conv1d, conv2d and conv3d, and the gradients of their parameters.
 
     The other padding modes of torch.nn.Conv2d pad the input first and come here as padding 0.
     """
@@ -315,11 +326,7 @@ def convolution(
         output = Pieces.apply(share, input, weight, bias, *geometry)
     else:
         output = function(input, weight, bias, *geometry)
-    rules: list[Rule] = [ConvolutionWeight(weight, input, output.shape[2:], *geometry)]
-    rules[0].share = share
-    if bias is not None:
-        rules.append(Bias(bias, channel=1))
-    return output, rules
+    return output, ((weight, ConvolutionWeight, input, output.shape[2:], *geometry, share), (bias, Bias, 1))
 
 
 def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:

@@ -7,31 +7,37 @@ y = x · D: the same of g · x. Rows of the output are samples; a D with a row f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule, part
+from clipping.rules.base import Gradient, Refused, Rule, part
 
 
 class Broadcast(Rule):
     """D in an elementwise operation.
 
     Args:
-        parameter: D, broadcast to the output's shape [n, ...].
-        output: the operation's output.
+        parameter: D, broadcast to the output's shape.
+        output: that shape, [n, ...].
         factor: what g is multiplied by (for a product, the other factor); None is 1.
         dim, start: where in the output D stands if it was concatenated along `dim` and not broadcast.
     """
 
     def __init__(
-        self, parameter: Tensor, output: Tensor, factor: Tensor | float | None = None, dim: int = 0, start: int = 0
+        self,
+        parameter: Tensor,
+        output: torch.Size,
+        factor: Tensor | float | None = None,
+        dim: int = 0,
+        start: int = 0,
     ) -> None:
         super().__init__(parameter)
         self.factor, self.dim, self.start = factor, dim, start
-        self.aligned = parameter.dim() == output.dim() and parameter.shape[0] == output.shape[0]
+        self.aligned = parameter.dim() == len(output) and parameter.shape[0] == output[0]
 
     @property
     def is_sum(self) -> bool:
@@ -72,45 +78,38 @@ class Copies(Rule):
         return part(g, samples)
 
 
-def add(input: Any, other: Any, *, alpha: float = 1) -> tuple[Tensor, list[Rule]]:
-    """torch.add and the rules of whichever operand is made of parameters."""
+def add(input: Any, other: Any, *, alpha: float = 1) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.add and the gradients of whichever operand is made of parameters."""
     output = torch.add(input, other, alpha=alpha)
-    rules: list[Rule] = [Broadcast(input, output)] if isinstance(input, Tensor) else []
-    if isinstance(other, Tensor):
-        rules.append(Broadcast(other, output, None if alpha == 1 else alpha))
-    return output, rules
+    factor = None if alpha == 1 else alpha
+    return output, ((input, Broadcast, output.shape), (other, Broadcast, output.shape, factor))
 
 
-def sub(input: Any, other: Any, *, alpha: float = 1) -> tuple[Tensor, list[Rule]]:
+def sub(input: Any, other: Any, *, alpha: float = 1) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.sub."""
     return add(input, other, alpha=-alpha)
 
 
-def add_(input: Tensor, other: Any, *, alpha: float = 1) -> tuple[Tensor, list[Rule]]:
+def add_(input: Tensor, other: Any, *, alpha: float = 1) -> tuple[Tensor, Sequence[Gradient]]:
     """Tensor.add_, x += D."""
     input.add_(other, alpha=alpha)
-    return input, [Broadcast(other, input, None if alpha == 1 else alpha)]
+    return input, ((other, Broadcast, input.shape, None if alpha == 1 else alpha),)
 
 
-def mul(input: Any, other: Any) -> tuple[Tensor, list[Rule]]:
+def mul(input: Any, other: Any) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.mul."""
     output = torch.mul(input, other)
-    return output, [
-        Broadcast(mine, output, theirs.detach() if isinstance(theirs, Tensor) else theirs)
-        for mine, theirs in ((input, other), (other, input))
-        if isinstance(mine, Tensor)
-    ]
+    factors = [x.detach() if isinstance(x, Tensor) else x for x in (other, input)]
+    return output, tuple(
+        (mine, Broadcast, output.shape, factor) for mine, factor in zip((input, other), factors, strict=True)
+    )
 
 
-def cat(tensors: Sequence[Tensor], dim: int = 0) -> tuple[Tensor, list[Rule]]:
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.cat along any dimension but the samples': each piece gets its own segment of g."""
     output = torch.cat(tuple(tensors), dim)
     dim = dim % output.dim()
     if dim == 0:
         raise Refused("concatenates parameters to the batch along its first dimension", "use microbatch")
-    rules: list[Rule] = []
-    start = 0
-    for tensor in tensors:
-        rules.append(Broadcast(tensor, output, dim=dim, start=start))
-        start += tensor.shape[dim]
-    return output, rules
+    starts = accumulate((tensor.shape[dim] for tensor in tensors), initial=0)
+    return output, [(x, Broadcast, output.shape, None, dim, start) for x, start in zip(tensors, starts, strict=False)]

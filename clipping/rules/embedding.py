@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, Refused, Rule, Spec, Work, sum_of_squares, within
+from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work, sum_of_squares, within
 from clipping.rules.linear import LinearWeight
 from clipping.rules.products import products
 
@@ -131,7 +132,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> tuple[Tensor, list[Rule]]:
+) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.embedding_bag as the sum that it stands for: ids [B, T], or [N] and offsets [B]."""
     _refuse_options(max_norm, scale_grad_by_freq, sparse)
     if mode == "max":
@@ -151,7 +152,7 @@ def embedding_bag(
     if mode == "mean":
         kept = (scale != 0) if padding_idx is None else (scale != 0) & (input != padding_idx)
         scale = scale / kept.sum(1, keepdim=True).clamp(min=1)
-    return output, [EmbeddingWeight(weight, input, padding_idx, scale)]
+    return output, ((weight, EmbeddingWeight, input, padding_idx, scale),)
 
 
 def _padded(ids: Tensor, scale: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
@@ -183,8 +184,8 @@ def embedding(
     norm_type: float = 2.0,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.embedding and the rule of its weight."""
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.embedding and the gradient of its weight."""
     _refuse_options(max_norm, scale_grad_by_freq, sparse)
     output = F.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    return output, [EmbeddingWeight(weight, input, padding_idx)]
+    return output, ((weight, EmbeddingWeight, input, padding_idx),)

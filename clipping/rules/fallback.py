@@ -6,12 +6,13 @@ batch's verification holds it to that.)
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from clipping.rules.base import Refused, Rule
+from clipping.rules.base import Gradient, Refused, Rule
 
 
 class VmapRule(Rule):
@@ -60,7 +61,7 @@ def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
 
 def fallback(
     func: Any, args: Any, kwargs: Any, output: Any, made_of_parameters: list[Tensor], data: list[Tensor]
-) -> tuple[Tensor, list[Rule]]:
+) -> tuple[Tensor, Sequence[Gradient]]:
     """A `VmapRule` for each operand made of parameters.
 
     Raises:
@@ -75,4 +76,4 @@ def fallback(
     unequal = [list(x.shape) for x in data if x.shape[:1] != output.shape[:1]]
     if output.dim() == 0 or unequal:
         raise Refused(f"no exact rule: its output {list(output.shape)} and operands {unequal} share no rows", remedy)
-    return output, [VmapRule(mine, func, args, kwargs, data) for mine in made_of_parameters]
+    return output, [(mine, VmapRule, func, args, kwargs, data) for mine in made_of_parameters]

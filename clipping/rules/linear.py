@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Bias, Refused, Rule, Spec, gram_product, part, within
+from clipping.rules.base import (
+    GRAM_KERNEL,
+    NORM_KERNEL,
+    Bias,
+    Gradient,
+    Refused,
+    Rule,
+    Spec,
+    gram_product,
+    part,
+    within,
+)
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.products import by_onednn, product, products
 from clipping.samples import rounded_down
@@ -25,7 +38,7 @@ class LinearWeight(Rule):
 
     ghosts = ("gram",)
 
-    def __init__(self, weight: Tensor, a: Tensor, *, transposed: bool = False, fold: int = 1) -> None:
+    def __init__(self, weight: Tensor, a: Tensor, transposed: bool = False, fold: int = 1) -> None:
         outputs, inputs = weight.shape[::-1] if transposed else weight.shape
         samples = max(1, a.shape[0] // fold)
         super().__init__(weight, positions=a.numel() // inputs // samples, inputs=inputs, outputs=outputs)
@@ -36,7 +49,7 @@ class LinearWeight(Rule):
         return self.a
 
     def regroup(self, fold: int) -> Rule:
-        return LinearWeight(self.parameter, self.a, transposed=self.transposed, fold=fold)
+        return LinearWeight(self.parameter, self.a, self.transposed, fold)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         a, g = self.pairs(g, samples)
@@ -45,12 +58,12 @@ class LinearWeight(Rule):
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         a, g = self.pairs(g, slice(0, self.samples(g)))
-        factors = rounded_down(factors, g.dtype)[:, None, None]
+        factors = rounded_down(factors, g.dtype).view(-1, 1, 1)
         if self.inputs < self.outputs:  # the factors go to whichever is smaller
             a = a * factors
         else:
             g = g * factors
-        a, g = a.flatten(0, 1).t(), g.flatten(0, 1).t()
+        a, g = a.flatten(0, 1), g.flatten(0, 1)
         return product(a, g) if self.transposed else product(g, a)
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
@@ -89,24 +102,23 @@ def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Te
     return within(lambda rows: products(a[:, rows], b).mul_(products(g[:, rows], h)), g.shape[1], h, available)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.linear and the rules of its parameters."""
-    rules: list[Rule] = [LinearWeight(weight, input)]
-    if bias is not None:
-        rules.append(Bias(bias, channel=-1))
-    return F.linear(input, weight, bias), rules
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.linear and the gradients of its parameters."""
+    return F.linear(input, weight, bias), ((weight, LinearWeight, input), (bias, Bias, -1))
 
 
-def addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> tuple[Tensor, list[Rule]]:
+def addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.addmm(bias, a, W) with W [d, p], as in the Conv1D of GPT-2."""
     if beta != 1 or alpha != 1:
         raise Refused("addmm with beta or alpha has no rule", "scale its operands")
     output = torch.addmm(input, mat1, mat2)
-    return output, [LinearWeight(mat2, mat1, transposed=True), Broadcast(input, output)]
+    return output, ((mat2, LinearWeight, mat1, True), (input, Broadcast, output.shape))
 
 
-def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, list[Rule]]:
+def matmul(input: Tensor, other: Tensor) -> tuple[Tensor, Sequence[Gradient]]:
     """a @ W with W [d, p] (torch.matmul, torch.mm, @)."""
     if other.dim() != 2 or input.dim() < 2:
         raise Refused("matmul has a rule for activations [n, *, d] times a matrix [d, p] only", "use nn.Linear")
-    return torch.matmul(input, other), [LinearWeight(other, input, transposed=True)]
+    return torch.matmul(input, other), ((other, LinearWeight, input, True),)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Refused, Rule, blocks, part
-from clipping.sources import is_marked
+from clipping.rules.base import Gradient, Refused, Rule, blocks, part
 
 
 class _Scale(Rule):
@@ -43,7 +42,7 @@ class LayerNormWeight(_Scale):
 
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
         super().__init__(weight)
-        self.x, self.mean, self.rstd = x, mean, rstd
+        self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # which know the node that is to know this rule
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))
@@ -78,15 +77,10 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.layer_norm and the rules of its parameters."""
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.layer_norm and the gradients of its parameters."""
     output, mean, rstd = torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
-    rules: list[Rule] = []
-    if weight is not None:
-        rules.append(LayerNormWeight(weight, input, mean.detach(), rstd.detach()))
-    if bias is not None:
-        rules.append(_LayerNormBias(bias))
-    return output, rules
+    return output, ((weight, LayerNormWeight, input, mean, rstd), (bias, _LayerNormBias))
 
 
 class _LayerNormBias(Rule):
@@ -113,8 +107,6 @@ def group_norm(
     To normalise is the same, and no slower. But each sample has channels of its own, and so a γ and a β of its own,
     whose gradients the kernel forms anyway: the per-sample ones, for which it need not be gone over g and x once more.
     """
-    if not is_marked(input):
-        return NotImplemented
     batch, channels = input.shape[:2]
     x = input.reshape(1, batch * channels, *input.shape[2:])
     scale, shift = (None if p is None else each(p, batch).reshape(-1) for p in (weight, bias))
@@ -123,12 +115,10 @@ def group_norm(
 
 def rms_norm(
     input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
-) -> tuple[Tensor, list[Rule]]:
-    """torch.nn.functional.rms_norm and the rule of its weight."""
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.rms_norm and the gradient of its weight."""
     output = F.rms_norm(input, normalized_shape, weight, eps)
-    if weight is None:
-        return output, []
-    return output, [RecomputedNormWeight(weight, input, lambda x: F.rms_norm(x, normalized_shape, None, eps))]
+    return output, ((weight, RecomputedNormWeight, input, lambda x: F.rms_norm(x, normalized_shape, None, eps)),)
 
 
 def instance_norm(
@@ -143,8 +133,6 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """torch.nn.functional.instance_norm, as torch has it: a batch norm of one sample with B·C channels."""
-    if not is_marked(input):
-        return NotImplemented
     if use_input_stats and running_mean is not None:
         raise Refused("running statistics are made of the batch and are not private", "track_running_stats=False")
     batch, channels = input.shape[:2]

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
+from clipping.rules.base import part
 
 HALVED = 256
 """Positions from which on the symmetry is used: the margins of small blocks cost more than it saves."""
@@ -54,6 +55,8 @@ def phases(geometry: Geometry) -> Iterator[tuple[tuple[int, ...], tuple[list[int
 
 def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor:
     """The phase x[..., r::s] of [n, C, *size]."""
+    if all(s == 1 for s in stride):
+        return x
     return x[:, :, *(slice(r, None, s) for r, s in zip(remainders, stride, strict=True))]
 
 
@@ -91,30 +94,33 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
 def _product(x: Tensor, g: Tensor, geometry: Geometry, here: slice, there: slice) -> Tensor:
     """The part of the sum in which t is in the rows `here` and u in the rows `there` of the output."""
     count, others = g.shape[0], g.shape[3:]
-    left, right = g[:, :, here], g[:, :, there]
-    outputs = torch.bmm(left.flatten(2).transpose(1, 2), right.flatten(2))
+    outputs = _between(part(g, here, 2), part(g, there, 2))
     inputs: Tensor | None = None
     for remainders, offsets in phases(geometry):
         phase = every(x, remainders, geometry.stride)
         length = phase.shape[2]
         reads = [
-            slice(max(0, part.start + min(offsets[0])), min(length, part.stop + max(offsets[0])))
-            for part in (here, there)
+            slice(max(0, rows.start + min(offsets[0])), min(length, rows.stop + max(offsets[0])))
+            for rows in (here, there)
         ]
-        if not all(phase.shape[2:]) or any(part.start >= part.stop for part in reads):
+        if not all(phase.shape[2:]) or any(rows.start >= rows.stop for rows in reads):
             continue
-        pixels = [phase[:, :, part] for part in reads]
-        gram = torch.bmm(pixels[0].flatten(2).transpose(1, 2), pixels[1].flatten(2))
-        gram = gram.view(count, *pixels[0].shape[2:], *pixels[1].shape[2:])
+        left, right = (part(phase, rows, 2) for rows in reads)
+        gram = _between(left, right).view(count, *left.shape[2:], *right.shape[2:])
         for dim in reversed(range(1, len(offsets))):
             span = (0, others[dim - 1], 0)
             gram = _shifted(gram, dim, offsets[dim], span, span)
-        spans = [(part.start, part.stop, read.start) for part, read in zip((here, there), reads, strict=True)]
+        spans = [(rows.start, rows.stop, read.start) for rows, read in zip((here, there), reads, strict=True)]
         gram = _shifted(gram, 0, offsets[0], *spans)
         inputs = gram if inputs is None else inputs.add_(gram)
     if inputs is None:  # the kernel reads nothing but padding
         return outputs.new_zeros(count)
-    return inputs.view(count, -1).mul_(outputs.view(count, -1)).sum(1)
+    return inputs.view(outputs.shape).mul_(outputs).sum((1, 2))
+
+
+def _between(x: Tensor, y: Tensor) -> Tensor:
+    """Inner products of all pixels of x [n, C, *size] and of y, [n, ∏ size of x, ∏ size of y]."""
+    return torch.bmm(x.flatten(2).transpose(1, 2), y.flatten(2))
 
 
 Span = tuple[int, int, int]
@@ -128,6 +134,9 @@ def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span
         dim: the spatial dimension.
         offsets: o.
         left, right: of t and u: the first y, the one after the last, and which y + o is the first row of `gram`.
+
+    Returns:
+        Contiguous.
     """
     dims = 1 + dim, 1 + dim + (gram.dim() - 1) // 2
     shape = list(gram.shape)
@@ -135,19 +144,27 @@ def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span
         shape[d] = end - begin
     total: Tensor | None = None
     for o in sorted(offsets, key=abs):  # the one that meets all of it first: it need not be added to zeros
-        part, into = gram, []
-        for d, (begin, end, first) in zip(dims, (left, right), strict=True):
+        size, of, into = shape.copy(), [0, 0], [0, 0]
+        for i, (d, (begin, end, first)) in enumerate(zip(dims, (left, right), strict=True)):
             low = max(begin, first - o)
-            length = max(0, min(end, first + gram.shape[d] - o) - low)
-            part = part.narrow(d, low + o - first if length else 0, length)
-            into.append((d, low - begin if length else 0, length))
-        if total is None and list(part.shape) == shape:
-            total = part.clone(memory_format=torch.contiguous_format)
-            continue
-        total = gram.new_zeros(shape) if total is None else total
-        meets = total
-        for where in into:
-            meets = meets.narrow(*where)
-        meets.add_(part)
+            size[d] = max(0, min(end, first + gram.shape[d] - o) - low)
+            of[i], into[i] = low + o - first, low - begin
+        if total is None:
+            if size == shape:
+                total = _window(gram, size, dims, of)
+                total = total.clone(memory_format=torch.contiguous_format) if len(offsets) > 1 else total.contiguous()
+                continue
+            total = gram.new_zeros(shape)
+        if all(size):
+            _window(total, size, dims, into).add_(_window(gram, size, dims, of))
     assert total is not None
     return total
+
+
+def _window(x: Tensor, size: list[int], dims: tuple[int, int], starts: list[int]) -> Tensor:
+    """The part of x of this size that begins at `starts` of two dimensions: one view, where `narrow` would take two."""
+    if list(x.shape) == size:
+        return x
+    strides = x.stride()
+    begin = sum(start * strides[d] for d, start in zip(dims, starts, strict=True))
+    return x.as_strided(size, strides, x.storage_offset() + begin)

@@ -38,8 +38,10 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """x yᵀ: [M, K] and [N, K] to [M, N]."""
-    return _onednn(x, y).contiguous() if by_onednn(x, len(y) * x.numel()) else x @ y.t()
+    """xᵀ y: [K, M] and [K, N] to [M, N]."""
+    if not by_onednn(x, x.numel() * y.shape[1]):
+        return torch.mm(x.t(), y)
+    return _onednn(x.t(), y.t()).contiguous()
 
 
 def by_onednn(x: Tensor, multiplications: int) -> bool:

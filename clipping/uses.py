@@ -1,0 +1,91 @@
+"""A use: one operation on tensors made of parameters, as the forward pass notes it and as it is settled afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made
+from clipping.sources import Source
+
+
+@dataclass(eq=False)
+class Use:
+    """One operation on sources.
+
+    Attributes:
+        operation: its name, or that of the function that it is a part of.
+        rules: for each source the rule of its gradient.
+        output: shape and dtype of its output, and so of g.
+        node: the number of the output's node in the order in which the forward pass made them.
+    """
+
+    operation: str
+    rules: list[tuple[Source, Rule]]
+    output: Spec
+    node: int = 0
+
+
+class Noted(NamedTuple):
+    """A use as the forward pass leaves it: no rule is made yet.
+
+    Attributes:
+        operation: the function.
+        output: shape and dtype of its output.
+        node, at: of the graph, and which of its outputs this is.
+        gradients: for each source what its rule is made of.
+        copies: the output, if its gradient is to be asked for itself.
+    """
+
+    operation: Any
+    output: Spec
+    node: Any
+    at: int
+    gradients: list[tuple[Source, Gradient]]
+    copies: Tensor | None = None
+
+    def settled(self, batch_size: int) -> Use:
+        """With its rules, per sample.
+
+        Raises:
+            Refused: rows that are not the batch's.
+        """
+        shape = self.output.shape
+        rows = shape[0] if shape else 0
+        if rows == 0 or rows % batch_size:
+            reason = f"its output {list(shape)} does not have the batch, {batch_size}, as first dimension"
+            raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")
+        fold = rows // batch_size
+        rules = []
+        for source, gradient in self.gradients:
+            rule = made(gradient)
+            if isinstance(rule, Broadcast):
+                source, rule = _by_row(source, rule, self.output)
+            rules.append((source, rule if fold == 1 else rule.regroup(fold)))
+        return Use(name_of(self.operation), rules, self.output, self.node._sequence_nr())
+
+
+def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:
+    """A source that was made of rows, traced back to what they were made of.
+
+    A row for each row of the output (an expanded token), or rows read from an embedding, for each sample or for all of
+    them alike (positions).
+    """
+    shape = source.tensor.shape
+    if rule.aligned and source.row is not None:
+        return source.row, rule.row(source.row.tensor)
+    if source.lookup is not None and rule.is_sum and shape.numel() and shape[-1] == output.shape[-1]:
+        ids, table, padding_idx = source.lookup
+        if shape == output.shape:
+            return table, EmbeddingWeight(table.tensor, ids, padding_idx)
+        if shape[1 - len(output.shape) :] == output.shape[1:] and shape.numel() == output.shape[1:].numel():
+            ids = ids.reshape(1, *output.shape[1:-1]).expand(output.shape[:-1])
+            return table, EmbeddingWeight(table.tensor, ids, padding_idx)
+    return source, rule
+
+
+def name_of(operation: Any) -> str:
+    """What people call it."""
+    return getattr(operation, "__name__", str(operation))
