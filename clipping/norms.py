@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -88,10 +88,15 @@ class Norms(ABC):
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         """The only use of its parameters: its norm is theirs."""
 
-    def _squared_norms(self, source: Source, rule: Rule, g: Tensor) -> Tensor:
-        """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them."""
+    def _squared_norms(
+        self, source: Source, rule: Rule, g: Tensor, others: Sequence[tuple[Rule, Tensor]] = ()
+    ) -> Tensor:
+        """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
+
+        With `others`, its companions, the sum of all their squared norms.
+        """
         if source.rearranged:
-            return rule.squared_norms(g, rule.route)
+            return rule.squared_norms(g, rule.route, others)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
         parts = []
         for samples in blocks(rule.samples(g), size, rule.workspace(g)):
@@ -211,9 +216,14 @@ class Book(_WholeNorms):
         self._entries.append((source, partial(_weighted_sum_of, parts, blocks)))
 
     def _total(self) -> Tensor:
-        if self._waiting:
-            self._squares += torch.stack([self._squared_norms(*use) for use in self._waiting]).clamp_(min=0).sum(0)
-            self._waiting.clear()
+        groups: dict[Hashable, list[tuple[Source, Rule, Tensor]]] = {}
+        for waiting in self._waiting:
+            source, rule, g = waiting
+            groups.setdefault(rule.companions(g) if source.rearranged else id(rule), []).append(waiting)
+        if groups:
+            squares = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
+            self._squares += torch.stack(squares).clamp_(min=0).sum(0)
+        self._waiting.clear()
         return super()._total()
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -228,7 +238,7 @@ class Book(_WholeNorms):
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
             parts = weighted_sum(factors, joined).split([source.tensor.numel() for source in sources])
             for source, gradient in zip(sources, parts, strict=True):
-                grads |= source.pull_back_one(gradient)
+                grads |= source.pull_back_one(gradient.clone())
             del joined
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)

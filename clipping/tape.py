@@ -52,7 +52,7 @@ from clipping.rules import (
     fallback,
 )
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, is_marked, mark_data
-from clipping.uses import Noted, Use, name_of
+from clipping.uses import Noted, Use, title
 
 Arrival = Callable[["Use", Tensor], None]
 
@@ -132,11 +132,13 @@ class Tape(TorchFunctionMode):
         return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
-        """[rows, *shape]: a tensor made of parameters, for each row of the batch a copy whose gradient is its own."""
-        copies = tensor.expand(rows, *tensor.shape)
+        """[rows · n]: a vector made of parameters, for each row of the batch a copy whose gradient is its own."""
+        copies = tensor.repeat(rows)
         source = self._sources.get(id(tensor))
         if source is not None:
-            self._note(self._composite, copies, [(source, (tensor, Copies))], copies)
+            output = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)
+            gradients = [(source, (tensor, Copies))]
+            self._noted.append(Noted(self._composite, output, copies.grad_fn, 0, gradients, copies))
         return copies
 
     def __enter__(self) -> Tape:
@@ -182,7 +184,7 @@ class Tape(TorchFunctionMode):
                 found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
                 for use, g in zip(uses, found, strict=False):
                     if g is not None:
-                        self._arrived(use, g)
+                        self._arrived(use, g.view(use.output.shape))
         finally:
             self.close()
 
@@ -201,6 +203,7 @@ class Tape(TorchFunctionMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._noted.clear()
         self._copies.clear()
         self._arrival = None
         for reference in self._marked:
@@ -231,14 +234,9 @@ class Tape(TorchFunctionMode):
             return output
         if not differentiable:
             output = _Anchor.apply(output, self._anchor(output.device))
-        self._note(self._composite or func, output, mine)
-        return output
-
-    def _note(
-        self, func: Any, output: Tensor, gradients: list[tuple[Source, Gradient]], copies: Tensor | None = None
-    ) -> None:
         spec = Spec(output.shape, output.dtype)
-        self._noted.append(Noted(func, spec, output.grad_fn, output.output_nr, gradients, copies))
+        self._noted.append(Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine))
+        return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether those operands of a composite are activations that must be; if not, it is not for us."""
@@ -312,7 +310,7 @@ class Tape(TorchFunctionMode):
 
     def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
         for name in dict.fromkeys(name for source in sources for name in source.parameters):
-            self.problems.append(Problem(name, f"{name_of(func)}: {refused.reason}", refused.remedy))
+            self.problems.append(Problem(name, f"{title(func)}: {refused.reason}", refused.remedy))
 
 
 class _Anchor(torch.autograd.Function):

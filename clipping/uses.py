@@ -64,7 +64,7 @@ class Noted(NamedTuple):
             if isinstance(rule, Broadcast):
                 source, rule = _by_row(source, rule, self.output)
             rules.append((source, rule if fold == 1 else rule.regroup(fold)))
-        return Use(name_of(self.operation), rules, self.output, self.node._sequence_nr())
+        return Use(title(self.operation), rules, self.output, self.node._sequence_nr())
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:
@@ -86,6 +86,6 @@ def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule
     return source, rule
 
 
-def name_of(operation: Any) -> str:
+def title(operation: Any) -> str:
     """What people call it."""
     return getattr(operation, "__name__", str(operation))

@@ -12,7 +12,8 @@ from clipping import Flat, PerLayer, load_backend
 from clipping.ghost import MixedGhost
 from clipping.planner import Planner
 from clipping.readings import record
-from clipping.rules import Route, Rule
+from clipping.rules import Route, Rule, base
+from clipping.tape import Tape
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import judge
 from dpbench.conformance.suite import checks
@@ -266,3 +267,58 @@ def test_bk_ghost_under_autocast():
     assert out.norms is not None
     torch.testing.assert_close(out.norms.double(), expected, rtol=1e-3, atol=0)
     assert {g.dtype for g in out.grads.values()} == {torch.float32}
+
+
+class Attention(nn.Module):
+    """A query, a key and a value of one input, of different widths."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.positions = positions
+        self.query, self.key, self.value = (nn.Linear(6, width) for width in (5, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(len(x), self.positions, 6)
+        return (torch.softmax(self.query(x) @ self.key(x).mT, -1) @ self.value(x)).flatten(1)
+
+
+@pytest.mark.parametrize("positions", [1, 7, 200])
+def test_layers_of_one_input_share_its_gram_matrix(positions, monkeypatch):
+    shapes: list[torch.Size] = []
+
+    def products(x: Tensor, y: Tensor) -> Tensor:
+        shapes.append(x.shape)
+        return original(x, y)
+
+    original = base.products
+    monkeypatch.setattr(base, "products", products)
+    model, x, y = Attention(positions).double(), torch.randn(3, positions * 6).double(), torch.randn(3).double()
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.square().sum(1) * targets
+
+    found = []
+    for name in ("microbatch", "bk_ghost", "ghost"):
+        with load_backend(name)(model, loss, verify=False) as backend:
+            shapes.clear()
+            found.append(backend(x, y))
+        if name == "bk_ghost":
+            halves = 2 if positions >= base.HALVED else 1
+            assert [shape[2] for shape in shapes].count(6) == (0 if positions == 1 else halves)
+            assert len(shapes) == (0 if positions == 1 else 4 * halves)
+    for out in found[1:]:
+        torch.testing.assert_close(out.norms, found[0].norms, rtol=1e-10, atol=0)
+        for parameter, grad in found[0].grads.items():
+            torch.testing.assert_close(out.grads[parameter], grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "waits"), [("bk_ghost", True), ("ghost", False)])
+def test_norms_from_what_is_kept_anyway_wait_for_the_end_of_the_backward_pass(name, waits, monkeypatch):
+    calls: list[str] = []
+    products, backward = base.products, Tape.backward
+    monkeypatch.setattr(base, "products", lambda *args: (calls.append("product"), products(*args))[1])
+    monkeypatch.setattr(Tape, "backward", lambda *args, **kw: (backward(*args, **kw), calls.append("end")))
+    with load_backend(name)(Attention(7), lambda outputs, _: outputs.sum(1), verify=False) as backend:
+        backend(torch.randn(3, 42), torch.zeros(3))
+    assert calls.count("end") == 1 and len(calls) > 1
+    assert (calls[0] == "end") == waits and (calls[-1] == "end") != waits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -137,3 +139,18 @@ def test_gradients_that_were_joined_share_no_memory():
     grads = backend(torch.randn(SAMPLES, 3), torch.zeros(SAMPLES)).grads
     assert len({grad.untyped_storage().data_ptr() for grad in grads.values()}) == len(grads)
     assert all(grad.untyped_storage().nbytes() == grad.numel() * 4 for grad in grads.values())
+
+
+def test_the_input_of_a_frozen_weight_is_not_held():
+    layer = nn.Linear(3, 2)
+    layer.weight.requires_grad_(False)
+    x = torch.randn(4, 3)
+    tape = Tape({"bias": layer.bias}, (x,), 4)
+    with tape:
+        hidden = x * 2
+        there = weakref.ref(hidden)
+        output = layer(hidden)
+        del hidden
+        assert there() is None
+    assert [use.operation for use in tape.uses] == ["linear"] and output.requires_grad
+    tape.close()

@@ -15,7 +15,7 @@ For each there may be several *ways* of computing it, all exact; which is fastes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -148,11 +148,22 @@ class Rule(ABC):
         """<this use's per-sample gradient, the other's> [B] of the same parameter, or None if there is no short way."""
         return None
 
-    def squared_norms(self, g: Tensor, route: Route) -> Tensor:
-        """‖per-sample gradient‖² [B], float32 or wider; by Gram matrices, perhaps a rounding below zero."""
-        find = self._ghost if route.ghost else self._instantiated
+    def companions(self, g: Tensor) -> Hashable:
+        """The same for uses, of different parameters, whose squared norms are found faster together: see there."""
+        return id(self)
+
+    def squared_norms(self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()) -> Tensor:
+        """‖per-sample gradient‖² [B], float32 or wider; by Gram matrices, perhaps a rounding below zero.
+
+        With `others`, its companions and their output gradients, the sum of all their squared norms.
+        """
         way = route.way or self.best_way(g, ghost=route.ghost)
-        found = [find(g, samples, way) for samples in self.blocks(g, way, route.block)]
+        found = []
+        for samples in self.blocks(g, way, route.block):
+            if others:
+                found.append(self._ghosts_together(g, samples, others))
+            else:
+                found.append((self._ghost if route.ghost else self._instantiated)(g, samples, way))
         return torch.cat(found) if len(found) > 1 else found[0]
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
@@ -253,6 +264,9 @@ class Rule(ABC):
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Gram form; `ghosts` says so")
 
+    def _ghosts_together(self, g: Tensor, samples: slice, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} has no companions")
+
 
 class Regrouped(Rule):
     """A rule whose rows are `fold` to a sample: instantiated for each row, then summed over each sample's."""
@@ -295,24 +309,27 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return squares.add_(torch.linalg.vector_norm(rest, dim=1, dtype=dtype).square_()) if rest.numel() else squares
 
 
-def gram_product(a: Tensor, g: Tensor, available: int) -> Tensor:
+def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] = ()) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
 
     Args:
         a: [n, T, d].
         g: [n, T, p].
         available: bytes that Gram matrices may take.
+        others: further g, of any p, whose norms with the same a are added.
 
     Returns:
         [n], float32 or wider.
     """
     a = a.to(norm_dtype(g.dtype))
     if a.shape[1] == 1:
-        return sum_of_squares(a) * sum_of_squares(g)
-    return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available)
+        return sum_of_squares(a) * sum(sum_of_squares(each) for each in (g, *others))
+    return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available, others)
 
 
-def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: int) -> Tensor:
+def gram_inner(
+    g: Tensor, other: Callable[[slice, slice], Tensor], available: int, others: Sequence[Tensor] = ()
+) -> Tensor:
     """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
 
     A block needs the columns up to its own only, those before it counted twice: half of the work where blocks are
@@ -322,19 +339,24 @@ def gram_inner(g: Tensor, other: Callable[[slice, slice], Tensor], available: in
         g: [n, T, p].
         other: a block of the other Gram matrix: (rows, columns) -> [n, rows, columns].
         available: bytes that Gram matrices may take.
+        others: further g, whose Gram matrices are added to that of the first.
 
     Returns:
         [n], float32 or wider.
     """
-    g = g.to(norm_dtype(g.dtype))
+    g, *others = (each.to(norm_dtype(g.dtype)) for each in (g, *others))
     count, positions, _ = g.shape
-    most = max(1, available // max(1, 2 * count * positions * g.element_size()))
+    matrices = 3 if others else 2
+    most = max(1, available // max(1, matrices * count * positions * g.element_size()))
     rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
     rows = min(rows, most)
     sums = []
     for start in range(0, positions, rows):
         block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
-        found = products(part(g, block, 1), part(g, before, 1)).mul_(other(block, before))
+        found = products(part(g, block, 1), part(g, before, 1))
+        for each in others:
+            found += products(part(each, block, 1), part(each, before, 1))
+        found *= other(block, before)
         if start:
             sums.append(2 * found[:, :, :start].sum((1, 2)))
         sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))

@@ -72,7 +72,7 @@ class Broadcast(Rule):
 
 
 class Copies(Rule):
-    """D copied for each row of the output, which is those copies: the gradient is g itself."""
+    """D copied for each row of the batch, and the output is those copies: the gradient is g itself."""
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return part(g, samples)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.rules.base import (
     GRAM_KERNEL,
+    KERNELS,
     NORM_KERNEL,
     Bias,
     Gradient,
@@ -84,6 +85,17 @@ class LinearWeight(Rule):
         if way == NORM_KERNEL:
             return kernels.instantiated_norm(a, g)
         return gram_product(a, g, self.workspace(g))
+
+    def companions(self, g: Tensor) -> Hashable:
+        """Layers of one input (a query, a key and a value): its Gram matrix is formed once."""
+        if not self.route.ghost or self.route.way in KERNELS:
+            return super().companions(g)
+        return id(self.a), self.fold, g.dtype, self.samples(g)
+
+    def _ghosts_together(self, g: Tensor, samples: slice, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
+        a, g = self.pairs(g, samples)
+        more = [rule.pairs(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight)]
+        return gram_product(a, g, self.workspace(g), more)
 
     def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""

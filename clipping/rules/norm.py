@@ -91,7 +91,7 @@ class _LayerNormBias(Rule):
 
 
 Each = Callable[[Tensor, int], Tensor]
-"""(parameter, n) -> [n, *shape], of which each row belongs to a row of the batch: `Tape.each`."""
+"""(vector [C], n) -> [n·C], of which each C entries belong to a row of the batch: `Tape.each`."""
 
 
 def group_norm(
@@ -109,7 +109,7 @@ def group_norm(
     """
     batch, channels = input.shape[:2]
     x = input.reshape(1, batch * channels, *input.shape[2:])
-    scale, shift = (None if p is None else each(p, batch).reshape(-1) for p in (weight, bias))
+    scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
     return torch.group_norm(x, batch * num_groups, scale, shift, eps).view(input.shape)
 
 
@@ -137,6 +137,6 @@ def instance_norm(
         raise Refused("running statistics are made of the batch and are not private", "track_running_stats=False")
     batch, channels = input.shape[:2]
     mean, variance = (None if kept is None else kept.repeat(batch) for kept in (running_mean, running_var))
-    scale, shift = (None if p is None else each(p, batch).reshape(-1) for p in (weight, bias))
+    scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
     x = input.reshape(1, batch * channels, *input.shape[2:])
     return F.batch_norm(x, mean, variance, scale, shift, use_input_stats, momentum, eps).view(input.shape)

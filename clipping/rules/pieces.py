@@ -122,9 +122,7 @@ def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], co
     with torch.no_grad(), without_autocast(g.device):
         wanted = [True, False, False]
         result = torch.empty_like(x)
-        for i in range(count):
-            part = slice(i * x.shape[0] // count, (i + 1) * x.shape[0] // count)
-            result[part] = torch.ops.aten.convolution_backward.default(
-                g[part], x[part], weight, None, *geometry, wanted
-            )[0]
+        parts = zip(*(whole.tensor_split(count) for whole in (result, g, x)), strict=True)
+        for into, *operands in parts:
+            into.copy_(torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
         return result
