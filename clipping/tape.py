@@ -182,9 +182,10 @@ class Tape(TorchFunctionMode):
             wanted = [*(copies for _, copies in self._copies), *self._anchors.values()]
             if wanted and losses.requires_grad:
                 found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
-                for use, g in zip(uses, found, strict=False):
-                    if g is not None:
-                        self._arrived(use, g.view(use.output.shape))
+                with torch.no_grad():
+                    for use, g in zip(uses, found, strict=False):
+                        if g is not None:
+                            self._arrived(use, g.reshape(use.output.shape))
         finally:
             self.close()
 

@@ -323,7 +323,10 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
     """
     a = a.to(norm_dtype(g.dtype))
     if a.shape[1] == 1:
-        return sum_of_squares(a) * sum(sum_of_squares(each) for each in (g, *others))
+        squares = sum_of_squares(g)
+        for each in others:
+            squares += sum_of_squares(each)
+        return squares.mul_(sum_of_squares(a))
     return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available, others)
 
 
