@@ -54,7 +54,7 @@ from clipping.rules import (
 from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, is_marked, mark_data
 from clipping.uses import Noted, Use, title
 
-Arrival = Callable[["Use", Tensor], None]
+Arrival = Callable[[Use, Tensor], None]
 
 
 class Tape(TorchFunctionMode):

@@ -79,12 +79,10 @@ class LinearWeight(Rule):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        a, g = self.pairs(g, samples)
-        if way == GRAM_KERNEL:
-            return kernels.gram_norm(a, g)
-        if way == NORM_KERNEL:
-            return kernels.instantiated_norm(a, g)
-        return gram_product(a, g, self.workspace(g))
+        if way not in KERNELS:
+            return self._ghosts_together(g, samples, ())
+        norm = kernels.gram_norm if way == GRAM_KERNEL else kernels.instantiated_norm
+        return norm(*self.pairs(g, samples))
 
     def companions(self, g: Tensor) -> Hashable:
         """Layers of one input (a query, a key and a value): its Gram matrix is formed once."""
