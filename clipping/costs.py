@@ -23,8 +23,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from clipping import cache
+from clipping.kernels import cpu
 from clipping.rules import Route, Rule, Spec
-from clipping.rules.base import KERNELS, sum_of_squares
+from clipping.rules.base import KERNELS
+from clipping.rules.grams import sum_of_squares
 from clipping.samples import weighted_sum
 
 Key = tuple[bool, str, int]
@@ -204,11 +207,12 @@ def _decoded(entry: dict[str, object]) -> Costs:
 
 
 def _path(device: torch.device) -> Path | None:
-    folder, home = os.environ.get("DPBENCH_CACHE"), os.path.expanduser("~/.cache")
-    if folder == "off" or (not folder and home.startswith("~")):  # a user without a home
+    folder = cache.folder()
+    if folder is None:
         return None
-    base = Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or home) / "dpbench"
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    sources = sorted((Path(__file__).parent / "rules").glob("*.py"))
-    known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), *(s.read_text() for s in sources)]
-    return base / f"routes-{device.type}-{hashlib.sha256(chr(10).join(known).encode()).hexdigest()[:16]}.json"
+    here = Path(__file__).parent
+    sources = [file.read_text() for kind in ("rules/*.py", "kernels/*.[pc]*") for file in sorted(here.glob(kind))]
+    compiled = str(device.type == "cpu" and cpu.supported(torch.empty(0)))
+    known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), compiled, *sources]
+    return folder / f"routes-{device.type}-{hashlib.sha256(chr(10).join(known).encode()).hexdigest()[:16]}.json"

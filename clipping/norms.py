@@ -23,7 +23,8 @@ from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
 from clipping.oracle import gradients
 from clipping.rules import Rule, Spec
-from clipping.rules.base import blocks, part, sum_of_squares
+from clipping.rules.base import blocks
+from clipping.rules.grams import part, sum_of_squares
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
 from clipping.uses import Use

@@ -27,7 +27,7 @@ from clipping.costs import CACHES, Costs, measured, predicted
 from clipping.planner import Plan, kind
 from clipping.readings import Reading
 from clipping.rules import Route
-from clipping.rules.base import sum_of_squares
+from clipping.rules.grams import sum_of_squares
 from clipping.samples import weighted_sum
 
 ROUNDS = 5

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are sma
 os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run has measured
 
 from clipping import BACKENDS, load_backend
+from clipping.kernels import cpu
+
+LIBRARIES = tempfile.TemporaryDirectory(prefix="dpbench-tests-")
+cpu._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # compiled once by each process of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

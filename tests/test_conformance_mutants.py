@@ -23,9 +23,10 @@ from clipping import Backend, ClippedGradient, Flat, Problem, UnsupportedModel, 
 from clipping.interface import forward
 from clipping.oracle import with_zeros
 from clipping.rules import Rule
-from clipping.rules.base import Bias, gram_inner, gram_product, sum_of_squares
+from clipping.rules.base import Bias
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
+from clipping.rules.grams import gram_inner, gram_product, sum_of_squares
 from clipping.rules.linear import LinearWeight
 from clipping.samples import norms_and_factors, weighted_sum
 from clipping.verification import WrongGradient

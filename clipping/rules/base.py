@@ -15,7 +15,7 @@ For each there may be several *ways* of computing it, all exact; which is fastes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
+from clipping.kernels import cpu
+from clipping.rules.grams import HALVED, part, sum_of_squares
 from clipping.rules.pieces import Share
-from clipping.rules.products import products
 from clipping.samples import weighted_sum
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
@@ -75,19 +76,12 @@ class Work(NamedTuple):
 RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
 """Rough multiplications and bytes a second of a kind of device: only their ratio matters, and timings override it."""
 
-SUMMED = 4096
-"""Entries that are squared and added up at once."""
-
-HALVED = 160
-"""Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
-
-ROWS = 128
-"""Of a block of a Gram matrix in which it is used, where there are enough of them; more where they are many."""
-
-
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
-KERNELS = (GRAM_KERNEL, NORM_KERNEL)
-"""Ways of `clipping.kernels`: by Gram tiles, and by tiles of the per-sample gradient."""
+"""Ways of `clipping.kernels`, for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
+COMPILED = "compiled"
+"""The way of `clipping.kernels.cpu`: by Gram tiles, too."""
+KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
+"""All of these: ways that not every machine has, and that are not taken before they were timed."""
 
 
 Gradient = tuple[Any, ...]
@@ -161,7 +155,7 @@ class Rule(ABC):
         found = []
         for samples in self.blocks(g, way, route.block):
             if others:
-                found.append(self._ghosts_together(g, samples, others))
+                found.append(self._ghosts_together(g, samples, way, others))
             else:
                 found.append((self._ghost if route.ghost else self._instantiated)(g, samples, way))
         return torch.cat(found) if len(found) > 1 else found[0]
@@ -187,6 +181,11 @@ class Rule(ABC):
         """Triton's kernels as further ways of the norm, where they run: they write neither Grams nor gradients."""
         if kernels.supported(self.parameter):
             self.ghosts = (*self.ghosts, *ways)
+
+    def offer_compiled(self) -> None:
+        """The kernel for CPUs as a further way of the norm, where there is a library and anything to multiply."""
+        if self.positions > 1 and cpu.supported(self.parameter):
+            self.ghosts = (*self.ghosts, COMPILED)
 
     def samples(self, g: Tensor | Spec) -> int:
         """B, from the output's gradient."""
@@ -264,7 +263,7 @@ class Rule(ABC):
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no Gram form; `ghosts` says so")
 
-    def _ghosts_together(self, g: Tensor, samples: slice, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
+    def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no companions")
 
 
@@ -284,101 +283,11 @@ class Regrouped(Rule):
         return self.rule.instantiate(g, self.rows(samples), way).unflatten(0, (-1, self.fold)).sum(1)
 
 
-def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
-    """Some rows of x; x itself, and no view, if they are all of them: in a small step each view counts."""
-    if rows.start == 0 and rows.stop >= x.shape[dim]:
-        return x
-    return x.narrow(dim, rows.start, rows.stop - rows.start)
-
-
 def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
     """Cut a batch into blocks of samples that stay within `available` bytes and differ in size by one at the most."""
     most = max(1, available // max(1, bytes_per_sample))
     count = -(-batch_size // most)
     return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
-
-
-def sum_of_squares(x: Tensor) -> Tensor:
-    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits."""
-    x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
-    if x.shape[1] < 2 * SUMMED:
-        return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
-    whole = x.shape[1] // SUMMED * SUMMED
-    rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
-    squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)
-    return squares.add_(torch.linalg.vector_norm(rest, dim=1, dtype=dtype).square_()) if rest.numel() else squares
-
-
-def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] = ()) -> Tensor:
-    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
-
-    Args:
-        a: [n, T, d].
-        g: [n, T, p].
-        available: bytes that Gram matrices may take.
-        others: further g, of any p, whose norms with the same a are added.
-
-    Returns:
-        [n], float32 or wider.
-    """
-    a = a.to(norm_dtype(g.dtype))
-    if a.shape[1] == 1:
-        squares = sum_of_squares(g)
-        for each in others:
-            squares += sum_of_squares(each)
-        return squares.mul_(sum_of_squares(a))
-    return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available, others)
-
-
-def gram_inner(
-    g: Tensor, other: Callable[[slice, slice], Tensor], available: int, others: Sequence[Tensor] = ()
-) -> Tensor:
-    """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
-
-    A block needs the columns up to its own only, those before it counted twice: half of the work where blocks are
-    many. They are of `ROWS` rows or more, or of fewer where T² entries are more than is available.
-
-    Args:
-        g: [n, T, p].
-        other: a block of the other Gram matrix: (rows, columns) -> [n, rows, columns].
-        available: bytes that Gram matrices may take.
-        others: further g, whose Gram matrices are added to that of the first.
-
-    Returns:
-        [n], float32 or wider.
-    """
-    g, *others = (each.to(norm_dtype(g.dtype)) for each in (g, *others))
-    count, positions, _ = g.shape
-    matrices = 3 if others else 2
-    most = max(1, available // max(1, matrices * count * positions * g.element_size()))
-    rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
-    rows = min(rows, most)
-    sums = []
-    for start in range(0, positions, rows):
-        block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
-        found = products(part(g, block, 1), part(g, before, 1))
-        for each in others:
-            found += products(part(each, block, 1), part(each, before, 1))
-        found *= other(block, before)
-        if start:
-            sums.append(2 * found[:, :, :start].sum((1, 2)))
-        sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))
-    return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
-
-
-def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
-    """Σ of the entries of a matrix [n, rows, S], found in blocks of rows that stay within `available` bytes, [n].
-
-    Args:
-        found: rows -> their part of the matrix.
-        rows: how many there are.
-        columns: [n, S, *], the other factor.
-        available: bytes that two such matrices may take.
-    """
-    count, others, _ = columns.shape
-    step = max(1, available // max(1, 2 * count * others * columns.element_size()))
-    parts = [found(slice(start, start + step)).sum((1, 2)) for start in range(0, rows, step)]
-    return torch.stack(parts).sum(0) if parts else columns.new_zeros(count)
 
 
 class Bias(Rule):

@@ -20,23 +20,17 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import (
-    GRAM_KERNEL,
-    NORM_KERNEL,
-    Bias,
-    Gradient,
-    Refused,
-    Rule,
-    Spec,
-    Work,
-    gram_product,
-    part,
-)
+from clipping.kernels import cpu
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec, Work
+from clipping.rules.grams import gram_product, part
 from clipping.rules.pieces import Pieces, Share, applies
-from clipping.rules.pixels import Geometry, every, phases, pixel_gram_product
+from clipping.rules.pixels import Geometry, compiled_norm, every, phases, pixel_gram_product
 from clipping.rules.products import products
 from clipping.samples import rounded_down
 from clipping.temporaries import Convolution
+
+MOST_PIXELS = 1024
+"""Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""
 
 
 class ConvolutionWeight(Rule):
@@ -81,6 +75,8 @@ class ConvolutionWeight(Rule):
             self.ghosts, self.instantiations = (), ("shifts", "grouped", "pairs")
         if len(self.kernel) <= 2 and self.ghosts:
             self.offer_kernels(NORM_KERNEL)
+            if max(self.positions, math.prod(x.shape[2:])) <= MOST_PIXELS:
+                self.offer_compiled()
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self._of(g, samples)
@@ -177,14 +173,17 @@ class ConvolutionWeight(Rule):
             return work._replace(
                 traffic=work.traffic + 2 * patches * wide, workspace=work.workspace + 2 * patches * wide
             )
-        if way != "pixels":
+        if way not in ("pixels", COMPILED):
             return work
         channels, size_of_x = self.x.shape[1], math.prod(self.x.shape[2:])
         phase = (size_of_x / math.prod(self.stride)) ** 2
         grams = sum(1 for _ in phases(self._geometry()))
         pairs, shifts = self.positions**2 * self.groups, sum(self.kernel)
+        multiplications = pairs * self.outputs + grams * phase * channels
+        if way == COMPILED:  # of half of the pairs
+            return Work(multiplications / 2, math.prod(self.kernel) * pairs / 2 * wide, size)
         return Work(
-            pairs * self.outputs + grams * phase * channels,
+            multiplications,
             3 * shifts * pairs * wide,
             (2 * pairs + phase * self.groups) * wide,
         )
@@ -192,6 +191,8 @@ class ConvolutionWeight(Rule):
     def norm_bytes(self, g: Tensor | Spec, way: str, block: int) -> int:
         if way in ("patches", "unfold"):
             return int(block * self.work(g, way).workspace)
+        if way == COMPILED:
+            return cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, block, g.dtype)
         if way != "grouped" or self.parameter.device.type != "cpu":
             return super().norm_bytes(g, way, block)
         spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
@@ -215,9 +216,14 @@ class ConvolutionWeight(Rule):
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
             return kernels.convolution_norm(x, g, *self._geometry(), groups)
-        if way == "pixels":
-            x, g = (y.reshape(count * groups, y.shape[1] // groups, *y.shape[2:]) for y in (x, g))
-            return pixel_gram_product(x, g, self._geometry(), available).view(count, groups).sum(1)
+        if way in ("pixels", COMPILED):
+            if groups > 1:
+                x, g = (y.reshape(count * groups, y.shape[1] // groups, *y.shape[2:]) for y in (x, g))
+            if way == COMPILED:
+                found = compiled_norm(x, g, self._geometry())
+            else:
+                found = pixel_gram_product(x, g, self._geometry(), available)
+            return found.view(count, groups).sum(1) if groups > 1 else found
         a, g = (y.transpose(1, 2) for y in self._positions(x, g))
         found = kernels.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
         return found.view(count, groups).sum(1)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Gradient, Refused, Rule, part
+from clipping.rules.base import Gradient, Refused, Rule
+from clipping.rules.grams import part
 
 
 class Broadcast(Rule):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work, sum_of_squares, within
+from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
+from clipping.rules.grams import sum_of_squares, within
 from clipping.rules.linear import LinearWeight
 from clipping.rules.products import products
 

@@ -10,20 +10,10 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.interface import norm_dtype
-from clipping.rules.base import (
-    GRAM_KERNEL,
-    KERNELS,
-    NORM_KERNEL,
-    Bias,
-    Gradient,
-    Refused,
-    Rule,
-    Spec,
-    gram_product,
-    part,
-    within,
-)
+from clipping.kernels import cpu
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
+from clipping.rules.grams import gram_product, part, within
 from clipping.rules.products import by_onednn, product, products
 from clipping.samples import rounded_down
 
@@ -45,6 +35,7 @@ class LinearWeight(Rule):
         super().__init__(weight, positions=a.numel() // inputs // samples, inputs=inputs, outputs=outputs)
         self.a, self.transposed, self.fold = a, transposed, fold
         self.offer_kernels(GRAM_KERNEL, NORM_KERNEL)
+        self.offer_compiled()
 
     def held_input(self) -> Tensor | None:
         return self.a
@@ -79,20 +70,23 @@ class LinearWeight(Rule):
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        if way not in KERNELS:
-            return self._ghosts_together(g, samples, ())
-        norm = kernels.gram_norm if way == GRAM_KERNEL else kernels.instantiated_norm
-        return norm(*self.pairs(g, samples))
+        if way == GRAM_KERNEL:
+            return kernels.gram_norm(*self.pairs(g, samples))
+        if way == NORM_KERNEL:
+            return kernels.instantiated_norm(*self.pairs(g, samples))
+        return self._ghosts_together(g, samples, way, ())
 
     def companions(self, g: Tensor) -> Hashable:
         """Layers of one input (a query, a key and a value): its Gram matrix is formed once."""
-        if not self.route.ghost or self.route.way in KERNELS:
+        if not self.route.ghost or self.route.way in (GRAM_KERNEL, NORM_KERNEL):
             return super().companions(g)
-        return id(self.a), self.fold, g.dtype, self.samples(g)
+        return id(self.a), self.fold, g.dtype, self.samples(g), self.route.way
 
-    def _ghosts_together(self, g: Tensor, samples: slice, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
+    def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         a, g = self.pairs(g, samples)
         more = [rule.pairs(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight)]
+        if way == COMPILED:
+            return cpu.gram_norm(a, [g, *more])
         return gram_product(a, g, self.workspace(g), more)
 
     def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:

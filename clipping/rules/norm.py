@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import Gradient, Refused, Rule, blocks, part
+from clipping.rules.base import Gradient, Refused, Rule, blocks
+from clipping.rules.grams import part
 
 
 class _Scale(Rule):

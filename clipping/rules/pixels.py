@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.rules.base import part
+from clipping.kernels import cpu
+from clipping.rules.grams import part
 
 HALVED = 256
 """Positions from which on the symmetry is used: the margins of small blocks cost more than it saves."""
@@ -58,6 +59,15 @@ def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor
     if all(s == 1 for s in stride):
         return x
     return x[:, :, *(slice(r, None, s) for r, s in zip(remainders, stride, strict=True))]
+
+
+def compiled_norm(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """`pixel_gram_product` by the kernel for CPUs, in one or two dimensions and any number of samples: [n]."""
+    if len(geometry.kernel) == 1:
+        x, g = x.unsqueeze(2), g.unsqueeze(2)
+        geometry = Geometry(*([neutral, *each] for neutral, each in zip((1, 1, 0, 1), geometry, strict=True)))
+    images = [(every(x, r, geometry.stride), list(itertools.product(*offsets))) for r, offsets in phases(geometry)]
+    return cpu.pixel_gram_norm(images, g)
 
 
 def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int) -> Tensor:

@@ -1,0 +1,218 @@
+"""Squared per-sample norms by kernels in C, for CPUs: no Gram matrix of the batch is ever in memory.
+
+    gram_norm         Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
+    pixel_gram_norm   the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
+
+The libraries that torch multiplies by are made for large matrices; those of one sample are small, and symmetric. Here a
+tile of inner products stays in registers from the first feature to the last, only a triangle is formed, and an entry
+of one Gram matrix meets that of the other as soon as both are there. `gram.c` needs no header and no library: its
+threads are torch's own, by `torch_parallel_for`.
+
+**Compiled** on the machine, once, by $CC or cc, in a second, into the folder of `clipping.cache`. Where there is none,
+no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
+`clipping.rules` are the exact fallback.
+
+**Exactness.** Inner products have the dtype of the tensors, float32 at least; rows of tiles are added up in float64.
+The same tensors give the same bits, whatever the number of threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+
+from clipping import cache
+from clipping.interface import norm_dtype
+
+SOURCE = Path(__file__).with_name("gram.c")
+REALS = {torch.float32: ("float", 4), torch.float64: ("double", 8)}
+PART = 512
+"""Positions of a sample that a thread takes at a time."""
+SECONDS = 60
+"""A compiler that takes longer is not waited for."""
+
+Phase = tuple[Tensor, Sequence[tuple[int, ...]]]
+"""An image x [n, C, *size], and how far (rows, columns) the pixels are that a position reads."""
+
+
+def supported(*tensors: Tensor) -> bool:
+    """Whether the kernels can be handed these tensors: plain ones on a CPU, of real numbers, and there is a library."""
+    for x in tensors:
+        if type(x) not in (Tensor, Parameter, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return False
+        if x.device.type != "cpu" or not x.dtype.is_floating_point or _library(norm_dtype(x.dtype)) is None:
+            return False
+    return True
+
+
+def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
+    """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s): the squared norms of linear layers of one input, added up.
+
+    Args:
+        a: [n, T, d], of any strides.
+        gradients: of the layers' outputs, each [n, T, p] with a p of its own, of any strides; all of one dtype.
+
+    Returns:
+        [n], float32 or wider. Rounding may leave a small negative number where a gradient vanishes.
+    """
+    dtype = norm_dtype(gradients[0].dtype)
+    count, positions, inputs = a.shape
+    parts = max(1, -(-positions // PART))
+    found = a.new_empty(count, parts, dtype=dtype)
+    if not count or not positions:
+        return found.zero_().sum(1)
+    a, *gradients = (_rows(x.to(dtype)) for x in (a, *gradients))
+    if not isinstance(found, FakeTensor):
+        given = [n for g in gradients for n in (g.data_ptr(), g.shape[2], g.stride(0), g.stride(1))]
+        strides = _numbers(a.stride()[:2])
+        _loaded(dtype).gram_norm(
+            _torch().torch_parallel_for, a.data_ptr(), strides, count, positions, inputs,
+            _numbers(given), len(gradients), parts, found.data_ptr(),
+        )  # fmt: skip
+    return found.sum(1) if parts > 1 else found.view(count)
+
+
+def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
+    """‖∂/∂W‖² of each sample for a convolution of one group, in one or two dimensions; nothing is unfolded.
+
+    Args:
+        images: the phases of its input, one for a stride of 1. (`clipping.rules.pixels`)
+        g: [n, p, *output size].
+
+    Returns:
+        [n], float32 or wider, as `gram_norm`.
+    """
+    dtype = norm_dtype(g.dtype)
+    found = g.new_empty(len(g), dtype=dtype)
+    images = [(x, offsets) for x, offsets in images if x.numel() and offsets]
+    if not images or not g.numel():
+        return found.zero_()
+    width = max(x.shape[-1] for x in (g, *(x for x, _ in images)))
+    g, *inputs = (_of_width(x.to(dtype), width) for x in (g, *(x for x, _ in images)))
+    count, outputs, positions = len(g), g.shape[1], g.shape[2] * width
+    pixels = [x.shape[2] * width for x in inputs]
+    library = _loaded(dtype)
+    room = library.scratch_room(max(positions, *pixels))
+    rows = sum(pixels) + sum(len(offsets) for _, offsets in images) + library.scratch_rows(len(images))
+    scratch = g.new_zeros(min(torch.get_num_threads(), count) * rows * room)
+    if not isinstance(g, FakeTensor):
+        offsets = [_offsets(tuple(each)) for _, each in images]
+        given = [
+            n
+            for x, size, each in zip(inputs, pixels, offsets, strict=True)
+            for n in (x.data_ptr(), size, len(each) // 2, ctypes.addressof(each))
+        ]
+        library.pixel_gram_norm(
+            _torch().torch_parallel_for, _torch().torch_get_thread_idx, _numbers(given), len(images), g.data_ptr(),
+            count, inputs[0].shape[1], outputs, positions, width, room, scratch.data_ptr(), found.data_ptr(),
+        )  # fmt: skip
+    return found
+
+
+def scratch_bytes(pixels: int, positions: int, samples: int, dtype: torch.dtype) -> int:
+    """About what `pixel_gram_norm` takes for an image of so many pixels."""
+    return min(torch.get_num_threads(), samples) * pixels * max(pixels, positions) * norm_dtype(dtype).itemsize
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[n, T, d] with features along memory."""
+    return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
+
+
+def _of_width(x: Tensor, width: int) -> Tensor:
+    """[n, C, *size] as [n, C, rows, width] in one piece, with zeros at the end of rows."""
+    x = F.pad(x, [0, width - x.shape[-1]]) if x.shape[-1] < width else x
+    return (x if x.dim() == 4 else x.unsqueeze(2)).contiguous()
+
+
+def _numbers(given: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(given))(*given)
+
+
+@functools.cache
+def _offsets(pairs: tuple[tuple[int, ...], ...]) -> ctypes.Array[ctypes.c_int64]:
+    return _numbers([offset for pair in pairs for offset in pair])
+
+
+def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
+    library = _library(dtype)
+    if library is None:
+        raise RuntimeError("expected a library: ask `supported` first, and use the formulas of clipping.rules")
+    return library
+
+
+@functools.cache
+def _torch() -> ctypes.CDLL:
+    """torch's library of its CPU, for the two functions that start threads and tell them apart."""
+    folder = Path(torch.__file__).parent / "lib"
+    return ctypes.CDLL(str(next(folder.glob("libtorch_cpu.*"))))
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The kernels for float32 or float64, compiled if need be; None where that cannot be done."""
+    folder = _folder()
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if folder is None or not shutil.which(compiler[0]):
+        return None
+    real, size = REALS[dtype]
+    machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    flags = ["-O3", machine, "-ffp-contract=fast", f"-DREAL={real}", f"-DSIZE={size}", "-shared", "-fPIC"]
+    known = chr(10).join([*compiler, *flags, SOURCE.read_text(), platform.node(), _processor()])
+    path = folder / f"gram-{real}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    try:
+        if not path.exists():
+            _compile([*compiler, *flags, str(SOURCE)], path)
+        library = ctypes.CDLL(str(path))
+        _torch().torch_parallel_for, _torch().torch_get_thread_idx
+    except (OSError, AttributeError, StopIteration, subprocess.SubprocessError):
+        return None
+    number: Any = ctypes.c_int64
+    address: Any = ctypes.c_void_p
+    library.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
+    library.pixel_gram_norm.argtypes = [*[address] * 3, number, address, *[number] * 6, address, address]
+    library.scratch_rows.argtypes, library.scratch_room.argtypes = [number], [number]
+    library.scratch_rows.restype = library.scratch_room.restype = number
+    library.gram_norm.restype = library.pixel_gram_norm.restype = None
+    return library
+
+
+def _folder() -> Path | None:
+    return cache.folder()
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Whole or not at all, whoever else compiles it at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, timeout=SECONDS)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+def _processor() -> str:
+    """What it can do: a home may be shared by machines of one name and other processors."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
