@@ -133,7 +133,7 @@ class Tape(TorchFunctionMode):
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """[rows · n]: a vector made of parameters, for each row of the batch a copy whose gradient is its own."""
-        copies = tensor.repeat(rows)
+        copies = tensor.expand(rows, *tensor.shape).reshape(-1)  # by an operation less than `repeat`
         source = self._sources.get(id(tensor))
         if source is not None:
             output = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)

@@ -2,6 +2,8 @@
 
     gram_norm         Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
     pixel_gram_norm   the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
+    sum_of_squares    ‖x_i‖² of what is instantiated                     reads it once
+    scale_gradient    Σ_t g x̂ of a layer norm                            reads g and x once
 
 The libraries that torch multiplies by are made for large matrices; those of one sample are small, and symmetric. Here a
 tile of inner products stays in registers from the first feature to the last, only a triangle is formed, and an entry
@@ -125,6 +127,44 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
     return found
 
 
+def sum_of_squares(x: Tensor) -> Tensor:
+    """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.rules.grams` does in several
+    operations."""
+    found = x.new_empty(len(x))
+    if not isinstance(x, FakeTensor):
+        _loaded(x.dtype).squares(_torch().torch_parallel_for, x.data_ptr(), *x.shape, found.data_ptr())
+    return found
+
+
+def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
+    """Σ_t g (x - mean) rstd: per-sample gradients of a layer norm's γ, with x̂ nowhere in memory.
+
+    Args:
+        x, g: [n, *, *normalized], in one piece and of one dtype.
+        mean, rstd: of each position, likewise.
+        features: ∏ normalized.
+
+    Returns:
+        [n, features].
+    """
+    count = len(x)
+    found = x.new_empty(count, features)
+    if found.numel() and not isinstance(x, FakeTensor):
+        addresses = [tensor.data_ptr() for tensor in (x, mean, rstd, g)]
+        positions = x.numel() // (count * features)
+        _loaded(x.dtype).scale_gradients(
+            _torch().torch_parallel_for, *addresses, count, positions, features, found.data_ptr()
+        )
+    return found
+
+
+def in_one_piece(*tensors: Tensor) -> bool:
+    """Whether they are `supported`, each in one piece and all of one dtype, float32 or float64."""
+    dtype = tensors[0].dtype
+    alike = dtype in REALS and all(x.dtype == dtype and x.is_contiguous() for x in tensors)
+    return alike and supported(*tensors)
+
+
 def scratch_bytes(pixels: int, positions: int, samples: int, dtype: torch.dtype) -> int:
     """About what `pixel_gram_norm` takes for an image of so many pixels."""
     return min(torch.get_num_threads(), samples) * pixels * max(pixels, positions) * norm_dtype(dtype).itemsize
@@ -187,9 +227,12 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     address: Any = ctypes.c_void_p
     library.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
     library.pixel_gram_norm.argtypes = [*[address] * 3, number, address, *[number] * 6, address, address]
+    library.squares.argtypes = [address, address, number, number, address]
+    library.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
     library.scratch_rows.argtypes, library.scratch_room.argtypes = [number], [number]
     library.scratch_rows.restype = library.scratch_room.restype = number
-    library.gram_norm.restype = library.pixel_gram_norm.restype = None
+    for kernel in (library.gram_norm, library.pixel_gram_norm, library.squares, library.scale_gradients):
+        kernel.restype = None
     return library
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import norm_dtype
+from clipping.kernels import cpu
 from clipping.rules.base import Gradient, Refused, Rule, blocks
 from clipping.rules.grams import part
 
@@ -44,6 +45,12 @@ class LayerNormWeight(_Scale):
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
         super().__init__(weight)
         self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # which know the node that is to know this rule
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        x, mean, rstd, of = (part(each, samples) for each in (self.x, self.mean, self.rstd, g))
+        if not cpu.in_one_piece(x, mean, rstd, of):
+            return super().instantiate(g, samples)
+        return cpu.scale_gradient(x, mean, rstd, of, self.parameter.numel()).view(-1, *self.parameter.shape)
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))
