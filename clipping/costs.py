@@ -212,7 +212,7 @@ def _path(device: torch.device) -> Path | None:
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     here = Path(__file__).parent
-    sources = [file.read_text() for kind in ("rules/*.py", "kernels/*.[pc]*") for file in sorted(here.glob(kind))]
+    sources = [file.read_text() for kind in ("rules/*.py", "kernels/*.[pch]*") for file in sorted(here.glob(kind))]
     compiled = str(device.type == "cpu" and cpu.supported(torch.empty(0)))
     known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), compiled, *sources]
     return folder / f"routes-{device.type}-{hashlib.sha256(chr(10).join(known).encode()).hexdigest()[:16]}.json"

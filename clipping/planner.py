@@ -40,6 +40,10 @@ from clipping.uses import Use
 CALL = 3e-5
 """Seconds of another block of samples, roughly: what smaller blocks are charged where they were not timed."""
 
+KEEPING = 1.1
+"""What kept gradients are charged, times what was timed: they move through all of the step's memory, and what is as
+fast without them is faster with the rest of the step."""
+
 Kind = tuple[Hashable, ...]
 Strategy = Literal["auto", "time", "memory", "paper"]
 
@@ -338,7 +342,7 @@ def choices_of(rule: Rule, use: Use, costs: Costs) -> list[Choice]:
             if not ghost and costs.kept is not None:
                 each = rule.instantiated_bytes(output)
                 held = Held(use.node, count * each, None, max(0, workspace - block * each))
-                found.append(Choice(replace(route, kept=True), seconds + costs.kept, held))
+                found.append(Choice(replace(route, kept=True), KEEPING * (seconds + costs.kept), held))
     return found
 
 

@@ -167,6 +167,24 @@ def test_the_same_bits_on_any_number_of_threads():
 
 
 @LIBRARY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sums_of_squares_and_a_layer_norms_scale(dtype: torch.dtype):
+    torch.manual_seed(0)
+    rtol = 1e-12 if dtype == torch.float64 else 2e-6
+    for count, entries in ((1, 1), (3, 4095), (2, 4096), (5, 20011), (2, 100_003)):
+        x = torch.randn(count, entries, dtype=dtype)
+        torch.testing.assert_close(cpu.sum_of_squares(x).double(), x.double().square().sum(1), rtol=rtol, atol=0)
+    for count, positions, features in ((1, 1, 1), (3, 31, 257), (2, 70, 256), (4, 33, 600)):
+        x, g = (torch.randn(count, positions, features, dtype=dtype) for _ in range(2))
+        mean, rstd = torch.randn(count, positions, 1, dtype=dtype), torch.rand(count, positions, 1, dtype=dtype)
+        exact = ((x.double() - mean) * rstd * g).sum(1)
+        found = cpu.scale_gradient(x, mean, rstd, g, features)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-4)
+    assert cpu.in_one_piece(x, g) and not cpu.in_one_piece(x, g.transpose(1, 2)) and not cpu.in_one_piece(x, g.int())
+    assert not cpu.in_one_piece(x.bfloat16()) and not cpu.in_one_piece(x, g.to(torch.float16))
+
+
+@LIBRARY
 def test_fake_tensors_get_fake_results_and_wrapped_ones_are_left_alone():
     with FakeTensorMode():
         a = torch.empty(3, 5, 4)

@@ -7,8 +7,8 @@
 
 The libraries that torch multiplies by are made for large matrices; those of one sample are small, and symmetric. Here a
 tile of inner products stays in registers from the first feature to the last, only a triangle is formed, and an entry
-of one Gram matrix meets that of the other as soon as both are there. `gram.c` needs no header and no library: its
-threads are torch's own, by `torch_parallel_for`.
+of one Gram matrix meets that of the other as soon as both are there. The sources need no library and no header of
+torch's: threads are torch's own, by `torch_parallel_for`.
 
 **Compiled** on the machine, once, by $CC or cc, in a second, into the folder of `clipping.cache`. Where there is none,
 no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
@@ -42,7 +42,7 @@ from torch.nn import Parameter
 from clipping import cache
 from clipping.interface import norm_dtype
 
-SOURCE = Path(__file__).with_name("gram.c")
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 REALS = {torch.float32: ("float", 4), torch.float64: ("double", 8)}
 PART = 512
 """Positions of a sample that a thread takes at a time."""
@@ -214,11 +214,11 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     real, size = REALS[dtype]
     machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = ["-O3", machine, "-ffp-contract=fast", f"-DREAL={real}", f"-DSIZE={size}", "-shared", "-fPIC"]
-    known = chr(10).join([*compiler, *flags, SOURCE.read_text(), platform.node(), _processor()])
-    path = folder / f"gram-{real}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+    known = chr(10).join([*compiler, *flags, *(file.read_text() for file in SOURCES), platform.node(), _processor()])
+    path = folder / f"kernels-{real}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     try:
         if not path.exists():
-            _compile([*compiler, *flags, str(SOURCE)], path)
+            _compile([*compiler, *flags, *(str(file) for file in SOURCES if file.suffix == ".c")], path)
         library = ctypes.CDLL(str(path))
         _torch().torch_parallel_for, _torch().torch_get_thread_idx
     except (OSError, AttributeError, StopIteration, subprocess.SubprocessError):

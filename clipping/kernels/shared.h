@@ -1,0 +1,57 @@
+/* What the kernels for CPUs share. What they compute, and how they are compiled: clipping/kernels/cpu.py.
+
+   Compiled once for REAL = float and once for double (SIZE bytes each), for the processor that they run on. Vectors are
+   as wide as the processor's. Threads are torch's own: `parallel` is its torch_parallel_for. */
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+typedef int64_t I;
+
+#if defined(__AVX512F__)
+#define BYTES 64 /* of a vector */
+#define REGISTERS 32
+#elif defined(__AVX__)
+#define BYTES 32
+#define REGISTERS 16
+#elif defined(__aarch64__)
+#define BYTES 16
+#define REGISTERS 32
+#else
+#define BYTES 16
+#define REGISTERS 16
+#endif
+#define LANES (BYTES / SIZE)
+#define WORK 200000 /* multiplications that are worth another thread */
+
+#define UNROLL _Pragma("GCC unroll 64")
+#define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline)) /* with all registers to itself */
+
+typedef REAL vector __attribute__((vector_size(BYTES)));
+typedef REAL unaligned __attribute__((vector_size(BYTES), aligned(SIZE)));
+typedef void body(I, I, void *);
+typedef int32_t for_each(I, I, I, body *, void *);
+typedef int32_t index_of_thread(uint32_t *);
+
+INLINE vector load(const REAL *p) { return *(const unaligned *)p; }
+INLINE void store(REAL *p, vector v) { *(unaligned *)p = v; }
+
+INLINE vector beginning(const REAL *p, I count) {
+  vector v = {0};
+  memcpy(&v, p, count * sizeof(REAL));
+  return v;
+}
+
+INLINE double sum(vector v) {
+  double total = 0;
+  UNROLL for (int i = 0; i < LANES; i++) total += v[i];
+  return total;
+}
+
+static inline void each(for_each *parallel, I units, double multiplications, body *run, void *job) {
+  I grain = multiplications < WORK ? (I)(WORK / (multiplications + 1)) + 1 : 1;
+  parallel(0, units, grain, run, job);
+}
