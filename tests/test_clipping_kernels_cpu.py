@@ -167,6 +167,22 @@ def test_the_same_bits_on_any_number_of_threads():
 
 
 @LIBRARY
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_in_its_sample(bad: float):
+    torch.manual_seed(0)
+    geometry = Geometry([3, 3], [1, 1], [1, 1], [1, 1])
+    for channels, outputs, side in ((1, 40, 2), (40, 1, 2), (3, 5, 3), (2, 2, 5)):
+        x, g = torch.randn(4, channels, side, side), torch.randn(4, outputs, side, side)
+        rows = x.flatten(2).transpose(1, 2).contiguous(), g.flatten(2).transpose(1, 2).contiguous()
+        want = compiled_norm(x, g, geometry), cpu.gram_norm(rows[0], [rows[1]])
+        for tensor in (x, g, *rows):
+            tensor[0] = bad
+        found = compiled_norm(x, g, geometry), cpu.gram_norm(rows[0], [rows[1]])
+        for exact, others in zip(want, found, strict=True):
+            assert torch.equal(exact[1:], others[1:]) and not others[0].isfinite()
+
+
+@LIBRARY
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sums_of_squares_and_a_layer_norms_scale(dtype: torch.dtype):
     torch.manual_seed(0)

@@ -4,6 +4,7 @@
 
 #define HIGH 6
 #define DEEP (REGISTERS == 32 ? 4 : 2) /* vectors */
+#define COPY 4 /* rows of scratch memory for what `image_of` copies */
 
 typedef struct {
   const REAL *x;
@@ -31,6 +32,7 @@ static image image_of(const REAL *x, I features, I pixels, REAL *copy) {
   if (copies > features) copies = features;
   I body = features - copies;
   memcpy(copy, x + body * pixels, copies * pixels * sizeof(REAL));
+  memset(copy + copies * pixels, 0, (LANES + HIGH) * sizeof(REAL)); /* nothing of the sample before, finite or not */
   return (image){x, copy, features, pixels, body};
 }
 
@@ -70,7 +72,7 @@ static void mask_columns(const pixel_job *job, REAL *masks) {
 /* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample. */
 static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch) {
   I positions = job->positions, pitch = job->room;
-  REAL *copy = scratch, *row = copy + 2 * pitch, *grams = row + HIGH * pitch, *gram = grams;
+  REAL *copy = scratch, *row = copy + COPY * pitch, *grams = row + HIGH * pitch, *gram = grams;
   double total = 0;
   for (I k = 0; k < job->count; k++) {
     I pixels = job->phases[k].pixels;
@@ -105,7 +107,7 @@ static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL 
 static void pixel_units(I low, I high, void *given) {
   const pixel_job *job = given;
   uint32_t thread = 0;
-  I rows = 2 + HIGH, offsets = 0;
+  I rows = COPY + HIGH, offsets = 0;
   job->thread(&thread);
   for (I k = 0; k < job->count; k++) rows += job->phases[k].pixels + HIGH, offsets += job->phases[k].count;
   REAL *masks = job->scratch + thread * (rows + offsets) * job->room;
@@ -114,7 +116,7 @@ static void pixel_units(I low, I high, void *given) {
 }
 
 /* Rows of scratch memory that each thread needs beside one for each offset and each pixel of all phases. */
-I scratch_rows(I phases) { return 2 + HIGH + phases * HIGH; }
+I scratch_rows(I phases) { return COPY + HIGH + phases * HIGH; }
 
 /* Entries of such a row. */
 I scratch_room(I pixels) { return (pixels / LANES + 2) * LANES; }

@@ -223,10 +223,10 @@ class ConvolutionWeight(Rule):
                 found = compiled_norm(x, g, self._geometry())
             else:
                 found = pixel_gram_product(x, g, self._geometry(), available)
-            return found.view(count, groups).sum(1) if groups > 1 else found
-        a, g = (y.transpose(1, 2) for y in self._positions(x, g))
-        found = kernels.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
-        return found.view(count, groups).sum(1)
+        else:
+            a, g = (y.transpose(1, 2) for y in self._positions(x, g))
+            found = kernels.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
+        return found.view(count, groups).sum(1) if groups > 1 else found
 
     def _geometry(self) -> Geometry:
         return Geometry(self.kernel, self.stride, self.padding, self.dilation)
