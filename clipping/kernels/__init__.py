@@ -209,10 +209,7 @@ def convolution_norm(
     _same("x [n, C, *size] and g [n, P, *output size] in one or two dimensions", shaped, x, g)
     if x.shape[1] % groups or g.shape[1] % groups:
         raise ValueError(f"expected channels {x.shape[1]} and {g.shape[1]} to be multiples of groups={groups}")
-    options = [list(kernel), list(stride), list(padding), list(dilation)]
-    if spatial == 1:
-        x, g = x.unsqueeze(2), g.unsqueeze(2)
-        options = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]
+    x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
     channels, outputs = x.shape[1] // groups, g.shape[1] // groups
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
     tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype)
@@ -232,6 +229,14 @@ def convolution_norm(
         BLOCK_P=tiles.rows,
         PRECISION=precision,
     )
+
+
+def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is."""
+    if len(options[0]) > 1:
+        return x, g, [list(option) for option in options]
+    lifted = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]
+    return x.unsqueeze(2), g.unsqueeze(2), lifted
 
 
 def _launch(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.kernels import cpu
+from clipping.kernels import cpu, in_two_dimensions
 from clipping.rules.grams import part
 
 HALVED = 256
@@ -63,9 +63,8 @@ def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor
 
 def compiled_norm(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """`pixel_gram_product` by the kernel for CPUs, in one or two dimensions and any number of samples: [n]."""
-    if len(geometry.kernel) == 1:
-        x, g = x.unsqueeze(2), g.unsqueeze(2)
-        geometry = Geometry(*([neutral, *each] for neutral, each in zip((1, 1, 0, 1), geometry, strict=True)))
+    x, g, options = in_two_dimensions(x, g, geometry)
+    geometry = Geometry(*options)
     images = [(every(x, r, geometry.stride), list(itertools.product(*offsets))) for r, offsets in phases(geometry)]
     return cpu.pixel_gram_norm(images, g)
 
