@@ -16,8 +16,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -37,9 +38,11 @@ HOPELESS = 4
 """A way is not timed if its formula says that it takes this many times what the best one was measured to."""
 MOST_SAMPLES = 64
 SHORTLIST = 3
-CACHES = 64 * 2**20
-"""Bytes that no cache holds."""
+CACHES = 32 * 2**20
+"""Bytes that no core's own cache holds."""
 REPEATS = 2
+TURNS = 4
+"""Of what may be chosen: a way that a disturbed moment makes look slow or fast would stay on record."""
 
 
 class Costs(NamedTuple):
@@ -57,11 +60,11 @@ class Costs(NamedTuple):
 
     def best(self, *, ghost: bool) -> tuple[Route, float] | None:
         """The fastest route by Gram matrices, or by instantiating, and its seconds; None if there is none."""
-        found = {key: seconds for key, seconds in self.norms.items() if key[0] == ghost}
+        found = _of(self.norms, ghost)
         if not found:
             return None
-        key = min(found, key=found.__getitem__)
-        return Route(*key), found[key]
+        key = min(found, key=self.norms.__getitem__)
+        return Route(*key), self.norms[key]
 
 
 def predicted(rule: Rule, output: Spec, *, kernels: bool = False) -> Costs:
@@ -79,28 +82,40 @@ def measured(rule: Rule, output: Spec) -> Costs:
     count = min(rule.samples(output), MOST_SAMPLES)
     device = rule.parameter.device
     g = torch.randn((count * rule.fold, *output.shape[1:]), dtype=output.dtype, device=device)
-    factors = torch.ones(count, device=device, dtype=g.dtype)
     clock = _clock(device)
     single: dict[Key, float] = {}
     formulas = predicted(rule, output, kernels=True).norms
     for ghost, way, _ in sorted(formulas, key=formulas.__getitem__):
         if not single or formulas[ghost, way, 0] <= HOPELESS * min(single.values()):
             single |= _descend(rule, g, ghost, way, clock)
-    # one block again and again finds its memory in the caches: the best are timed once more, as they will run
+    # one block again and again finds its memory in the caches: the best are timed as they will run, in turns
+    keys = [key for ghost in (True, False) for key in sorted(_of(single, ghost), key=single.__getitem__)[:SHORTLIST]]
     cold = _clock(device, emptied=True)
-    norms: dict[Key, float] = {}
-    for ghost in (True, False):
-        for key in sorted((key for key in single if key[0] == ghost), key=single.__getitem__)[:SHORTLIST]:
-            norms[key] = cold(lambda key=key: _run(rule, g, key)) / count  # type: ignore[misc]
-    weight_gradient = cold(lambda: rule.weighted(g, factors)) / count
-    instantiated = [key for key in norms if not key[0]]
-    if not instantiated:
+    turns = [_turn(rule, g, keys, cold) for _ in range(TURNS)]
+    return Costs(
+        {key: median(turn.norms[key] for turn in turns) for key in keys},
+        median(turn.weight_gradient for turn in turns),
+        median(kept) if (kept := [turn.kept for turn in turns if turn.kept is not None]) else None,
+    )
+
+
+def _turn(rule: Rule, g: Tensor, keys: list[Key], clock: Clock) -> Costs:
+    """The norm by each of these, the weight gradient, and the sum from what the fastest one instantiates."""
+    count = g.shape[0] // rule.fold
+    factors = torch.ones(count, device=g.device, dtype=g.dtype)
+    norms = {key: clock(lambda key=key: _run(rule, g, key)) / count for key in keys}  # type: ignore[misc]
+    weight_gradient = clock(lambda: rule.weighted(g, factors)) / count
+    if not (instantiated := _of(norms, ghost=False)):
         return Costs(norms, weight_gradient, None)
     _, way, block = min(instantiated, key=norms.__getitem__)
     blocks = rule.blocks(g, way, block)
     parts = [rule.instantiate(g, samples, way) for samples in blocks]
-    kept = cold(lambda: [weighted_sum(factors[b], part) for b, part in zip(blocks, parts, strict=True)]) / count
+    kept = clock(lambda: [weighted_sum(factors[b], part) for b, part in zip(blocks, parts, strict=True)]) / count
     return Costs(norms, weight_gradient, kept)
+
+
+def _of(norms: Iterable[Key], ghost: bool) -> list[Key]:
+    return [key for key in norms if key[0] == ghost]
 
 
 def _run(rule: Rule, g: Tensor, key: Key) -> object:
@@ -133,14 +148,17 @@ def _descend(rule: Rule, g: Tensor, ghost: bool, way: str, clock: Clock) -> dict
 def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
     """Times a function: the best of a few runs after one that does not count.
 
-    `emptied`: with nothing in the caches, and (on a CPU) results in pages that nothing has touched yet, as in a step.
+    `emptied`: one run, with nothing in the caches, and (on a CPU) the result in pages that nothing has touched yet, as
+    in a step.
     """
     filler = torch.empty(CACHES, dtype=torch.uint8, device=device) if emptied else None
 
     def seconds(run: Callable[[], object]) -> float:
-        made = [run()]
+        before = run()
+        if not emptied or device.type != "cpu":
+            del before
         best = float("inf")
-        for _ in range(REPEATS):
+        for _ in range(1 if emptied else REPEATS):
             if filler is not None:
                 filler.fill_(0)
             if device.type == "cuda":
@@ -150,8 +168,6 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - start)
-            if emptied and device.type == "cpu":
-                made.append(result)
             del result
         return best
 
