@@ -237,9 +237,10 @@ class Book(_WholeNorms):
             total = self._total()
             factors = self._clip.factors(total)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
-            parts = weighted_sum(factors, joined).split([source.tensor.numel() for source in sources])
+            sizes = [source.tensor.numel() for source in sources]
+            parts = torch.ops.aten.split_with_sizes_copy.default(weighted_sum(factors, joined), sizes)
             for source, gradient in zip(sources, parts, strict=True):
-                grads |= source.pull_back_one(gradient.clone())
+                grads |= source.pull_back_one(gradient)
             del joined
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipping import load_backend
+from clipping import costs, load_backend
 from clipping.costs import Costs, Notebook, measured, predicted
 from clipping.rules import Spec
 from clipping.rules.convolution import ConvolutionWeight
@@ -44,6 +44,19 @@ def test_the_best_of_each_kind_of_route():
     route, seconds = COSTS.best(ghost=True)
     assert (route.ghost, route.way, route.block, route.kept, seconds) == (True, "pixels", 8, False, 1e-3)
     assert OTHER.best(ghost=True) is None
+
+
+def test_a_disturbed_turn_is_not_on_record(monkeypatch):
+    """The second turn finds the one way fast and the other slow, and the last one the sums."""
+    turns = [
+        Costs({(True, "gram", 1): gram, (False, "direct", 1): 2.0}, summed, 2 * summed)
+        for gram, summed in ((1.0, 3.0), (1e-3, 3.0), (1.0, 3.0), (1.0, 3e3))
+    ]
+    keys = list(turns[0].norms)
+    monkeypatch.setattr(costs, "_descend", lambda rule, g, ghost, way, clock: dict.fromkeys(keys, 1.0))
+    monkeypatch.setattr(costs, "_turn", lambda *_: turns.pop())
+    assert measured(*conv()) == Costs({(True, "gram", 1): 1.0, (False, "direct", 1): 2.0}, 3.0, 6.0)
+    assert not turns
 
 
 def test_what_is_written_down_is_read_again(folder):

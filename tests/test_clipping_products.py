@@ -72,10 +72,23 @@ def test_fake_tensors_time_nothing(monkeypatch):
 def test_the_size_is_the_smallest_of_those_that_win_without_a_gap(monkeypatch, ratios, from_side):
     if not HAS_ONEDNN:
         pytest.skip("torch was built without oneDNN")
-    seconds = [number for ratio in ratios for number in (ratio, 1.0)]
-    monkeypatch.setattr(module, "_seconds", lambda run: seconds.pop(0))
+    turns = list(ratios)
+    monkeypatch.setattr(module, "_ratio", lambda run, other: turns.pop(0))
     found = onednn_from.__wrapped__(2)
     assert found == (math.inf if from_side is None else from_side**3)
+
+
+@pytest.mark.parametrize("disturbed", [0.01, 100.0], ids=["one", "the other"])
+def test_a_disturbed_turn_decides_nothing(monkeypatch, disturbed):
+    """Each turn takes 3 and 2 seconds, but for one in which either takes `disturbed` times as long."""
+    now, runs = 0.0, 0
+
+    def takes(seconds):
+        nonlocal now, runs
+        now, runs = now + seconds * (disturbed if runs == module.TURNS else 1), runs + 1
+
+    monkeypatch.setattr(module.time, "perf_counter", lambda: now)
+    assert module._ratio(lambda: takes(3), lambda: takes(2)) == pytest.approx(1.5)
 
 
 def test_without_onednn_there_is_no_size(monkeypatch):

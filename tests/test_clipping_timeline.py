@@ -58,7 +58,11 @@ def planned(model: str, strategy: Strategy) -> tuple[Plan, int]:
     return plan, simulated
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.partition("?")[0])
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(model, marks=[pytest.mark.slow] * (model in ("vgg11", VIT))) for model in MODELS],
+    ids=lambda model: model.partition("?")[0],
+)
 def test_predicted_peaks_are_the_simulated_ones(model):
     """Found, predicted / simulated: ordinary 1.00 to 1.01, bk_mixed 0.95 to 1.04."""
     ordinary = simulated_peak(lambda: open_step(model, "nonprivate")).peak_bytes

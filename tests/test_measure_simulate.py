@@ -224,7 +224,7 @@ def compare_with_measured(open_step: Callable[[], contextlib.AbstractContextMana
     return bare.peak_bytes / between, found.peak_bytes / whole
 
 
-@pytest.mark.parametrize("make", [plain, Residual], ids=["plain", "residual"])
+@pytest.mark.parametrize("make", [pytest.param(plain, id="plain", marks=pytest.mark.slow), Residual])
 @pytest.mark.parametrize("backend", COMPARED)
 def test_the_simulated_peak_is_the_measured_one(backend, make):
     """To the byte between operations, and within 5 % with what convolutions allocate inside (without: down to 0.77).

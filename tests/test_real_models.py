@@ -210,10 +210,10 @@ def answer_of(real: Real) -> tuple[nn.Module, Any, Tensor, Flat, ClippedGradient
         return model, inputs, targets, clip, b(inputs, targets)
 
 
-def held(real: Real, backend: str) -> dict[str, float]:
+def held(real: Real, backend: str, **options: Any) -> dict[str, float]:
     """The coverage, if it is exact."""
     model, inputs, targets, clip, reference = answer_of(real)
-    with load_backend(backend)(model, on_logits, clip=clip) as b:
+    with load_backend(backend)(model, on_logits, clip=clip, **options) as b:
         agreement = compare(b(inputs, targets), reference)
         assert agreement.within(real.tolerance), agreement
         return b.coverage
@@ -222,11 +222,18 @@ def held(real: Real, backend: str) -> dict[str, float]:
 @pytest.mark.parametrize("backend", TAPE)
 @pytest.mark.parametrize("real", MODELS, ids=lambda real: real.name)
 def test_exact_unmodified_and_without_a_fallback(real: Real, backend: str):
-    coverage = held(real, backend)
+    options = {"timing": False} if backend == "bk_mixed" else {}
+    coverage = held(real, backend, **options)
     sizes = {name: p.numel() for name, p in answer_of(real)[0].named_parameters()}
     allowed = sum(size for name, size in sizes.items() if real.by_fallback in name) / sum(sizes.values())
     assert sum(coverage.values()) == pytest.approx(1)
     assert coverage["fallback"] <= allowed * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("real", MODELS, ids=lambda real: real.name)
+def test_exact_by_the_routes_that_are_fastest_here(real: Real):
+    held(real, "bk_mixed")
 
 
 @pytest.mark.parametrize("real", MODELS, ids=lambda real: real.name)

@@ -50,6 +50,7 @@ def two(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_sums_of_two_processes_are_those_of_one(two, alone):
     for case, (grads, norms) in alone.items():
         assert (norms > 0.4).any() and all(g.abs().max() > 0 for g in grads.values()), case

@@ -107,23 +107,21 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
         return found.zero_()
     width = max(x.shape[-1] for x in (g, *(x for x, _ in images)))
     g, *inputs = (_of_width(x.to(dtype), width) for x in (g, *(x for x, _ in images)))
-    count, outputs, positions = len(g), g.shape[1], g.shape[2] * width
-    pixels = [x.shape[2] * width for x in inputs]
-    library = _loaded(dtype)
-    room = library.scratch_room(max(positions, *pixels))
-    rows = sum(pixels) + sum(len(offsets) for _, offsets in images) + library.scratch_rows(len(images))
-    scratch = g.new_zeros(min(torch.get_num_threads(), count) * rows * room)
-    if not isinstance(g, FakeTensor):
-        offsets = [_offsets(tuple(each)) for _, each in images]
-        given = [
+    fake = isinstance(g, FakeTensor)
+    offsets = [_offsets(tuple(each)) for _, each in images]
+    phases = _numbers(
+        [
             n
-            for x, size, each in zip(inputs, pixels, offsets, strict=True)
-            for n in (x.data_ptr(), size, len(each) // 2, ctypes.addressof(each))
+            for x, each in zip(inputs, offsets, strict=True)
+            for n in (0 if fake else x.data_ptr(), x.shape[2] * width, len(each) // 2, ctypes.addressof(each))
         ]
-        library.pixel_gram_norm(
-            _torch().torch_parallel_for, _torch().torch_get_thread_idx, _numbers(given), len(images), g.data_ptr(),
-            count, inputs[0].shape[1], outputs, positions, width, room, scratch.data_ptr(), found.data_ptr(),
-        )  # fmt: skip
+    )
+    sizes = phases, len(images), inputs[0].shape[1], g.shape[1], g.shape[2] * width, width
+    library, count = _loaded(dtype), len(g)
+    scratch = g.new_zeros(min(torch.get_num_threads(), count) * library.pixel_scratch(*sizes))
+    if not fake:
+        starts = _torch().torch_parallel_for, _torch().torch_get_thread_idx
+        library.pixel_gram_norm(*sizes, *starts, g.data_ptr(), count, scratch.data_ptr(), found.data_ptr())
     return found
 
 
@@ -165,9 +163,10 @@ def in_one_piece(*tensors: Tensor) -> bool:
     return alike and supported(*tensors)
 
 
-def scratch_bytes(pixels: int, positions: int, samples: int, dtype: torch.dtype) -> int:
-    """About what `pixel_gram_norm` takes for an image of so many pixels."""
-    return min(torch.get_num_threads(), samples) * pixels * max(pixels, positions) * norm_dtype(dtype).itemsize
+def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtype: torch.dtype) -> int:
+    """About what `pixel_gram_norm` takes for images of so many pixels, and so many features of a pixel or position."""
+    larger = max(pixels, positions)
+    return min(torch.get_num_threads(), samples) * (pixels + features) * larger * norm_dtype(dtype).itemsize
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -226,11 +225,10 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     number: Any = ctypes.c_int64
     address: Any = ctypes.c_void_p
     library.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
-    library.pixel_gram_norm.argtypes = [*[address] * 3, number, address, *[number] * 6, address, address]
+    library.pixel_gram_norm.argtypes = [address, *[number] * 5, *[address] * 3, number, address, address]
     library.squares.argtypes = [address, address, number, number, address]
     library.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
-    library.scratch_rows.argtypes, library.scratch_room.argtypes = [number], [number]
-    library.scratch_rows.restype = library.scratch_room.restype = number
+    library.pixel_scratch.argtypes, library.pixel_scratch.restype = [address, *[number] * 5], number
     for kernel in (library.gram_norm, library.pixel_gram_norm, library.squares, library.scale_gradients):
         kernel.restype = None
     return library

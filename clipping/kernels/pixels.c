@@ -1,10 +1,12 @@
-/* pixel_gram_norm. Features come before positions, as an image lies in memory: HIGH pixels meet vectors of others. */
+/* pixel_gram_norm. Features come before positions, as an image lies in memory: HIGH pixels meet vectors of others, after a
+   copy in which what a tile reads lies together. (Features of a large image are a power of two apart, and a first-level
+   cache would hold few of them at a time.) */
 
 #include "shared.h"
 
 #define HIGH 6
 #define DEEP (REGISTERS == 32 ? 4 : 2) /* vectors */
-#define COPY 4 /* rows of scratch memory for what `image_of` copies */
+#define WIDE (DEEP * LANES)
 
 typedef struct {
   const REAL *x;
@@ -21,42 +23,65 @@ typedef struct {
   index_of_thread *thread;
 } pixel_job;
 
-/* Features of one sample, [features, pixels]. The last ones are copied: what is read behind them must be there. */
+/* Features of one sample: strips of `width` pixels, [pixels / width, features, width], the last one filled up by zeros. */
 typedef struct {
-  const REAL *x, *copied;
-  I features, pixels, body; /* features that are not copied */
+  const REAL *x;
+  I features, pixels, width;
 } image;
 
-static image image_of(const REAL *x, I features, I pixels, REAL *copy) {
-  I copies = (LANES + HIGH + pixels - 1) / pixels;
-  if (copies > features) copies = features;
-  I body = features - copies;
-  memcpy(copy, x + body * pixels, copies * pixels * sizeof(REAL));
-  memset(copy + copies * pixels, 0, (LANES + HIGH) * sizeof(REAL)); /* nothing of the sample before, finite or not */
-  return (image){x, copy, features, pixels, body};
+static I width_of(I pixels) { return pixels > WIDE - LANES ? WIDE : (pixels + LANES - 1) / LANES * LANES; }
+
+static I image_entries(I features, I pixels) {
+  I width = width_of(pixels);
+  return width == pixels ? 0 : (pixels + width - 1) / width * width * features;
 }
 
-/* Inner products of pixels [s, s + HIGH) with `deep` vectors of them from t on. */
-INLINE void tile(const image *of, I s, I t, REAL *out, I pitch, int deep) {
+static image image_of(const REAL *x, I features, I pixels, REAL *copy) {
+  I width = width_of(pixels);
+  REAL *to = copy;
+  if (width == pixels) return (image){x, features, pixels, width}; /* as it lies in memory */
+  for (I start = 0; start < pixels; start += width)
+    for (I c = 0; c < features; c++, to += width) {
+      const REAL *from = x + c * pixels + start;
+      I count = pixels - start < width ? pixels - start : width, t = 0;
+      for (; t + LANES <= count; t += LANES) store(to + t, load(from + t));
+      if (t < count) store(to + t, beginning(from + t, count - t)), t += LANES;
+      for (; t < width; t += LANES) store(to + t, (vector){0});
+    }
+  return (image){copy, features, pixels, width};
+}
+
+/* Inner products of HIGH pixels with `deep` vectors of those of a strip. */
+INLINE void tile(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch, int deep) {
+  const REAL *row[HIGH];
   vector found[HIGH * DEEP], w[DEEP];
+  UNROLL for (int i = 0; i < HIGH; i++) row[i] = rows[i];
   UNROLL for (int i = 0; i < HIGH * deep; i++) found[i] = (vector){0};
-  for (I c = 0; c < of->features; c++) {
-    const REAL *row = c < of->body ? of->x + c * of->pixels : of->copied + (c - of->body) * of->pixels;
-    UNROLL for (int j = 0; j < deep; j++) w[j] = load(row + t + j * LANES);
-    UNROLL for (int i = 0; i < HIGH; i++) UNROLL for (int j = 0; j < deep; j++) found[i * deep + j] += w[j] * row[s + i];
+  for (I at = 0; at < of->features * of->width; at += of->width) {
+    UNROLL for (int j = 0; j < deep; j++) w[j] = load(strip + at + j * LANES);
+    UNROLL for (int i = 0; i < HIGH; i++) UNROLL for (int j = 0; j < deep; j++) found[i * deep + j] += w[j] * row[i][at];
   }
   UNROLL for (int i = 0; i < HIGH; i++)
-    UNROLL for (int j = 0; j < deep; j++) store(out + i * pitch + t + j * LANES, found[i * deep + j]);
+    UNROLL for (int j = 0; j < deep; j++) store(out + i * pitch + j * LANES, found[i * deep + j]);
 }
 
-APART void broad(const image *of, I s, I t, REAL *out, I pitch) { tile(of, s, t, out, pitch, DEEP); }
-APART void narrow(const image *of, I s, I t, REAL *out, I pitch) { tile(of, s, t, out, pitch, 1); }
+APART void broad(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch) {
+  tile(of, rows, strip, out, pitch, DEEP);
+}
+APART void narrow(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch) {
+  tile(of, rows, strip, out, pitch, 1);
+}
 
 /* HIGH rows of the lower triangle of a pixel Gram matrix; what is written above the diagonal means nothing. */
 static void triangle(const image *of, I s, REAL *out, I pitch) {
+  const REAL *rows[HIGH], *strip = of->x;
   I end = s + HIGH < of->pixels ? s + HIGH : of->pixels, t = 0;
-  for (; t + (DEEP - 1) * LANES < end; t += DEEP * LANES) broad(of, s, t, out, pitch);
-  for (; t < end; t += LANES) narrow(of, s, t, out, pitch);
+  for (I i = 0; i < HIGH; i++) {
+    I at = s + i < end ? s + i : end - 1;
+    rows[i] = of->x + at / of->width * of->width * of->features + at % of->width;
+  }
+  for (; t + WIDE - LANES < end; t += WIDE, strip += WIDE * of->features) broad(of, rows, strip, out + t, pitch);
+  for (; t < end; t += LANES, strip += LANES) narrow(of, rows, strip, out + t, pitch);
 }
 
 /* 1 where what a column of the output reads is in its row, for each offset of each phase. */
@@ -72,8 +97,9 @@ static void mask_columns(const pixel_job *job, REAL *masks) {
 /* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample. */
 static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch) {
   I positions = job->positions, pitch = job->room;
-  REAL *copy = scratch, *row = copy + COPY * pitch, *grams = row + HIGH * pitch, *gram = grams;
+  REAL *row = scratch, *grams = row + HIGH * pitch, *gram = grams, *copy = grams;
   double total = 0;
+  for (I k = 0; k < job->count; k++) copy += (job->phases[k].pixels + HIGH) * pitch;
   for (I k = 0; k < job->count; k++) {
     I pixels = job->phases[k].pixels;
     image x = image_of(job->phases[k].x + sample * job->channels * pixels, job->channels, pixels, copy);
@@ -104,30 +130,52 @@ static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL 
   return total;
 }
 
+static I offsets_of(const pixel_job *job) {
+  I offsets = 0;
+  for (I k = 0; k < job->count; k++) offsets += job->phases[k].count;
+  return offsets;
+}
+
+/* Entries of scratch memory that a thread needs: masks, rows and Gram matrices of `room` columns, and an image. */
+static I entries_of(const pixel_job *job) {
+  I rows = offsets_of(job) + HIGH, most = image_entries(job->outputs, job->positions);
+  for (I k = 0; k < job->count; k++) {
+    I entries = image_entries(job->channels, job->phases[k].pixels);
+    most = entries > most ? entries : most;
+    rows += job->phases[k].pixels + HIGH;
+  }
+  return rows * job->room + most;
+}
+
 static void pixel_units(I low, I high, void *given) {
   const pixel_job *job = given;
   uint32_t thread = 0;
-  I rows = COPY + HIGH, offsets = 0;
   job->thread(&thread);
-  for (I k = 0; k < job->count; k++) rows += job->phases[k].pixels + HIGH, offsets += job->phases[k].count;
-  REAL *masks = job->scratch + thread * (rows + offsets) * job->room;
+  REAL *masks = job->scratch + thread * entries_of(job), *rest = masks + offsets_of(job) * job->room;
   mask_columns(job, masks);
-  for (I unit = low; unit < high; unit++) job->out[unit] = of_pixels(job, unit, masks, masks + offsets * job->room);
+  for (I unit = low; unit < high; unit++) job->out[unit] = of_pixels(job, unit, masks, rest);
 }
 
-/* Rows of scratch memory that each thread needs beside one for each offset and each pixel of all phases. */
-I scratch_rows(I phases) { return COPY + HIGH + phases * HIGH; }
+static pixel_job job_of(const I *phases, I count, I channels, I outputs, I positions, I width) {
+  pixel_job job = {(const phase *)phases, 0, count, channels, outputs, positions, width, positions, 0, 0, 0};
+  for (I k = 0; k < count; k++) job.room = job.phases[k].pixels > job.room ? job.phases[k].pixels : job.room;
+  job.room = (job.room / LANES + 2) * LANES;
+  return job;
+}
 
-/* Entries of such a row. */
-I scratch_room(I pixels) { return (pixels / LANES + 2) * LANES; }
+/* Entries of scratch memory for each thread. */
+I pixel_scratch(const I *phases, I count, I channels, I outputs, I positions, I width) {
+  pixel_job job = job_of(phases, count, channels, outputs, positions, width);
+  return entries_of(&job);
+}
 
 /* `phases`: x, pixels, the number and the address of the offsets of each, as in `phase`; an image's rows are as long as
-   those of the output, `width`. `room`: of the larger of `positions` and all pixels. `scratch`: zeros; what it holds
-   before it is written is multiplied by zero. */
-void pixel_gram_norm(for_each *parallel, index_of_thread *thread, const I *phases, I count, const REAL *g, I samples,
-                     I channels, I outputs, I positions, I width, I room, REAL *scratch, REAL *out) {
-  pixel_job job = {(const phase *)phases, g, count, channels, outputs, positions, width, room, scratch, out, thread};
+   those of the output, `width`. `scratch`: zeros; what it holds before it is written is multiplied by zero. */
+void pixel_gram_norm(const I *phases, I count, I channels, I outputs, I positions, I width, for_each *parallel,
+                     index_of_thread *thread, const REAL *g, I samples, REAL *scratch, REAL *out) {
+  pixel_job job = job_of(phases, count, channels, outputs, positions, width);
   double pixels = 0;
+  job.thread = thread, job.g = g, job.scratch = scratch, job.out = out;
   for (I k = 0; k < count; k++) pixels += (double)job.phases[k].pixels * job.phases[k].pixels;
   each(parallel, samples, 0.5 * (pixels * channels + (double)positions * positions * outputs), pixel_units, &job);
 }

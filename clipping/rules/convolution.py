@@ -192,7 +192,8 @@ class ConvolutionWeight(Rule):
         if way in ("patches", "unfold"):
             return int(block * self.work(g, way).workspace)
         if way == COMPILED:
-            return cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, block, g.dtype)
+            features = max(self.x.shape[1], self.parameter.shape[0])
+            return cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, features, block, g.dtype)
         if way != "grouped" or self.parameter.device.type != "cpu":
             return super().norm_bytes(g, way, block)
         spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
