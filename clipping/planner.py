@@ -44,6 +44,9 @@ KEEPING = 1.1
 """What kept gradients are charged, times what was timed: they move through all of the step's memory, and what is as
 fast without them is faster with the rest of the step."""
 
+AIMED_AT = 0.9
+"""Of the memory that may be taken beyond ordinary training's: predictions are right to half a percent of the whole."""
+
 Kind = tuple[Hashable, ...]
 Strategy = Literal["auto", "time", "memory", "paper"]
 
@@ -220,7 +223,7 @@ class Planner:
         balance = self._fastest(items, timeline, fixed)
         if self.strategy == "time":
             return
-        limit = (1 + self.memory_overhead) * (timeline.ordinary + timeline.outside) - timeline.outside
+        limit = (1 + AIMED_AT * self.memory_overhead) * (timeline.ordinary + timeline.outside) - timeline.outside
         while balance.peak > limit:
             if not _relieve(items, balance, dearest=float("inf")):  # out of reach: what can be had at a fair price
                 balance = self._fastest(items, timeline, fixed)

@@ -5,11 +5,12 @@ and the result out of it afterwards; copies of the operands are gone by then. Wi
 
     forward           max(x' + w' + y', y' + y)
     input gradient    max(y' + w' + x', x' + x), but max(y' + w' + x', x' + 2x) with a stride
-    weight gradient   max(y' + x' + w' + a sum of weights for each further thread, w' + w)
+    weight gradient   max(y' + x' + w' + s', w' + w)
 
 where an operand is not copied that the kernel reads as it lies: an input of fewer than 16 channels, groups of a number
 of channels that its blocks do not fit. These go through patches of one sample instead, as does everything (of the whole
-batch) where oneDNN is not used: one small sample, or float64.
+batch) where oneDNN is not used: one small sample, or float64. s' are the weights of each further thread, where threads
+share the positions of an image: each reads less of it, and all add up what they found.
 
 All found by the profiler's memory timeline (torch 2.15, AVX-512 and 1 or 2 threads), and meant to be right within a few
 percent of an operation. cuDNN's workspaces are others, and are not predicted.
@@ -27,6 +28,8 @@ BLOCK = 16
 """Channels to a block of the layout."""
 SMALL = 20480
 """Entries of a single sample from which on it is worth a conversion (ATen's `use_mkldnn`)."""
+SHARED, SHARED_1X1 = 5, 12
+"""Times its weights, what the smaller image must be for threads to share positions: from 3.6 to 7, and from 8 to 16."""
 
 
 class Convolution(NamedTuple):
@@ -57,7 +60,8 @@ class Convolution(NamedTuple):
             return result
         x, weight = self._copy(self.x), self._copy_of_weight()
         y = self._copy(self.y) if self.groups == 1 or self._fits(4) else 0
-        strided = max(self.stride) > 1 and (self.groups == 1 or self._fits(BLOCK))
+        each = self.weight[0] // self.groups
+        strided = max(self.stride) > 1 and (self.groups == 1 or (self._fits(BLOCK) and each > BLOCK))
         return max(y + weight + x, x + (2 if strided else 1) * result)
 
     def weight_gradient(self) -> int:
@@ -71,7 +75,8 @@ class Convolution(NamedTuple):
             return result + max(result, self._patches(samples=1) + 4 * result)
         x = self._copy(self.x, 8) if self.groups > 1 or self.x[1] > 3 else 0
         y = self._copy(self.y)
-        summed = (torch.get_num_threads() - 1) * weight if weight < x + y and self.groups == 1 else 0
+        shared = self.groups == 1 and min(x or y, y) > (SHARED if max(self.weight[2:]) > 1 else SHARED_1X1) * weight
+        summed = (torch.get_num_threads() - 1) * weight if shared else 0
         return max(y + x + weight + summed, weight + result)
 
     def gradients(self, of_input: bool, of_weight: bool) -> int:

@@ -71,7 +71,13 @@ def test_more_steps_more_sampling_less_noise_less_delta(name, sigma, q, steps, d
 @pytest.mark.parametrize("which", ["steps", "noise", "delta", "rate"])
 @pytest.mark.parametrize(
     ("sigma", "q", "steps", "delta"),
-    [(1.0, 0.01, 10_000, 1e-5), (0.5, 1e-4, 300, 1e-8), (3.0, 0.4, 50, 1e-2), (0.8, 0.02, 2000, 1e-10)],
+    [
+        (1.0, 0.01, 10_000, 1e-5),
+        *(
+            pytest.param(*point, marks=pytest.mark.slow)
+            for point in ((0.5, 1e-4, 300, 1e-8), (3.0, 0.4, 50, 1e-2), (0.8, 0.02, 2000, 1e-10))
+        ),
+    ],
 )
 def test_numerical_composition_is_monotone_as_closely_as_it_is_accurate(sigma, q, steps, delta, which):
     """The lower bound of less never exceeds the upper one of more, and no value falls by more than the grid's share."""

@@ -21,7 +21,10 @@ GEOMETRIES = {
     "first": (8, 3, 32, 32, 3, 1, 1),
     "many channels": (4, 256, 4, 256, 3, 1, 1),
     "one sample": (1, 16, 16, 32, 3, 1, 1),
+    "large weights": (8, 64, 8, 64, 3, 1, 1),
     "groups": (8, 64, 16, 64, 3, 1, 8),
+    "groups of a block, strided": (8, 64, 16, 64, 3, 2, 4),
+    "groups of two blocks, strided": (8, 64, 16, 64, 3, 2, 2),
     "batch in the groups": (1, 512, 16, 512, 3, 1, 16),
     "depthwise": (8, 32, 16, 32, 3, 1, 32),
 }

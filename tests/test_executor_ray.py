@@ -65,6 +65,7 @@ class Gone(bodies.Act):
 """
 
 
+@pytest.mark.slow
 def test_trials_go_to_both_nodes_what_fails_is_a_record_and_local_has_nothing_left(tmp_path, cluster):
     """One file goes once the run has read it: to the nodes it is as if they had no such folder."""
     own = tmp_path / "own.py"

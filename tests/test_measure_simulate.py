@@ -355,7 +355,7 @@ def outermost(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("make", [plain, Residual], ids=["plain", "residual"])
+@pytest.mark.parametrize("make", [plain, pytest.param(Residual, marks=pytest.mark.slow)])
 def test_a_loop_over_samples_is_as_large_at_any_batch_as_two_small_ones_say(make):
     def open_at(batch_size: int):
         return opened(make, "microbatch", batch_size)

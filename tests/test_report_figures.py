@@ -229,6 +229,7 @@ def test_published_throughput_is_for_gpus(run, tmp_path):
     assert "published" in words(draw(gpu, "max_batch_throughput")[1])
 
 
+@pytest.mark.slow
 def test_the_same_records_give_the_same_bytes(run, tmp_path):
     full(run).epsilon("moments", 10_000, 1.26)
     settings = dict(matplotlib.rcParams)
