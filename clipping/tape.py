@@ -55,6 +55,8 @@ from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_
 from clipping.uses import Noted, Use, title
 
 Arrival = Callable[[Use, Tensor], None]
+COPIES = 16
+"""Of a vector that are joined at once: each costs Python's time."""
 
 
 class Tape(TorchFunctionMode):
@@ -133,7 +135,10 @@ class Tape(TorchFunctionMode):
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """[rows · n]: a vector made of parameters, for each row of the batch a copy whose gradient is its own."""
-        copies = tensor.expand(rows, *tensor.shape).reshape(-1)  # by an operation less than `repeat`
+        vector = tensor.view(-1)  # the graph reads it once
+        many, rest = divmod(rows, COPIES)
+        parts = [torch.cat([vector] * COPIES)] * many if many else []
+        copies = torch.cat([*parts, *[vector] * rest])  # in less time than by `repeat`, or `expand` and `reshape`
         source = self._sources.get(id(tensor))
         if source is not None:
             output = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)
