@@ -242,6 +242,7 @@ def test_peers_on_one_model_do_not_meet():
     assert losses == pytest.approx([losses[0]] * len(losses))
 
 
+@pytest.mark.slow
 def test_a_backend_of_one_s_own_that_is_wrong_leaves_the_record_of_the_others(tmp_path):
     """In a process of its own, as a run has it: the outcome can be retried, and the result is kept."""
     file = tmp_path / "mine.py"
