@@ -29,8 +29,10 @@ typedef struct {
   I features, pixels, width;
 } image;
 
+/* Of a strip: all pixels, if a tile's vectors hold them. */
 static I width_of(I pixels) { return pixels > WIDE - LANES ? WIDE : (pixels + LANES - 1) / LANES * LANES; }
 
+/* Entries of the copy; none if an image is one strip already. */
 static I image_entries(I features, I pixels) {
   I width = width_of(pixels);
   return width == pixels ? 0 : (pixels + width - 1) / width * width * features;
@@ -157,7 +159,8 @@ static void pixel_units(I low, I high, void *given) {
 }
 
 static pixel_job job_of(const I *phases, I count, I channels, I outputs, I positions, I width) {
-  pixel_job job = {(const phase *)phases, 0, count, channels, outputs, positions, width, positions, 0, 0, 0};
+  pixel_job job = {.phases = (const phase *)phases, .count = count, .channels = channels, .outputs = outputs,
+                   .positions = positions, .width = width, .room = positions};
   for (I k = 0; k < count; k++) job.room = job.phases[k].pixels > job.room ? job.phases[k].pixels : job.room;
   job.room = (job.room / LANES + 2) * LANES;
   return job;

@@ -192,7 +192,7 @@ class ConvolutionWeight(Rule):
         if way in ("patches", "unfold"):
             return int(block * self.work(g, way).workspace)
         if way == COMPILED:
-            features = max(self.x.shape[1], self.parameter.shape[0])
+            features = max(self.parameter.shape[1], self.parameter.shape[0] // self.groups)
             return cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, features, block, g.dtype)
         if way != "grouped" or self.parameter.device.type != "cpu":
             return super().norm_bytes(g, way, block)
