@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -27,3 +28,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reasons[name] = load_backend(name).unavailable()
             if reasons[name] is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{name}: {reasons[name]}"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_objects_to_collect() -> None:
+    """What imports and other modules left is not gone through by every collection: hundreds of tests ask for one."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries would call what is left at the end their leaks
