@@ -53,14 +53,9 @@ def test_exact_in_the_interpreter(name: str, interpreted: dict[str, str | None])
 
 
 @TRITON
-@pytest.mark.parametrize(
-    ("capability", "dtype"),
-    [
-        pytest.param(c, d, marks=() if (c, d) == ("90", "bfloat16") else pytest.mark.slow)
-        for c in ("80", "90")
-        for d in ("float32", "bfloat16", "float16")
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str, dtype: str, tmp_path: Path):
     """For the sizes that take the largest tiles, and where every size and stride is 1, a constant to Triton."""
     found = results("compile", capability, dtype, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")

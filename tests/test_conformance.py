@@ -235,6 +235,7 @@ def test_a_wrong_one_is_exit_1_and_the_table_says_why(mine, capsys):
     assert any("conv2d circular" in line and "relative error 0.0e+00 in the norms" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_with_a_model_it_is_checked_on_the_model_beside_ours(mine, capsys):
     asked = ["--backend", f"{mine}/mine.py:Mine", "--backend", f"{mine}/mine.py:Halves", "--backend", "bk_mixed"]
     code, rows, _ = run("--model", "cnn", *asked, capsys=capsys)

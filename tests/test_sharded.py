@@ -16,6 +16,7 @@ from sharded_process import CASES, MODELS, SAMPLES, clipped, loss_fn, made, peak
 
 from clipping import Flat, load_backend
 
+pytestmark = pytest.mark.slow  # what two processes answer is checked by `test_distributed_experiment`, too
 SCRIPT = Path(__file__).parent / "sharded_process.py"
 
 
@@ -50,14 +51,12 @@ def two(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.slow
 def test_sums_of_two_processes_are_those_of_one(two, alone):
     for case, (grads, norms) in alone.items():
         assert (norms > 0.4).any() and all(g.abs().max() > 0 for g in grads.values()), case
     processes_of(two, alone)
 
 
-@pytest.mark.slow
 def test_sums_of_four_processes_under_torchrun_are_those_of_one(tmp_path, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     subprocess.run([*torchrun, SCRIPT, str(tmp_path)], check=True, timeout=240)
