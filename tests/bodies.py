@@ -45,6 +45,7 @@ def act(trial: Act) -> dict[str, Any]:
 
 def _sleep(trial: Act) -> dict[str, Any]:
     """Leave a trace of having begun and ended, and sleep in between."""
+    begun = time.monotonic()
     if trial.folder:
         with (Path(trial.folder) / "begun").open("a") as file:
             file.write(f"{trial.number} {os.getpid()}\n")
@@ -52,7 +53,16 @@ def _sleep(trial: Act) -> dict[str, Any]:
     if trial.folder:
         with (Path(trial.folder) / "ended").open("a") as file:
             file.write(f"{trial.number}\n")
+        with (Path(trial.folder) / "times").open("a") as file:
+            file.write(f"{begun} {time.monotonic()}\n")
     return {"number": trial.number}
+
+
+def beside(folder: Path) -> bool:
+    """Whether the second trial that slept there began before the first had ended."""
+    times = [map(float, line.split()) for line in (folder / "times").read_text().splitlines()]
+    begun, ended = (sorted(each) for each in zip(*times, strict=True))
+    return begun[1] < ended[0]
 
 
 def _where(trial: Act) -> dict[str, Any]:

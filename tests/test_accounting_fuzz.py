@@ -6,6 +6,7 @@ import math
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,14 @@ def answers(sigma, q, steps, delta):
     """name: ε or the reason why there is none; checked on the way."""
     found, kinds = {}, {}
     for name in NAMES:
+        started = time.process_time()
         try:
             answer = load_accountant(name).guarantee(SubsampledGaussian(sigma, q), steps=steps, delta=delta)
         except NoAnswer as error:
             assert str(error) and "\n" not in str(error)
             continue
         assert answer.epsilon >= 0, (name, answer)  # which NaN is not
-        assert answer.detail["seconds"] < 10, (name, answer)
+        assert time.process_time() - started < 10, (name, answer)
         found[name], kinds[name] = answer.epsilon, answer.kind
     assert {"simple", "strong", "moments", "rdp", "gdp", "best"} <= set(found)
     lower = found.get("prv:lower", 0.0)

@@ -7,10 +7,10 @@ import os
 import random
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from processor import work
 from report_records import CPU, CUDA, RunFile
 
 from dpbench.cli import main
@@ -266,9 +266,9 @@ def test_ten_thousand_records_take_ten_seconds_at_most_and_nothing_heavy_is_impo
         "print(code, *({'torch', 'pandas', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
     )
     arguments = ["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--format", "json"]
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
-    seconds = time.perf_counter() - started
+    command, found = [sys.executable, "-c", code, *arguments], []
+    _, seconds = work(lambda: found.append(subprocess.run(command, capture_output=True, text=True, cwd=ROOT)))
+    (done,) = found
     rows = json.loads(done.stdout)["cells"]
     assert done.stderr.splitlines()[-1] == "0" and len(rows) == 238 * (2 + 3 + 3)
     assert seconds <= 10

@@ -123,7 +123,7 @@ def test_an_address_where_nothing_answers_is_one_line_and_soon(tmp_path):
     fake = Fake(tmp_path, sleepers(1, 0.0))
     started = time.monotonic()
     done = fake.run("--executor", "ray", "--address", "127.0.0.1:1")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "expected a Ray cluster that answers at 127.0.0.1:1" in done.stderr and "Connection refused" in done.stderr
     assert "host:port" in fake.run("--executor", "ray", "--address", "nowhere").stderr

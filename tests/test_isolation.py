@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bodies import beside
 
 from dpbench.isolation import Isolation
 from dpbench.outcome import Outcome
@@ -79,7 +80,7 @@ def test_a_trial_has_a_process_and_a_session_of_its_own(isolation):
 def test_the_limit_ends_a_trial_and_says_where_it_stood(isolation):
     started = time.monotonic()
     answer = isolation.run(Act(action="sleep", seconds=60, timeout=0.5))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20  # and not its minute
     assert answer.outcome is Outcome.TIMEOUT
     assert "its limit of 0.5 s" in answer.evidence and "in _sleep" in answer.evidence
 
@@ -93,14 +94,14 @@ def test_no_descendant_of_a_trial_outlives_it(isolation, tmp_path, timeout, outc
     assert not [pid for pid in pids if alive(pid)]
 
 
-def test_trials_run_beside_each_other_and_answer_by_their_key(isolation):
-    started = time.monotonic()
-    keys = {isolation.submit(Act(action="sleep", seconds=1.2, number=n)): n for n in range(3)}
+def test_trials_run_beside_each_other_and_answer_by_their_key(isolation, tmp_path):
+    asked = [Act(action="sleep", seconds=0.6, number=n, folder=str(tmp_path)) for n in range(3)]
+    keys = {isolation.submit(trial): trial.number for trial in asked}
     answers = []
     while len(answers) < 3:
         answers += isolation.wait()
     assert {a.key: a.result["number"] for a in answers} == keys
-    assert time.monotonic() - started < 3.4  # one after the other takes 3.6
+    assert beside(tmp_path)
 
 
 def test_waiting_is_bounded(isolation):
