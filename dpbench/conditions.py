@@ -1,4 +1,5 @@
-"""Under which conditions measurements were taken, and whether they spoil them: load, drift, environments that differ.
+"""Under which conditions measurements were taken, and whether they spoil them: load, stolen time, drift, environments
+that differ.
 
 Every warning says what is wrong, by how much, and what to do.
 """
@@ -14,6 +15,8 @@ from dpbench.stats import MUCH_DRIFT, Series, shared_drift, trend
 
 #: What a trial that has every CPU to itself makes of the load average is the number of CPUs; so much more is others'.
 LOAD_MARGIN = 1.25
+#: Share of a virtual machine's CPU time that its host may give to others before a trial is called disturbed.
+MUCH_STOLEN = 0.05
 #: Bits of nvidia-smi's clocks_throttle_reasons.active (NVML) that slow a step; idle and chosen clocks are none.
 _THROTTLES = {
     0x4: "power cap",
@@ -37,6 +40,17 @@ def overload(load: float | None, cpus: int | None) -> str | None:
     return (
         f"the load average is {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}: other programs share them, and times "
         "come out too long; stop those, or compare ratios within a round and nothing else"
+    )
+
+
+def theft(stolen: float | None) -> str | None:
+    """What is wrong if a host kept its CPUs from this virtual machine; None if it did not, or is not known."""
+    if stolen is None or stolen <= MUCH_STOLEN:
+        return None
+    return (
+        f"{stolen:.0%} of the CPUs' time went to other guests of this virtual machine's host, which the load average "
+        "does not show: times come out too long and uneven; take another machine or hour, or compare ratios within a "
+        "round and nothing else"
     )
 
 
@@ -104,7 +118,7 @@ def drifting(seconds: Sequence[float]) -> str | None:
 def warnings(records: Sequence[Record]) -> list[str]:
     """What a reader of these records must be told of how they were taken; a sentence or two each."""
     timed = [r for r in records if series_of(r)]
-    found = load_warnings(timed)
+    found = load_warnings(timed) + theft_warnings(timed)
     environments = {id(r.environment): r.environment for r in timed}.values()
     gpu = dict.fromkeys(trouble for environment in environments for trouble in gpu_trouble(environment))
     found += [f"Warning: when a run began, {trouble}." for trouble in gpu]
@@ -141,6 +155,18 @@ def load_warnings(timed: Sequence[Record]) -> list[str]:
     ]
 
 
+def theft_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether the host kept its CPUs from the machine while these records were taken; a sentence if so."""
+    shares = [r.stolen for r in timed if r.stolen is not None and theft(r.stolen)]
+    if not shares:
+        return []
+    return [
+        f"Warning: at {len(shares)} of {len(timed)} timed trials the host of this virtual machine gave CPU time to "
+        f"others, {max(shares):.0%} at the most: times are too long; ratios within a round hold better. Run again on "
+        "another machine, or at another hour."
+    ]
+
+
 class Watch:
     """Says, while a run goes on, what spoils its times: once of each kind in full, and at the end how often it was so.
 
@@ -152,7 +178,7 @@ class Watch:
     def __init__(self, environment: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._environment, self._say = environment, say
         self._records: list[Record] = []
-        self._loaded = self._unsteady = 0
+        self._loaded = self._stolen = self._unsteady = 0
 
     def begin(self) -> None:
         """Before the first trial: the load that the run finds."""
@@ -169,6 +195,10 @@ class Watch:
             if self._loaded == 1:
                 self._say(f"warning: at the end of {label} {wrong}")
         series = [seconds for cell in series_of(record).values() for seconds in cell.values()]
+        if series and (wrong := theft(record.stolen)):
+            self._stolen += 1
+            if self._stolen == 1:
+                self._say(f"warning: during {label} {wrong}")
         if wrong := next(filter(None, map(drifting, series)), None):
             self._unsteady += 1
             if self._unsteady == 1:
@@ -176,10 +206,11 @@ class Watch:
 
     def end(self) -> None:
         """After the last trial: how many were disturbed, and whether the rounds drifted."""
-        if self._loaded > 1 or self._unsteady > 1:
+        if max(self._loaded, self._stolen, self._unsteady) > 1:
             self._say(
                 f"warning: of {len(self._records)} trials that must run alone, {self._loaded} ended under a load above "
-                f"the CPUs, and the steps of {self._unsteady} drifted; their records say so"
+                f"the CPUs, {self._stolen} ran while the host gave time to others, and the steps of {self._unsteady} "
+                "drifted; their records say so"
             )
         factors = drift_of(self._records)
         if factors and (by := max(factors.values()) / min(factors.values()) - 1) > MUCH_DRIFT:

@@ -52,6 +52,7 @@ class Answer:
     result: dict[str, Any] | None
     seconds: float
     place: Place | None = None
+    stolen: float | None = None
 
 
 class Isolation:

@@ -192,6 +192,7 @@ def make_record(
         "seconds": answer.seconds,
         "utc": utc_now(),
         "load": os.getloadavg()[0] if place is None else place.load,
+        "stolen": answer.stolen,
         "result": answer.result,
     }
 

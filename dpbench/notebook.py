@@ -51,7 +51,7 @@ COLUMNS = (
         "instantiated",
         "fallback",
     ),
-    *("epsilon", "epsilon_kind", "seconds", "load", "result"),
+    *("epsilon", "epsilon_kind", "seconds", "load", "stolen", "result"),
 )
 
 
@@ -184,8 +184,8 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     """One row; or one for each turn of a backend in a trial of several."""
     row: dict[str, Any] = {name: value for name, value in record.trial.items() if name not in ("backends", "rounds")}
     row |= {"device_label": record.device, "evidence": record.evidence or None}
-    for name in ("experiment", "kind", "id", "round", "fingerprint", "utc", "run", "outcome", "seconds", "load"):
-        row[name] = getattr(record, name)
+    own = ("experiment", "kind", "id", "round", "fingerprint", "utc", "run", "outcome", "seconds", "load", "stolen")
+    row |= {name: getattr(record, name) for name in own}
     result = record.result
     row["result"] = dict(result)
     for name in ("warmup_seconds", "compute_seconds", "loss", "parameters"):

@@ -30,6 +30,32 @@ def adopt_orphans() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
+@dataclass(frozen=True)
+class CpuTime:
+    """Ticks of all CPUs of this machine since it started: those that it worked, and those that it was kept from it.
+
+    A virtual machine that was ready to run, and had to wait while its hypervisor let others, is told of it as stolen
+    time; the load average is not. Both 0 where the kernel does not say.
+    """
+
+    busy: int = 0
+    stolen: int = 0
+
+    @classmethod
+    def now(cls) -> CpuTime:
+        try:
+            with open("/proc/stat") as file:
+                user, nice, system, _, _, interrupt, soft, stolen = map(int, file.readline().split()[1:9])
+        except (OSError, ValueError):
+            return cls()
+        return cls(user + nice + system + interrupt + soft, stolen)
+
+    def stolen_since(self, before: CpuTime) -> float | None:
+        """Of the time that there was something to run, the share that others had; None if there was nothing."""
+        stolen, busy = self.stolen - before.stolen, self.busy - before.busy
+        return round(stolen / (busy + stolen), 4) if busy > 0 else None
+
+
 def offer_to_the_oom_killer() -> None:
     """If the kernel must end a process for want of memory, it should be this one."""
     with contextlib.suppress(OSError):  # not Linux, or not ours to say: a preference, not a promise

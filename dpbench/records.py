@@ -28,6 +28,7 @@ class Record:
     """A trial's record together with the environment of the run that wrote it, and the name of that run.
 
     `seconds` the whole trial took; `load` is the machine's load average (1 minute) at its end, None where not recorded.
+    `stolen` is the share of the CPUs' time that went to other guests of the same host while it ran.
     `version` is the hash of the sources and libraries alone.
     """
 
@@ -44,6 +45,7 @@ class Record:
     environment: Mapping[str, Any]
     seconds: float = 0.0
     load: float | None = None
+    stolen: float | None = None
     run: str = ""
     version: str | None = None
 
@@ -115,6 +117,7 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str)
         environment=environment,
         seconds=line.get("seconds") or 0.0,
         load=line.get("load"),
+        stolen=line.get("stolen"),
         run=run,
         version=line.get("version"),
     )

@@ -7,7 +7,7 @@ a pool of OpenMP threads does not survive a fork.
 JSON lines on standard input and output::
 
     -> {"key": 7, "trial": {"class": "dpbench.trials:StepTrial", "fields": {...}}}
-    <- {"key": 7, "outcome": "ok", "evidence": null, "result": {...}, "seconds": 1.25}
+    <- {"key": 7, "outcome": "ok", "evidence": null, "result": {...}, "seconds": 1.25, "stolen": 0.02}
 
 It ends, and takes every trial with it, when its standard input ends, on SIGTERM, and when its parent dies.
 """
@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NoReturn
 
 from dpbench.forked import TELL_WHERE, run_in_child
 from dpbench.outcome import Outcome, classify
-from dpbench.processes import adopt_orphans, die_with_parent, kill, kill_group, kill_session
+from dpbench.processes import CpuTime, adopt_orphans, die_with_parent, kill, kill_group, kill_session
 from dpbench.reference import load_module
 from dpbench.store import to_json
 from dpbench.trials import Trial
@@ -49,6 +49,7 @@ class Running:
     pid: int
     timeout: float
     started: float
+    found: CpuTime
     deadline: float
     answer: BinaryIO
     log: BinaryIO
@@ -118,11 +119,11 @@ class Server:
             preload(trial)
         except Exception as error:  # a class that cannot be had: the trial's failure, not the server's
             outcome, evidence, result = classify(error)
-            self._send(request["key"], outcome, evidence, result, 0.0)
+            self._send(request["key"], outcome, evidence, result)
             return
         read, write = os.pipe()
         log = tempfile.TemporaryFile()  # noqa: SIM115  closed when the trial has ended
-        started = time.monotonic()
+        started, found = time.monotonic(), CpuTime.now()
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -130,7 +131,7 @@ class Server:
         os.close(write)
         os.set_blocking(read, False)
         answer = os.fdopen(read, "rb", buffering=0)
-        running = Running(request["key"], pid, trial.timeout, started, started + trial.timeout, answer, log)
+        running = Running(request["key"], pid, trial.timeout, started, found, started + trial.timeout, answer, log)
         self._running[pid] = running
         self._selector.register(answer, selectors.EVENT_READ, running)
 
@@ -147,7 +148,7 @@ class Server:
                 kill(running.pid, TELL_WHERE)
 
     def _finish(self, running: Running) -> None:
-        seconds = time.monotonic() - running.started
+        seconds, stolen = time.monotonic() - running.started, CpuTime.now().stolen_since(running.found)
         self._selector.unregister(running.answer)
         running.receive()
         others = set(self._running) - {running.pid}
@@ -155,12 +156,21 @@ class Server:
         kill_session(running.pid, and_adopted_except=None if others else {running.pid})
         status = os.waitstatus_to_exitcode(os.waitpid(running.pid, 0)[1])
         del self._running[running.pid]
-        self._send(running.key, *verdict(running, status), seconds)
+        self._send(running.key, *verdict(running, status), seconds, stolen)
         running.answer.close()
         running.log.close()
 
-    def _send(self, key: int, outcome: str, evidence: str | None, result: Any, seconds: float) -> None:
-        message = {"key": key, "outcome": outcome, "evidence": evidence, "result": result, "seconds": seconds}
+    def _send(
+        self,
+        key: int,
+        outcome: str,
+        evidence: str | None,
+        result: Any,
+        seconds: float = 0.0,
+        stolen: float | None = None,
+    ) -> None:
+        told = {"outcome": outcome, "evidence": evidence, "result": result, "seconds": seconds, "stolen": stolen}
+        message = {"key": key, **told}
         data = (to_json(message) + "\n").encode()
         while data:
             data = data[os.write(self._answers, data) :]

@@ -26,14 +26,17 @@ from typing import Any
 #   2  a trial line has `load`: the machine's load average over a minute when the trial ended; null if not known.
 #   3  a trial line has `version`: the hash of its sources and libraries, which is the same on every machine (the
 #      fingerprint is not); null if not known. The environment of a run on a cluster has `executor`.
+#   4  a trial line has `stolen`: the share of the CPUs' time that other guests of the same host had while it ran, of
+#      that in which there was something to run; null if not known.
 # The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
-SCHEMA = 3
+SCHEMA = 4
 
 Line = dict[str, Any]
 #: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
 UPGRADES: dict[int, Callable[[Line], Line]] = {
     1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
     2: lambda line: line | {"version": None} if line["type"] == "trial" else line,
+    3: lambda line: line | {"stolen": None} if line["type"] == "trial" else line,
 }
 
 

@@ -58,6 +58,14 @@ def _sleep(trial: Act) -> dict[str, Any]:
     return {"number": trial.number}
 
 
+def _spin(trial: Act) -> dict[str, Any]:
+    """Work for that many seconds of a processor."""
+    until = time.process_time() + trial.seconds
+    while time.process_time() < until:
+        pass
+    return {}
+
+
 def beside(folder: Path) -> bool:
     """Whether the second trial that slept there began before the first had ended."""
     times = [map(float, line.split()) for line in (folder / "times").read_text().splitlines()]
@@ -135,6 +143,7 @@ def _offspring(trial: Act) -> dict[str, Any]:
 
 ACTIONS = {
     "sleep": _sleep,
+    "spin": _spin,
     "where": _where,
     "cpus": _cpus,
     "raise": _raise,

@@ -9,7 +9,7 @@ import pytest
 from report_records import CPU, RunFile
 
 from dpbench.cli import main
-from dpbench.conditions import Watch, differences, drifting, gpu_trouble, overload, warnings
+from dpbench.conditions import Watch, differences, drifting, gpu_trouble, overload, theft, warnings
 from dpbench.records import read
 from dpbench.trials import StepTrial
 
@@ -22,6 +22,23 @@ def test_a_run_s_own_load_is_no_overload(load):
 def test_an_overload_says_how_much_and_what_to_do():
     said = overload(3.04, 2)
     assert said is not None and "3.0 on 2 CPUs" in said and "stop those" in said
+
+
+@pytest.mark.parametrize("stolen", [None, 0.0, 0.05])
+def test_a_host_s_own_share_is_no_theft(stolen):
+    assert theft(stolen) is None
+
+
+def test_stolen_time_is_told_of_with_how_much_and_what_to_do(tmp_path):
+    said = theft(0.314)
+    assert said is not None and "31% of the CPUs' time" in said and "load average does not show" in said
+    path = steps(tmp_path / "a.jsonl", [1.0, 1.0])
+    head, *trials = [json.loads(text) for text in path.read_text().splitlines()]
+    shares = zip(trials, (0.4, 0.1, 0.0, None), strict=True)
+    trials = [line | {"schema": 4, "load": 0.5, "version": None, "stolen": stolen} for line, stolen in shares]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *trials)))
+    (warning,) = warnings(read(path))
+    assert "at 2 of 4 timed trials" in warning and "40% at the most" in warning
 
 
 def test_steps_that_drift_within_a_trial():
@@ -78,12 +95,19 @@ def test_a_load_above_the_cpus_is_told_of_in_captions(tmp_path, capsys):
     assert "reached" not in "".join(warnings(read(loaded(tmp_path / "a.jsonl", 2.1))))
 
 
-def line(number, seconds=1.0, load=0.5, last=None):
+def line(number, seconds=1.0, load=0.5, last=None, stolen=None):
     trial = StepTrial(model="cnn", backend="ghost", batch_size=8)
     samples = [seconds] * 3 + [last or seconds] * 3
     return {
         **{"experiment": "e", "id": trial.id, "round": number, "fingerprint": "f", "trial": trial.describe()},
-        **{"outcome": "ok", "evidence": None, "utc": "u", "load": load, "result": {"step_seconds": samples}},
+        **{
+            "outcome": "ok",
+            "evidence": None,
+            "utc": "u",
+            "load": load,
+            "stolen": stolen,
+            "result": {"step_seconds": samples},
+        },
     }
 
 
@@ -127,6 +151,12 @@ def test_a_run_tells_of_the_load_that_it_finds_and_of_each_kind_of_trouble_once(
     assert "step cnn ghost 8: its steps drifted by +100%" in said[2]
     assert "of 3 trials" in said[3] and "2 ended under a load" in said[3] and "steps of 2 drifted" in said[3]
     assert all(text.startswith("warning: ") for text in said)
+
+
+def test_a_run_tells_of_time_that_its_host_gave_to_others():
+    said = watched([line(0, stolen=0.3), line(1, stolen=0.2), line(2, stolen=0.01)])
+    assert "during step cnn ghost 8 30% of the CPUs' time" in said[0]
+    assert "of 3 trials" in said[1] and "2 ran while the host gave time to others" in said[1] and len(said) == 2
 
 
 def test_a_run_tells_of_rounds_that_drift():

@@ -131,7 +131,7 @@ def test_a_record_from_schema_1_still_loads(tmp_path):
     (run,) = read_runs(path, fail)  # one file, as well as the folder
     assert run == read_runs(tmp_path, fail)[0] and run.environment["threads"] == 2
     (line,) = run.records
-    assert (line["schema"], line["load"]) == (store.SCHEMA, None)
+    assert (line["schema"], line["load"], line["stolen"]) == (store.SCHEMA, None, None)
     assert line["result"]["step_seconds"] == [0.2927, 0.2981, 0.3097]
     (record,) = records.read(path)
     assert (record.device, record.load, record.cell) == ("cpu AMD EPYC, 2 CPUs", None, ("vgg16", "nonprivate"))

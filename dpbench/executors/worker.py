@@ -92,6 +92,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
         "evidence": answer.evidence,
         "result": answer.result,
         "seconds": answer.seconds,
+        "stolen": answer.stolen,
         "name": f"{node} {visible}",
         "environment": facts | {"node": node},
         "fingerprint": environment.seal(job.sources, versions, facts["device_name"], facts["host"]),
