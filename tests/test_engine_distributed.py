@@ -20,7 +20,7 @@ def two(tmp_path_factory):
     script = Path(__file__).parent / "engine_process.py"
     started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
     try:
-        assert [process.wait(timeout=120) for process in started] == [0, 0]
+        assert [process.wait(timeout=600) for process in started] == [0, 0]
     finally:
         for process in started:
             process.kill()
