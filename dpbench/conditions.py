@@ -6,6 +6,7 @@ Every warning says what is wrong, by how much, and what to do.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -178,7 +179,7 @@ class Watch:
     def __init__(self, environment: Mapping[str, Any], say: Callable[[str], None]) -> None:
         self._environment, self._say = environment, say
         self._records: list[Record] = []
-        self._loaded = self._stolen = self._unsteady = 0
+        self._troubles: Counter[str] = Counter()
 
     def begin(self) -> None:
         """Before the first trial: the load that the run finds."""
@@ -190,26 +191,24 @@ class Watch:
         """A trial that must run alone has ended with this record."""
         record = from_line(line, self._environment, "")
         self._records.append(record)
-        if wrong := overload(record.load, _cpus(self._environment)):
-            self._loaded += 1
-            if self._loaded == 1:
-                self._say(f"warning: at the end of {label} {wrong}")
         series = [seconds for cell in series_of(record).values() for seconds in cell.values()]
-        if series and (wrong := theft(record.stolen)):
-            self._stolen += 1
-            if self._stolen == 1:
-                self._say(f"warning: during {label} {wrong}")
-        if wrong := next(filter(None, map(drifting, series)), None):
-            self._unsteady += 1
-            if self._unsteady == 1:
-                self._say(f"warning: {label}: {wrong}")
+        self._met("load", f"at the end of {label}", overload(record.load, _cpus(self._environment)))
+        self._met("theft", f"during {label}", theft(record.stolen) if series else None)
+        self._met("drift", f"{label}:", next(filter(None, map(drifting, series)), None))
+
+    def _met(self, kind: str, where: str, wrong: str | None) -> None:
+        if wrong is not None:
+            self._troubles[kind] += 1
+            if self._troubles[kind] == 1:
+                self._say(f"warning: {where} {wrong}")
 
     def end(self) -> None:
         """After the last trial: how many were disturbed, and whether the rounds drifted."""
-        if max(self._loaded, self._stolen, self._unsteady) > 1:
+        met = self._troubles
+        if max(met.values(), default=0) > 1:
             self._say(
-                f"warning: of {len(self._records)} trials that must run alone, {self._loaded} ended under a load above "
-                f"the CPUs, {self._stolen} ran while the host gave time to others, and the steps of {self._unsteady} "
+                f"warning: of {len(self._records)} trials that must run alone, {met['load']} ended under a load above "
+                f"the CPUs, {met['theft']} ran while the host gave time to others, and the steps of {met['drift']} "
                 "drifted; their records say so"
             )
         factors = drift_of(self._records)

@@ -100,14 +100,8 @@ def line(number, seconds=1.0, load=0.5, last=None, stolen=None):
     samples = [seconds] * 3 + [last or seconds] * 3
     return {
         **{"experiment": "e", "id": trial.id, "round": number, "fingerprint": "f", "trial": trial.describe()},
-        **{
-            "outcome": "ok",
-            "evidence": None,
-            "utc": "u",
-            "load": load,
-            "stolen": stolen,
-            "result": {"step_seconds": samples},
-        },
+        **{"outcome": "ok", "evidence": None, "utc": "u", "load": load, "stolen": stolen},
+        "result": {"step_seconds": samples},
     }
 
 

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from bodies import beside
 
 from dpbench.isolation import Isolation
 from dpbench.outcome import Outcome
@@ -102,10 +101,10 @@ def test_trials_run_beside_each_other_and_answer_by_their_key(isolation, tmp_pat
     while len(answers) < 3:
         answers += isolation.wait()
     assert {a.key: a.result["number"] for a in answers} == keys
-    assert beside(tmp_path)
+    assert bodies.beside(tmp_path)
 
 
-def test_stolen_time_is_a_share_of_that_in_which_there_was_something_to_run(isolation, monkeypatch):
+def test_stolen_time_is_a_share_of_that_in_which_there_was_something_to_run(isolation):
     now = CpuTime.now()
     assert CpuTime(now.busy + 60, now.stolen + 20).stolen_since(now) == 0.25
     assert now.stolen_since(now) is None and CpuTime(now.busy + 5, now.stolen).stolen_since(now) == 0
