@@ -7,6 +7,7 @@ import shutil
 import subprocess
 
 import pytest
+from processor import PATIENCE
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the PATH")
@@ -41,7 +42,7 @@ def measure(page, function, tmp_path, widths=(390, 1280)):
     outer.write_text(_FRAMES % (source, json.dumps(widths), function), encoding="utf-8")
     switches = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     switches += ["--virtual-time-budget=20000", "--dump-dom", outer.as_uri()]
-    done = subprocess.run([CHROMIUM, *switches], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([CHROMIUM, *switches], capture_output=True, text=True, timeout=PATIENCE)
     told = re.search(r'<pre id="told">(.*?)</pre>', done.stdout, re.DOTALL)
     assert told, f"the browser says nothing: {done.stdout[:300]} {done.stderr[-500:]}"
     return {int(width): found for width, found in json.loads(html.unescape(told[1])).items()}

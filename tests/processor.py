@@ -7,6 +7,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
+
+#: Seconds for which a test waits before it calls a process hung: however slow the machine, no other takes that long.
+PATIENCE = 900.0
+#: Seconds that `_yardstick` takes where nobody else computes, on the machine for which the limits in tests are written.
+_USUAL = 0.15
+
 
 def work(done: Callable[[], object]) -> tuple[float, float]:
     """Seconds that calling `done` takes of processors: this process's own, and those of its children that ended."""
@@ -29,3 +36,18 @@ def as_quick_as_imports(done: Callable[[], object], libraries: str, times: float
         subprocess.run([sys.executable, "-c", f"import {libraries}"], check=True)
 
     return any(work(done)[1] <= times * work(plain)[1] for _ in range(tries))
+
+
+def quick(seconds: float, limit: float) -> bool:
+    """Whether `seconds` of a processor are fewer than `limit`, or would be if the machine were as fast as usual.
+
+    Where other virtual machines have the same processor, the same work takes several times its usual seconds of it.
+    """
+    return seconds < limit or seconds < limit * max(work(_yardstick)[0] for _ in range(3)) / _USUAL
+
+
+def _yardstick() -> None:
+    """As accountants and reports do: a transform that no cache holds, functions of its elements, and plain Python."""
+    values = np.fft.irfft(np.fft.rfft(np.linspace(0.0, 1.0, 2**20)))
+    np.log1p(np.exp(values)).sum()
+    sum(number % 7 for number in range(500_000))

@@ -8,6 +8,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from processor import PATIENCE
+
 from dpbench.store import read_records
 
 Cell = tuple[str, int, str]
@@ -16,7 +18,9 @@ Cell = tuple[str, int, str]
 def smoke(folder: Path, *arguments: str) -> list[Cell]:
     """(trial id, round, outcome) of every record; figures were drawn of them."""
     command = [sys.executable, "-m", "dpbench", "run", "stress_test", "--smoke", "--device", "cpu"]
-    done = subprocess.run([*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        [*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.returncode == 0, done.stderr
     assert list(folder.rglob("*.svg"))
     return sorted((r["id"], r["round"], r["outcome"]) for r in read_records(folder / "stress_test-smoke"))

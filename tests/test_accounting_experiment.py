@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from processor import quick
 
 from accounting import ACCOUNTANTS, ArgumentError, NoAnswer
 from dpbench.experiment import load_experiment
@@ -81,7 +82,7 @@ def test_result_can_be_recorded_where_it_is_infinite():
     result = run(EpsilonTrial(accountant="moments", **POINT | {"delta": 0.0}))
     assert result["epsilon"] == math.inf
     assert json.loads(to_json(result))["epsilon"] == "inf"
-    assert result["compute_seconds"] < 1 and "seconds" not in result["detail"]
+    assert quick(result["compute_seconds"], 1) and "seconds" not in result["detail"]
 
 
 def test_a_value_outside_its_domain_is_named():

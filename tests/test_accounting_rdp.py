@@ -6,6 +6,7 @@ import time
 import mpmath
 import numpy as np
 import pytest
+from processor import quick
 
 from accounting import SubsampledGaussian, load_accountant
 from accounting.rdp import Rdp, to_epsilon
@@ -86,8 +87,8 @@ def test_sixty_four_orders_in_ten_milliseconds():
         log_moments(lambdas, 1.0, 0.01)
         return time.perf_counter() - start
 
-    assert min(seconds(np.arange(1.0, 65.0)) for _ in range(5)) < 0.01
-    assert min(seconds(np.linspace(0.1, 63.7, 64)) for _ in range(5)) < 0.01
+    assert quick(min(seconds(np.arange(1.0, 65.0)) for _ in range(5)), 0.01)
+    assert quick(min(seconds(np.linspace(0.1, 63.7, 64)) for _ in range(5)), 0.01)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processor import quick
 from scipy.special import ndtr
 
 from accounting import ACCOUNTANTS, ADJACENCIES, SAMPLINGS, ArgumentError, NoAnswer, SubsampledGaussian, load_accountant
@@ -246,12 +247,12 @@ schemes = st.tuples(st.sampled_from(list(SAMPLINGS)), st.sampled_from(list(ADJAC
 def test_a_number_everywhere(sigma, q, steps, delta, scheme, n, room):
     sizes = {"dataset_size": n, "max_batch_size": max(1, int(n * q * (0.5 + room)))}
     m = mechanism(*scheme, sigma=sigma, q=q, sizes=sizes)
-    start = time.perf_counter()
+    start = time.process_time()
     value, _ = epsilon(m, steps, delta)
     assert value >= 0
     if scheme[0] == "shuffled" and sigma < 1e6 and q > 1e-12:
         assert load_accountant("shuffled").epsilon(m, steps=steps, delta=delta) <= value * (1 + 1e-9)
-    assert time.perf_counter() - start < 10
+    assert quick(time.process_time() - start, 10)
 
 
 @settings(max_examples=25, deadline=None)

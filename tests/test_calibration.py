@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from processor import work
+from processor import quick, work
 
 from accounting import (
     ACCOUNTANTS,
@@ -202,4 +202,4 @@ def test_quick(name, limit):
         near = [target * (1 + 1e-4 * turn) for turn in range(3)]  # nothing is remembered from one to the next
         own, _ = work(lambda near=near: [calibrate_noise_multiplier(name, target_epsilon=e, **RUN) for e in near])
         seconds.append(own / len(near))
-    assert max(seconds) < limit
+    assert quick(max(seconds), limit)

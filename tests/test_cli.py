@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processor import as_quick_as_imports
+from processor import PATIENCE, as_quick_as_imports
 
 from dpbench.cli import COMMANDS, main
 from dpbench.errors import UsageError
@@ -27,7 +27,7 @@ EPSILON = ["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "4", "--ste
 
 def dpbench(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "dpbench", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, **kwargs)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, **kwargs)
 
 
 @pytest.mark.parametrize(

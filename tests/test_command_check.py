@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processor import PATIENCE
 
 from dpbench.cli import main
 from dpbench.commands import check
@@ -147,5 +148,5 @@ def test_the_parent_imports_no_torch(models):
         f"code = main(['check', '--model', {str(models) + ':small'!r}, '--backend', 'nonprivate'])\n"
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr

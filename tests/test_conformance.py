@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processor import PATIENCE
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
 from clipping.oracle import Microbatch
@@ -299,5 +300,5 @@ def test_the_parent_imports_no_torch(mine):
         f"code = main(['check', '--backend', {str(mine / 'mine.py') + ':Elsewhere'!r}])\n"
         "print(code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE)
     assert done.stdout.splitlines()[-1] == "0 False", done.stderr

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_process import train
+from processor import PATIENCE
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 
@@ -20,7 +21,7 @@ def two(tmp_path_factory):
     script = Path(__file__).parent / "engine_process.py"
     started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
     try:
-        assert [process.wait(timeout=600) for process in started] == [0, 0]
+        assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
     finally:
         for process in started:
             process.kill()

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from processor import PATIENCE, quick
 from smoke_run import smoke, smoke_here
 from test_runner import Fake, sleepers
 
@@ -123,7 +124,7 @@ def test_an_address_where_nothing_answers_is_one_line_and_soon(tmp_path):
     fake = Fake(tmp_path, sleepers(1, 0.0))
     started = time.monotonic()
     done = fake.run("--executor", "ray", "--address", "127.0.0.1:1")
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "expected a Ray cluster that answers at 127.0.0.1:1" in done.stderr and "Connection refused" in done.stderr
     assert "host:port" in fake.run("--executor", "ray", "--address", "nowhere").stderr
@@ -135,7 +136,7 @@ def test_an_address_that_listens_and_is_no_cluster_is_one_line(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         done = fake.run("--executor", "ray", "--address", f"127.0.0.1:{silent.getsockname()[1]}")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 120
     assert (
         done.returncode == 2 and done.stderr.count("\n") == 1 and "expected a Ray cluster that answers" in done.stderr
     )
@@ -153,7 +154,7 @@ def test_a_lost_node_and_a_killed_worker_lose_nothing(tmp_path, cluster):
     os.kill(parent(parent(trial)), signal.SIGKILL)  # the trial's parent is the server, and its parent is Ray's worker
     fake.wait_for(len(fake.trace("begun")) + 1, "begun")
     cluster.remove_node(node, allow_graceful=False)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert numbers(fake) == dict.fromkeys(range(count), 1)
     assert {r["utc"] for r in before} <= {r["utc"] for r in fake.records}
@@ -167,11 +168,11 @@ def test_ctrl_c_ends_in_good_order_and_leaves_no_trial_on_a_node(tmp_path, clust
     process = fake.start(*on(cluster))
     fake.wait_for(2, "begun")
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in err, err
     assert err.strip().splitlines()[-1].endswith("the same command continues from there")
     trials = {int(line.split()[1]) for line in (fake.folder / "begun").read_text().splitlines()}
-    until = time.monotonic() + 20
+    until = time.monotonic() + 20  # before they end of themselves
     while left := trials & {process.pid for process in processes() if not process.zombie}:
         assert time.monotonic() < until, f"{left} go on"
         time.sleep(0.1)
@@ -206,5 +207,5 @@ def test_a_thousand_trials_cost_little_each_and_no_memory_of_the_driver(tmp_path
     each = (last - started) / (max(sizes) - first)
     grown = sizes[max(sizes)] - sizes[min(sizes)]
     print(f"{each * 1000:.0f} ms a trial; the driver grew by {grown / 2**20:.1f} MiB from {min(sizes)} to {max(sizes)}")
-    assert each < 0.5
+    assert quick(each, 0.5)
     assert grown < 16 * 2**20

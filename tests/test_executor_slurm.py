@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from processor import PATIENCE
 from smoke_run import smoke, smoke_here
 from test_runner import Fake, sleepers
 
@@ -90,7 +91,7 @@ def test_a_killed_job_is_submitted_again_and_loses_nothing(tmp_path):
     fake.wait_for(2)
     for pid in jobs_of(fake):
         os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0 and "was lost; what it had measured is recorded" in err
     assert numbers(fake) == dict.fromkeys(range(5), 1)
     assert fake.left_over() == []
@@ -102,7 +103,7 @@ def test_ctrl_c_ends_the_jobs_in_good_order(tmp_path):
     process = fake.start(*LOCAL)
     fake.wait_for(2)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in err
     assert fake.left_over() == [] and fake.records
     fake.run()

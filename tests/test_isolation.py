@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processor import PATIENCE, quick
 
 from dpbench.isolation import Isolation
 from dpbench.outcome import Outcome
@@ -33,7 +34,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def soon_dead(pids, within: float = 3.0) -> bool:
+def soon_dead(pids, within: float = 15.0) -> bool:
     until = time.monotonic() + within
     while any(alive(pid) for pid in pids):
         if time.monotonic() > until:
@@ -87,11 +88,15 @@ def test_the_limit_ends_a_trial_and_says_where_it_stood(isolation):
 
 @pytest.mark.parametrize(("timeout", "outcome"), [(4.0, Outcome.TIMEOUT), (60.0, Outcome.OK)])
 def test_no_descendant_of_a_trial_outlives_it(isolation, tmp_path, timeout, outcome):
-    seconds = 60 if outcome is Outcome.TIMEOUT else 0
-    answer = isolation.run(Act(action="offspring", folder=str(tmp_path), seconds=seconds, timeout=timeout))
-    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
-    assert answer.outcome is outcome and len(pids) == 4
-    assert not [pid for pid in pids if alive(pid)]
+    seconds = 600 if outcome is Outcome.TIMEOUT else 0
+    for limit in (timeout, PATIENCE / 10):  # a slow machine has not begun them all within the first
+        (tmp_path / "pids").unlink(missing_ok=True)
+        answer = isolation.run(Act(action="offspring", folder=str(tmp_path), seconds=seconds, timeout=limit))
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert answer.outcome is outcome and not [pid for pid in pids if alive(pid)]
+        if len(pids) == 4:
+            return
+    raise AssertionError(f"expected a trial and three descendants, got the processes {pids}")
 
 
 def test_trials_run_beside_each_other_and_answer_by_their_key(isolation, tmp_path):
@@ -149,7 +154,7 @@ def test_closing_leaves_no_process(tmp_path):
 
 
 def wait_for_pids(folder: Path, count: int = 4, name: str = "pids") -> list[int]:
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         text = (folder / name).read_text().split() if (folder / name).exists() else []
         if len(text) >= count:
@@ -190,4 +195,4 @@ def test_what_the_harness_costs_a_trial(isolation):
         isolation.run(Act(action="sleep"))
         seconds.append(time.monotonic() - started)
     stolen = CpuTime.now().stolen_since(before) or 0.0
-    assert min(seconds) * (1 - stolen) < 0.3
+    assert quick(min(seconds) * (1 - stolen), 0.3)

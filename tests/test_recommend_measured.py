@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processor import PATIENCE
 
 from clipping import BACKENDS, load_backend
 from dpbench.recommend.agenda import GROUPS
@@ -29,7 +30,7 @@ def build():
 def dpbench(folder, *arguments):
     command = [sys.executable, "-m", "dpbench", "recommend", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=120, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=PATIENCE, env=environment)
 
 
 @pytest.fixture

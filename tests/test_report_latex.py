@@ -6,6 +6,7 @@ import subprocess
 
 import pandas as pd
 import pytest
+from processor import PATIENCE
 from report_records import RunFile
 
 from dpbench.report import latex, write_report
@@ -63,6 +64,6 @@ def test_it_compiles(tmp_path):
         rf"\documentclass{{article}}{_PREAMBLE}\begin{{document}}{inputs}\end{{document}}", encoding="utf-8"
     )
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", paper.name]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, errors="replace")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, errors="replace")
     assert done.returncode == 0, done.stdout[-1500:]
     assert "Missing character" not in (tmp_path / "paper.log").read_text(errors="replace")

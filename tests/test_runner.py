@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from bodies import beside
+from processor import PATIENCE
 
 from dpbench.store import read_records, read_runs
 
@@ -56,7 +57,7 @@ class Fake:
 
     def run(self, *arguments: str, command: str = "run") -> subprocess.CompletedProcess[str]:
         process = self.start(*arguments, command=command)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=PATIENCE)
         assert "Traceback" not in err or "KeyError" in err, err
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
@@ -71,7 +72,7 @@ class Fake:
         path = self.folder / name
         return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def left_over(self, within: float = 3.0) -> list[int]:
+    def left_over(self, within: float = 15.0) -> list[int]:
         """Processes that inherited our mark and are still there after `within` seconds."""
         until = time.monotonic() + within
         while (found := self._marked()) and time.monotonic() < until:
@@ -92,7 +93,7 @@ class Fake:
         return [pid for pid in self._marked() if b"dpbench.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def wait_for(self, count: int, name: str = "ended") -> None:
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE
         while len(self.trace(name)) < count:
             assert time.monotonic() < until, f"{count} x {name} is not reached"
             time.sleep(0.01)
@@ -178,7 +179,7 @@ def test_ctrl_c_ends_in_good_order_and_the_run_continues(tmp_path, signum):
     process = fake.start()
     fake.wait_for(2, "begun")
     os.killpg(process.pid, signum)  # as a terminal does: to all of the group
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signum
     assert out == "" and "Traceback" not in err
     assert err.strip().splitlines()[-1].endswith("the same command continues from there")
@@ -196,7 +197,7 @@ def test_ctrl_c_while_it_starts_is_quiet(tmp_path):
     while not fake.servers():
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in err and fake.left_over() == []
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processor import PATIENCE
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -47,7 +48,7 @@ def processes_of(found, alone):
 def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     started = [subprocess.Popen([sys.executable, SCRIPT, str(rank), "2", str(folder)]) for rank in range(2)]
-    assert [process.wait(timeout=600) for process in started] == [0, 0]
+    assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
@@ -59,7 +60,7 @@ def test_sums_of_two_processes_are_those_of_one(two, alone):
 
 def test_sums_of_four_processes_under_torchrun_are_those_of_one(tmp_path, alone):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    subprocess.run([*torchrun, SCRIPT, str(tmp_path)], check=True, timeout=600)
+    subprocess.run([*torchrun, SCRIPT, str(tmp_path)], check=True, timeout=PATIENCE)
     found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
     processes_of(found, alone)
     assert_trained(found)
