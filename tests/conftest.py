@@ -8,12 +8,17 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are small, and waiting threads spin
 os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run has measured
 
 from clipping import BACKENDS, load_backend
 from clipping.kernels import cpu
+
+# A slow machine is no fault of what it tests.
+settings.register_profile("dpbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dpbench")
 
 LIBRARIES = tempfile.TemporaryDirectory(prefix="dpbench-tests-")
 cpu._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # compiled once by each process of the tests

@@ -36,7 +36,7 @@ deltas = st.one_of(powers(-300, 0), st.sampled_from([0.0, 5e-324, 1e-300, 1e-5, 
 
 
 @every_closed_form
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(sigma=sigmas, q=rates, steps=counts, delta=deltas)
 def test_a_number_everywhere_and_at_once(name, sigma, q, steps, delta):
     found = []
@@ -62,7 +62,7 @@ ways = st.sampled_from(["steps", "noise", "delta", "rate"])
 
 
 @every_closed_form
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(sigma=sigmas, q=rates, steps=counts, delta=deltas, more=st.floats(1, 100), which=ways)
 def test_more_steps_more_sampling_less_noise_less_delta(name, sigma, q, steps, delta, more, which):
     base = answer(name, sigma, q, steps, delta).epsilon

@@ -4,7 +4,7 @@ import math
 
 import mpmath
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accounting.gaussian import (
@@ -24,7 +24,6 @@ def upper_tail(x):
 
 
 @given(st.floats(0, 1000))
-@settings(deadline=None)
 def test_mills_ratio(x):
     with mpmath.workdps(60):
         true = upper_tail(mpmath.mpf(x)) / mpmath.npdf(mpmath.mpf(x))
@@ -32,7 +31,6 @@ def test_mills_ratio(x):
 
 
 @given(exponents, st.floats(0, 1), st.booleans())
-@settings(deadline=None)
 def test_log_delta(exponent, place, beyond):
     """Over the range that is used, u up to h + 55: δ down to e^-1500."""
     h = 10.0**exponent
@@ -44,7 +42,6 @@ def test_log_delta(exponent, place, beyond):
 
 
 @given(st.floats(-4, 5), st.floats(-700, -1e-6))
-@settings(deadline=None)
 def test_exact_epsilon_is_the_smallest(exponent, target):
     sigma = 10.0**exponent
     u = sigma * exact_epsilon(sigma, target)

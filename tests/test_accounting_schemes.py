@@ -242,7 +242,7 @@ deltas = st.one_of(st.floats(-12, 0), st.floats(-300, 0)).map(lambda e: 10.0**e)
 schemes = st.tuples(st.sampled_from(list(SAMPLINGS)), st.sampled_from(list(ADJACENCIES)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(sigma=sigmas, q=rates, steps=counts, delta=deltas, scheme=schemes, n=st.integers(1, 10**7), room=st.floats(0, 3))
 def test_a_number_everywhere(sigma, q, steps, delta, scheme, n, room):
     sizes = {"dataset_size": n, "max_batch_size": max(1, int(n * q * (0.5 + room)))}
@@ -255,7 +255,7 @@ def test_a_number_everywhere(sigma, q, steps, delta, scheme, n, room):
     assert quick(time.process_time() - start, 10)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     sigma=st.floats(0.4, 20),
     q=st.floats(1e-5, 1),
