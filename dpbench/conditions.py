@@ -119,7 +119,7 @@ def drifting(seconds: Sequence[float]) -> str | None:
 def warnings(records: Sequence[Record]) -> list[str]:
     """What a reader of these records must be told of how they were taken; a sentence or two each."""
     timed = [r for r in records if series_of(r)]
-    found = load_warnings(timed) + theft_warnings(timed)
+    found = shared_warnings(timed)
     environments = {id(r.environment): r.environment for r in timed}.values()
     gpu = dict.fromkeys(trouble for environment in environments for trouble in gpu_trouble(environment))
     found += [f"Warning: when a run began, {trouble}." for trouble in gpu]
@@ -141,7 +141,12 @@ def warnings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def load_warnings(timed: Sequence[Record]) -> list[str]:
+def shared_warnings(timed: Sequence[Record]) -> list[str]:
+    """What a reader must be told of who else had the CPUs while these records were taken: programs, or other guests."""
+    return _load_warnings(timed) + _theft_warnings(timed)
+
+
+def _load_warnings(timed: Sequence[Record]) -> list[str]:
     """Whether other programs had the CPUs while these records were taken; a sentence if so."""
     loads = [(r, load) for r in timed for load in (r.load, r.environment.get("load_average")) if load is not None]
     over = [(load, cpus) for r, load in loads if overload(load, cpus := _cpus(r.environment))]
@@ -156,7 +161,7 @@ def load_warnings(timed: Sequence[Record]) -> list[str]:
     ]
 
 
-def theft_warnings(timed: Sequence[Record]) -> list[str]:
+def _theft_warnings(timed: Sequence[Record]) -> list[str]:
     """Whether the host kept its CPUs from the machine while these records were taken; a sentence if so."""
     shares = [r.stolen for r in timed if r.stolen is not None and theft(r.stolen)]
     if not shares:

@@ -102,9 +102,10 @@ def test_cifar10_is_trained_on_where_a_root_is_given(tmp_path, monkeypatch):
 
 
 class Record:
-    def __init__(self, epsilon, seed, accuracy, clip="flat", backend="bk_mixed", loss=0.5, load=1.0):
+    def __init__(self, epsilon, seed, accuracy, clip="flat", backend="bk_mixed", loss=0.5, load=1.0, stolen=None):
         trial = UtilityTrial(network="linear", target_epsilon=epsilon, seed=seed, clip=clip, backend=backend)
-        self.trial, self.outcome, self.fingerprint, self.load = trial.describe(), "ok", "0", load
+        self.trial, self.outcome, self.fingerprint = trial.describe(), "ok", "0"
+        self.load, self.stolen = load, stolen
         self.kind, self.device, self.run, self.environment = "utility", "cpu", "", {"cpus_available": 2}
         self.node = self.edition = None
         curve = [{"steps": 3, "seconds": 1.0, "accuracy": 0.5}, {"steps": 6, "seconds": 2.5, "accuracy": accuracy}]
@@ -149,7 +150,8 @@ def test_time_to_accuracy():
     assert one.reached == 0 and pd.isna(one.epochs)
     caption = time_to.caption(records(), frame, left_out)
     assert "load average" not in caption
-    assert "load average reached 9.0" in time_to.caption([*records(), Record(8.0, 0, 0.9, load=9.0)], frame, left_out)
+    disturbed = time_to.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame, left_out)
+    assert "load average reached 9.0" in disturbed and "gave CPU time to others, 30% at the most" in disturbed
     epochs = time_to.plot(frame, caption).axes[0]
     assert [label.get_text() for label in epochs.get_yticklabels()] == [
         *("ordinary", "ε = 2", "ε = 1"),

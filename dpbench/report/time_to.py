@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.conditions import load_warnings
+from dpbench.conditions import shared_warnings
 from dpbench.report import captions, style
 from dpbench.report.figures import Bar, Panel, Row, bars
 from dpbench.report.select import LeftOut, Record
@@ -131,7 +131,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "clipping with bk_mixed. By backend: the seeds that all were run with; same batches, same noise. One thread."
     )
     whole = captions.caption([said], records, left_out, setting=False)
-    return "\n".join([whole, *load_warnings(records)])
+    return "\n".join([whole, *shared_warnings(records)])
 
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
