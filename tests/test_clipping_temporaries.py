@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from clipping import compare, load_backend
-from clipping.rules import pieces
+from clipping.rules import base, pieces
 from clipping.rules.pieces import Pieces, in_pieces
+from clipping.tape import Tape
 from clipping.temporaries import Convolution
 from dpbench.measure.memory import measured_peak
 
@@ -101,6 +102,43 @@ def test_pieces_take_less_at_once():
     assert in_pieces(large) < 0.8 * large.input_gradient()
     small = large._replace(x=(8, 32, 32, 32), y=(8, 32, 32, 32))
     assert pieces.pieces(small) == 1 and in_pieces(small) == small.input_gradient()
+
+
+def test_no_piece_of_a_large_batch_is_larger_than_16_mib():
+    large = Convolution((6400, 32, 32, 32), (32, 32, 3, 3), (6400, 32, 32, 32), [1, 1], 1, torch.float32)
+    assert pieces.pieces(large) == 50  # of 128 samples
+    assert in_pieces(large) < 1.05 * large.results(True, False)
+
+
+SUMS = {
+    "3x3": (nn.Conv2d(32, 32, 3, padding=1), (64, 32, 16, 16)),
+    "strided, the output smaller": (nn.Conv2d(32, 64, 3, stride=2, padding=1), (64, 32, 16, 16)),
+    "the input smaller": (nn.Conv2d(32, 64, 3, padding=1), (64, 32, 16, 16)),
+    "transposed": (nn.ConvTranspose2d(32, 32, 2, stride=2), (64, 32, 8, 8)),
+    "linear": (nn.Linear(64, 48), (64, 100, 64)),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_is_formed_in_portions_as_it_is_at_once_and_takes_less(monkeypatch, name):
+    layer, shape = SUMS[name]
+    x = torch.randn(shape)
+    tape = Tape({"weight": layer.weight}, (x,), len(x))
+    with tape:
+        output = layer(x)
+    ((_, rule),) = tape.uses[0].rules
+    g, factors = torch.randn_like(output), torch.rand(len(x))
+    found, taken = {}, {}
+    for room in (2**30, 2**18):  # without care, and with it
+        monkeypatch.setitem(base.WORKSPACE, "cpu", room)
+        with torch.no_grad():
+            found[room] = rule.weighted(g, factors)  # the first call may time libraries
+            taken[room] = measured_peak(lambda: rule.weighted(g, factors), [], CPU).peak_bytes
+        assert rule.summing_bytes(g) + layer.weight.numel() * 4 == pytest.approx(taken[room], rel=0.15)
+    torch.testing.assert_close(found[2**30], found[2**18], rtol=1e-4, atol=1e-3)
+    assert taken[2**18] < 0.5 * taken[2**30]
+    expected = torch.autograd.grad((layer(x) * g * factors.view(-1, *[1] * (g.dim() - 1))).sum(), layer.weight)[0]
+    torch.testing.assert_close(found[2**18], expected, rtol=1e-4, atol=1e-3)
 
 
 def test_an_input_s_gradient_is_predicted_as_it_is_measured(monkeypatch):

@@ -14,6 +14,7 @@ For each there may be several *ways* of computing it, all exact; which is fastes
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,11 @@ from clipping.interface import norm_dtype
 from clipping.kernels import cpu
 from clipping.rules.grams import HALVED, part, sum_of_squares
 from clipping.rules.pieces import Share
-from clipping.samples import weighted_sum
+from clipping.samples import rounded_down, weighted_sum
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
-"""Bytes that one norm may always use beside the operation's own input and output gradient: on a CPU what its caches
-hold, on a GPU what keeps it busy."""
+"""Bytes that one norm, or a copy for a sum, may always use beside the operation's own input and output gradient: on a
+CPU what its caches hold, on a GPU what keeps it busy."""
 
 
 @dataclass(frozen=True)
@@ -202,8 +203,10 @@ class Rule(ABC):
 
     def workspace(self, g: Tensor | Spec) -> int:
         """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
-        always = WORKSPACE.get(self.parameter.device.type, WORKSPACE["cuda"])
-        return max(always, g.numel() * g.element_size() // 4)
+        return max(self._room(), g.numel() * g.element_size() // 4)
+
+    def _room(self) -> int:
+        return WORKSPACE.get(self.parameter.device.type, WORKSPACE["cuda"])
 
     def is_kept(self, g: Tensor | Spec) -> bool:
         """Whether the instantiated gradients of the whole batch take no more than what would be kept instead."""
@@ -265,6 +268,45 @@ class Rule(ABC):
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no companions")
+
+
+class Bilinear(Rule):
+    """A weight: linear in the operation's input and in its output's gradient, so that the factors go to the smaller.
+
+    A scaled copy is as large as that, and the library may make further ones. So the sum is formed in portions of the
+    batch, one after the other, where copies are large: a step's memory is fullest when its sums begin.
+    """
+
+    @abstractmethod
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """The input and the output's gradient of some samples, of g's dtype, samples first, in as many dimensions."""
+
+    @abstractmethod
+    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
+        """Σ_i g_i of such operands, of the shape of `parameter`."""
+
+    @abstractmethod
+    def copied(self, g: Tensor | Spec) -> int:
+        """Bytes of the largest copy that one sample's share of the sum takes."""
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        factors = rounded_down(factors, g.dtype)
+        return functools.reduce(Tensor.add_, (self._weighted(g, factors, samples) for samples in self._portions(g)))
+
+    def _weighted(self, g: Tensor, factors: Tensor, samples: slice) -> Tensor:
+        x, g = self.operands(g, samples)
+        factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
+        return self.gradient(x * factors, g) if x.numel() < g.numel() else self.gradient(x, g * factors)
+
+    def portion(self, g: Tensor | Spec) -> tuple[int, int]:
+        """Samples of the largest portion; bytes of the sum that it is added to, if it is not the only one."""
+        portions = self._portions(g)
+        samples = max(portion.stop - portion.start for portion in portions)
+        return samples, self.instantiated_bytes(g) if len(portions) > 1 else 0
+
+    def _portions(self, g: Tensor | Spec) -> list[slice]:
+        """Of more bytes than the weight itself has, or adding up would show."""
+        return blocks(self.samples(g), self.copied(g), max(self._room(), 4 * self.instantiated_bytes(g)))
 
 
 class Regrouped(Rule):

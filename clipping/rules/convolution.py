@@ -21,19 +21,18 @@ from torch import Tensor
 from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.kernels import cpu
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec, Work
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Spec, Work
 from clipping.rules.grams import gram_product, part
 from clipping.rules.pieces import Pieces, Share, applies
 from clipping.rules.pixels import Geometry, compiled_norm, every, phases, pixel_gram_product
 from clipping.rules.products import products
-from clipping.samples import rounded_down
 from clipping.temporaries import Convolution
 
 MOST_PIXELS = 1024
 """Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""
 
 
-class ConvolutionWeight(Rule):
+class ConvolutionWeight(Bilinear):
     """∂/∂W of one sample, [p·groups, C/groups, *kernel].
 
     Args:
@@ -79,7 +78,7 @@ class ConvolutionWeight(Rule):
                 self.offer_compiled()
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        x, g = self._of(g, samples)
+        x, g = self.operands(g, samples)
         count = x.shape[0]
         if way == "shifts":
             return self._by_shifts(x, g)
@@ -118,13 +117,18 @@ class ConvolutionWeight(Rule):
         products = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
         return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = rounded_down(factors, g.dtype).view(-1, *[1] * (g.dim() - 1))
-        x, g = self._of(g, slice(0, g.shape[0]))
-        return self._weight_gradient(x, g * factors, 1)
+    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
+        return self._weight_gradient(x, g, 1)
 
-    def _of(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """The input, of g's dtype, and the gradient g of some samples."""
+    def copied(self, g: Tensor | Spec) -> int:
+        return max(self._each(g))
+
+    def _each(self, g: Tensor | Spec) -> tuple[int, int]:
+        """Bytes of one sample's input and output gradient."""
+        size = g.element_size()
+        return math.prod(self.x.shape[1:]) * size, math.prod(g.shape[1:]) * size
+
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         x, g = part(self.x, samples), part(g, samples)
         return x if x.dtype == g.dtype else x.to(g.dtype), g
 
@@ -197,23 +201,24 @@ class ConvolutionWeight(Rule):
         if way != "grouped" or self.parameter.device.type != "cpu":
             return super().norm_bytes(g, way, block)
         spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
-        return spare + self._convolution(g, block).weight_gradient()
+        return spare + self._convolution(g, 1, fold=block).weight_gradient()
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
-        scaled = g.numel() * g.element_size()
+        samples, beside = self.portion(g)
+        taken = samples * min(self._each(g)) + beside
         if self.parameter.device.type != "cpu":
-            return scaled
-        return scaled + self._convolution(g, 1).weight_gradient() - self.parameter.numel() * g.element_size()
+            return taken
+        return taken + self._convolution(g, samples).weight_gradient() - self.instantiated_bytes(g)
 
-    def _convolution(self, g: Tensor | Spec, fold: int) -> Convolution:
-        """Of the whole batch, or with `fold` samples folded into the groups."""
-        rows, (outputs, *kernel) = (g.shape[0] if fold == 1 else 1), self.parameter.shape
+    def _convolution(self, g: Tensor | Spec, rows: int, fold: int = 1) -> Convolution:
+        """Of some samples, or with `fold` samples folded into the groups."""
+        outputs, *kernel = self.parameter.shape
         x, y = ([rows, fold * shape[1], *shape[2:]] for shape in (self.x.shape, g.shape))
         return Convolution(x, (fold * outputs, *kernel), y, self.stride, fold * self.groups, g.dtype)
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         available = self.workspace(g)
-        x, g = self._of(g, samples)
+        x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
             return kernels.convolution_norm(x, g, *self._geometry(), groups)
@@ -268,8 +273,10 @@ class TransposedConvolutionWeight(ConvolutionWeight):
         return self._swapped(g).work(self.x, way)
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = rounded_down(factors, g.dtype).view(-1, *[1] * (g.dim() - 1))
-        return self._swapped(g)._weight_gradient(g * factors, self.x[: g.shape[0]].to(g.dtype), 1)
+        return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
+
+    def summing_bytes(self, g: Tensor | Spec) -> int:
+        return self._swapped(g).summing_bytes(self.x)
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         return self._swapped(g)._ghost(self.x.to(g.dtype), samples, way)

@@ -11,14 +11,13 @@ from torch import Tensor
 from clipping import kernels
 from clipping.interface import norm_dtype
 from clipping.kernels import cpu
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.grams import gram_product, part, within
 from clipping.rules.products import by_onednn, product, products
-from clipping.samples import rounded_down
 
 
-class LinearWeight(Rule):
+class LinearWeight(Bilinear):
     """∂/∂W of one sample is Σ_t g_t a_tᵀ = gᵀa, [p, d].
 
     Args:
@@ -44,36 +43,34 @@ class LinearWeight(Rule):
         return LinearWeight(self.parameter, self.a, self.transposed, fold)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        a, g = self.pairs(g, samples)
+        a, g = self.operands(g, samples)
         a, g = a.transpose(1, 2), g.transpose(1, 2)
         return products(a, g) if self.transposed else products(g, a)
 
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        a, g = self.pairs(g, slice(0, self.samples(g)))
-        factors = rounded_down(factors, g.dtype).view(-1, 1, 1)
-        if self.inputs < self.outputs:  # the factors go to whichever is smaller
-            a = a * factors
-        else:
-            g = g * factors
-        a, g = a.flatten(0, 1), g.flatten(0, 1)
-        return product(a, g) if self.transposed else product(g, a)
+    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
+        x, g = x.flatten(0, 1), g.flatten(0, 1)
+        return product(x, g) if self.transposed else product(g, x)
+
+    def copied(self, g: Tensor | Spec) -> int:
+        return self.positions * min(self.inputs, self.outputs) * g.element_size()
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
-        smaller = min(self.a.numel() * g.element_size(), super().summing_bytes(g))
-        return 2 * smaller if by_onednn(self.a, self.a.numel() * self.outputs) else smaller  # scaled, and then copied
+        samples, beside = self.portion(g)
+        copies = 2 if by_onednn(self.a, self.a.numel() * self.outputs) else 1  # scaled, and then copied
+        return copies * samples * self.copied(g) + beside
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:
             return None
         everyone = slice(0, self.samples(g))
-        (a, g), (b, h) = self.pairs(g, everyone), other.pairs(other_g, everyone)
+        (a, g), (b, h) = self.operands(g, everyone), other.operands(other_g, everyone)
         return cross_gram(a, g, b, h, self.workspace(g))
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         if way == GRAM_KERNEL:
-            return kernels.gram_norm(*self.pairs(g, samples))
+            return kernels.gram_norm(*self.operands(g, samples))
         if way == NORM_KERNEL:
-            return kernels.instantiated_norm(*self.pairs(g, samples))
+            return kernels.instantiated_norm(*self.operands(g, samples))
         return self._ghosts_together(g, samples, way, ())
 
     def companions(self, g: Tensor) -> Hashable:
@@ -83,13 +80,13 @@ class LinearWeight(Rule):
         return id(self.a), self.fold, g.dtype, self.samples(g), self.route.way
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
-        a, g = self.pairs(g, samples)
-        more = [rule.pairs(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight)]
+        a, g = self.operands(g, samples)
+        more = [rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight)]
         if way == COMPILED:
             return cpu.gram_norm(a, [g, *more])
         return gram_product(a, g, self.workspace(g), more)
 
-    def pairs(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
         rows = self.rows(samples)
         a, g = part(self.a, rows), part(g, rows)

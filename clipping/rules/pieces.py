@@ -27,6 +27,9 @@ PIECE = 2 * 2**20
 LEAST = 4
 """Pieces that are worth it: the result of all and a copy of each of two take no more than two whole ones."""
 MOST = 8
+"""Pieces, unless they would be larger than `LARGEST`: to begin an operation takes time as well."""
+LARGEST = 16 * 2**20
+"""Bytes of the input or of the output that a piece may have where a batch is large."""
 
 
 class Share:
@@ -75,7 +78,7 @@ class Pieces(torch.autograd.Function):
 def pieces(sizes: Convolution) -> int:
     """In how many pieces of the batch an input's gradient is formed; 1 if none are worth it."""
     largest = max(sizes.results(True, False), sizes._replace(x=sizes.y).results(True, False))
-    count = min(largest // PIECE, MOST, sizes.x[0] // 2)
+    count = min(max(min(largest // PIECE, MOST), largest // LARGEST), sizes.x[0] // 2)
     return count if count >= LEAST else 1
 
 

@@ -31,15 +31,18 @@ is affine in B for B ≥ 3, and two small batches give the peak of any.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 import torch._dynamo  # the fake mode imports it in its constructor; here, a server has it before it forks a trial
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.temporaries import Convolution
@@ -48,6 +51,8 @@ from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 
 #: The two batch sizes that a loop over samples is simulated at: steady, and one more.
 _LOOP_SIZES = (3, 4)
+#: Where a mode is wrapped, to keep a compiler off it.
+_WRAPPERS = {torch._dynamo.eval_frame.__file__, torch._compile.__file__}
 
 
 class SimulatedStep(Protocol):
@@ -83,7 +88,7 @@ class StorageLifetimes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.alive
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.add.Tensor and _the_engine_adds():
+        if func is torch.ops.aten.add.Tensor and _the_engine_adds(sys._getframe(1)):
             self._accumulated(args[0], result)
             return result
         if self._temporaries:
@@ -135,13 +140,17 @@ class StorageLifetimes(TorchDispatchMode):
             self.peak = max(self.peak, self.alive)
 
 
-def _the_engine_adds() -> bool:
-    """An addition between two nodes of a backward pass is autograd's own, of gradients that meet."""
-    return (
-        torch._C._current_graph_task_id() != -1
-        and torch._C._current_autograd_node() is None
-        and not torch.is_grad_enabled()
-    )
+def _the_engine_adds(frame: FrameType | None) -> bool:
+    """Whether an addition is autograd's own, of gradients that meet: then no function of a backward pass has called it.
+
+    Args:
+        frame: the Python frame from which it came, perhaps by way of a mode's wrappers.
+    """
+    if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return False
+    while frame is not None and frame.f_code.co_filename in _WRAPPERS:
+        frame = frame.f_back
+    return frame is not None and frame.f_code is _engine_run_backward.__code__
 
 
 def at_once(func: Any, args: Any, result: Any) -> int:
