@@ -141,6 +141,20 @@ def test_a_sum_is_formed_in_portions_as_it_is_at_once_and_takes_less(monkeypatch
     torch.testing.assert_close(found[2**18], expected, rtol=1e-4, atol=1e-3)
 
 
+def test_portions_in_half_precision_add_up_in_single(monkeypatch):
+    layer, x = nn.Linear(8, 8, dtype=torch.bfloat16), torch.ones(512, 4, 8, dtype=torch.bfloat16)
+    tape = Tape({"weight": layer.weight}, (x,), len(x))
+    with tape:
+        output = layer(x)
+    ((_, rule),) = tape.uses[0].rules
+    g, factors = torch.full_like(output, 33 / 32), torch.ones(len(x))
+    with torch.no_grad():
+        at_once = rule.weighted(g, factors)
+        monkeypatch.setitem(base.WORKSPACE, "cpu", 1)
+        assert rule.portion(output)[0] == 8  # of 512 samples: 64 sums, which bfloat16 would add up 2 % off
+        torch.testing.assert_close(rule.weighted(g, factors), at_once, rtol=0, atol=0)
+
+
 def test_an_input_s_gradient_is_predicted_as_it_is_measured(monkeypatch):
     x = torch.randn(64, 32, 32, 32, requires_grad=True)
     weight = torch.randn(32, 32, 3, 3)

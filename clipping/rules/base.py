@@ -14,7 +14,6 @@ For each there may be several *ways* of computing it, all exact; which is fastes
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -291,7 +290,13 @@ class Bilinear(Rule):
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = rounded_down(factors, g.dtype)
-        return functools.reduce(Tensor.add_, (self._weighted(g, factors, samples) for samples in self._portions(g)))
+        first, *others = self._portions(g)
+        total = self._weighted(g, factors, first)
+        if others:  # added up in half precision, many of them would lose the digits that one product keeps
+            total = total.to(norm_dtype(g.dtype))
+        for samples in others:
+            total += self._weighted(g, factors, samples)
+        return total.to(g.dtype)
 
     def _weighted(self, g: Tensor, factors: Tensor, samples: slice) -> Tensor:
         x, g = self.operands(g, samples)
@@ -302,7 +307,7 @@ class Bilinear(Rule):
         """Samples of the largest portion; bytes of the sum that it is added to, if it is not the only one."""
         portions = self._portions(g)
         samples = max(portion.stop - portion.start for portion in portions)
-        return samples, self.instantiated_bytes(g) if len(portions) > 1 else 0
+        return samples, self.parameter.numel() * norm_dtype(g.dtype).itemsize if len(portions) > 1 else 0
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:
         """Of more bytes than the weight itself has, or adding up would show."""
