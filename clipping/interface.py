@@ -80,8 +80,6 @@ class Backend(ABC):
 
     name: ClassVar[str]
     private: ClassVar[bool] = True
-    per_sample_loop: ClassVar[bool] = False
-    """Samples are treated one after the other: memory does not grow with B, but for the batch itself."""
     together: ClassVar[int] = 1
     """Samples whose mean gradient is clipped as one. More than 1 is another mechanism than clipping per sample."""
     trusted: ClassVar[bool] = False

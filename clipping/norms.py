@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from clipping.blocks import blocks, concatenated, each
 from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype
 from clipping.oracle import gradients
 from clipping.rules import Rule, Spec
-from clipping.rules.base import blocks
 from clipping.rules.grams import part, sum_of_squares
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
@@ -99,11 +99,12 @@ class Norms(ABC):
         if source.rearranged:
             return rule.squared_norms(g, rule.route, others)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
-        parts = []
-        for samples in blocks(rule.samples(g), size, rule.workspace(g)):
+
+        def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))
-            parts.append(torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0))
-        return torch.cat(parts)
+            return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
+
+        return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g)))
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
@@ -208,13 +209,14 @@ class Book(_WholeNorms):
             self._entries.append((source, partial(rule.weighted, g)))
             return
         way = route.way or rule.best_way(g, ghost=False)
-        blocks = rule.blocks(g, way, route.block)
-        parts, squares = [], []
-        for samples in blocks:
-            parts.append(rule.instantiate(g, samples, way))
-            squares.append(sum_of_squares(parts[-1]))  # while it is in the caches
+
+        def kept(samples: slice) -> tuple[Tensor, Tensor]:
+            gradients = rule.instantiate(g, samples, way)
+            return gradients, sum_of_squares(gradients)  # while it is in the caches
+
+        parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
-        self._entries.append((source, partial(_weighted_sum_of, parts, blocks)))
+        self._entries.append((source, partial(_weighted_sum_of, parts)))
 
     def _total(self) -> Tensor:
         groups: dict[Hashable, list[tuple[Source, Rule, Tensor]]] = {}
@@ -297,9 +299,13 @@ def _weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor
     return total
 
 
-def _weighted_sum_of(parts: list[Tensor], blocks: list[slice], factors: Tensor) -> Tensor:
+def _weighted_sum_of(parts: list[Tensor], factors: Tensor) -> Tensor:
     """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
-    total = weighted_sum(part(factors, blocks.pop()), parts.pop())
+    total, stop = None, len(factors)
     while parts:
-        total = weighted_sum(part(factors, blocks.pop()), parts.pop(), total)
+        gradients = parts.pop()
+        start = stop - len(gradients)
+        total = weighted_sum(part(factors, slice(start, stop)), gradients, total)
+        stop = start
+    assert total is not None
     return total

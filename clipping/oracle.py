@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from clipping.blocks import Parts, each
 from clipping.functions import ClipFunction, Flat
 from clipping.interface import (
     Backend,
@@ -32,19 +33,20 @@ class Microbatch(Backend):
     """
 
     name = "microbatch"
-    per_sample_loop = True
     trusted = True
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        norms, losses = [], []
-        for start in range(0, batch_size, self.together):
-            stop = min(start + self.together, batch_size)
-            sample, target = map_tensors(lambda x, a=start, b=stop: x[a:b], (inputs, targets))  # type: ignore[misc]
-            loss = self.losses(sample, target, batch_size=stop - start)
+
+        def one(at: slice) -> Parts:
+            sample, target = map_tensors(lambda x: x[at], (inputs, targets))
+            loss = self.losses(sample, target, batch_size=at.stop - at.start)
             grads = with_zeros(gradients(loss.mean(), parameters), parameters)
-            norms.append(_add_clipped(sums, grads, self.clip, loss))
-            losses.append(loss.detach())
+            return _add_clipped(sums, grads, self.clip, loss), loss.detach()
+
+        starts = range(0, batch_size, self.together)
+        microbatches = [slice(start, min(start + self.together, batch_size)) for start in starts]
+        norms, losses = zip(*each(one, microbatches), strict=True)
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
         return ClippedGradient(sums, torch.cat(norms), torch.cat(losses))
 
@@ -63,7 +65,6 @@ class TfMicrobatch(Microbatch):
     """
 
     trusted = False
-    per_sample_loop = False  # its memory grows with m
 
 
 @cache

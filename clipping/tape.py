@@ -135,10 +135,7 @@ class Tape(TorchFunctionMode):
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """[rows · n]: a vector made of parameters, for each row of the batch a copy whose gradient is its own."""
-        vector = tensor.view(-1)  # the graph reads it once
-        many, rest = divmod(rows, COPIES)
-        parts = [torch.cat([vector] * COPIES)] * many if many else []
-        copies = torch.cat([*parts, *[vector] * rest])  # in less time than by `repeat`, or `expand` and `reshape`
+        copies = _Repeated.apply(tensor, rows)
         source = self._sources.get(id(tensor))
         if source is not None:
             output = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)
@@ -330,6 +327,25 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
+
+
+class _Repeated(torch.autograd.Function):
+    """[rows · n] of a tensor of n entries; its gradient is one sum over the rows, not one addition for each."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rows: int) -> Tensor:
+        ctx.rows, ctx.shape = rows, tensor.shape
+        copies = tensor.reshape(-1)
+        parts: list[Tensor] = []
+        while rows >= COPIES:  # in less time than by `repeat`, or `expand` and `reshape`
+            rows, rest = divmod(rows, COPIES)
+            parts = [copies] * rest + parts
+            copies = torch.cat([copies] * COPIES)
+        return torch.cat([copies] * rows + parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].view(ctx.rows, -1).sum(0).view(ctx.shape), None
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:

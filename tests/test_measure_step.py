@@ -24,7 +24,6 @@ class Doubled(Microbatch):
     """Wrong in one parameter: twice its gradient."""
 
     name = "doubled"
-    per_sample_loop = False
     calls = 0
 
     def _clipped(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from clipping import kernels
+from clipping.blocks import added, blocks, concatenated
 from clipping.interface import norm_dtype
 from clipping.kernels import cpu
 from clipping.rules.grams import HALVED, part, sum_of_squares
@@ -152,22 +153,22 @@ class Rule(ABC):
         With `others`, its companions and their output gradients, the sum of all their squared norms.
         """
         way = route.way or self.best_way(g, ghost=route.ghost)
-        found = []
-        for samples in self.blocks(g, way, route.block):
+
+        def squares(samples: slice) -> Tensor:
             if others:
-                found.append(self._ghosts_together(g, samples, way, others))
-            else:
-                found.append((self._ghost if route.ghost else self._instantiated)(g, samples, way))
-        return torch.cat(found) if len(found) > 1 else found[0]
+                return self._ghosts_together(g, samples, way, others)
+            return (self._ghost if route.ghost else self._instantiated)(g, samples, way)
+
+        return concatenated(squares, self.blocks(g, way, route.block))
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""
-        total = torch.zeros_like(self.parameter, memory_format=torch.contiguous_format)
         way = self.best_way(g, ghost=False)
-        for samples in self.blocks(g, way):
-            gradient = self.instantiate(g, samples, way)
-            total += weighted_sum(factors[samples], gradient)
-        return total
+
+        def weighted(samples: slice) -> Tensor:
+            return weighted_sum(part(factors, samples), self.instantiate(g, samples, way))
+
+        return added(weighted, self.blocks(g, way)).to(self.parameter.dtype)
 
     def held_input(self) -> Tensor | None:
         """The operation's input, if the weight gradient needs it."""
@@ -290,13 +291,7 @@ class Bilinear(Rule):
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = rounded_down(factors, g.dtype)
-        first, *others = self._portions(g)
-        total = self._weighted(g, factors, first)
-        if others:  # added up in half precision, many of them would lose the digits that one product keeps
-            total = total.to(norm_dtype(g.dtype))
-        for samples in others:
-            total += self._weighted(g, factors, samples)
-        return total.to(g.dtype)
+        return added(lambda samples: self._weighted(g, factors, samples), self._portions(g)).to(g.dtype)
 
     def _weighted(self, g: Tensor, factors: Tensor, samples: slice) -> Tensor:
         x, g = self.operands(g, samples)
@@ -328,13 +323,6 @@ class Regrouped(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return self.rule.instantiate(g, self.rows(samples), way).unflatten(0, (-1, self.fold)).sum(1)
-
-
-def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
-    """Cut a batch into blocks of samples that stay within `available` bytes and differ in size by one at the most."""
-    most = max(1, available // max(1, bytes_per_sample))
-    count = -(-batch_size // most)
-    return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
 
 
 class Bias(Rule):

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.blocks import blocks, concatenated
 from clipping.interface import norm_dtype
 from clipping.kernels import cpu
-from clipping.rules.base import Gradient, Refused, Rule, blocks
+from clipping.rules.base import Gradient, Refused, Rule
 from clipping.rules.grams import part
 
 
@@ -30,13 +31,13 @@ class _Scale(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         dtype = norm_dtype(g.dtype)
-        parts = []
-        for block in blocks(
-            samples.stop - samples.start, 2 * math.prod(g.shape[1:]) * dtype.itemsize, self.workspace(g)
-        ):
+
+        def summed(block: slice) -> Tensor:
             at = slice(samples.start + block.start, samples.start + block.stop)
-            parts.append(_sum_positions(self.normalised(at, dtype).mul_(part(g, at)), self.parameter))
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+            return _sum_positions(self.normalised(at, dtype).mul_(part(g, at)), self.parameter)
+
+        size = 2 * math.prod(g.shape[1:]) * dtype.itemsize
+        return concatenated(summed, blocks(samples.stop - samples.start, size, self.workspace(g)))
 
 
 class LayerNormWeight(_Scale):

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.blocks import each, in_parts
 from clipping.interface import without_autocast
 from clipping.temporaries import Convolution
 
@@ -125,7 +126,11 @@ def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], co
     with torch.no_grad(), without_autocast(g.device):
         wanted = [True, False, False]
         result = torch.empty_like(x)
-        parts = zip(*(whole.tensor_split(count) for whole in (result, g, x)), strict=True)
-        for into, *operands in parts:
+
+        def form(samples: slice) -> tuple[()]:
+            into, *operands = (whole[samples] for whole in (result, g, x))
             into.copy_(torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
+            return ()
+
+        each(form, in_parts(len(x), count))
         return result

@@ -38,7 +38,7 @@ from dpbench.measure.bench import (
     storage_bytes,
 )
 from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
-from dpbench.measure.simulate import simulated_device, simulated_peak_at
+from dpbench.measure.simulate import simulated_device, simulated_peak
 from dpbench.outcome import OverBudget
 from dpbench.trials import PeakTrial
 
@@ -174,7 +174,7 @@ def _measured(trial: PeakTrial) -> tuple[Memory, int, int]:
     device = device_of(trial.device)
     set_budget(trial.memory_budget, device)
     phases = Phases()
-    with _open_step(trial, trial.batch_size, trial.device, phases) as step:
+    with _open_step(trial, trial.device, phases) as step:
         memory = measured_peak(step, step.holds(), device, phases)
         return memory, _model_bytes(step), parameter_count(step.backend.model)
 
@@ -185,18 +185,15 @@ def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
     phases = Phases()
 
     @contextmanager
-    def open_at(batch_size: int) -> Iterator[Step]:
+    def open_step() -> Iterator[Step]:
         nonlocal model_bytes, parameters
-        with _open_step(trial, batch_size, device, phases) as step:
+        with _open_step(trial, device, phases) as step:
             model_bytes, parameters = _model_bytes(step), parameter_count(step.backend.model)
             yield step
 
-    per_sample_loop = available_backend(trial.backend).per_sample_loop
     try:
-        memory = simulated_peak_at(
-            open_at,
-            trial.batch_size,
-            per_sample_loop=per_sample_loop,
+        memory = simulated_peak(
+            open_step,
             temporaries=torch.device(trial.device).type == "cpu",  # of a GPU's kernels nothing is known
             phases=phases,
         )
@@ -210,10 +207,10 @@ def _model_bytes(step: Step) -> int:
 
 
 @contextmanager
-def _open_step(trial: PeakTrial, batch_size: int, device: str, phases: Phases) -> Iterator[Step]:
+def _open_step(trial: PeakTrial, device: str, phases: Phases) -> Iterator[Step]:
     backend_class = available_backend(trial.backend)
     workload = open_workload(trial, device)
-    batch = workload.batch(batch_size)
+    batch = workload.batch(trial.batch_size)
     with (
         phases.watched(workload.model, workload.loss_fn) as loss_fn,
         backend_class(workload.model, loss_fn, verify=False) as backend,

@@ -20,12 +20,9 @@ known: on CUDA, or for a device that this machine lacks, none are added. The exp
 it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
 makes, and that outlives its first summand at once, is that summand.
 
-**A loop over samples** (`per_sample_loop`) does the same for every sample, and keeps of it only the norm and the loss.
-From the second sample on, iterations allocate alike, so at the worst moment of the last one
-
-    peak(B) = (what does not depend on B) + B · (bytes of an input, a target, a norm, a loss)
-
-is affine in B for B ≥ 3, and two small batches give the peak of any.
+**A loop over blocks of a batch**, or over its samples (`clipping.blocks`), is one block: the last. It is one of the
+largest, and what the others leave is there while it is worked on: so many bytes are added to all of it (`LastForAll`).
+So a step has about the same operations at any batch size, and takes the same time.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
@@ -45,12 +42,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from clipping.blocks import InTurn, Parts, taken_by
+from clipping.interface import norm_dtype
 from clipping.temporaries import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 
-#: The two batch sizes that a loop over samples is simulated at: steady, and one more.
-_LOOP_SIZES = (3, 4)
 #: Where a mode is wrapped, to keep a compiler off it.
 _WRAPPERS = {torch._dynamo.eval_frame.__file__, torch._compile.__file__}
 
@@ -74,13 +71,15 @@ class StorageLifetimes(TorchDispatchMode):
 
     Attributes:
         alive: bytes now.
-        peak: the most there were; assign to it to begin anew.
+        peaks: part of a step -> the most there were while it ran.
+        phase: the part that runs now; see `enter`.
     """
 
     def __init__(self, *, temporaries: bool = False) -> None:
         super().__init__()
         self.alive = 0
-        self.peak = 0
+        self.phase = FORWARD
+        self.peaks = {FORWARD: 0}
         self._temporaries = temporaries
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._replaced: int | None = None  # what the engine adds to, as long as nothing else has happened
@@ -123,6 +122,35 @@ class StorageLifetimes(TorchDispatchMode):
         self.alive += size
         self.peak = max(self.peak, self.alive)
 
+    @property
+    def peak(self) -> int:
+        """The most bytes while the present part of a step ran; assign to it to begin anew."""
+        return self.peaks[self.phase]
+
+    @peak.setter
+    def peak(self, peak: int) -> None:
+        self.peaks[self.phase] = peak
+
+    def enter(self, phase: str) -> None:
+        """Another part of the step begins, or goes on."""
+        self._settle()
+        self.phase = phase
+        self.peak = max(self.peaks.get(phase, 0), self.alive)
+
+    @contextmanager
+    def beside(self) -> Iterator[list[int]]:
+        """Count what is alive inside it beside further bytes, which the caller adds to the list before it ends."""
+        self._settle()
+        before, self.peaks = self.peaks, {self.phase: self.alive}
+        further: list[int] = []
+        try:
+            yield further
+        finally:
+            self._settle()
+            inside, self.peaks = self.peaks, before
+            for phase, peak in inside.items():
+                self.peaks[phase] = max(self.peaks.get(phase, 0), peak + sum(further))
+
     def _accumulated(self, old: Tensor, new: Tensor) -> None:
         """`new` is `old` and another gradient; whether in the place of `old` is seen from what dies next."""
         peak = self.peak
@@ -138,6 +166,39 @@ class StorageLifetimes(TorchDispatchMode):
         if self._replaced is not None:
             self._replaced = None
             self.peak = max(self.peak, self.alive)
+
+
+class LastForAll(InTurn):
+    """The last block alone: what the others have left is there while it is worked on, and how large that is it shows.
+
+    Args:
+        lifetimes: that see the step.
+    """
+
+    def __init__(self, lifetimes: StorageLifetimes) -> None:
+        self._lifetimes = lifetimes
+
+    def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
+        if len(blocks) < 2:
+            return super().each(of_block, blocks)
+        largest = max(reversed(blocks), key=_size)  # the very last may be what was left over
+        before, all_others = largest.start - blocks[0].start, sum(map(_size, blocks)) - _size(largest)
+
+        def rows(part: Tensor, samples: int) -> int:
+            return -(-samples * len(part) // _size(largest))
+
+        with self._lifetimes.beside() as left:
+            parts = of_block(largest)
+            left.append(sum(rows(part, before) * _nbytes(part) // len(part) for part in parts))
+        return [tuple(part.new_empty(rows(part, all_others), *part.shape[1:]) for part in parts), parts]
+
+    def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
+        if len(blocks) < 2:
+            return super().added(of_block, blocks)
+        with self._lifetimes.beside() as left:
+            found = of_block(blocks[-1])
+            left.append(found.numel() * norm_dtype(found.dtype).itemsize)
+        return found.to(norm_dtype(found.dtype))
 
 
 def _the_engine_adds(frame: FrameType | None) -> bool:
@@ -179,6 +240,10 @@ def at_once(func: Any, args: Any, result: Any) -> int:
     return 0
 
 
+def _size(block: slice) -> int:
+    return block.stop - block.start
+
+
 def _nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
@@ -194,6 +259,7 @@ def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Pha
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         StorageLifetimes(temporaries=temporaries) as lifetimes,
+        taken_by(LastForAll(lifetimes)),
         torch.autograd.set_multithreading_enabled(False),
         open_step() as step,
     ):
@@ -202,52 +268,14 @@ def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Pha
             lifetimes.watch(tensor)  # a model may have been built of real tensors first: no operation returned these
         baseline = storage_bytes(holds)
         gc.collect()  # building leaves cycles; they must not die during the step
-        before = lifetimes.peak = lifetimes.alive
-        peaks = {FORWARD: before, BACKWARD: before}
-        now = FORWARD
-
-        def entered(phase: str) -> None:
-            nonlocal now
-            peaks[now] = max(peaks[now], lifetimes.peak)
-            lifetimes.peak, now = lifetimes.alive, phase
-
+        before = lifetimes.alive
+        lifetimes.phase, lifetimes.peaks = FORWARD, {FORWARD: before, BACKWARD: before}
         if phases is not None:
-            phases.entered = entered
+            phases.entered = lifetimes.enter
         step()
-        entered(BACKWARD)
-        grown = {phase: baseline + peak - before for phase, peak in peaks.items()}
+        lifetimes.enter(BACKWARD)
+        grown = {phase: baseline + peak - before for phase, peak in lifetimes.peaks.items()}
         return Memory("simulated", max(grown.values()), baseline, phases=grown if phases is not None else None)
-
-
-def simulated_peak_at(
-    open_step_at: Callable[[int], AbstractContextManager[SimulatedStep]],
-    batch_size: int,
-    *,
-    per_sample_loop: bool = False,
-    temporaries: bool = True,
-    phases: Phases | None = None,
-) -> Memory:
-    """The peak at one batch size; exact and quick also for a backend that loops over samples (see the module)."""
-
-    def at(size: int) -> Memory:
-        return simulated_peak(lambda: open_step_at(size), temporaries=temporaries, phases=phases)
-
-    if not per_sample_loop or batch_size <= _LOOP_SIZES[1]:
-        return at(batch_size)
-    few, more = (at(size) for size in _LOOP_SIZES)
-    steps = batch_size - _LOOP_SIZES[0]
-
-    def beyond(a: int, b: int) -> int:
-        return a + steps * (b - a)
-
-    return Memory(
-        "simulated",
-        peak_bytes=beyond(few.peak_bytes, more.peak_bytes),
-        baseline_bytes=beyond(few.baseline_bytes, more.baseline_bytes),
-        phases={name: beyond(peak, more.phases[name]) for name, peak in few.phases.items()}
-        if few.phases is not None and more.phases is not None
-        else None,
-    )
 
 
 def simulated_device(name: str) -> str:

@@ -1,0 +1,79 @@
+"""A batch in blocks of samples, one after the other, so that what is made of it at once stays within a workspace.
+
+All such loops are one of two: `each` keeps what is made of every block, `added` adds it up. Blocks differ in size by
+one sample at the most, the last is one of the largest, and what earlier ones leave is there by then: nothing needs more
+memory than the last. So a simulation of the memory, which computes nothing, lets the last stand for all
+(`taken_by`), and takes no longer for a batch of thousands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from clipping.interface import norm_dtype
+
+Parts = tuple[Tensor, ...]
+"""What is kept of a block: tensors [b, ...]."""
+
+
+def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
+    """Cut a batch into blocks of samples that stay within `available` bytes, or of one sample."""
+    most = max(1, available // max(1, bytes_per_sample))
+    return in_parts(batch_size, -(-batch_size // most))
+
+
+def in_parts(batch_size: int, count: int) -> list[slice]:
+    """Cut a batch into `count` blocks that differ in size by one at the most; the last is one of the largest."""
+    return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
+
+
+class InTurn:
+    """How the blocks of a batch are gone through: one after the other. Nothing else of a block outlives it."""
+
+    def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
+        """What `of_block` makes of each block; several may be joined to one."""
+        return [of_block(block) for block in blocks]
+
+    def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
+        """The sum of what `of_block` makes of each block, of the same shape each."""
+        first, *others = blocks
+        total = of_block(first)
+        if others:  # added up in half precision, many of them would lose the digits that one product keeps
+            total = total.to(norm_dtype(total.dtype))
+        for block in others:
+            total += of_block(block)
+        return total
+
+
+def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
+    """See `InTurn`."""
+    return _way.each(of_block, blocks)
+
+
+def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
+    """See `InTurn`: in float32 or wider if there are several blocks."""
+    return _way.added(of_block, blocks)
+
+
+def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
+    """What `of_block` makes of all blocks, [B, ...]."""
+    found = [part for (part,) in each(lambda samples: (of_block(samples),), blocks)]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+@contextmanager
+def taken_by(way: InTurn) -> Iterator[None]:
+    """Within it, blocks are gone through by another way, in all threads."""
+    global _way
+    before, _way = _way, way
+    try:
+        yield
+    finally:
+        _way = before
+
+
+_way = InTurn()
