@@ -6,8 +6,9 @@ Every warning says what is wrong, by how much, and what to do.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
 from statistics import median
 from typing import Any
 
@@ -22,14 +23,16 @@ MUCH_STOLEN = 0.05
 _THROTTLES = {
     0x4: "power cap",
     0x8: "hardware slowdown",
-    0x20: "thermal, by software",
-    0x40: "thermal, by hardware",
+    0x20: "thermal by software",
+    0x40: "thermal by hardware",
     0x80: "power brake",
 }
 #: Facts that differ from run to run and say nothing of what was measured.
 _PASSING = frozenset(
     {"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes", "device", "node", "executor", "libraries"}
 )
+#: What the name of a run's file begins with.
+_STAMP = re.compile(r"\d{8}T\d{6}Z")
 
 Difference = tuple[str, str, str]
 
@@ -58,21 +61,31 @@ def theft(stolen: float | None) -> str | None:
 def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
     """What is wrong with the GPU as the run found it: throttled, or shared."""
     found = []
-    try:
-        active = int((environment.get("gpu_state") or {}).get("clocks_throttle_reasons.active", "0"), 16)
-    except ValueError:  # "[N/A]" where the driver does not say
-        active = 0
-    if reasons := [name for bit, name in _THROTTLES.items() if active & bit]:
+    if reasons := _throttles(environment):
         found.append(
             f"the GPU is throttled ({', '.join(reasons)}): steps come out too long and uneven; let it cool, or lock "
             "its clocks below that limit (nvidia-smi --lock-gpu-clocks)"
         )
-    if others := len(environment.get("gpu_processes") or []) // 2:  # each is a pid and its memory
+    if others := _others(environment):
         found.append(
             f"{others} other process{'es are' if others > 1 else ' is'} on this machine's GPUs: on the same one, time "
             "and memory are shared; end them, or choose another GPU (CUDA_VISIBLE_DEVICES)"
         )
     return found
+
+
+def _throttles(environment: Mapping[str, Any]) -> list[str]:
+    """What slowed the GPU as the run began."""
+    try:
+        active = int((environment.get("gpu_state") or {}).get("clocks_throttle_reasons.active", "0"), 16)
+    except ValueError:  # "[N/A]" where the driver does not say
+        active = 0
+    return [name for bit, name in _THROTTLES.items() if active & bit]
+
+
+def _others(environment: Mapping[str, Any]) -> int:
+    """How many other processes were on the machine's GPUs as the run began."""
+    return len(environment.get("gpu_processes") or []) // 2  # each is a pid and its memory
 
 
 def series_of(record: Record) -> dict[str, Series]:
@@ -105,6 +118,14 @@ def drift_of(records: Sequence[Record]) -> dict[Any, float]:
     return shared_drift(list(cells.values()))
 
 
+def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
+    """(by which share the slowest round stands above the fastest one, the slowest round) if that is much."""
+    factors = drift_of(records)
+    if not factors or (by := max(factors.values()) / min(factors.values()) - 1) <= MUCH_DRIFT:
+        return None
+    return by, max(factors, key=lambda number: factors[number])
+
+
 def drifting(seconds: Sequence[float]) -> str | None:
     """What is wrong if the steps of one trial grow or shrink from its first half to its second; None if they do not."""
     if abs(by := trend(seconds)) <= MUCH_DRIFT:
@@ -117,28 +138,12 @@ def drifting(seconds: Sequence[float]) -> str | None:
 
 
 def warnings(records: Sequence[Record]) -> list[str]:
-    """What a reader of these records must be told of how they were taken; a sentence or two each."""
+    """What a reader of these records must be told of how they were taken: a sentence for each kind of trouble.
+
+    It says how often the trouble was met and where it was worst, what holds all the same, and what to do.
+    """
     timed = [r for r in records if series_of(r)]
-    found = shared_warnings(timed)
-    environments = {id(r.environment): r.environment for r in timed}.values()
-    gpu = dict.fromkeys(trouble for environment in environments for trouble in gpu_trouble(environment))
-    found += [f"Warning: when a run began, {trouble}." for trouble in gpu]
-    for run, part in grouped(timed, lambda r: r.run).items():
-        factors = drift_of(part)
-        if factors and (by := max(factors.values()) / min(factors.values()) - 1) > MUCH_DRIFT:
-            slowest = max(factors, key=lambda number: factors[number])
-            found.append(
-                f"Warning: times drifted by {by:.0%} between rounds{f' of {run}' if run else ''}, slowest in "
-                f"{_round(slowest)}: ratios within a round hold, seconds less so. Fix the clock, or run more rounds."
-            )
-    series = [s for r in timed for cell in series_of(r).values() for s in cell.values()]
-    unsteady = sum(drifting(seconds) is not None for seconds in series)
-    if unsteady:
-        found.append(
-            f"Warning: in {unsteady} of {len(series)} series of steps the later half differs from the earlier one by "
-            f"more than {MUCH_DRIFT:.0%}: the machine had not settled. Run these again when it is idle."
-        )
-    return found
+    return [*shared_warnings(timed), *_gpu_warnings(timed), *_round_warnings(timed), *_turn_warnings(timed)]
 
 
 def shared_warnings(timed: Sequence[Record]) -> list[str]:
@@ -148,29 +153,106 @@ def shared_warnings(timed: Sequence[Record]) -> list[str]:
 
 def _load_warnings(timed: Sequence[Record]) -> list[str]:
     """Whether other programs had the CPUs while these records were taken; a sentence if so."""
-    loads = [(r, load) for r in timed for load in (r.load, r.environment.get("load_average")) if load is not None]
-    over = [(load, cpus) for r, load in loads if overload(load, cpus := _cpus(r.environment))]
+    loads = [(r, load, _cpus(r.environment)) for r in timed for load in (r.load, r.environment.get("load_average"))]
+    over = [(load / cpus, load, cpus, r) for r, load, cpus in loads if overload(load, cpus) and load and cpus]
     if not over:
         return []
-    load, cpus = max(over)
-    trials = len({id(r) for r, load in loads if overload(load, _cpus(r.environment))})
+    _, load, cpus, worst = max(over, key=lambda item: item[0])
+    met = _of(len({id(r) for *_, r in over}), len(timed), "trial")
     return [
-        f"Warning: the load average reached {load:.1f} on {cpus} CPUs, and exceeded them at {trials} of "
-        f"{len(timed)} timed trials or when their runs began: times may be too long; ratios within a round hold "
-        "better. Run again on an idle machine."
+        f"Warning: the load reached {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}{_at(worst.run, timed)}, "
+        f"too high around {met}: ratios of a round hold better; run again when idle."
     ]
 
 
 def _theft_warnings(timed: Sequence[Record]) -> list[str]:
     """Whether the host kept its CPUs from the machine while these records were taken; a sentence if so."""
-    shares = [r.stolen for r in timed if r.stolen is not None and theft(r.stolen)]
+    shares = [(r.stolen, r) for r in timed if r.stolen is not None and theft(r.stolen)]
     if not shares:
         return []
+    share, worst = max(shares, key=lambda item: item[0])
     return [
-        f"Warning: at {len(shares)} of {len(timed)} timed trials the host of this virtual machine gave CPU time to "
-        f"others, {max(shares):.0%} at the most: times are too long; ratios within a round hold better. Run again on "
-        "another machine, or at another hour."
+        f"Warning: the host gave others {_up_to(shares)}{share:.0%} of CPU time at "
+        f"{_of(len(shares), len(timed), 'trial')}{_at(worst.run, timed)}: ratios of a round hold better; "
+        "try another machine or hour."
     ]
+
+
+def _gpu_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether runs found the GPU throttled, and whether they found others on it; a sentence each if so."""
+    runs = {r.run: r.environment for r in timed}
+    found = []
+    if throttled := {run: reasons for run, facts in runs.items() if (reasons := _throttles(facts))}:
+        worst = max(throttled, key=lambda run: len(throttled[run]))
+        found.append(
+            f"Warning: the GPU was throttled as {_of(len(throttled), len(runs), 'run')} began, "
+            f"{', '.join(throttled[worst])}{_at(worst, timed)}: ratios of a round hold better; "
+            "cool it or lock its clocks."
+        )
+    if shared := {run: others for run, facts in runs.items() if (others := _others(facts))}:
+        worst = max(shared, key=lambda run: shared[run])
+        others = shared[worst]
+        found.append(
+            f"Warning: the GPUs had {_up_to(shared)}{others} other process{'es' if others > 1 else ''} as "
+            f"{_of(len(shared), len(runs), 'run')} began{_at(worst, timed)}: ratios of a round hold better; "
+            "end them or choose another GPU."
+        )
+    return found
+
+
+def _round_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether the machine was slower in some rounds of a run than in others; a sentence if so."""
+    runs = grouped(timed, lambda r: r.run)
+    drifts = {run: drift for run, part in runs.items() if (drift := _drift(part))}
+    if not drifts:
+        return []
+    worst = max(drifts, key=lambda run: drifts[run][0])
+    by, slowest = drifts[worst]
+    return [
+        f"Warning: times drifted {_up_to(drifts, 'by ')}{by:.0%} between rounds in {_of(len(drifts), len(runs), 'run')}"
+        f"{_at(worst, timed, slowest)}: ratios of a round hold; fix the clock or add rounds."
+    ]
+
+
+def _turn_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether steps that were timed one after the other grew or shrank; a sentence if so."""
+    turns = [
+        (trend(seconds), r.run, number)
+        for r in timed
+        for cell in series_of(r).values()
+        for number, seconds in cell.items()
+    ]
+    unsteady = [turn for turn in turns if abs(turn[0]) > MUCH_DRIFT]
+    if not unsteady:
+        return []
+    by, run, number = max(unsteady, key=lambda turn: abs(turn[0]))
+    return [
+        f"Warning: times drifted {_up_to(unsteady, 'by ')}{by:+.0%} within {_of(len(unsteady), len(turns), 'turn')}"
+        f"{_at(run, timed, number)}: medians over rounds hold better; run again when idle."
+    ]
+
+
+def _of(count: int, total: int, noun: str) -> str:
+    """'3 of 5 runs', 'all 5 runs', or 'the run' where there is no other."""
+    if total == 1:
+        return f"the {noun}"
+    return f"all {total} {noun}s" if count == total else f"{count} of {total} {noun}s"
+
+
+def _up_to(cases: Sized, single: str = "") -> str:
+    return "up to " if len(cases) > 1 else single
+
+
+def _at(run: str, timed: Sequence[Record], number: Any = None) -> str:
+    """' (round 3 of 20261122T232648Z)': where the worst was met. A run goes by its time if no other has that."""
+    told = []
+    if number is not None:
+        own = [r for r in timed if r.run == run]
+        told.append(_round(number, {n for r in own for cell in series_of(r).values() for n in cell}))
+    stamp = run.partition("-")[0]
+    alone = sum(other.startswith(stamp) for other in {r.run for r in timed}) == 1
+    told.append(stamp if alone and _STAMP.fullmatch(stamp) else run)
+    return f" ({' of '.join(filter(None, told))})" if any(told) else ""
 
 
 class Watch:
@@ -216,11 +298,10 @@ class Watch:
                 f"the CPUs, {met['theft']} ran while the host gave time to others, and the steps of {met['drift']} "
                 "drifted; their records say so"
             )
-        factors = drift_of(self._records)
-        if factors and (by := max(factors.values()) / min(factors.values()) - 1) > MUCH_DRIFT:
+        if drift := _drift(self._records):
             self._say(
-                f"warning: times drifted by {by:.0%} between rounds: ratios within a round hold, seconds less so; "
-                "fix the clock, stop other programs, or run more rounds"
+                f"warning: times drifted by {drift[0]:.0%} between rounds: ratios within a round hold, seconds less "
+                "so; fix the clock, stop other programs, or run more rounds"
             )
 
 
@@ -228,9 +309,12 @@ def _cpus(environment: Mapping[str, Any]) -> int | None:
     return environment.get("cpus_available") or environment.get("cpu_count")
 
 
-def _round(number: Any) -> str:
-    """'round 3' of a run; 'round 3 of trial 1' where one trial holds several. Counted from one."""
-    return f"round {number[1] + 1} of trial {number[0] + 1}" if isinstance(number, tuple) else f"round {number + 1}"
+def _round(number: Any, numbers: Iterable[Any]) -> str:
+    """'round 3', and 'round 3 of trial 2' if `numbers`, all that there are, are of several trials. Counted from one."""
+    if not isinstance(number, tuple):
+        return f"round {number + 1}"
+    several = len({other[0] for other in numbers if isinstance(other, tuple)}) > 1
+    return f"round {number[1] + 1}{f' of trial {number[0] + 1}' if several else ''}"
 
 
 def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:

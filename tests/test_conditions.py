@@ -38,7 +38,7 @@ def test_stolen_time_is_told_of_with_how_much_and_what_to_do(tmp_path):
     trials = [line | {"schema": 4, "load": 0.5, "version": None, "stolen": stolen} for line, stolen in shares]
     path.write_text("".join(json.dumps(line) + "\n" for line in (head, *trials)))
     (warning,) = warnings(read(path))
-    assert "at 2 of 4 timed trials" in warning and "40% at the most" in warning
+    assert "up to 40% of CPU time at 2 of 4 trials (a)" in warning and "another machine" in warning
 
 
 def test_steps_that_drift_within_a_trial():
@@ -62,13 +62,91 @@ def test_quiet_records_are_warned_of_in_no_way(tmp_path):
 
 def test_rounds_that_drift_are_told_of_with_the_slowest(tmp_path):
     (said,) = warnings(read(steps(tmp_path / "a.jsonl", [1.0, 1.0, 1.3])))
-    assert "drifted by 30% between rounds of a, slowest in round 3" in said and "run more rounds" in said
+    assert "drifted by 30% between rounds in the run (round 3 of a)" in said and "add rounds" in said
 
 
 def test_rounds_of_one_trial_drift_too(tmp_path):
     RunFile(tmp_path / "a.jsonl").overhead("cnn", {"nonprivate": [1.0, 1.0, 1.4], "ghost": [2.0, 2.0, 2.8]})
     (said,) = warnings(read(tmp_path))
-    assert "drifted by 40%" in said and "round 3 of trial 1" in said
+    assert "drifted by 40%" in said and "(round 3 of a)" in said
+
+
+def test_of_several_trials_of_a_run_the_one_with_the_slowest_round_is_named(tmp_path):
+    file = RunFile(tmp_path / "a.jsonl")
+    for number, last in enumerate((1.0, 1.4)):
+        file.overhead("cnn", {"nonprivate": [1.0, 1.0, last], "ghost": [2.0, 2.0, 2 * last]}, round=number)
+    (said,) = warnings(read(tmp_path))
+    assert "(round 3 of trial 2 of a)" in said
+
+
+def named(number, host="vm"):
+    return f"20261122T2326{number:02d}Z-{host}-{13207 + number}.jsonl"
+
+
+def test_many_runs_that_drift_are_told_of_once_with_the_worst(tmp_path):
+    for number, factor in enumerate([1.2, 1.38, 1.3, 1.0]):
+        steps(tmp_path / named(number), [1.0, factor, 1.0])
+    (said,) = warnings(read(tmp_path))
+    assert "drifted up to 38% between rounds in 3 of 4 runs (round 2 of 20261122T232601Z)" in said
+    assert "ratios of a round hold" in said and "add rounds" in said
+
+
+def test_one_run_of_several_that_drifts_is_named(tmp_path):
+    for number, factor in enumerate([1.0, 1.3, 1.0]):
+        steps(tmp_path / named(number), [1.0, 1.0, factor])
+    (said,) = warnings(read(tmp_path))
+    assert "drifted by 30% between rounds in 1 of 3 runs (round 3 of 20261122T232601Z)" in said
+
+
+def test_runs_that_began_in_the_same_second_go_by_their_whole_names(tmp_path):
+    for host, factor in (("node-1", 1.2), ("node-2", 1.5)):
+        steps(tmp_path / named(0, host), [1.0, factor, 1.0])
+    (said,) = warnings(read(tmp_path))
+    assert "in all 2 runs (round 2 of 20261122T232600Z-node-2-13207)" in said
+
+
+def disturbed(path, environment, load, stolen, factor):
+    """A run that met every kind of trouble."""
+    file = RunFile(path, environment=environment)
+    for number, seconds in enumerate((1.0, factor, 1.0)):
+        for backend in ("nonprivate", "ghost"):
+            file.step("cnn", backend, [seconds] * 3 + [factor * seconds] * 3, round=number)
+    head, *lines = [json.loads(text) for text in path.read_text().splitlines()]
+    lines = [line | {"schema": 4, "load": load, "version": None, "stolen": stolen} for line in lines]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (head, *lines)))
+
+
+@pytest.mark.parametrize("runs", [1, 13])
+def test_each_kind_of_trouble_is_one_line_of_a_caption(tmp_path, runs):
+    facts = CPU | {"cpus_available": 64, "gpu_state": {GPU: "0x4"}}
+    for number in range(runs):
+        environment = facts | {"gpu_processes": ["12", "400"] * (number + 1)}
+        path = tmp_path / named(number, "ip-172-31-22-118")
+        disturbed(path, environment, 120.0 + number, 0.3 + number / 100, 1.2 + number / 100)
+    quiet = tmp_path / named(runs, "ip-172-31-22-118")
+    steps(quiet, [1.0, 1.0])
+    said = warnings(read(tmp_path))
+    assert len(said) == 6 and all(text.startswith("Warning: ") for text in said)
+    assert max(map(len, said)) <= 152, max(said, key=len)
+    count = f"{runs} of {runs + 1} runs"
+    load, theft, hot, shared, rounds, turns = said
+    worst = f"20261122T2326{runs - 1:02d}Z"
+    assert f"reached {119 + runs:.1f} on 64 CPUs ({worst}), too high around {6 * runs} of {6 * runs + 4} trials" in load
+    assert f"{29 + runs}% of CPU time at {6 * runs} of {6 * runs + 4} trials ({worst})" in theft
+    assert f"throttled as {count} began, power cap (20261122T232600Z)" in hot and "lock its clocks" in hot
+    assert f"{runs} other process" in shared and f"as {count} began ({worst})" in shared
+    assert f"{19 + runs}% between rounds in {count} (round 2 of {worst})" in rounds
+    assert f"+{19 + runs}% within {6 * runs} of {6 * runs + 4} turns (round 1 of {worst})" in turns
+
+
+def test_the_worst_load_is_the_one_with_the_most_for_each_cpu(tmp_path):
+    for number, (cpus, load) in enumerate([(64, 90.0), (2, 9.0)]):
+        path = loaded(tmp_path / named(number), load)
+        lines = [json.loads(text) for text in path.read_text().splitlines()]
+        lines[0]["environment"]["cpus_available"] = cpus
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (said,) = warnings(read(tmp_path))
+    assert "reached 9.0 on 2 CPUs (20261122T232601Z), too high around 2 of 8 trials" in said
 
 
 def test_one_method_that_gets_slower_is_no_drift_of_the_machine(tmp_path):
@@ -88,7 +166,7 @@ def loaded(path, load):
 
 def test_a_load_above_the_cpus_is_told_of_in_captions(tmp_path, capsys):
     (said,) = warnings(read(loaded(tmp_path / "a.jsonl", 6.5)))
-    assert "reached 6.5 on 2 CPUs" in said and "1 of 4 timed trials" in said and "idle machine" in said
+    assert "reached 6.5 on 2 CPUs (a)" in said and "1 of 4 trials" in said and "run again when idle" in said
     assert main(["report", str(tmp_path)]) == 0
     (caption,) = [path.read_text() for path in tmp_path.rglob("memory_speed_table.md")]
     assert said in caption
@@ -126,9 +204,11 @@ def test_a_gpu_that_idles_or_has_chosen_clocks_is_not_throttled(state):
 def test_a_gpu_that_is_throttled_or_shared_is_told_of(tmp_path):
     facts = CPU | {"gpu_state": {GPU: "0x0000000000000044"}, "gpu_processes": ["12", "400", "13", "70"]}
     hot, shared = gpu_trouble(facts)
-    assert "throttled (power cap, thermal, by hardware)" in hot and "--lock-gpu-clocks" in hot
+    assert "throttled (power cap, thermal by hardware)" in hot and "--lock-gpu-clocks" in hot
     assert "2 other processes are on this machine's GPUs" in shared and "CUDA_VISIBLE_DEVICES" in shared
-    assert hot in warnings(read(steps(tmp_path / "a.jsonl", [1.0], facts)))[0]
+    told = warnings(read(steps(tmp_path / "a.jsonl", [1.0], facts)))
+    assert "throttled as the run began, power cap, thermal by hardware (a)" in told[0]
+    assert "had 2 other processes as the run began (a)" in told[1] and len(told) == 2
     said: list[str] = []
     Watch(facts, said.append).begin()
     assert [hot in said[0], shared in said[1]] == [True, True]
