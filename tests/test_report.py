@@ -77,6 +77,30 @@ def test_throughput_is_the_batch_over_the_median_step(run):
     assert (ghost["rounds"], ghost.batch_size) == (3, 8)
 
 
+def test_throughput_of_backends_in_turn_is_that_of_their_turns_with_ratios_of_one_round(run):
+    run.overhead("cnn", {"nonprivate": [1.0, 2.0, 1.0], "ghost": [2.0, 8.0, 3.0]}, batch_size=16)
+    run.search("cnn", "ghost", [8], [9])
+    table, text = report(run, "max_batch_throughput")
+    ghost = row(table, backend="ghost")
+    assert (ghost.images_per_second, ghost.images_per_second_low, ghost["rounds"]) == (16 / 3, 2, 3)
+    assert (ghost.time_ratio, ghost.time_ratio_low, ghost.time_ratio_high) == (3.0, 2.0, 4.0)
+    assert "the backends in turn in one process" in text
+
+
+@pytest.mark.parametrize("last", ["alone", "in turn"])
+def test_throughput_is_as_it_was_timed_last_whatever_the_batch(run, last):
+    def alone():
+        run.step("cnn", "ghost", [1.0], batch_size=64)
+
+    def in_turn():
+        run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]}, batch_size=16)
+
+    for time in (alone, in_turn) if last == "in turn" else (in_turn, alone):
+        time()
+    ghost = row(report(run, "max_batch_throughput")[0], backend="ghost")
+    assert ghost.batch_size == {"alone": 64, "in turn": 16}[last]
+
+
 def test_throughput_is_that_of_the_largest_batch_timed(run):
     run.step("cnn", "ghost", [1.0], batch_size=8).step("cnn", "ghost", [2.0], batch_size=64)
     run.step("cnn", "vmap", [1.0], batch_size=8)
@@ -175,7 +199,10 @@ def test_a_cell_is_of_one_version_of_the_code(run):
 
 def test_several_versions_in_one_figure_are_warned_of(run):
     run.step("cnn", "ghost", [1.0], fingerprint="old").step("cnn", "vmap", [1.0], fingerprint="new")
-    assert "Warning: records of several versions" in report(run, "memory_speed_table")[1]
+    assert (
+        "Warning: records of 2 versions (of sources, libraries or machine) are mixed, 1 of 2 not of the newest"
+        in report(run, "memory_speed_table")[1]
+    )
 
 
 def test_other_libraries_are_not_another_version(run):

@@ -86,6 +86,26 @@ def test_no_text_lies_on_another_or_beyond_the_edge(run, figure):
         assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
 
 
+def test_models_whose_memory_alone_is_known_stand_below_and_leave_no_panel_empty(run):
+    for model in ("resnet18", "resnet101", "vgg11", "vgg19"):
+        for backend in ("nonprivate", "ghost"):
+            run.search(model, backend, [8, 100], [103])
+    run.overhead("resnet18", {"nonprivate": [1.0, 1.0], "ghost": [2.0, 2.4]}, batch_size=16)
+    drawn, boxes = draw(run, "max_batch_throughput")
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == [
+        "Maximum batch size in 16 GiB",
+        "Throughput at batch size 16",
+        "Maximum batch size in 16 GiB",
+        "Maximum batch size in 16 GiB",
+    ]
+    assert [len(axes.patches) for axes in drawn.axes] == [2, 2, 4, 2]
+    assert len({axes.get_xlim() for axes in drawn.axes if axes is not drawn.axes[1]}) == 1  # one scale for one quantity
+    texts = words(boxes)
+    assert "not measured" not in texts and {"7.33", "2.20×", "1.00×"} <= set(texts)
+    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
+        assert not box.shrunk(0.9, 0.8).overlaps(beside.shrunk(0.9, 0.8)), f"{text!r} lies on {other!r}"
+
+
 def test_every_failure_is_a_mark_with_its_word(run):
     texts = words(draw(full(run), "max_batch_throughput")[1])
     assert texts.count("✕ unsupported") == 2

@@ -58,9 +58,9 @@ _MODELS_SETTING = ("experiment", "dtype", "image_size", "memory_budget")
 FIGURES = {
     "max_batch_throughput": FigureKind(
         "maximum batch size in a memory budget, and throughput (Figure 3 of arXiv:2205.10683)",
-        ("peak", "step"),
-        lambda r: (r.kind, *r.cell, r.trial.get("simulated")),
-        {**dict.fromkeys(_MODELS_SETTING, ("peak", "step")), "threads": ("step",)},
+        ("peak", "step", "overhead"),
+        tables.max_batch_cell,
+        {**dict.fromkeys(_MODELS_SETTING, ("peak", "step", "overhead")), "threads": ("step", "overhead")},
         tables.max_batch_throughput,
         readable.max_batch_throughput,
         captions.max_batch_throughput,

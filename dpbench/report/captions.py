@@ -8,7 +8,7 @@ import pandas as pd
 
 from dpbench.conditions import warnings
 from dpbench.report import failures, published, style
-from dpbench.report.select import LeftOut, Record
+from dpbench.report.select import LeftOut, Record, grouped
 
 
 def max_batch_throughput(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
@@ -28,6 +28,8 @@ def max_batch_throughput(records: Sequence[Record], frame: pd.DataFrame, left_ou
     if len(speeds):
         at = f"batch size {_join(sorted(set(speeds.batch_size)))}" if one_batch(frame) else "the batch size beside it"
         said.append(f"Throughput: {at} over the median step time; {_rounds(speeds.rounds)}.")
+    if frame.time_ratio.notna().any():
+        said.append("×: time of a step beside ordinary training's, the backends in turn in one process.")
     if frame.published_images_per_second.notna().any():
         said.append("Published throughput: from that figure (±9), on its GPU at its maximum batch.")
     return caption(said, records, left_out)
@@ -108,28 +110,35 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
     paragraphs = [" ".join(said), f"Device: {'; '.join(where)}."]
     left = [f"{count} {reason}" for reason, count in sorted(left_out.items()) if count]
     paragraphs.append(f"Records that give no number here: {', '.join(left)}." if left else "No record is left out.")
-    if mixed_versions(records):
+    versions, older = mixed_versions(records)
+    if older:
         paragraphs.append(
-            "Warning: records of several versions (of the sources, the libraries or the machine) are mixed; "
-            "run again to make them one."
+            f"Warning: records of {versions} versions (of sources, libraries or machine) are mixed, {older} of "
+            f"{len(records)} not of the newest; run again to make them one."
         )
     return "\n".join([*paragraphs, *warnings(records)])
 
 
-def mixed_versions(records: Iterable[Record]) -> bool:
-    """Whether trials that share their sources and libraries have different fingerprints.
+def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
+    """Of trials that share their sources and libraries: (the most fingerprints, records not of the newest fingerprint).
 
     A fingerprint covers the libraries that a trial uses: a timm model, an Opacus backend and dp-accounting's `pld` have
     one of their own.
     """
-    versions: dict[tuple[str, str, bool], set[str]] = {}
-    for record in records:
-        model = record.trial.get("model", "")
-        opacus = any(backend.startswith("opacus") for backend in backends_of(record))
-        with_peer = opacus or record.trial.get("accountant") == "pld"
-        key = (record.kind, model.partition(":")[0] if ":" in model else "", with_peer)
-        versions.setdefault(key, set()).add(record.edition)
-    return any(len(fingerprints) > 1 for fingerprints in versions.values())
+    most = older = 0
+    for alike in grouped(records, _libraries).values():
+        newest = max(alike, key=lambda record: record.utc).edition
+        most = max(most, len({record.edition for record in alike}))
+        older += sum(record.edition != newest for record in alike)
+    return most, older
+
+
+def _libraries(record: Record) -> tuple[str, str, bool]:
+    """The same for trials with the same sources and libraries."""
+    model = record.trial.get("model", "")
+    opacus = any(backend.startswith("opacus") for backend in backends_of(record))
+    with_peer = opacus or record.trial.get("accountant") == "pld"
+    return record.kind, model.partition(":")[0] if ":" in model else "", with_peer
 
 
 def causes(records: Iterable[Record]) -> list[str]:

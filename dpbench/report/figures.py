@@ -67,12 +67,16 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """A column of bars; `reference` is a value to mark with a line (1 for ratios)."""
+    """A column of bars; `reference` is a value to mark with a line (1 for ratios).
+
+    `beside`: bars of other panels that have the same scale.
+    """
 
     title: str
     label: str
     bars: Sequence[Bar]
     reference: float | None = None
+    beside: Sequence[Bar] = ()
 
 
 @dataclass(frozen=True)
@@ -84,41 +88,38 @@ class Row:
     label: str
 
 
-def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str, ranges: str = "rounds") -> Figure:
+@dataclass(frozen=True)
+class Block:
+    """Panels side by side over the same rows, whose names stand at the left of the first."""
+
+    rows: Sequence[Row]
+    panels: Sequence[Panel]
+
+    def headings(self) -> list[int]:
+        """The rows that begin a group."""
+        return [i for i, row in enumerate(self.rows) if i == 0 or row.group != self.rows[i - 1].group]
+
+    def depth(self) -> float:
+        return max(_ROW, _ROW * len(self.rows) + _HEADING * len(self.headings()))
+
+
+def bars(
+    rows: Sequence[Row], panels: Sequence[Panel], caption: str, ranges: str = "rounds", below: Sequence[Block] = ()
+) -> Figure:
     """Panels of horizontal bars side by side over the same rows, with a legend of the signs used and a caption.
 
-    `ranges`: what the whiskers are the range of.
+    `ranges`: what the whiskers are the range of. `below`: further rows, with panels of their own, beside each other.
     """
-    positions: list[float] = []
-    headings: list[tuple[str, float]] = []
-    depth = 0.0
-    for index, row in enumerate(rows):
-        if index == 0 or row.group != rows[index - 1].group:
-            headings.append((_shortened(row.group), depth + 0.6 * _HEADING))
-            depth += _HEADING
-        positions.append(depth + _ROW / 2)
-        depth += _ROW
-    widths = [_CHARACTER * len(row.label) for row in rows] + [_BOLD * len(name) for name, _ in headings]
-    names = min(max(_NAMES[0], max(widths, default=0.0) + 0.12), _NAMES[1])
-    depth = max(depth, _ROW)
-    signs = _signs(panels, ranges)
-    top = _TITLE + (_LEGEND if signs else 0.0)
-    figure, height = sheet(top + depth + AXIS, caption)
-    share = (WIDTH - 2 * _MARGIN - names - (len(panels) - 1) * _GAP) / len(panels)
-    for index, panel in enumerate(panels):
-        left = _MARGIN + names + index * (share + _GAP)
-        numbers = _NUMBERS + (_DETAILS if any(bar.detail for bar in panel.bars) else 0)
-        axes = figure.add_axes((left / WIDTH, 1 - (top + depth) / height, (share - numbers) / WIDTH, depth / height))
-        _scale(axes, panel)
-        axes.set_ylim(depth, 0)
-        if index == 0:
-            axes.set_yticks(positions, [row.label for row in rows])
-        else:
-            axes.set_yticks([])
-        for row, y, bar in zip(rows, positions, panel.bars, strict=True):
-            _bar(axes, row, y, bar)
-        for heading, y in headings if index == 0 else ():
-            _beside(axes, 0, y, -3.5, heading, size=8.5, ha="right", weight="bold")
+    strips = [[Block(rows, panels)], *([list(below)] if below else [])]
+    depths = [max(block.depth() for block in strip) for strip in strips]
+    signs = _signs([panel for strip in strips for block in strip for panel in block.panels], ranges)
+    top = _LEGEND if signs else 0.0
+    figure, height = sheet(top + sum(depths) + (_TITLE + AXIS) * len(strips), caption)
+    for strip, depth in zip(strips, depths, strict=True):
+        width = (WIDTH - 2 * _MARGIN - (len(strip) - 1) * _GAP) / len(strip)
+        for index, block in enumerate(strip):
+            _draw(figure, block, _MARGIN + index * (width + _GAP), width, top + _TITLE, height)
+        top += _TITLE + depth + AXIS
     if signs:
         corner = (1 - _MARGIN / WIDTH, 1 - 0.04 / height)
         figure.legend(
@@ -134,12 +135,44 @@ def bars(rows: Sequence[Row], panels: Sequence[Panel], caption: str, ranges: str
     return figure
 
 
+def _draw(figure: Figure, block: Block, left: float, width: float, top: float, height: float) -> None:
+    """A block whose rows begin at `top`, in a figure that is `height` deep."""
+    positions: list[float] = []
+    headings: list[tuple[str, float]] = []
+    depth, first = 0.0, set(block.headings())
+    for index, row in enumerate(block.rows):
+        if index in first:
+            headings.append((_shortened(row.group), depth + 0.6 * _HEADING))
+            depth += _HEADING
+        positions.append(depth + _ROW / 2)
+        depth += _ROW
+    widths = [_CHARACTER * len(row.label) for row in block.rows] + [_BOLD * len(name) for name, _ in headings]
+    names = min(max(_NAMES[0], max(widths, default=0.0) + 0.12), _NAMES[1])
+    share = (width - names - (len(block.panels) - 1) * _GAP) / len(block.panels)
+    depth = block.depth()
+    for index, panel in enumerate(block.panels):
+        at = left + names + index * (share + _GAP)
+        numbers = _NUMBERS + (_DETAILS if any(bar.detail for bar in panel.bars) else 0)
+        axes = figure.add_axes((at / WIDTH, 1 - (top + depth) / height, (share - numbers) / WIDTH, depth / height))
+        _scale(axes, panel)
+        axes.set_ylim(depth, 0)
+        if index == 0:
+            axes.set_yticks(positions, [row.label for row in block.rows])
+        else:
+            axes.set_yticks([])
+        for row, y, bar in zip(block.rows, positions, panel.bars, strict=True):
+            _bar(axes, row, y, bar)
+        for heading, y in headings if index == 0 else ():
+            _beside(axes, 0, y, -3.5, heading, size=8.5, ha="right", weight="bold")
+
+
 def _shortened(name: str) -> str:
     return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 14]}…{name[-13:]}"
 
 
 def _scale(axes: Axes, panel: Panel) -> None:
-    ends = [v for b in panel.bars for v in (b.value, b.low, b.high, b.published, panel.reference) if v]
+    shown = [*panel.bars, *panel.beside]
+    ends = [v for b in shown for v in (b.value, b.low, b.high, b.published, panel.reference) if v]
     if ends and max(ends) / min(ends) > LOG_FROM:
         axes.set_xscale("log")
         axes.set_xlim(min(ends) / 1.8, max(ends) * 1.3)

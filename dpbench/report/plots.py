@@ -9,29 +9,40 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.report import captions, figures, style
-from dpbench.report.figures import Bar, Panel, Row
+from dpbench.report.figures import Bar, Block, Panel, Row
 from dpbench.report.style import missing
 
 
 def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
-    """The two panels of Figure 3, or the one for which there are records."""
+    """The two panels of Figure 3, or the one for which there are records; below, models whose memory alone is known."""
     frame = frame.assign(again=frame.duplicated(["model", "backend"]), unfinished=captions.unfinished(frame))
-    cells: list[Any] = list(frame.itertuples(index=False))
-    both = frame.memory.nunique() > 1
-    rows = [
-        Row(style.model(cell.model), cell.backend, _memory_label(cell) if both else style.backend(cell.backend).name)
-        for cell in cells
-    ]
-    panels = []
-    if frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any():
-        budget = style.size(frame.budget_bytes.dropna().iloc[0])
-        panels.append(Panel(f"Maximum batch size in {budget}", "samples", [_size_bar(cell) for cell in cells]))
-    if frame.images_per_second.notna().any() or frame.throughput_note.notna().any():
-        one_batch = captions.one_batch(frame)
-        at = f" at batch size {frame.batch_size.dropna().iloc[0]}" if one_batch else ""
-        bars = [_speed_bar(cell, with_batch=not one_batch) for cell in cells]
-        panels.append(Panel(f"Throughput{at}", "images per second", bars))
-    return figures.bars(rows, panels, caption)
+    sized = frame.max_batch_size.notna() | frame.max_batch_note.notna()
+    timed = frame[frame.images_per_second.notna() | frame.throughput_note.notna()].model
+    both = frame.model.isin(timed) if len(timed) else sized
+    sizes = [_size_bar(cell) for cell in frame.itertuples(index=False)]
+
+    def block(chosen: pd.Series[bool], *, speeds: bool) -> Block:
+        cells: list[Any] = list(frame[chosen].itertuples(index=False))
+        panels = []
+        if sized.any():
+            own = [_size_bar(cell) for cell in cells]
+            budget = style.size(frame.budget_bytes.dropna().iloc[0])
+            panels.append(Panel(f"Maximum batch size in {budget}", "samples", own, beside=sizes))
+        if speeds:
+            one_batch = captions.one_batch(frame)
+            at = f" at batch size {frame.batch_size.dropna().iloc[0]}" if one_batch else ""
+            speed = [_speed_bar(cell, with_batch=not one_batch) for cell in cells]
+            panels.append(Panel(f"Throughput{at}", "images per second", speed))
+        labelled = frame.memory.nunique() > 1
+        labels = [_memory_label(cell) if labelled else style.backend(cell.backend).name for cell in cells]
+        rows = [Row(style.model(c.model), c.backend, label) for c, label in zip(cells, labels, strict=True)]
+        return Block(rows, panels)
+
+    above = block(both, speeds=bool(len(timed)))
+    others = list(dict.fromkeys(frame[~both].model))
+    halves = [others[: len(others) - len(others) // 2], others[len(others) - len(others) // 2 :]]
+    below = [block(frame.model.isin(half), speeds=False) for half in halves if half]
+    return figures.bars(above.rows, above.panels, caption, below=below)
 
 
 def _memory_label(cell: Any) -> str:
@@ -59,13 +70,14 @@ def _speed_bar(cell: Any, with_batch: bool) -> Bar:
         return Bar(text=" ")
     if missing(cell.images_per_second):
         return Bar(note=_text(cell.throughput_note), published=_number(cell.published_images_per_second))
+    beside = "" if missing(cell.time_ratio) else style.times(cell.time_ratio)
     return Bar(
         value=float(cell.images_per_second),
         low=float(cell.images_per_second_low),
         high=float(cell.images_per_second_high),
         published=_number(cell.published_images_per_second),
         text=style.number(cell.images_per_second),
-        detail=f"B={cell.batch_size}" if with_batch else "",
+        detail=f"B={cell.batch_size}" if with_batch else beside,
     )
 
 

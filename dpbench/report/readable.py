@@ -37,6 +37,7 @@ def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
             "Images/s": lambda r: _or(r.images_per_second, style.number, r.throughput_note),
             "Range": lambda r: _range(r.images_per_second_low, r.images_per_second_high, style.number),
             "Rounds": lambda r: _or(r.rounds, str),
+            "Time ratio": lambda r: _or(r.time_ratio, style.times),
             "At B": lambda r: _or(r.batch_size, str),
             "Published images/s": lambda r: _or(r.published_images_per_second, "{:,g}".format),
             **_EXACTNESS,

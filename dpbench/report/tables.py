@@ -29,6 +29,7 @@ from dpbench.report.cells import (
     spread,
     why,
 )
+from dpbench.report.paired import entries, paired_row, turns
 from dpbench.report.select import LeftOut, Record, grouped, newest_trial
 
 Cell = tuple[str, str]
@@ -39,6 +40,7 @@ MAX_BATCH_THROUGHPUT = (
     *("model", "backend", "memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note", "peak_bytes"),
     *("published_max_batch_size", "batch_size", "images_per_second", "images_per_second_low"),
     *("images_per_second_high", "rounds", "throughput_note", "published_images_per_second"),
+    *("time_ratio", "time_ratio_low", "time_ratio_high"),
     *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback"),
 )
 MEMORY_SPEED = (
@@ -58,16 +60,25 @@ def max_batch_applies(records: Sequence[Record]) -> bool:
     return any(r.kind == "step" or r.trial.get("memory_budget") is not None for r in records)
 
 
+def max_batch_cell(record: Record) -> tuple[object, ...]:
+    """What adds to the same number: of backends that took turns all, else one."""
+    if record.kind == "overhead":
+        return record.kind, record.trial["model"]
+    return record.kind, *record.cell, record.trial.get("simulated")
+
+
 def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """Figure 3 of arXiv:2205.10683: the largest batch in the memory budget, and images per second.
 
     Args:
-        records: `peak` and `step` records of one device and one setting (so of one memory budget at most).
+        records: `peak`, `step` and `overhead` records of one device and one setting (so of one memory budget at most).
         left_out: counts what does not enter, by reason.
 
     Returns:
-        A row for each (model, backend, memory), where `memory` is 'simulated', 'measured', or empty without a search.
+        A row for each (model, backend, memory), where `memory` is 'simulated', 'measured', or empty without a search. A
+        time ratio is beside ordinary training in the same process, where they took turns in one.
     """
+    records = entries(records)
     wrong = {r.cell for r in records if r.outcome == "mismatch"}
     searched = {r.cell for r in records if r.kind == "peak"}
     # A search's own probes decide; a timed step says whether its batch fits only where nobody searched.
@@ -76,8 +87,10 @@ def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.Dat
         lambda r: (r.cell, bool(r.trial.get("simulated"))),
     )
     sizes = [_max_batch(cell, group, simulated, cell in wrong) for (cell, simulated), group in probes.items()]
-    steps = grouped((r for r in records if r.kind == "step"), lambda r: r.cell)
-    speeds = [_throughput(cell, group, left_out) for cell, group in steps.items()]
+    steps = grouped((r for r in records if r.kind in ("step", "overhead")), lambda r: r.cell)
+    speeds = [
+        _throughput(cell, group, steps.get((cell[0], "nonprivate"), []), left_out) for cell, group in steps.items()
+    ]
     count_failures(records, left_out)
     keys = ["model", "backend"]
     frame = frame_of(sizes, MAX_BATCH_THROUGHPUT[:9]).merge(
@@ -115,17 +128,22 @@ def _max_batch(cell: Cell, probes: list[Record], simulated: bool, wrong: bool) -
     return row
 
 
-def _throughput(cell: Cell, steps: list[Record], left_out: LeftOut) -> Row:
-    """Images per second at the largest batch that was timed."""
+def _throughput(cell: Cell, steps: list[Record], ordinary: list[Record], left_out: LeftOut) -> Row:
+    """Images per second at the largest batch that was timed; where backends took turns, beside ordinary training."""
     row: Row = {"model": cell[0], "backend": cell[1], "rounds": 0}
     good = good_rounds(steps)
     if not good:
         return row | {"throughput_note": why([r for r in steps if r.outcome != "ok"])}
-    size = max(batch(r) for r in good)
+    latest = max(good, key=lambda r: r.utc).kind  # alone or in turn, as it was timed last
+    size = max(batch(r) for r in good if r.kind == latest)
     good = newest_trial([r for r in good if batch(r) == size], left_out)
     if good[0].trial["device"] == "cuda" and good[0].trial.get("image_size") == 32:
         row["published_images_per_second"] = published.value("Figure 3", "max_throughput", *cell)
-    rates = [size / seconds for seconds in seconds_by_round(good).values()]
+    if good[0].kind == "overhead":
+        paired = paired_row(good, [r for r in ordinary if r.id == good[0].id])
+        row |= {name: paired.get(name) for name in ("time_ratio", "time_ratio_low", "time_ratio_high")}
+    seconds = turns(good) if good[0].kind == "overhead" else seconds_by_round(good)
+    rates = [size / each for each in seconds.values()]
     exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
     return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact
 
