@@ -29,7 +29,18 @@ _THROTTLES = {
 }
 #: Facts that differ from run to run and say nothing of what was measured.
 _PASSING = frozenset(
-    {"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes", "device", "node", "executor", "libraries"}
+    {
+        "utc",
+        "load_average",
+        "cpu_khz",
+        "gpu_state",
+        "gpu_processes",
+        "device",
+        "node",
+        "executor",
+        "libraries",
+        "results_folder",
+    }
 )
 #: What the name of a run's file begins with.
 _STAMP = re.compile(r"\d{8}T\d{6}Z")

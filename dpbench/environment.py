@@ -151,16 +151,6 @@ def device_label(environment: Mapping[str, Any]) -> str:
     return f"{environment['device']} {environment['device_name']}"
 
 
-def fingerprint(trial: Trial, device: str) -> str:
-    """16 hex digits over what makes a measurement of this trial another one, as it would be on this machine.
-
-    The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have the
-    same CPU's name), and the versions of the libraries it uses.
-    """
-    versions = {name: version_of(name) for name in libraries_of(trial)}
-    return seal(sources_of(trial), versions, device_name(device), socket.gethostname())
-
-
 def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machine: str) -> str:
     """16 hex digits over the sources' hashes, what the machine is called, and the versions of the libraries."""
     parts = [*sources.values(), *machine, *(f"{name} {version}" for name, version in sorted(versions.items()))]

@@ -1,16 +1,22 @@
 """Machines other than this one: which of their records count here, and what they say of themselves.
 
-A fingerprint holds the machine that measured. On one machine only its own records count: whoever clones a folder of
-results measures anew. A sweep over a cluster is one measurement on many machines, so there a record counts if it was
-written by a machine of the same sweep: one that was driven from here, or that belongs to the same cluster; by the
-sources of today, and while the libraries here are those of then.
+A fingerprint holds the machine that measured, and the folder of results that it measured for, which has a name of its
+own (`FolderName`): only such records count. Whoever clones a folder of results measures anew, also on a machine that is
+called as that one was, and never takes committed records for their own.
+
+A sweep over a cluster is one measurement on many machines, so there a record counts if it was written by a machine of
+the same sweep: one that was driven from here, or that belongs to the same cluster; by the sources of today, and while
+the libraries here are those of then.
 """
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench import environment
@@ -23,11 +29,16 @@ Versions = Mapping[str, str | None]
 
 @dataclass(frozen=True)
 class Machine:
-    """What a fingerprint knows of the machine. `versions` are those of its libraries; of others, this machine's."""
+    """What a fingerprint knows of the machine.
+
+    `versions` are those of its libraries; of others, this machine's. `folder` is the name of the folder of results that
+    it measured for; none in a sweep.
+    """
 
     host: str
     device_name: str
     versions: tuple[tuple[str, str | None], ...] = ()
+    folder: str | None = None
 
     @staticmethod
     def of(where: Mapping[str, Any]) -> Machine:
@@ -35,16 +46,56 @@ class Machine:
         return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
 
     def fingerprint(self, trial: Trial) -> str:
+        """16 hex digits over what makes a measurement of this trial another one, as it would be on this machine.
+
+        The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have
+        the same CPU's name), the folder, and the versions of the libraries it uses.
+        """
         known = dict(self.versions)
         versions = {name: known[name] if name in known else version_of(name) for name in libraries_of(trial)}
-        return seal(sources_of(trial), versions, self.device_name, self.host)
+        place = [self.host] if self.folder is None else [self.host, self.folder]
+        return seal(sources_of(trial), versions, self.device_name, *place)
+
+
+class FolderName:
+    """The name of a folder of results: random, in a file that git is told to ignore, so that no clone has it.
+
+    Args:
+        results: the folder of all experiments.
+    """
+
+    FILE = ".folder"
+
+    def __init__(self, results: Path) -> None:
+        self._path = results / self.FILE
+
+    def read(self) -> str:
+        """The name; "" if it has none yet, and so no records that count."""
+        try:
+            return self._path.read_text(encoding="ascii", errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+    def give(self) -> None:
+        """Make up a name, unless it has one.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        if self.read():
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # of two runs that begin at once one names it; an empty file is what a kill left between the two
+        mode = "w" if self._path.exists() else "x"
+        with contextlib.suppress(FileExistsError), self._path.open(mode, encoding="ascii") as file:
+            file.write(f"{secrets.token_hex(8)}\n")
 
 
 class Machines:
     """Those whose records count in a run on `device`; `add` new ones as they appear."""
 
-    def __init__(self, device: str, machines: Iterable[Machine] = ()) -> None:
-        self._here = Machine(socket.gethostname(), device_name(device))
+    def __init__(self, device: str, machines: Iterable[Machine] = (), folder: str | None = None) -> None:
+        self._here = Machine(socket.gethostname(), device_name(device), folder=folder)
         self._machines = dict.fromkeys([self._here, *machines])
         self._known: dict[Trial, dict[str, str]] = {}
 
@@ -89,10 +140,19 @@ class Sweep:
 
 
 def machines_of(
-    runs: Iterable[Run], device: str, trials: Iterable[Trial], sweep: Mapping[str, Any] | None = None
+    runs: Iterable[Run],
+    device: str,
+    trials: Iterable[Trial],
+    sweep: Mapping[str, Any] | None = None,
+    folder: str | None = None,
 ) -> Machines:
-    """The machines whose records count: this one, and those of sweeps that were driven from here, or of `sweep`."""
+    """The machines whose records count: this one, and those of sweeps that were driven from here, or of `sweep`.
+
+    `folder`: the name of the folder of results, whose own records count in a sweep, too.
+    """
     found = []
+    if sweep is not None and folder:
+        found.append(Machine(socket.gethostname(), device_name(device), folder=folder))
     versions: Versions | None = None
     for run in runs:
         where, theirs = run.environment, run.environment.get("executor")
@@ -103,7 +163,7 @@ def machines_of(
         today = sweep["versions"] if sweep is not None else versions
         if ours and all(theirs["versions"].get(name, version) == version for name, version in today.items()):
             found.append(Machine.of(where))
-    return Machines(device, found)
+    return Machines(device, found, folder if sweep is None else None)
 
 
 def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:

@@ -145,8 +145,10 @@ def locate(text: str, results: Path = Path("results")) -> Path:
 
 
 def by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by device label: a CPU's and a GPU's never share a figure."""
-    return dict(sorted(grouped(records, lambda record: record.device).items()))
+    """Records by device label, the one that was measured last first: a CPU's and a GPU's never share a figure."""
+    groups = grouped(records, lambda record: record.device)
+    newest_first = sorted(groups, key=lambda device: (max(r.utc for r in groups[device]), device), reverse=True)
+    return {device: groups[device] for device in newest_first}
 
 
 def newest(records: Sequence[Record], left_out: LeftOut) -> list[Record]:

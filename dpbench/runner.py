@@ -18,7 +18,7 @@ from dpbench.experiment import Cell, Experiment, MaxBatch
 from dpbench.forked import available_cpus
 from dpbench.isolation import Isolation
 from dpbench.loop import Here, Loop, Report, Shards
-from dpbench.machines import Machines, machines_of
+from dpbench.machines import FolderName, Machines, machines_of
 from dpbench.progress import Progress
 from dpbench.schedule import Clock, History, Schedule
 from dpbench.selection import Only, select
@@ -102,7 +102,8 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     records = [record for run in runs for record in run.records]
     cells = request.cells(device)
     rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
-    machines = machines_of(runs, device, trials_of(cells), sweep or request.sweep)
+    name = FolderName(request.results).read()
+    machines = machines_of(runs, device, trials_of(cells), sweep or request.sweep, name)
     retry = request.retry
     if request.retry_before is not None:
         records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]
@@ -128,6 +129,9 @@ def run(request: Request, progress: Progress) -> Report:
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
     Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
+    if request.sweep is None and not FolderName(request.results).read():
+        FolderName(request.results).give()
+        plan = make_plan(request, plan.device)
     variables = dict(environment.SERVER_VARIABLES)
     if plan.device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
@@ -146,6 +150,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 def _run_here(request: Request, plan: Plan, isolation: Isolation, progress: Progress, where: dict[str, Any]) -> Report:
     executor = Here(isolation, plan.workers)
+    where["results_folder"] = FolderName(request.results).read()
     if request.sweep is not None:
         libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
         where |= {"executor": dict(request.sweep), "libraries": libraries}

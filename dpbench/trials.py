@@ -20,7 +20,10 @@ from typing import Any, ClassVar, Self
 from dpbench.reference import load_object, reference_to
 
 #: Sources (globs under the project's root) whose change makes a measurement of a training step another measurement.
-STEP_SOURCES = ("clipping/**/*.py", "dpbench/measure/**/*.py", "dpbench/models/**/*.py", "dpbench/data.py")
+STEP_SOURCES = (
+    *("clipping/**/*.py", "clipping/**/*.c", "clipping/**/*.h"),
+    *("dpbench/measure/**/*.py", "dpbench/models/**/*.py", "dpbench/data.py"),
+)
 
 
 def canonical_json(value: Any) -> str:

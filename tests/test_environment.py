@@ -6,20 +6,25 @@ import socket
 
 import pytest
 
-from dpbench import environment
-from dpbench.environment import fingerprint
+from dpbench import environment, machines
 from dpbench.errors import UsageError
 from dpbench.isolation import Isolation
+from dpbench.machines import FolderName, Machines
 from dpbench.trials import EpsilonTrial, StepTrial
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
 EPSILON = EpsilonTrial(accountant="moments", sample_rate=0.01, noise_multiplier=4.0, steps=10, delta=1e-5)
 
 
+def fingerprint(trial, device):
+    """As it would be written here, for a folder of results without a name."""
+    return Machines(device).fingerprint(trial)
+
+
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A project of one file for each that is measured; nothing of it cached before or after."""
-    for name in ("clipping", "accounting", "dpbench/measure", "dpbench/models", "clipping/rules"):
+    for name in ("clipping", "accounting", "dpbench/measure", "dpbench/models", "clipping/rules", "clipping/kernels"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "one.py").write_text("x = 1\n")
     (tmp_path / "dpbench" / "data.py").write_text("x = 1\n")
@@ -35,6 +40,8 @@ def root(tmp_path, monkeypatch):
         ("clipping/one.py", STEP, True),
         ("clipping/new.py", STEP, True),
         ("clipping/rules/one.py", STEP, True),
+        ("clipping/kernels/one.c", STEP, True),
+        ("clipping/kernels/one.h", STEP, True),
         ("dpbench/measure/one.py", STEP, True),
         ("dpbench/models/one.py", STEP, True),
         ("dpbench/data.py", STEP, True),
@@ -56,16 +63,33 @@ def test_the_same_gives_the_same_fingerprint():
     assert len(fingerprint(STEP, "cpu")) == 16
 
 
+def test_a_folder_of_results_has_a_name_that_no_other_has(tmp_path):
+    one, other = FolderName(tmp_path / "one"), FolderName(tmp_path / "other")
+    assert one.read() == "" and not (tmp_path / "one").exists()  # to ask is not to give
+    one.give(), other.give()
+    name = one.read()
+    one.give()
+    assert one.read() == name != other.read()
+    found = {Machines("cpu", folder=folder).fingerprint(STEP) for folder in (None, "", name, other.read())}
+    assert len(found) == 4
+
+
+def test_a_name_that_a_kill_left_empty_is_given_again(tmp_path):
+    (tmp_path / FolderName.FILE).touch()
+    FolderName(tmp_path).give()
+    assert len(FolderName(tmp_path).read()) == 16
+
+
 def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
     before = fingerprint(STEP, "cpu")
     with monkeypatch.context() as patch:
         patch.setattr(socket, "gethostname", lambda: "elsewhere")
         assert fingerprint(STEP, "cpu") != before
     with monkeypatch.context() as patch:
-        patch.setattr(environment, "device_name", lambda device: "another CPU")
+        patch.setattr(machines, "device_name", lambda device: "another CPU")
         assert fingerprint(STEP, "cpu") != before
     with monkeypatch.context() as patch:
-        patch.setattr(environment, "version_of", lambda name: "0.0")
+        patch.setattr(machines, "version_of", lambda name: "0.0")
         assert fingerprint(STEP, "cpu") != before
     assert fingerprint(STEP, "cpu") == before
 
@@ -74,7 +98,7 @@ def test_the_version_of_opacus_matters_to_opacus_alone(monkeypatch):
     peer = STEP.replace(backend="opacus_hooks")
     before = fingerprint(STEP, "cpu"), fingerprint(peer, "cpu")
     real = environment.version_of
-    monkeypatch.setattr(environment, "version_of", lambda name: "0.0" if name == "opacus" else real(name))
+    monkeypatch.setattr(machines, "version_of", lambda name: "0.0" if name == "opacus" else real(name))
     assert fingerprint(STEP, "cpu") == before[0]
     assert fingerprint(peer, "cpu") != before[1]
 

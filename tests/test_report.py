@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 import pytest
-from report_records import CUDA, GIB, RunFile, save_no_pictures, step_result
+from report_records import CPU, CUDA, GIB, RunFile, save_no_pictures, step_result
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
@@ -99,6 +99,17 @@ def test_throughput_is_as_it_was_timed_last_whatever_the_batch(run, last):
         time()
     ghost = row(report(run, "max_batch_throughput")[0], backend="ghost")
     assert ghost.batch_size == {"alone": 64, "in turn": 16}[last]
+
+
+def test_records_that_came_with_the_folder_are_told_of(run):
+    run.search("cnn", "ghost", [8], [9])
+    own = RunFile(run.path.with_name("b.jsonl"), CPU | {"results_folder": "f00d"}, start=5)
+    own.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
+    text = report(run, "max_batch_throughput")[1]
+    said = "Warning: 2 of 3 records came with this folder, perhaps from another machine; run all to make them one."
+    assert " ".join(text.split()).count(said) == 1
+    own.search("cnn", "ghost", [8], [9])
+    assert "came with this folder" not in report(run, "max_batch_throughput")[1]
 
 
 def test_throughput_is_that_of_the_largest_batch_timed(run):

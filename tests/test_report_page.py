@@ -272,15 +272,19 @@ def test_simulated_memory_is_called_so(run):
     assert "No trial failed." in text
 
 
-def test_two_devices_are_told_apart(run):
+def test_the_device_measured_last_comes_first_and_others_stand_closed_after_it(run):
     run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
-    gpu = RunFile(run.path.with_name("b.jsonl"), CUDA)
+    gpu = RunFile(run.path.with_name("b.jsonl"), CUDA, start=5)
     gpu.step("cnn", "nonprivate", [0.5], device="cuda").step("cnn", "ghost", [2.0], device="cuda")
-    _, parsed = write(run, "memory_speed_table")
-    text = parsed.text()
-    assert "on cpu Test CPU, 2 CPUs and cuda Test GPU" in text
-    assert "On cpu Test CPU, 2 CPUs: Ghost is the fastest" in text
-    assert parsed.count("svg") == 2 and "4.00×" in text
+    path, parsed = write(run, "memory_speed_table")
+    text, page = parsed.text(), path.read_text(encoding="utf-8")
+    assert "2 trials of stress_test (2 backends and 1 model) ran in 1 run of 1 round on cuda Test GPU with" in text
+    assert "Ghost is the fastest private backend on 1 model: 4.00×" in text
+    assert "Below, closed, stand the records of cpu Test CPU, 2 CPUs (2 trials, on 1 January 2026)." in text
+    assert parsed.count("svg") == 2 and page.count('<details id="device-1" class="other">') == 1
+    closed = page.index('<details id="device-1"')
+    assert page.index('id="f1-memory_speed_table"') < closed < page.index('id="f2-memory_speed_table"')
+    assert page.index("cuda Test GPU") < page.index("cpu Test CPU")
 
 
 def test_failures_are_grouped_by_cause_with_counts_and_evidence(run):

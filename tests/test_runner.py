@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -262,3 +263,17 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(tmp_path):
     done = fake.run()
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(fake.output) in done.stderr
     assert fake.trace("begun") == []
+
+
+def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):
+    """Also on a machine of the same name and device, as machines of one image are."""
+    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake.run()
+    clone = tmp_path / "clone" / "fake"
+    clone.mkdir(parents=True)
+    for records in (fake.output / "fake").glob("*.jsonl"):
+        shutil.copy(records, clone)
+    fake.output = clone.parent
+    again = fake.run()
+    assert "recorded 2 trials (2 ok)" in again.stderr and len(read_runs(clone)) == 2
+    assert "nothing is left to run" in fake.run().stderr

@@ -116,7 +116,18 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
             f"Warning: records of {versions} versions (of sources, libraries or machine) are mixed, {older} of "
             f"{len(records)} not of the newest; run again to make them one."
         )
+    elif foreign := from_elsewhere(records):
+        paragraphs.append(
+            f"Warning: {foreign} of {len(records)} records came with this folder, perhaps from another machine; run all "
+            "to make them one."
+        )
     return "\n".join([*paragraphs, *warnings(records)])
+
+
+def from_elsewhere(records: Sequence[Record]) -> int:
+    """Records that were not measured for the folder of results that the newest one was measured for."""
+    folder = max(records, key=lambda record: record.utc).environment.get("results_folder")
+    return sum(record.environment.get("results_folder") != folder for record in records)
 
 
 def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:

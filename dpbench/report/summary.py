@@ -31,8 +31,6 @@ def _scope(records: Sequence[Record], results: Sequence[Record]) -> str:
     }
     of = [several(len(found - {None}), what) for what, found in counted.items() if found - {None}]
     rounds = max((r.round for r in records), default=0) + 1
-    days = sorted({r.utc[:10] for r in records})
-    when = f"on {_day(days[0])}" if len(days) == 1 else f"from {_day(days[0])} to {_day(days[-1])}"
     devices = " and ".join(sorted({r.device for r in records}))
     versions = sorted({str(v) for r in records if (v := r.environment.get("torch"))})
     with_torch = f" with torch {' and '.join(versions)}" if versions else ""
@@ -47,7 +45,7 @@ def _scope(records: Sequence[Record], results: Sequence[Record]) -> str:
     return (
         f"{several(len(records), 'trial')} of {experiments}{f' ({join(of)})' if of else ''} ran in "
         f"{runs} of {'up to ' if rounds > 1 else ''}{several(rounds, 'round')} on {devices}{with_torch}, "
-        f"{when}{f'; memory is {taken} results' if taken else ''}."
+        f"{days(records)}{f'; memory is {taken} results' if taken else ''}."
     )
 
 
@@ -101,6 +99,12 @@ def join(words: Iterable[str]) -> str:
     """'a', 'a and b', 'a, b and c'."""
     *first, last = list(words)
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def days(records: Iterable[Record]) -> str:
+    """When they were measured: 'on 1 January 2026', 'from 1 January 2026 to 3 January 2026'."""
+    found = sorted({record.utc[:10] for record in records})
+    return f"on {_day(found[0])}" if len(found) == 1 else f"from {_day(found[0])} to {_day(found[-1])}"
 
 
 def _day(iso: str) -> str:

@@ -25,7 +25,7 @@ from dpbench.report.page import svg
 from dpbench.report.paired import entries
 from dpbench.report.parts import VERDICTS, Part
 from dpbench.report.select import Record, by_device
-from dpbench.report.summary import join, several, summary
+from dpbench.report.summary import days, join, several, summary
 
 #: Rows of a table that the page shows; the rest is in the CSV beside it. So many places of a failure, too.
 ROWS, PLACES = 1500, 10
@@ -60,10 +60,16 @@ def write(path: Path, parts: Sequence[Part], again: str) -> Path:
 
 
 def render(parts: Sequence[Part], again: str) -> str:
-    """The page as text; it speaks of the records that its figures are made from, and not of those superseded since."""
+    """The page as text; it speaks of the records that its figures are made from, and not of those superseded since.
+
+    Its summary and what stands open are of the device that was measured last; other devices come after it, closed.
+    """
     records = list({id(record): record for part in parts for record in part.records}.values())
-    here = importlib.resources.files(__name__)
-    templates = jinja2.FunctionLoader(lambda name: (here / name).read_text(encoding="utf-8"))
+    devices = by_device(records)
+    first = next(iter(devices))
+    here = [part for part in parts if part.device == first]
+    files = importlib.resources.files(__name__)
+    templates = jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8"))
     environment = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
     page = environment.from_string("{% from 'sheet.html.j2' import sheet %}{% include 'page.html.j2' %}")
     experiments = sorted({record.experiment for record in records})
@@ -71,17 +77,29 @@ def render(parts: Sequence[Part], again: str) -> str:
     results = entries(records)
     failed = failures.grouped_failures(results)
     unfit = sum(is_probe(record) and record.outcome in DOES_NOT_FIT for record in results)
-    said = summary(records, results, parts)
-    sections = [_section(part, number) for number, part in enumerate(parts, start=1)]
+    own = devices.pop(first)
+    said = [*summary(own, entries(own), here), *_elsewhere(devices)]
+    numbered = dict(enumerate(parts, start=1))
+    sections = [_section(part, number) for number, part in numbered.items() if part.device == first]
+    others = [
+        {
+            "id": f"device-{index}",
+            "device": device,
+            "said": f"{several(len(theirs), 'trial')}, {days(theirs)}",
+            "sections": [_section(part, number) for number, part in numbered.items() if part.device == device],
+        }
+        for index, (device, theirs) in enumerate(devices.items(), start=1)
+    ]
     if len(sections) == 1 and sections[0]["finding"] in said:
         sections[0]["finding"] = ""  # it stands right above
     return page.render(
         title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
         about=[doc if len(docs) == 1 else f"{name}: {doc}" for name, doc in docs.items()],
-        css=(here / "page.css").read_text(encoding="utf-8"),
-        script=(here / "sort.js").read_text(encoding="utf-8"),
+        css=(files / "page.css").read_text(encoding="utf-8"),
+        script=(files / "sort.js").read_text(encoding="utf-8"),
         summary=said,
         sections=sections,
+        others=others,
         verdicts=VERDICTS,
         failures=[_failure(failure) for failure in failed],
         failures_said=f"{several(sum(f.count for f in failed), 'result')} without a number, "
@@ -89,10 +107,18 @@ def render(parts: Sequence[Part], again: str) -> str:
         unfit=f"{several(unfit, 'probe')} of a search did not fit in the memory budget: a result, not a failure."
         if unfit
         else "",
-        machines=[_machine(device, own) for device, own in by_device(records).items()],
+        machines=[_machine(device, theirs) for device, theirs in by_device(records).items()],
         again=again,
         measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
     )
+
+
+def _elsewhere(devices: Mapping[str, Sequence[Record]]) -> list[str]:
+    """A sentence on the devices that stand below, closed."""
+    if not devices:
+        return []
+    each = (f"{device} ({several(len(theirs), 'trial')}, {days(theirs)})" for device, theirs in devices.items())
+    return [f"Below, closed, stand the records of {join(each)}."]
 
 
 def _section(part: Part, number: int) -> dict[str, Any]:
