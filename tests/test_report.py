@@ -106,7 +106,7 @@ def test_records_that_came_with_the_folder_are_told_of(run):
     own = RunFile(run.path.with_name("b.jsonl"), CPU | {"results_folder": "f00d"}, start=5)
     own.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
     text = report(run, "max_batch_throughput")[1]
-    said = "Warning: 2 of 3 records came with this folder, perhaps from another machine; run all to make them one."
+    said = "Warning: 2 of 3 records came with this folder, perhaps of another machine; run all to make them one."
     assert " ".join(text.split()).count(said) == 1
     own.search("cnn", "ghost", [8], [9])
     assert "came with this folder" not in report(run, "max_batch_throughput")[1]

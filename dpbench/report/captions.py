@@ -118,8 +118,8 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
         )
     elif foreign := from_elsewhere(records):
         paragraphs.append(
-            f"Warning: {foreign} of {len(records)} records came with this folder, perhaps from another machine; run all "
-            "to make them one."
+            f"Warning: {foreign} of {len(records)} records came with this folder, perhaps of another machine; run "
+            "all to make them one."
         )
     return "\n".join([*paragraphs, *warnings(records)])
 
