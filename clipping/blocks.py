@@ -23,7 +23,7 @@ Parts = tuple[Tensor, ...]
 def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
     """Cut a batch into blocks of samples that stay within `available` bytes, or of one sample."""
     most = max(1, available // max(1, bytes_per_sample))
-    return in_parts(batch_size, -(-batch_size // most))
+    return in_parts(batch_size, max(1, -(-batch_size // most)))
 
 
 def in_parts(batch_size: int, count: int) -> list[slice]:
