@@ -85,10 +85,43 @@ def different(rank):
         return str(error)
 
 
+def failing(rank):
+    """(what was raised, (steps, logical batches drawn, how often each record is in the released sum) of each step).
+
+    A record of the second process is not a number; both catch what is raised, and go on.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(40, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = PrivacyEngine(
+        model,
+        batch_size=20,
+        sample_size=40,
+        max_grad_norm=1.0,
+        noise_multiplier=0.0,
+        generator=torch.Generator().manual_seed(3),
+    )
+    with warnings.catch_warnings(action="ignore"):
+        engine.attach(optimizer)
+    raised, released = [], []
+    for _ in range(4):
+        for number, (x,) in enumerate(engine.data_loader(torch.utils.data.TensorDataset(torch.eye(40)))):
+            losses = model(x)[:, 0] * (float("nan") if rank == 1 and number == 1 else 1.0)
+            try:
+                optimizer.step(loss=losses)
+            except Exception as error:
+                raised.append(f"{type(error).__name__}: {error}")
+            else:
+                released.append((engine.steps, engine.drawn, (model.weight.grad * 20).tolist()[0]))
+    engine.detach()
+    return raised, released
+
+
 if __name__ == "__main__":
     rank, folder = int(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = [train(rank), train(rank, wrap=True), resumed(rank, own=True), resumed(rank, own=False), different(rank)]
+    found.append(failing(rank))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # or the first to end takes its store away from the other
     dist.destroy_process_group()

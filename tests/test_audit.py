@@ -56,6 +56,7 @@ class Record:
         self.node = self.edition = None
         self.trial = AuditTrial(fault=fault, seed=seed, backend=backend).describe()
         self.kind, self.device, self.run, self.environment, self.fingerprint = "audit", "cpu", "", {}, "0"
+        self.utc = ""
         self.outcome, self.load = "ok", None
         self.result = {"claimed_epsilon": 1.0, "epsilon_lower_bound": bound, "guesses": 500, "correct": 400}
         self.result |= {"delta": 1e-6}

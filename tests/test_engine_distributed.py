@@ -52,6 +52,17 @@ def test_two_processes_resume_bit_for_bit(two, place):
     assert all(torch.equal(p, ends[1][name]) for name, p in ends[0].items())
 
 
+def test_a_failure_in_one_process_is_one_in_all_and_no_record_is_in_a_sum_twice(two):
+    (raised, released), (raised_there, released_there) = (found[5] for found in two)
+    assert released == released_there and len(raised) == len(raised_there) == 4
+    assert all(said.startswith("Misuse: expected every process to have its part") for said in raised)
+    assert all(said.startswith("FloatingPointError: ") for said in raised_there)
+    assert [steps for steps, _, _ in released] == [1, 2, 3, 4] and [drawn for _, drawn, _ in released] == [1, 3, 5, 7]
+    for _, _, counts in released:
+        assert all(abs(count - round(count)) < 1e-5 and round(count) in (0, 1) for count in counts)
+        assert 0 < sum(counts) < 40
+
+
 def test_processes_with_other_settings_are_told_everywhere(two):
     expected = "expected the same engine in every process, got batch_size=6 in the first and 5 in process 1"
     assert all(found[4].startswith(expected) for found in two)

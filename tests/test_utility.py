@@ -108,6 +108,7 @@ class Record:
         self.load, self.stolen = load, stolen
         self.kind, self.device, self.run, self.environment = "utility", "cpu", "", {"cpus_available": 2}
         self.node = self.edition = None
+        self.utc = ""
         curve = [{"steps": 3, "seconds": 1.0, "accuracy": 0.5}, {"steps": 6, "seconds": 2.5, "accuracy": accuracy}]
         self.result = {"accuracy": accuracy, "curve": curve, "test_losses": [1.0, loss], "epsilon": epsilon}
 
@@ -149,9 +150,9 @@ def test_time_to_accuracy():
     one = frame[frame.target_epsilon == 1].iloc[0]
     assert one.reached == 0 and pd.isna(one.epochs)
     caption = time_to.caption(records(), frame, left_out)
-    assert "load average" not in caption
+    assert "the load reached" not in caption
     disturbed = time_to.caption([*records(), Record(8.0, 0, 0.9, load=9.0, stolen=0.3)], frame, left_out)
-    assert "load average reached 9.0" in disturbed and "gave CPU time to others, 30% at the most" in disturbed
+    assert "the load reached 9.0" in disturbed and "the host gave others 30% of CPU time" in disturbed
     epochs = time_to.plot(frame, caption).axes[0]
     assert [label.get_text() for label in epochs.get_yticklabels()] == [
         *("ordinary", "ε = 2", "ε = 1"),

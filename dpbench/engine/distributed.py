@@ -64,6 +64,36 @@ def same_settings(mine: dict[str, Any]) -> None:
                 )
 
 
+def agree(succeeded: bool, steps: int, batch: int) -> None:
+    """Before a release: every process succeeded, and is at the same step and logical batch; else raise Misuse in all.
+
+    In a process that failed nothing is raised: it has an error of its own.
+
+    Args:
+        succeeded: this process has its part of the sum.
+        steps: logical batches that it has released.
+        batch: the number of the loader's logical batch; -1 where batches are the caller's.
+    """
+    rank, processes = place()
+    if processes == 1:
+        return
+    found: list[Any] = [None] * processes
+    dist.all_gather_object(found, (succeeded, steps, batch))
+    if not succeeded:
+        return
+    for other, (good, their_steps, their_batch) in enumerate(found):
+        if not good:
+            raise Misuse(
+                f"expected every process to have its part of the logical batch, but process {other} raised an error: "
+                "nothing of it is released, in any of them"
+            )
+        if (their_steps, their_batch) != (steps, batch):
+            raise Misuse(
+                f"expected every process at the same logical batch, got step {their_steps} (batch {their_batch}) in "
+                f"process {other} and step {steps} (batch {batch}) in process {rank}: one of them left a batch out"
+            )
+
+
 def same_model(model: nn.Module) -> None:
     """Every process starts with the first one's parameters and buffers."""
     if place()[1] > 1:

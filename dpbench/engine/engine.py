@@ -11,7 +11,10 @@ is a step like any other. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 from __future__ import annotations
 
 import math
+import secrets
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +24,7 @@ from clipping import BACKENDS, FAMILIES, load_backend
 from clipping.interface import UnsupportedModel
 from clipping.recording import for_recording, recordable
 from clipping.spread import reshard, sharded_modules, unwrapped
-from dpbench.engine.distributed import place, quieten, same_model, same_settings, shared_key
+from dpbench.engine.distributed import agree, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.noise import Noise, Pseudo, Secure, secret
@@ -38,13 +41,11 @@ from dpbench.engine.safeguards import (
 )
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
+from dpbench.engine.sizes import Sizes
 from dpbench.engine.spent import PrivacySpent, account
 
 if TYPE_CHECKING:
     from clipping import ClipFunction
-
-_ALIKE = 8
-"""Steps with exactly batch_size samples each after which Poisson sampling is no longer believed (b >= 16)."""
 
 
 class PrivacyEngine:
@@ -141,14 +142,18 @@ class PrivacyEngine:
         self._recorder = Recorder(model, for_recording(cls, model, self.clip))
         self._patch: Patch | None = None
         self._sums: dict[str, Tensor] = {}
-        self._names: list[str] = []
         self.steps = 0
         """Logical batches released."""
         self.drawn = 0
         """Logical batches that the loader handed out."""
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
-        self._sampled = self._size = self._alike = 0
+        self._sampled = self._size = 0
+        self._abandoned = 0  # released, and then gone back behind: see load_state_dict
+        self._known: set[str] = set()  # checkpoints whose steps are counted here already: made here, or gone on from
+        processes = place()[1]
+        self._sizes = Sizes(sample_size / processes, batch_size / processes)
+        self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
         self._drawing = -1  # the logical batch that the loader is handing out
         self._real, self._handed = 0, 0  # samples in its last physical batch: the data's own, and with padding
         self._piece: bool | None = None  # of the loader's last batch, if it was not stepped yet: is it the last piece
@@ -196,12 +201,15 @@ class PrivacyEngine:
         piece, self._piece = self._piece, None
         self.stepped = piece is not False
         try:
-            self._accumulate(loss, None if piece is None else (self._real, self._handed))
+            with self._agreed():
+                self._accumulate(loss, None if piece is None else (self._real, self._handed))
             if self.stepped:
                 self._release(sampled=piece is not None)
         except BaseException:
             if self.stepped:
                 self._drop_parts()
+            else:
+                self._piece = piece  # it may be tried again: none of it is in the sum
             raise
 
     def virtual_step(self, loss: Any) -> None:
@@ -225,6 +233,12 @@ class PrivacyEngine:
         self._recorder.drop()
         sampled, self._piece = self._piece is not None, None
         self.stepped = True
+        try:
+            with self._agreed():
+                pass
+        except BaseException:
+            self._drop_parts()
+            raise
         self._release(sampled=sampled)
 
     @property
@@ -260,7 +274,7 @@ class PrivacyEngine:
         return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, pad, place(), options)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """ε of the steps so far, at the engine's δ or another.
+        """ε of the steps so far, at the engine's δ or another; those that were gone back behind count, too.
 
         Raises:
             Misuse: the optimizer's state was restored and the engine's was not.
@@ -270,14 +284,15 @@ class PrivacyEngine:
         return account(
             self.settings,
             self.noise,
-            steps=self.steps,
-            drawn=self.drawn,
+            steps=self.steps + self._abandoned,
+            drawn=self.drawn + self._abandoned,
             by_engine=self._sampled == self.steps,
+            unlike=self._unlike,
             delta=self.settings.delta if delta is None else delta,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For torch.save, beside the model's and the optimizer's own: with it, training goes on exactly as it would.
+        """For torch.save, beside the model's and the optimizer's own: with it, training goes on where it was.
 
         It holds the state of the noise and the key of the sampling: as secret as the data. Secure noise has no state,
         and goes on with other numbers. torch's global generator (dropout) is the caller's to keep. Go on from it once:
@@ -285,7 +300,11 @@ class PrivacyEngine:
         after it and lost in a crash are not in it: count them if what they released was seen. Of several processes each
         saves its own; between logical batches the first one's will do for all.
         """
+        name = secrets.token_hex(8)
+        self._known.add(name)
         return {
+            "name": name,
+            "abandoned": self._abandoned,
             "settings": self.settings.as_state(),
             "sensitivity": self.clip.sensitivity,
             "steps": self.steps,
@@ -299,7 +318,7 @@ class PrivacyEngine:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
+        """Go on from `state_dict`. ε never falls: steps that this engine has released since, or beside, still count.
 
         Raises:
             ValueError: a setting that differs, so that ε would be of neither run; another process's part of a logical
@@ -313,10 +332,17 @@ class PrivacyEngine:
             raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
         require_own_part(state, list(place()))
         self.noise.load_state_dict(state["noise"])
-        self._sampler = Sampler(self.settings, state["key"])
+        self._sampler.take(state["key"])
+        name, released = state.get("name", ""), self.steps + self._abandoned
+        if name in self._known:
+            self._abandoned = released - state["steps"]
+        else:  # another training's: all that was released here is beside it
+            self._abandoned = state.get("abandoned", 0) + released
+        self._known.add(name)
         self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
         device = {name: p.device for name, p in self.model.named_parameters()}
         self._sums = {name: total.to(device[name]) for name, total in state["sums"].items()}
+        self._recorder.drop()
         self._size, self._piece = state["size"], None
 
     def _attached(self) -> Patch:
@@ -334,10 +360,30 @@ class PrivacyEngine:
             name = sorted(self._sums.keys() ^ result.grads.keys())[0]
             raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {name!r} in a part")
         require_finite(result.grads)
-        for name, grad in result.grads.items():
-            wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-            self._sums[name] = self._sums[name] + wide if name in self._sums else wide
-        self._size += len(result.losses) if drawn is None else drawn[0]
+        before = self._sums, self._size
+        try:
+            sums = {}
+            for name, grad in result.grads.items():
+                wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+                sums[name] = wide.add_(self._sums[name]) if name in self._sums else wide
+            self._sums, self._size = sums, self._size + (len(result.losses) if drawn is None else drawn[0])
+        except BaseException:  # all of a piece is in the sum, or nothing: it may be tried again
+            self._sums, self._size = before
+            raise
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """All processes succeed in what is inside, and are at the same logical batch, or all raise before a release.
+
+        Else a process whose error was caught would be a batch behind for good, and its sums in another batch's.
+        """
+        succeeded = False
+        try:
+            yield
+            succeeded = True
+        finally:
+            if self.stepped:
+                agree(succeeded, self.steps, self._drawing)
 
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
@@ -352,15 +398,15 @@ class PrivacyEngine:
 
     def _watch(self, sampled: bool) -> None:
         """Say once what can be seen to be amiss."""
-        settings, size, self._size = self.settings, self._size * place()[1], 0
-        same = size == settings.batch_size and not sampled and settings.mechanism.sampling == "poisson"
-        self._alike = self._alike + 1 if same and 16 <= size < settings.sample_size else 0
-        if self._alike >= _ALIKE:
-            self._warn(
-                "fixed",
-                f"{_ALIKE} batches in a row had exactly {size} samples: not Poisson samples, as is accounted; "
-                "take data_loader, or say sampling='shuffled'",
-            )
+        settings, size, self._size = self.settings, self._size, 0
+        if not sampled and settings.mechanism.sampling == "poisson" and self._unlike is None:
+            self._unlike = self._sizes.add(size)
+            if self._unlike is not None:
+                self._warn(
+                    "fixed",
+                    f"{self._unlike}: not Poisson samples, as is accounted; take data_loader, or say "
+                    "sampling='shuffled'",
+                )
         planned = settings.planned_steps
         if planned is not None and self.steps > planned and settings.target_epsilon is not None:
             self._warn("over", f"step {self.steps} is beyond the {planned} that target_epsilon was calibrated for")
@@ -377,7 +423,7 @@ class PrivacyEngine:
             self._drop_parts()
 
     def _drop_parts(self) -> None:
-        self._sums.clear()
+        self._sums = {}
         self._size, self._piece = 0, None
 
     def _drew(self, step: int, is_last: bool, real: int, handed: int) -> None:

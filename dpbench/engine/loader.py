@@ -8,14 +8,15 @@ A copy is fit for the model, where zeros may not be; its gradient is not in the 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-from clipping.interface import map_tensors
 from dpbench.engine.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -109,4 +110,23 @@ class _Collate:
             samples = samples + [copied] * (self._padded - len(samples))
         if samples:
             return self._collate(samples)
-        return map_tensors(lambda x: x[:0], self._collate([self._dataset[0]]))
+        return _emptied(self._collate([self._dataset[0]]))
+
+
+def _emptied(batch: Any) -> Any:
+    """A batch of one record without it: tensors [0, ...] in whatever containers a `collate_fn` makes."""
+    if isinstance(batch, torch.Tensor):
+        return batch[:0]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = {f.name: _emptied(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **fields)
+    if isinstance(batch, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold
+        found = copy.copy(batch)
+        for key, value in batch.items():
+            found[key] = _emptied(value)
+        return found
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(_emptied, batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map(_emptied, batch))
+    return batch

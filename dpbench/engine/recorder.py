@@ -26,7 +26,7 @@ from clipping.interface import (
 from clipping.recording import Recording
 from clipping.spread import no_rows, row_of_zeros
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
+from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms, require_finite_losses
 
 MANY_PASSES = 16
 """Forward passes without a step after which it is said that each of them is held in memory."""
@@ -91,6 +91,8 @@ class Recorder:
             return None
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
+        if verify:
+            require_finite_losses(losses)  # or the model would be blamed for its data
         try:
             result = recording.finish(losses, verify=verify)
         except UnsupportedModel as error:

@@ -29,6 +29,9 @@ def release_gradients(
         batch_size: b.
     """
     reshard(model)
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.grad = None  # of data before it was frozen: the optimizer would apply it as it is
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     rank, processes = place()
     totals: dict[str, Tensor] = {}

@@ -35,6 +35,17 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
     )
 
 
+def require_finite_losses(losses: Tensor) -> None:
+    """Raise a FloatingPointError that names the samples whose loss [B] is not finite."""
+    wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()
+    if wrong:
+        named = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
+        raise FloatingPointError(
+            f"expected finite losses, got NaN or inf for sample{'s' if len(wrong) > 1 else ''} {named} of the batch of "
+            f"{len(losses)}: nothing of it is released; look at these records, or at what overflows in the model"
+        )
+
+
 class Buffers:
     """The buffers of a model: which of them does a forward pass change? What is in them is neither clipped nor noised.
 

@@ -30,6 +30,10 @@ class Sampler:
         self.settings, self.key = settings, key
         self._permutation: tuple[int, Indices] | None = None
 
+    def take(self, key: bytes) -> None:
+        """Go on under another key: so do loaders that were made before."""
+        self.key, self._permutation = key, None
+
     def batch(self, step: int) -> Indices:
         """The records of the logical batch number `step`, from 0; ascending unless shuffled."""
         scheme, n = self.settings.mechanism.sampling, self.settings.sample_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,9 +80,14 @@ def resolve(
     Raises:
         ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
     """
-    for name, value in (("batch_size", batch_size), ("sample_size", sample_size)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"expected {name} to be a whole number >= 1, got {value!r}")
+    batch_size, sample_size = _whole("batch_size", batch_size), _whole("sample_size", sample_size)
+    steps = None if steps is None else _whole("steps", steps)
+    max_batch_size = None if max_batch_size is None else _whole("max_batch_size", max_batch_size)
+    epochs, target_epsilon = _number("epochs", epochs), _number("target_epsilon", target_epsilon)
+    noise_multiplier, target_delta = (
+        _number("noise_multiplier", noise_multiplier),
+        _number("target_delta", target_delta),
+    )
     if batch_size > sample_size:
         raise ValueError(f"expected batch_size <= sample_size, got {batch_size} > {sample_size}")
     if sampling not in SCHEMES:
@@ -136,7 +142,29 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
         raise ValueError(f"expected clip, one of {', '.join(CLIPS)} or a clipping function, got {clip!r}")
     if clip.sensitivity != max_grad_norm:
         raise ValueError(f"expected max_grad_norm to be the sensitivity of clip={clip!r}, got {max_grad_norm!r}")
+    require_sensitivity(clip)
     return clip
+
+
+def require_sensitivity(clip: ClipFunction) -> None:
+    """Raise a ValueError if a clipped gradient is longer than the sensitivity that its clipping function states.
+
+    Tried on norms over the whole range of float32, alone and, where layers are clipped apart, in several layers.
+    """
+    import torch
+
+    norms = torch.cat([torch.zeros(1), torch.logspace(-18, 18, 721)]).double() * max(clip.sensitivity, 1e-12)
+    for layers in (1, 2, 7) if clip.per_layer else (0,):
+        of_layers = norms.expand(layers, -1) if layers else norms[None]
+        factors = clip.factors(of_layers if layers else norms).double()
+        lengths = torch.linalg.vector_norm((factors * of_layers).view(-1, len(norms)), dim=0)
+        lengths = torch.where(of_layers[0] > 0, lengths, 0.0)  # of nothing no factor makes anything
+        worst = int(lengths.nan_to_num(nan=math.inf).argmax())
+        if not lengths[worst] <= clip.sensitivity * (1 + 1e-6):
+            raise ValueError(
+                f"expected clip={clip!r} to keep to its sensitivity {clip.sensitivity:g}, got a clipped gradient of "
+                f"norm {float(lengths[worst]):g} from one of {float(norms[worst]):g}: the noise would be too small"
+            )
 
 
 def backend_name(backend: str, ghost_clipping: bool | None, mixed: bool | None) -> str:
@@ -152,14 +180,28 @@ def backend_name(backend: str, ghost_clipping: bool | None, mixed: bool | None) 
 
 def _planned(epochs: float | None, steps: int | None, batch_size: int, sample_size: int, sampling: str) -> int | None:
     if steps is not None:
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"expected steps to be a whole number >= 1, got {steps!r}")
         return steps
     if epochs is None:
         return None
     if not 0 < epochs < math.inf:
         raise ValueError(f"expected epochs to be a finite number > 0, got {epochs!r}")
     return math.ceil(epochs * steps_per_epoch(batch_size, sample_size, sampling))
+
+
+def _whole(name: str, value: Any) -> int:
+    """A whole number of at least 1, of numpy's or Python's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"expected {name} to be a whole number >= 1, got {value!r}")
+    return int(value)
+
+
+def _number(name: str, value: Any) -> float | None:
+    """A number, of numpy's or Python's; True is none."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise ValueError(f"expected {name} to be a number, got {value!r}")
+    return float(value)
 
 
 def _delta(target_delta: float | None, sample_size: int) -> float:

@@ -27,7 +27,8 @@ class PrivacySpent:
         sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS`.
         sampled_by: "engine" if every batch came from `data_loader`, which draws by that scheme; else "assumed".
         noise: where the noise came from.
-        private: False for seeded noise, no noise, or an ε that is no upper bound.
+        private: False for seeded noise, no noise, batches that cannot be what is accounted, or an ε that is no upper
+            bound.
         caveats: one line each.
     """
 
@@ -46,7 +47,8 @@ class PrivacySpent:
     caveats: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        scheme = f"{SAMPLINGS[self.sampling]}, {ADJACENCIES[self.adjacency]}"
+        assumed = " assumed" if self.sampled_by == "assumed" else ""
+        scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {ADJACENCIES[self.adjacency]}"
         told = "" if self.private else "; NOT PRIVATE: " + "; ".join(self.caveats[:-1])
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "
@@ -54,7 +56,16 @@ class PrivacySpent:
         )
 
 
-def account(settings: Settings, noise: Noise, *, steps: int, drawn: int, by_engine: bool, delta: float) -> PrivacySpent:
+def account(
+    settings: Settings,
+    noise: Noise,
+    *,
+    steps: int,
+    drawn: int,
+    by_engine: bool,
+    delta: float,
+    unlike: str | None = None,
+) -> PrivacySpent:
     """ε of `steps` steps at `delta`.
 
     Args:
@@ -64,6 +75,7 @@ def account(settings: Settings, noise: Noise, *, steps: int, drawn: int, by_engi
         drawn: logical batches that the loader handed out.
         by_engine: the loader drew all that were released.
         delta: δ.
+        unlike: what is wrong with the sizes of batches that were not drawn by the engine.
     """
     mechanism = settings.mechanism
     counted = steps
@@ -77,6 +89,8 @@ def account(settings: Settings, noise: Noise, *, steps: int, drawn: int, by_engi
         caveats.append("there is no noise")
     if found.kind != "upper_bound":
         caveats.append(f"ε is of kind {found.kind.replace('_', ' ')}, not an upper bound")
+    if unlike is not None:
+        caveats.append(f"{unlike}: these are not Poisson samples")
     private = not caveats
     if not by_engine:
         caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")

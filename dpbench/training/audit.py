@@ -42,9 +42,13 @@ class Canaries(nn.Module):
 
 
 class PerParameter(Flat):
-    """The fault: every parameter at C, and the sensitivity said to be C."""
+    """The fault, once it `clips_apart`: every parameter at C, and the sensitivity said to be C.
 
-    per_layer = True
+    Asked when the engine is made, it keeps to that: the engine tries it.
+    """
+
+    def clips_apart(self) -> None:
+        object.__setattr__(self, "per_layer", True)
 
 
 def run(trial: AuditTrial) -> dict[str, Any]:
@@ -74,6 +78,8 @@ def run(trial: AuditTrial) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         engine.attach(optimizer)
+    if isinstance(engine.clip, PerParameter):
+        engine.clip.clips_apart()
     key = trial.seed.to_bytes(32, "little")
     settings = engine.settings
     if fault == "fixed_batches":
