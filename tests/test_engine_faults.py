@@ -78,13 +78,13 @@ def test_a_piece_of_the_loader_that_failed_is_still_that_piece(monkeypatch):
     model, optimizer, engine = make(noise_multiplier=0.0)
     tried = False
     for x, y in engine.data_loader(data(), max_physical_batch_size=4):
-        steps, last = engine.steps, engine._piece
+        steps, last = engine.steps, engine._tickets.first().is_last
         if last is False and not tried:
             tried = True
             losses = F.cross_entropy(model(x), y, reduction="none")
             with pytest.raises(FloatingPointError):
                 optimizer.step(loss=losses * float("nan"))
-            assert engine._piece is False and engine.steps == steps
+            assert engine._tickets.first().is_last is False and engine.steps == steps
         optimizer.step(loss=F.cross_entropy(model(x), y, reduction="none"))
         assert engine.stepped is last and engine.steps == steps + last
     assert tried and engine.privacy_spent().sampled_by == "engine"

@@ -43,6 +43,7 @@ from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
 from dpbench.engine.spent import PrivacySpent, account
+from dpbench.engine.tickets import Ticket, Tickets
 
 if TYPE_CHECKING:
     from clipping import ClipFunction
@@ -139,13 +140,14 @@ class PrivacyEngine:
         self.model, self.backend = model, name
         self.noise: Noise = Secure() if secure else Pseudo(generator)
         self._sampler = Sampler(self.settings, shared_key(secret(generator)))
-        self._recorder = Recorder(model, for_recording(cls, model, self.clip))
+        self._tickets = Tickets()
+        self._recorder = Recorder(model, for_recording(cls, model, self.clip), self._tickets.read)
         self._patch: Patch | None = None
         self._sums: dict[str, Tensor] = {}
         self.steps = 0
         """Logical batches released."""
         self.drawn = 0
-        """Logical batches that the loader handed out."""
+        """Logical batches of the loader that were stepped, or left out before one that was."""
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
         self._sampled = self._size = 0
@@ -154,9 +156,9 @@ class PrivacyEngine:
         processes = place()[1]
         self._sizes = Sizes(sample_size / processes, batch_size / processes)
         self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
-        self._drawing = -1  # the logical batch that the loader is handing out
-        self._real, self._handed = 0, 0  # samples in its last physical batch: the data's own, and with padding
-        self._piece: bool | None = None  # of the loader's last batch, if it was not stepped yet: is it the last piece
+        self._drawing = -1  # the loader's logical batch whose pieces are in the sum
+        self._ended = 0  # logical batches at the end of the last iteration of a loader
+        self._mask = 0, 0  # samples in the last physical batch stepped: the data's own, and with padding
         self._warned: set[str] = set()
         claim(self)
 
@@ -198,18 +200,19 @@ class PrivacyEngine:
         If it raises, the logical batch ends without a step: what was accumulated of it is dropped, so that a record is
         never in the sum of a later one twice.
         """
-        piece, self._piece = self._piece, None
-        self.stepped = piece is not False
+        ticket = self._tickets.take()
+        self.stepped = ticket is None or ticket.is_last
         try:
+            self._begin(ticket)
             with self._agreed():
-                self._accumulate(loss, None if piece is None else (self._real, self._handed))
+                self._accumulate(loss, None if ticket is None else self._mask)
             if self.stepped:
-                self._release(sampled=piece is not None)
+                self._release(sampled=ticket is not None)
         except BaseException:
-            if self.stepped:
+            if ticket is None or ticket.is_last:
                 self._drop_parts()
             else:
-                self._piece = piece  # it may be tried again: none of it is in the sum
+                self._tickets.give_back(ticket)  # it may be tried again: none of it is in the sum
             raise
 
     def virtual_step(self, loss: Any) -> None:
@@ -217,7 +220,7 @@ class PrivacyEngine:
 
         The parts hold different records: one that is in two of them moves the sum by twice what the noise is scaled to.
         """
-        if self._piece is not None:
+        if self._tickets.current is not None:
             raise Misuse(
                 "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
                 "logical batch; for larger ones take a larger batch_size"
@@ -231,20 +234,26 @@ class PrivacyEngine:
         if sharded_modules(self.model):
             raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
         self._recorder.drop()
-        sampled, self._piece = self._piece is not None, None
+        ticket = self._tickets.take_empty()
         self.stepped = True
         try:
+            self._begin(ticket)
             with self._agreed():
                 pass
         except BaseException:
             self._drop_parts()
             raise
-        self._release(sampled=sampled)
+        self._release(sampled=ticket is not None)
 
     @property
     def mask(self) -> Tensor:
-        """[P] bool: which samples of the loader's last physical batch are the data's, and which are padding."""
-        return torch.arange(self._handed) < self._real
+        """[P] bool: which samples are the data's, and which are padding.
+
+        Of the physical batch that the model has read, else of the one that it is to read next.
+        """
+        ticket = self._tickets.first()
+        real, handed = self._mask if ticket is None else (ticket.real, ticket.handed)
+        return torch.arange(handed) < real
 
     def data_loader(
         self, dataset: Any, *, max_physical_batch_size: int | None = None, pad: bool = False, **options: Any
@@ -285,7 +294,7 @@ class PrivacyEngine:
             self.settings,
             self.noise,
             steps=self.steps + self._abandoned,
-            drawn=self.drawn + self._abandoned,
+            drawn=max(self.drawn, self._ended) + self._abandoned,
             by_engine=self._sampled == self.steps,
             unlike=self._unlike,
             delta=self.settings.delta if delta is None else delta,
@@ -343,7 +352,9 @@ class PrivacyEngine:
         device = {name: p.device for name, p in self.model.named_parameters()}
         self._sums = {name: total.to(device[name]) for name, total in state["sums"].items()}
         self._recorder.drop()
-        self._size, self._piece = state["size"], None
+        self._size, self._ended = state["size"], 0
+        self._drawing = self.drawn if self._sums else -1
+        self._tickets.clear()
 
     def _attached(self) -> Patch:
         if self._patch is None:
@@ -418,20 +429,23 @@ class PrivacyEngine:
 
     def _begin_drawing(self) -> None:
         """A loader starts: what an abandoned iteration left of a logical batch is drawn again."""
-        if self._piece is not None or self._sums:
+        if len(self._tickets) or self._sums:
             self._recorder.drop()
             self._drop_parts()
+        self._tickets.clear()
 
     def _drop_parts(self) -> None:
         self._sums = {}
-        self._size, self._piece = 0, None
+        self._size = 0
 
-    def _drew(self, step: int, is_last: bool, real: int, handed: int) -> None:
-        if step != self._drawing:  # pieces of a batch whose last one was skipped are in no other batch
-            self._begin_drawing()
-        self._drawing, self._piece = step, is_last
-        self._real, self._handed = real, handed
-        self.drawn = step + 1 if is_last else step
+    def _begin(self, ticket: Ticket | None) -> None:
+        """What is stepped now is this batch of the loader's; None: one of the caller's."""
+        if ticket is None:
+            return
+        if ticket.step != self._drawing:  # pieces of a batch whose last one was left out are in no other batch
+            self._drop_parts()
+        self._drawing, self._mask = ticket.step, (ticket.real, ticket.handed)
+        self.drawn = ticket.step + 1 if ticket.is_last else ticket.step
 
 
 def recordable_name(name: str) -> bool:

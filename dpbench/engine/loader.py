@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, default_collate
 
 from dpbench.engine.sampling import Sampler
+from dpbench.engine.tickets import Ticket
 
 if TYPE_CHECKING:
     from dpbench.engine.engine import PrivacyEngine
@@ -59,8 +60,11 @@ class PrivateLoader:
         )
 
     def __len__(self) -> int:
-        """Logical batches in an epoch; an iteration yields more if these are split, fewer if it began within one."""
-        return self._pieces.steps_per_epoch
+        """Physical batches in the epoch that training is in, from its beginning: what a whole iteration yields.
+
+        Where logical batches are split they are drawn to be counted, which takes as long as to draw them.
+        """
+        return self._pieces.count()
 
     def __iter__(self) -> Iterator[Any]:
         self._engine._begin_drawing()
@@ -68,8 +72,9 @@ class PrivateLoader:
         drawn = self._pieces.drawn
         for batch in batches:
             step, is_last, real = drawn.popleft()
-            self._engine._drew(step, is_last, real, self._padded or real)
+            self._engine._tickets.hand_out(Ticket(step, is_last, real, self._padded or real, batch))
             yield batch
+        self._engine._ended = self._pieces.end
 
 
 class _Pieces:
@@ -78,6 +83,8 @@ class _Pieces:
     def __init__(self, engine: PrivacyEngine, sampler: Sampler, most: int | None, shard: tuple[int, int]) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
         self.steps_per_epoch = sampler.settings.steps_per_epoch
+        self.end = 0
+        self._counted: tuple[bytes, int, int] | None = None  # (key, epoch, physical batches)
         self.drawn: deque[tuple[int, bool, int]] = deque()
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -86,16 +93,32 @@ class _Pieces:
 
     def _generate(self, drawn: deque[tuple[int, bool, int]]) -> Iterator[list[int]]:
         rank, processes = self._shard
-        first = self._engine.drawn
-        for step in range(first, (first // self.steps_per_epoch + 1) * self.steps_per_epoch):
+        first = max(self._engine.drawn, self._engine._ended)
+        self.end = (first // self.steps_per_epoch + 1) * self.steps_per_epoch
+        for step in range(first, self.end):
             sample = self._sampler.batch(step)
             batch = sample[rank::processes].tolist()
-            longest = max(1, -(-len(sample) // processes))  # every process has as many pieces, the last of them empty
+            longest = self._longest(len(sample))
             size = self._most or longest
             for start in range(0, longest, size):
                 piece = batch[start : start + size]
                 drawn.append((step, start + size >= longest, len(piece)))
                 yield piece
+
+    def count(self) -> int:
+        """Physical batches of the epoch."""
+        if self._most is None:
+            return self.steps_per_epoch
+        epoch = max(self._engine.drawn, self._engine._ended) // self.steps_per_epoch
+        if self._counted is None or self._counted[:2] != (self._sampler.key, epoch):
+            steps = range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
+            pieces = sum(-(-self._longest(len(self._sampler.batch(step))) // self._most) for step in steps)
+            self._counted = self._sampler.key, epoch, pieces
+        return self._counted[2]
+
+    def _longest(self, samples: int) -> int:
+        """Every process has as many pieces, the last of them empty."""
+        return max(1, -(-samples // self._shard[1]))
 
 
 class _Collate:

@@ -37,10 +37,13 @@ _SECOND_TIME = "backward through the graph a second time"
 
 
 class Recorder:
-    """Records `model` for `backend` between `open` and `close`."""
+    """Records `model` for `backend` between `open` and `close`.
 
-    def __init__(self, model: nn.Module, backend: Backend) -> None:
-        self._model, self._backend = model, backend
+    `reads` is told what a recording begins with: (inputs, B).
+    """
+
+    def __init__(self, model: nn.Module, backend: Backend, reads: Callable[[Any, int], None]) -> None:
+        self._model, self._backend, self._reads = model, backend, reads
         self._norms = batch_norms(model)
         self._recording: Recording | None = None
         self._entered: list[bool] = []
@@ -146,6 +149,8 @@ class Recorder:
             return None
         self._refuse_batch_norm()
         batch_size = leading_dimension(args, kwargs)
+        if self._recording is None or self._recording.batch_size != batch_size:
+            self._reads((args, kwargs), batch_size)
         if batch_size == 0 and not self._backend.sharded:
             self.drop()
             return None

@@ -1,0 +1,147 @@
+"""Batches that are read ahead of the step: the same releases as without, whatever becomes of the tensors on the way."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpbench import Misuse, PrivacyEngine
+
+RECORDS, EXPECTED = 48, 12
+
+
+def make(dtype=torch.float64):
+    """A record's gradient is its row of the identity: what is released says how often each is in the sum."""
+    torch.manual_seed(0)
+    model = nn.Linear(RECORDS, 1, bias=False).to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine = PrivacyEngine(
+        model,
+        batch_size=EXPECTED,
+        sample_size=RECORDS,
+        epochs=2,
+        max_grad_norm=1.0,
+        noise_multiplier=0.0,
+        generator=torch.Generator().manual_seed(5),
+    )
+    with pytest.warns(UserWarning, match="not private"):
+        engine.attach(optimizer)
+    return model, optimizer, engine
+
+
+def ahead(loader, depth):
+    """Yield what the loader yields, `depth` batches later: accelerate, timm and transformers do so."""
+    waiting = deque()
+    for batch in loader:
+        waiting.append(batch)
+        if len(waiting) > depth:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def releases(wrap, moved=lambda x: x, dtype=torch.float64, **loading):
+    """How often each record is in the sum of each step: [steps, RECORDS]."""
+    model, optimizer, engine = make(dtype)
+    x = torch.eye(RECORDS, dtype=dtype)
+    found = []
+    for _ in range(2):
+        loader = engine.data_loader(TensorDataset(x, torch.arange(RECORDS)), **loading)
+        promised, number = len(loader), 0
+        for number, (rows, _) in enumerate(wrap(loader), start=1):  # noqa: B007
+            optimizer.step(loss=model(moved(rows))[:, 0])
+            if engine.stepped:
+                found.append((model.weight.grad[0] * EXPECTED).clone())
+        assert number == promised
+    assert engine.steps == engine.drawn == len(found) == 8
+    assert engine.privacy_spent().sampled_by == "engine"
+    return torch.stack(found), engine
+
+
+LOADING = {
+    "whole": {},
+    "pieces": {"max_physical_batch_size": 4},
+    "padded": {"max_physical_batch_size": RECORDS, "pad": True},
+    "padded pieces": {"max_physical_batch_size": 4, "pad": True},
+}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+@pytest.mark.parametrize("loading", LOADING)
+def test_what_is_read_ahead_is_released_as_it_was_drawn(loading, depth):
+    found, engine = releases(lambda loader: ahead(loader, depth), **LOADING[loading])
+    truth = torch.zeros_like(found)
+    for step in range(8):
+        truth[step, engine._sampler.batch(step)] = 1
+    torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_read_ahead_too(workers):
+    found, engine = releases(lambda loader: ahead(loader, 1), num_workers=workers, max_physical_batch_size=5, pad=True)
+    truth = torch.zeros_like(found)
+    for step in range(8):
+        truth[step, engine._sampler.batch(step)] = 1
+    torch.testing.assert_close(found, truth)
+
+
+MOVED = {
+    "a view": lambda x: x.view(x.shape[0], -1),
+    "a copy": lambda x: x.clone(),
+    "wider": lambda x: x.float().double(),
+    "normalised": lambda x: (x - 0.3) / 0.2,
+}
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("kind", MOVED)
+def test_a_batch_is_known_by_its_tensors_and_by_copies_of_them(kind, depth):
+    wrap = lambda loader: ahead(loader, depth)  # noqa: E731
+    plain, _ = releases(iter, moved=MOVED[kind], **LOADING["padded"])
+    found, _ = releases(wrap, moved=MOVED[kind], **LOADING["padded"])
+    torch.testing.assert_close(found, plain)
+
+
+def test_a_batch_that_is_left_out_is_in_no_other(loading="pieces"):
+    """Also where two are read ahead: the ones before what is stepped were left out."""
+    model, optimizer, engine = make()
+    x = torch.eye(RECORDS, dtype=torch.float64)
+    stepped = []
+    for number, (rows, ids) in enumerate(ahead(engine.data_loader(TensorDataset(x, torch.arange(RECORDS))), 2)):
+        if number == 1:
+            continue
+        optimizer.step(loss=model(rows)[:, 0])
+        stepped.append(engine.drawn - 1)
+        assert set((model.weight.grad[0] * EXPECTED).nonzero().flatten().tolist()) == set(ids.tolist())
+    assert stepped == [0, 2, 3] and engine.steps == 3
+
+
+def test_what_is_not_known_is_refused_by_name():
+    model, optimizer, engine = make()
+    data = TensorDataset(torch.eye(RECORDS, dtype=torch.float64))
+    with pytest.raises(Misuse, match=r"of the 2 batches that data_loader has handed out .* that are none of these"):
+        for (rows,) in ahead(engine.data_loader(data, max_physical_batch_size=RECORDS, pad=True), 1):
+            optimizer.step(loss=model(torch.randn_like(rows))[:, 0])
+    assert engine.steps == 0
+
+
+def test_one_batch_after_the_other_may_be_changed_at_will():
+    model, optimizer, engine = make()
+    data = TensorDataset(torch.eye(RECORDS, dtype=torch.float64))
+    for (rows,) in engine.data_loader(data, max_physical_batch_size=RECORDS, pad=True):
+        optimizer.step(loss=model(torch.randn_like(rows))[:, 0])
+    assert engine.steps == 4 and engine.privacy_spent().sampled_by == "engine"
+
+
+def test_a_checkpoint_does_not_count_what_was_read_ahead_as_done():
+    model, optimizer, engine = make()
+    data = TensorDataset(torch.eye(RECORDS, dtype=torch.float64), torch.arange(RECORDS))
+    for rows, _ in ahead(engine.data_loader(data), 2):
+        optimizer.step(loss=model(rows)[:, 0])
+        if engine.steps == 2:
+            break
+    assert engine.drawn == engine.state_dict()["drawn"] == 2
+    assert next(iter(engine.data_loader(data)))[1].tolist() == engine._sampler.batch(2).tolist()
