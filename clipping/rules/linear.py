@@ -56,7 +56,8 @@ class LinearWeight(Bilinear):
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
         samples, beside = self.portion(g)
-        copies = 2 if by_onednn(self.a, self.a.numel() * self.outputs) else 1  # scaled, and then copied
+        each = self.positions * self.inputs * self.outputs
+        copies = 2 if by_onednn(self.a, samples * each) else 1  # scaled, and then copied
         return copies * samples * self.copied(g) + beside
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
