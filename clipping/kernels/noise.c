@@ -1,0 +1,129 @@
+/* Normals from ChaCha20, added to a sum: clipping/kernels/noise.py says what, and has the same in torch's operations.
+
+   A group is 16 blocks of the cipher, 128 normals: word w of block b lies at [w][b], so that a vector holds one word of
+   many blocks, and two words of neighbouring blocks are read as one of 64 bits. There is no branch and no table: what
+   is drawn changes neither the instructions nor the addresses. */
+
+#include "shared.h"
+
+#define BLOCKS 16
+#define WORDS 16
+#define NORMALS 128
+#define ROUNDS 20
+#define COST (NORMALS * 40.0)
+
+typedef uint32_t words __attribute__((vector_size(BYTES)));
+typedef uint64_t longs __attribute__((vector_size(BYTES)));
+typedef int64_t integers __attribute__((vector_size(BYTES)));
+typedef double doubles __attribute__((vector_size(BYTES)));
+
+#define AT_ONCE (BYTES / 4) /* blocks */
+#define HALF (BYTES / 8)    /* words of 64 bits */
+
+INLINE words rotated(words x, int bits) { return x << bits | x >> (32 - bits); }
+
+#define QUARTER(a, b, c, d)                                                                                            \
+  a += b, d = rotated(d ^ a, 16), c += d, b = rotated(b ^ c, 12), a += b, d = rotated(d ^ a, 8), c += d,               \
+      b = rotated(b ^ c, 7)
+
+/* state: the constant, the key, the number of the first block, the nonce (RFC 8439, section 2.3). */
+APART void chacha(const uint32_t state[WORDS], uint32_t out[WORDS][BLOCKS]) {
+  for (int first = 0; first < BLOCKS; first += AT_ONCE) {
+    words x[WORDS], count;
+    for (int i = 0; i < AT_ONCE; i++) count[i] = state[12] + first + i;
+    UNROLL for (int w = 0; w < WORDS; w++) x[w] = w == 12 ? count : (words){0} + state[w];
+    for (int round = 0; round < ROUNDS; round += 2) {
+      QUARTER(x[0], x[4], x[8], x[12]), QUARTER(x[1], x[5], x[9], x[13]);
+      QUARTER(x[2], x[6], x[10], x[14]), QUARTER(x[3], x[7], x[11], x[15]);
+      QUARTER(x[0], x[5], x[10], x[15]), QUARTER(x[1], x[6], x[11], x[12]);
+      QUARTER(x[2], x[7], x[8], x[13]), QUARTER(x[3], x[4], x[9], x[14]);
+    }
+    UNROLL for (int w = 0; w < WORDS; w++) {
+      x[w] += w == 12 ? count : (words){0} + state[w];
+      memcpy(&out[w][first], &x[w], BYTES);
+    }
+  }
+}
+
+/* √(-2 ln u), u = (⌊z/2⌋ + ½) 2⁻⁶³: u = m 2ᵏ with √½ <= m < √2, and ln m = 2 artanh((m - 1) / (m + 1)). */
+INLINE doubles radius(longs z) {
+  doubles u = __builtin_convertvector((integers)(z >> 1), doubles) + 0.5;
+  longs above = (longs)u - 0x3fd6a09e667f3bcd; /* √½ / 2 */
+  longs power = above >> 52;
+  doubles m = (doubles)((longs)u - (power << 52)) * 2;
+  doubles k = (doubles)(power | 0x4330000000000000) - (0x1p52 + 64);
+  doubles f = m - 1, s = f / (m + 1), q = s * s, series = q * (1.0 / 21) + 1.0 / 19;
+  UNROLL for (int odd = 17; odd >= 3; odd -= 2) series = q * series + 1.0 / odd;
+  /* 2 s + 2 s q series, where 2 s = f - s f: what is rounded off in s does not meet the larger term */
+  doubles log = f - s * (f - 2 * q * series);
+  doubles square = -2 * (k * 0x1.62e42fefa39efp-1 + log);
+  doubles root = (doubles)(0x5fe6eb50c7b537a9 - ((longs)square >> 1)); /* 1 / √, within 4 % */
+  UNROLL for (int i = 0; i < 4; i++) root *= 1.5 - 0.5 * (square * root) * root;
+  return square * root;
+}
+
+/* 128 normals: Box and Muller's, from 8 x 8 pairs of words. The two highest bits of the second word choose one of four
+   quarters of the circle, the others the angle in it. */
+APART void normals(const uint32_t given[WORDS][BLOCKS], double out[NORMALS]) {
+  for (int w = 0; w < WORDS / 2; w++)
+    for (int first = 0; first < 8; first += HALF) {
+      longs z, a;
+      memcpy(&z, &given[w][2 * first], BYTES);
+      memcpy(&a, &given[w + WORDS / 2][2 * first], BYTES);
+      doubles r = radius(z);
+      doubles x = __builtin_convertvector((integers)(a << 2 | 2), doubles) * (0x1.921fb54442d18p-1 * 0x1p-63), q = x * x;
+      doubles c = q * (1.0 / 20922789888000) - 1.0 / 87178291200, s = q * (1.0 / 355687428096000) - 1.0 / 1307674368000;
+      c = q * (q * (q * (q * c + 1.0 / 479001600) - 1.0 / 3628800) + 1.0 / 40320) - 1.0 / 720;
+      s = q * (q * (q * (q * s + 1.0 / 6227020800) - 1.0 / 39916800) + 1.0 / 362880) - 1.0 / 5040;
+      c = q * (q * (q * c + 1.0 / 24) - 0.5) + 1;
+      s = x + x * (q * (q * (q * s + 1.0 / 120) - 1.0 / 6));
+      longs cosine = (longs)(r * c) ^ (a & 0x8000000000000000), sine = (longs)(r * s);
+      longs swapped = (cosine ^ sine) & -(a >> 62 & 1);
+      cosine ^= swapped, sine ^= swapped;
+      memcpy(&out[w * 16 + first], &cosine, BYTES);
+      memcpy(&out[w * 16 + 8 + first], &sine, BYTES);
+    }
+}
+
+typedef struct {
+  const uint32_t *state;
+  const REAL *total;
+  I count;
+  double deviation, grid;
+  REAL *out;
+} noise_job;
+
+INLINE void add(const REAL *total, const double *drawn, I count, double deviation, double grid, REAL *out) {
+  const double finer = 1 / grid, integer = 0x1.8p52; /* a number to which this is added keeps no fraction */
+  for (I i = 0; i < count; i++) {
+    double sum = total[i] + drawn[i] * deviation;
+    out[i] = (REAL)(((sum * finer + integer) - integer) * grid);
+  }
+}
+
+static void noise_units(I low, I high, void *given) {
+  const noise_job *job = given;
+  uint32_t state[WORDS], bits[WORDS][BLOCKS] __attribute__((aligned(64)));
+  double drawn[NORMALS] __attribute__((aligned(64)));
+  memcpy(state, job->state, sizeof(state));
+  for (I unit = low; unit < high; unit++) {
+    I start = unit * NORMALS, left = job->count - start;
+    state[12] = job->state[12] + (uint32_t)unit * BLOCKS;
+    chacha(state, bits);
+    normals(bits, drawn);
+    if (left >= NORMALS)
+      add(job->total + start, drawn, NORMALS, job->deviation, job->grid, job->out + start);
+    else
+      add(job->total + start, drawn, left, job->deviation, job->grid, job->out + start);
+  }
+}
+
+/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two; both of `count`, each in one piece. */
+void noisy(for_each *parallel, const uint32_t *state, const REAL *total, I count, double deviation, double grid,
+           REAL *out) {
+  noise_job job = {state, total, count, deviation, grid, out};
+  each(parallel, (count + NORMALS - 1) / NORMALS, COST, noise_units, &job);
+}
+
+/* 16 blocks of the cipher, [16 words, 16 blocks], for tests. */
+void cipher_words(const uint32_t *state, uint32_t *out) { chacha(state, (uint32_t(*)[BLOCKS])out); }
