@@ -217,13 +217,16 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
 
 
 def noise(**options):
-    """One step from zero with a gradient of nothing: what moved the parameters is the noise, by OS seeds."""
+    """One step from zero with a gradient of nothing: what moved the parameters is the noise, of one key everywhere."""
     model = nn.Sequential(nn.Linear(300, 101), nn.Linear(101, 3)).double()
     for p in model.parameters():
         nn.init.zeros_(p)
     fully_shard(model, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
     engine = PrivacyEngine(model, batch_size=4, sample_size=40, max_grad_norm=0.5, noise_multiplier=3.0)
+    box = [engine.state_dict()]
+    dist.broadcast_object_list(box, src=0)
+    engine.load_state_dict(box[0], replay=True)
     engine.attach(optimizer)
     rows = torch.zeros(2, 300, dtype=torch.float64)
     optimizer.step(loss=model(rows).sum(1) * 0)

@@ -94,6 +94,6 @@ def test_a_violation_is_a_mismatch(monkeypatch):
     from dpbench.outcome import Mismatch
     from dpbench.training.audit import run
 
-    monkeypatch.setattr(Pseudo, "added", lambda self, total, deviation: total)
+    monkeypatch.setattr(Pseudo, "added", lambda self, total, deviation, at: total)
     with pytest.raises(Mismatch, match="bk_mixed is less private than it says: a lower bound of 1"):
         run(AuditTrial())

@@ -97,11 +97,11 @@ def test_noise_that_fails_halfway_leaves_no_sum_behind(monkeypatch, empty):
     model, optimizer, engine = make(noise_multiplier=1.0)
     added, calls = engine.noise.added, []
 
-    def failing(total, deviation):
+    def failing(total, deviation, at):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return added(total, deviation)
+        return added(total, deviation, at)
 
     monkeypatch.setattr(engine.noise, "added", failing)
     before = parameters(model)

@@ -94,7 +94,7 @@ def test_noise_is_drawn_once_for_each_coordinate(two):
     count = len(first)
     assert abs(float(first.std()) / 1.5 - 1) < 5 / count**0.5  # σ · sensitivity · lr / batch size = 3 · 0.5 · 4 / 4
     assert abs(float(first.mean())) < 5 * 1.5 / count**0.5
-    assert len(first.unique()) == count
+    assert len(first.unique()) > 0.95 * count  # of a grid of some four million near the middle
     weight = first[: 300 * 101].view(101, 300)
     above, below = weight[:50].flatten(), weight[51:].flatten()[: 50 * 300]  # of the two processes
     assert abs(float((above * below).mean()) / 1.5**2) < 5 / len(above) ** 0.5

@@ -70,7 +70,7 @@ class PrivacyEngine:
         backend: "bk_mixed", "bk_ghost", "mixed_ghost", "ghost", "fastgradclip", a variant, or "microbatch".
         clip: "flat", "automatic", "per_layer", or a clipping function of sensitivity C.
         accountant: a name of `accounting`.
-        secure: noise from the operating system's cryptographic generator.
+        secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
         generator: of the caller's, for noise and sampling that can be repeated: not private.
         sampling: how batches are drawn; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
@@ -138,7 +138,7 @@ class PrivacyEngine:
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
-        self.noise: Noise = Secure() if secure else Pseudo(generator)
+        self.noise: Noise = Secure() if generator is None else Pseudo(generator)
         self._sampler = Sampler(self.settings, shared_key(secret(generator)))
         self._tickets = Tickets()
         self._recorder = Recorder(model, for_recording(cls, model, self.clip), self._tickets.read)
@@ -301,13 +301,13 @@ class PrivacyEngine:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For torch.save, beside the model's and the optimizer's own: with it, training goes on where it was.
+        """For torch.save, beside the model's and the optimizer's own: with it, training goes on, or is repeated.
 
-        It holds the state of the noise and the key of the sampling: as secret as the data. Secure noise has no state,
-        and goes on with other numbers. torch's global generator (dropout) is the caller's to keep. Go on from it once:
-        two trainings from one checkpoint draw the same noise, of which their difference has none. Steps that were taken
-        after it and lost in a crash are not in it: count them if what they released was seen. Of several processes each
-        saves its own; between logical batches the first one's will do for all.
+        It holds the keys of the noise and of the sampling: as secret as the data. torch's global generator (dropout) is
+        the caller's to keep. Who replays its noise, or has a generator, goes on from it once: two trainings then draw
+        the same noise, of which their difference has none. Steps that were taken after it and lost in a crash are not
+        in it: count them if what they released was seen. Of several processes each saves its own; between logical
+        batches the first one's will do for all.
         """
         name = secrets.token_hex(8)
         self._known.add(name)
@@ -326,8 +326,10 @@ class PrivacyEngine:
             "place": list(place()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict`. ε never falls: steps that this engine has released since, or beside, still count.
+    def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
+        """Go on from `state_dict`, with noise of a fresh key, or `replay` that of the checkpoint's: the same training.
+
+        ε never falls: steps that this engine has released since, or beside, still count.
 
         Raises:
             ValueError: a setting that differs, so that ε would be of neither run; another process's part of a logical
@@ -340,7 +342,7 @@ class PrivacyEngine:
             name = different[0]
             raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
         require_own_part(state, list(place()))
-        self.noise.load_state_dict(state["noise"])
+        self.noise.load_state_dict(state["noise"], replay=replay)
         self._sampler.take(state["key"])
         name, released = state.get("name", ""), self.steps + self._abandoned
         if name in self._known:
@@ -403,7 +405,7 @@ class PrivacyEngine:
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
-        release_gradients(self.model, sums, self.noise, deviation, settings.batch_size)
+        release_gradients(self.model, sums, self.noise, deviation, settings.batch_size, self.steps)
         patch.inner_step()
         self._watch(sampled)
 

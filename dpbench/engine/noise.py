@@ -1,19 +1,27 @@
 """Where the noise comes from: N(0, 1) in the shape of a parameter, and how it is added.
 
-`Pseudo`  torch's own generator, seeded by the operating system, or one that the caller gives. Not cryptographically
-          secure: who learns enough of its output, or tries its seeds (32 bits on a CPU), knows the rest. With a
-          generator of the caller's the noise can be repeated, which is for tests and benchmarks: it is not private.
-          A float32 normal has at most 2^32 values or so, and the sum with a gradient is rounded to a grid that depends
-          on the gradient: an adversary who reads the last bits of a released parameter may tell neighbouring data apart
-          (Mironov 2012). Take `Secure` where the parameters themselves are published.
+`Secure`  what everybody has. A key of 256 bits from the operating system, of which the cipher ChaCha20 makes the bits
+          of every normal (`clipping.kernels.noise`): who knows all noise but one coordinate's cannot guess that one
+          without breaking the cipher, and there is no smaller seed to be tried. Step, process and parameter are the
+          cipher's nonce (`At`): no two draws of a key read the same bits, and a draw is a function of its place.
 
-`Secure`  every bit from the operating system's cryptographic generator; nothing of it can be predicted or repeated.
-          Each normal is the sum of four, halved, made by Box-Muller in float64: finding the four from the bits of the
-          sum is what the attack on single draws would have to do (Mironov 2012; Holohan and Braghin 2021). The noisy
-          sum is then rounded to multiples of a power of two near 2^-20 of the noise's deviation, the same for every
-          batch, so that the last bits of the gradient are not released. Not protected: the time that it takes, the
-          process's memory; and the accountants compose real Gaussians, so no theorem covers this finite one. It is a
-          rounded Gaussian, not the discrete Gaussian of Canonne, Kamath and Steinke (2020), whose proof it borrows not.
+          A normal is one of two that Box-Muller makes of 128 bits in float64; the noisy sum is formed in float64 and
+          rounded to multiples of a power of two near 2^-20 of the noise's deviation, the same for every batch. The
+          attack on floating-point noise (Mironov 2012) reads from the last bits of a release which sums could have
+          led to it: some numbers are reached from one sum alone. Here those bits are not released. To a grid point
+          near the middle some 2^105 of the 2^127 pairs of words are rounded, whatever the sum. The normals have errors
+          of 2^-50 or so, which move the edges of its interval by 2^-30 of its width: its probability is that of the
+          real Gaussian in the interval to about one part in 2^30. That is why one draw is no worse here than the sum
+          of four (Holohan and Braghin 2021), which hides the bits of single ones where the grid is not coarse.
+
+          It is an estimate and no proof. Radii are spaced more widely in the tail, and the part grows: to about 2^-28
+          at 6 deviations, 2^-18 at 7 and 2^-7 at 8, beyond which a normal lies with probability 1e-15, and beyond 9.4
+          never. The accountants compose real Gaussians; this is a rounded one, not the discrete Gaussian of Canonne,
+          Kamath and Steinke (2020), whose proof it borrows not. Not protected: the process's memory, and checkpoints,
+          which hold the key.
+
+`Pseudo`  a torch.Generator of the caller's: noise that can be repeated, for tests and benchmarks. It is not private: on
+          a CPU the generator has 32 bits of seed, which can be tried, and its sums are not rounded.
 """
 
 from __future__ import annotations
@@ -21,14 +29,15 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK = 2**20
-"""Normals drawn at once by `Secure`: 32 MiB of random bits."""
+from clipping.kernels.noise import noisy
+from dpbench.engine.errors import Misuse
+
+_OTHER_KIND = "expected a checkpoint with the same kind of noise (secure, generator) as this engine's"
 
 
 def secret(generator: torch.Generator | None) -> bytes:
@@ -37,6 +46,20 @@ def secret(generator: torch.Generator | None) -> bytes:
         return os.urandom(32)
     words = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
     return bytes(words.tolist())
+
+
+class At(NamedTuple):
+    """The place of a draw, as three words of 32 bits: with one key, different places have independent noise.
+
+    Attributes:
+        step: the engine's count of logical batches.
+        process: the rank of the process that draws: of several that hold shards, each its own.
+        parameter: its index among the model's `named_parameters()`.
+    """
+
+    step: int
+    process: int
+    parameter: int
 
 
 class Noise(ABC):
@@ -53,86 +76,105 @@ class Noise(ABC):
     repeatable = False
 
     @abstractmethod
-    def added(self, total: Tensor, deviation: float) -> Tensor:
+    def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
         """`total` + N(0, deviation²) in each entry, in float32 or wider; `total` itself is not changed."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
 
     @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
+        """Go on from `state_dict`.
+
+        Args:
+            state: of the same kind of noise.
+            replay: draw the same noise again that the state's owner drew after it.
+
+        Raises:
+            ValueError: another kind, or a state that holds nothing to replay.
+        """
 
 
 class Pseudo(Noise):
-    """torch's generator: one that is given, or one for each device, seeded by the operating system."""
+    """A generator of the caller's. Its draws depend on their order, not their place; its state is always restored."""
 
-    def __init__(self, generator: torch.Generator | None = None) -> None:
+    words = "seeded by the caller: can be repeated, not private"
+    private = False
+    repeatable = True
+
+    def __init__(self, generator: torch.Generator) -> None:
         self._given = generator
-        self._own: dict[str, torch.Generator] = {}
-        self.private = generator is None
-        self.repeatable = generator is not None
-        self.words = "pseudo-random, seeded by the operating system"
-        if generator is not None:
-            self.words = "seeded by the caller: can be repeated, not private"
 
-    def added(self, total: Tensor, deviation: float) -> Tensor:
-        generator = self._generator(total.device)
+    def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
         wide = torch.promote_types(total.dtype, torch.float32)
-        drawn = torch.randn(total.shape, generator=generator, device=generator.device, dtype=wide)
+        drawn = torch.randn(total.shape, generator=self._given, device=self._given.device, dtype=wide)
         return total.to(wide) + drawn.to(total.device) * deviation
 
-    def _generator(self, device: torch.device) -> torch.Generator:
-        if self._given is not None:
-            return self._given
-        if str(device) not in self._own:
-            self._own[str(device)] = torch.Generator(device).manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)
-        return self._own[str(device)]
-
     def state_dict(self) -> dict[str, Any]:
-        states = {name: g.get_state() for name, g in self._own.items()}
-        return {"kind": "pseudo", "given": None if self._given is None else self._given.get_state(), "own": states}
+        return {"kind": "pseudo", "given": self._given.get_state()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["kind"] != "pseudo" or (state["given"] is None) != (self._given is None):
-            raise ValueError("expected a checkpoint with the same kind of noise (secure, generator) as this engine's")
-        if self._given is not None:
-            self._given.set_state(state["given"])
-        for name, own in state["own"].items():
-            self._own[name] = torch.Generator(name)
-            self._own[name].set_state(own)
+    def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
+        if state["kind"] != "pseudo" or state["given"] is None:
+            raise ValueError(_OTHER_KIND)
+        self._given.set_state(state["given"])
 
 
 class Secure(Noise):
-    """The operating system's cryptographic generator; see the module's text."""
+    """ChaCha20 with a key of the operating system; see the module's text.
 
-    words = "cryptographically secure (operating system)"
+    A place is drawn once: two draws at one place are the same, and their difference shows the data. A forked process
+    has a key of its own.
+    """
+
+    words = "cryptographically secure (ChaCha20, key of the operating system)"
     private = True
 
-    def added(self, total: Tensor, deviation: float) -> Tensor:
-        drawn = np.empty(total.numel(), dtype=np.float64)
-        for start in range(0, drawn.size, _CHUNK):
-            part = drawn[start : start + _CHUNK]
-            part[:] = sum(_normals(part.size) for _ in range(4)) / 2
-        noise = torch.from_numpy(drawn).view(total.shape)
-        exact = total.detach().to("cpu", torch.float64) + noise * deviation
-        if deviation > 0:
-            grid = 2.0 ** (math.floor(math.log2(deviation)) - 20)
-            exact = torch.round(exact / grid) * grid
-        return exact.to(total.device, torch.promote_types(total.dtype, torch.float32))
+    _step: int
+    _drawn: set[At]
+
+    def __init__(self) -> None:
+        self._take(secret(None))
+
+    def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
+        """As `Noise.added`, rounded to multiples of a power of two between 2^-21 and 2^-20 of the deviation.
+
+        Raises:
+            Misuse: noise was drawn at this place, or of a later step.
+            ValueError: a number that is no word of 32 bits, a deviation that is negative or not finite.
+        """
+        if not 0 <= deviation < math.inf:
+            raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
+        if deviation == 0:
+            return total.detach().to(torch.promote_types(total.dtype, torch.float32))
+        key = self._key_here()
+        if at.step < self._step or (at.step == self._step and at in self._drawn):
+            raise Misuse(f"expected a place at which no noise was drawn, got {at} after step {self._step}")
+        if at.step > self._step:
+            self._drawn.clear()
+        self._step = at.step
+        self._drawn.add(at)
+        grid = 2.0 ** (math.floor(math.log2(deviation)) - 20)
+        return noisy(total, deviation, grid, key, at)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "secure"}
+        return {"kind": "secure", "key": self._key_here()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["kind"] != "secure":
-            raise ValueError("expected a checkpoint with the same kind of noise (secure, generator) as this engine's")
+    def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
+        """As `Noise.load_state_dict`. Without `replay` the key is a fresh one: two trainings that go on from one
+        checkpoint share no noise."""
+        if state["kind"] != "secure" and (state["kind"] != "pseudo" or state["given"] is not None):
+            raise ValueError(_OTHER_KIND)
+        if replay and "key" not in state:
+            raise ValueError(
+                "expected a checkpoint that holds the noise's key to replay it, got one of an older version"
+            )
+        self._take(state["key"] if replay else secret(None))
 
+    def _take(self, key: bytes) -> None:
+        self._key, self._process = key, os.getpid()
+        self._step, self._drawn = -1, set()
 
-def _normals(count: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Box-Muller on 53 random bits a uniform, in (0, 1]: normals up to 8.6 in size."""
-    pairs = (count + 1) // 2
-    bits = np.frombuffer(os.urandom(16 * pairs), dtype="<u8") >> np.uint64(11)
-    uniform = (bits.astype(np.float64) + 0.5) * 2.0**-53
-    radius, angle = np.sqrt(-2.0 * np.log(uniform[:pairs])), 2.0 * np.pi * uniform[pairs:]
-    found: np.ndarray[Any, np.dtype[np.float64]] = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-    return found[:count]
+    def _key_here(self) -> bytes:
+        if self._process != os.getpid():
+            self._take(secret(None))
+        return self._key

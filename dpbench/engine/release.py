@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from clipping.spread import is_sharded, reshard
 from dpbench.engine.distributed import place
-from dpbench.engine.noise import Noise
+from dpbench.engine.noise import At, Noise
 from dpbench.engine.sharded import with_noise
 
 
 def release_gradients(
-    model: nn.Module, sums: dict[str, Tensor], noise: Noise, deviation: float, batch_size: int
+    model: nn.Module, sums: dict[str, Tensor], noise: Noise, deviation: float, batch_size: int, step: int
 ) -> None:
     """Set `.grad` of each trainable parameter: (sum over all processes + N(0, deviation²)) / batch_size.
 
@@ -27,12 +27,14 @@ def release_gradients(
         noise: of the first process, or of the one that has the shard.
         deviation: σ times the sensitivity.
         batch_size: b.
+        step: its number, of which no other release with this noise has the same.
     """
     reshard(model)
     for p in model.parameters():
         if not p.requires_grad:
             p.grad = None  # of data before it was frozen: the optimizer would apply it as it is
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    index = {name: number for number, (name, _) in enumerate(model.named_parameters())}
     rank, processes = place()
     totals: dict[str, Tensor] = {}
     for name, p in parameters.items():
@@ -46,9 +48,9 @@ def release_gradients(
         if name in reductions:
             _wait(reductions[name])
         if is_sharded(p):
-            totals[name] = with_noise(totals[name], noise, deviation)
+            totals[name] = with_noise(totals[name], noise, deviation, At(step, rank, index[name]))
         elif deviation and rank == 0:
-            totals[name] = noise.added(totals[name], deviation)
+            totals[name] = noise.added(totals[name], deviation, At(step, rank, index[name]))
         if name in reductions:
             broadcasts[name] = dist.broadcast(totals[name], src=0, async_op=True)
     for name, p in parameters.items():

@@ -74,7 +74,7 @@ def run(trial: AuditTrial) -> dict[str, Any]:
     )
     less = {"no_noise": 0.0, "unscaled": 1 / trial.max_grad_norm, "divisor": 1 / b}.get(fault, 1.0)
     added = engine.noise.added
-    engine.noise.added = lambda total, deviation: added(total, less * deviation)  # type: ignore[method-assign]
+    engine.noise.added = lambda total, deviation, at: added(total, less * deviation, at)  # type: ignore[method-assign]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         engine.attach(optimizer)
