@@ -11,19 +11,19 @@ is a step like any other. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 from __future__ import annotations
 
 import math
-import secrets
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from clipping import BACKENDS, FAMILIES, load_backend
 from clipping.interface import UnsupportedModel
-from clipping.recording import for_recording, recordable
+from clipping.recording import for_recording
 from clipping.spread import reshard, sharded_modules, unwrapped
+from dpbench.engine.backends import usable_backend
+from dpbench.engine.checkpoint import Abandoned, load, save
 from dpbench.engine.distributed import agree, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.loader import PrivateLoader
@@ -37,7 +37,6 @@ from dpbench.engine.safeguards import (
     mark,
     require_accounted,
     require_finite,
-    require_own_part,
 )
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
@@ -113,15 +112,7 @@ class PrivacyEngine:
         if secure and generator is not None:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
         name = backend_name(backend, ghost_clipping, mixed)
-        cls = load_backend(name)
-        if name.partition(":")[0] in FAMILIES:
-            raise ValueError(
-                f"expected a backend that clips each sample's gradient, got {name!r}: it clips the mean of several, "
-                "where a sample can move the sum by 2 max_grad_norm and more, and the accounting is for max_grad_norm"
-            )
-        if not recordable(cls):
-            usable = ", ".join(known for known in BACKENDS if recordable_name(known))
-            raise ValueError(f"expected a backend that works from losses, one of {usable}, got {name!r}")
+        cls = usable_backend(name)
         self.clip = clip_function(clip, max_grad_norm, numerical_stability_constant)
         self.settings = resolve(
             batch_size=batch_size,
@@ -151,8 +142,7 @@ class PrivacyEngine:
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
         self._sampled = self._size = 0
-        self._abandoned = 0  # released, and then gone back behind: see load_state_dict
-        self._known: set[str] = set()  # checkpoints whose steps are counted here already: made here, or gone on from
+        self._abandoned = Abandoned()
         processes = place()[1]
         self._sizes = Sizes(sample_size / processes, batch_size / processes)
         self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
@@ -202,18 +192,7 @@ class PrivacyEngine:
         """
         ticket = self._tickets.take()
         self.stepped = ticket is None or ticket.is_last
-        try:
-            self._begin(ticket)
-            with self._agreed():
-                self._accumulate(loss, None if ticket is None else self._mask)
-            if self.stepped:
-                self._release(sampled=ticket is not None)
-        except BaseException:
-            if ticket is None or ticket.is_last:
-                self._drop_parts()
-            else:
-                self._tickets.give_back(ticket)  # it may be tried again: none of it is in the sum
-            raise
+        self._end(ticket, lambda: self._accumulate(loss, None if ticket is None else self._mask))
 
     def virtual_step(self, loss: Any) -> None:
         """`optimizer.virtual_step(loss=losses)`: part of a logical batch, clipped and added; no noise, no step yet.
@@ -236,14 +215,7 @@ class PrivacyEngine:
         self._recorder.drop()
         ticket = self._tickets.take_empty()
         self.stepped = True
-        try:
-            self._begin(ticket)
-            with self._agreed():
-                pass
-        except BaseException:
-            self._drop_parts()
-            raise
-        self._release(sampled=ticket is not None)
+        self._end(ticket, lambda: None)
 
     @property
     def mask(self) -> Tensor:
@@ -293,8 +265,8 @@ class PrivacyEngine:
         return account(
             self.settings,
             self.noise,
-            steps=self.steps + self._abandoned,
-            drawn=max(self.drawn, self._ended) + self._abandoned,
+            steps=self.steps + self._abandoned.count,
+            drawn=max(self.drawn, self._ended) + self._abandoned.count,
             by_engine=self._sampled == self.steps,
             unlike=self._unlike,
             delta=self.settings.delta if delta is None else delta,
@@ -309,22 +281,7 @@ class PrivacyEngine:
         in it: count them if what they released was seen. Of several processes each saves its own; between logical
         batches the first one's will do for all.
         """
-        name = secrets.token_hex(8)
-        self._known.add(name)
-        return {
-            "name": name,
-            "abandoned": self._abandoned,
-            "settings": self.settings.as_state(),
-            "sensitivity": self.clip.sensitivity,
-            "steps": self.steps,
-            "drawn": self.drawn,
-            "sampled": self._sampled,
-            "key": self._sampler.key,
-            "noise": self.noise.state_dict(),
-            "sums": {name: total.clone() for name, total in self._sums.items()},
-            "size": self._size,
-            "place": list(place()),
-        }
+        return save(self)
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         """Go on from `state_dict`, with noise of a fresh key, or `replay` that of the checkpoint's: the same training.
@@ -335,33 +292,27 @@ class PrivacyEngine:
             ValueError: a setting that differs, so that ε would be of neither run; another process's part of a logical
                 batch, whose records would be in the sum twice.
         """
-        mine = {**self.settings.as_state(), "sensitivity": self.clip.sensitivity}
-        saved = {**state["settings"], "sensitivity": state["sensitivity"]}
-        different = [name for name in mine if mine[name] != saved.get(name)]
-        if different:
-            name = different[0]
-            raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
-        require_own_part(state, list(place()))
-        self.noise.load_state_dict(state["noise"], replay=replay)
-        self._sampler.take(state["key"])
-        name, released = state.get("name", ""), self.steps + self._abandoned
-        if name in self._known:
-            self._abandoned = released - state["steps"]
-        else:  # another training's: all that was released here is beside it
-            self._abandoned = state.get("abandoned", 0) + released
-        self._known.add(name)
-        self.steps, self.drawn, self._sampled = state["steps"], state["drawn"], state["sampled"]
-        device = {name: p.device for name, p in self.model.named_parameters()}
-        self._sums = {name: total.to(device[name]) for name, total in state["sums"].items()}
-        self._recorder.drop()
-        self._size, self._ended = state["size"], 0
-        self._drawing = self.drawn if self._sums else -1
-        self._tickets.clear()
+        load(self, state, replay=replay)
 
     def _attached(self) -> Patch:
         if self._patch is None:
             raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
         return self._patch
+
+    def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
+        """Add a physical batch to the sum, and release the logical one if this was its last piece."""
+        try:
+            self._begin(ticket)
+            with self._agreed():
+                add()
+            if self.stepped:
+                self._release(sampled=ticket is not None)
+        except BaseException:
+            if self.stepped:
+                self._drop_parts()
+            elif ticket is not None:
+                self._tickets.give_back(ticket)  # it may be tried again: none of it is in the sum
+            raise
 
     def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:
         """Add the clipped gradients of a physical batch; `drawn`: of how many samples the loader's was (real, all)."""
@@ -448,8 +399,3 @@ class PrivacyEngine:
             self._drop_parts()
         self._drawing, self._mask = ticket.step, (ticket.real, ticket.handed)
         self.drawn = ticket.step + 1 if ticket.is_last else ticket.step
-
-
-def recordable_name(name: str) -> bool:
-    """Is this backend of ours, and recordable? Loading a peer's may need its package."""
-    return BACKENDS[name][0].startswith(("clipping.ghost:", "clipping.oracle:")) and recordable(load_backend(name))

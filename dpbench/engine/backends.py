@@ -1,0 +1,30 @@
+"""Which backends the engine can take: those that clip the gradient of each sample, from losses that others compute."""
+
+from __future__ import annotations
+
+from clipping import BACKENDS, FAMILIES, load_backend
+from clipping.interface import Backend
+from clipping.recording import recordable
+
+
+def usable_backend(name: str) -> type[Backend]:
+    """The class of a backend.
+
+    Raises:
+        ValueError: it is none that the engine can take.
+    """
+    cls = load_backend(name)
+    if name.partition(":")[0] in FAMILIES:
+        raise ValueError(
+            f"expected a backend that clips each sample's gradient, got {name!r}: it clips the mean of several, "
+            "where a sample can move the sum by 2 max_grad_norm and more, and the accounting is for max_grad_norm"
+        )
+    if not recordable(cls):
+        usable = ", ".join(known for known in BACKENDS if recordable_name(known))
+        raise ValueError(f"expected a backend that works from losses, one of {usable}, got {name!r}")
+    return cls
+
+
+def recordable_name(name: str) -> bool:
+    """Is this backend of ours, and recordable? Loading a peer's may need its package."""
+    return BACKENDS[name][0].startswith(("clipping.ghost:", "clipping.oracle:")) and recordable(load_backend(name))
