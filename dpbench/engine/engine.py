@@ -143,8 +143,7 @@ class PrivacyEngine:
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
         self._sampled = self._size = 0
         self._abandoned = Abandoned()
-        processes = place()[1]
-        self._sizes = Sizes(sample_size / processes, batch_size / processes)
+        self._sizes = Sizes(*(count / place()[1] for count in (sample_size, batch_size)))
         self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
         self._drawing = -1  # the loader's logical batch whose pieces are in the sum
         self._ended = 0  # logical batches at the end of the last iteration of a loader
