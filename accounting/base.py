@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
-from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, bound_elsewhere
+from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, bound_elsewhere, neighbours
 
 #: What an ε is worth. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
@@ -169,7 +169,7 @@ class Accountant(ABC):
         known = self.supports if self.kind == "upper_bound" else ()
         if answer := bound_elsewhere(self._inside, known, mechanism, steps, delta):
             return answer
-        sampling, adjacency = SAMPLINGS[mechanism.sampling], ADJACENCIES[mechanism.adjacency]
+        sampling, adjacency = SAMPLINGS[mechanism.sampling], neighbours(*mechanism.scheme)
         raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
 
     @abstractmethod

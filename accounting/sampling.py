@@ -45,6 +45,8 @@ SAMPLINGS = {
 }
 #: When two datasets are neighbours: name -> words.
 ADJACENCIES = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}
+#: What adding or removing a record means where batches are fixed: really removed, it would move all batches after it.
+ZERO_OUT = "making one record's gradient zero (removing it would shift the batches after it)"
 #: (sampling, adjacency)
 Scheme = tuple[str, str]
 #: (ε, detail)
@@ -52,6 +54,12 @@ Answer = tuple[float, dict[str, Any]]
 Ask = Callable[["M", float, float], Answer]
 #: Where every accountant is at home.
 HOME: Scheme = ("poisson", "add_remove")
+
+
+def neighbours(sampling: str, adjacency: str) -> str:
+    """When two datasets are neighbours, in words, under this sampling."""
+    fixed = sampling in ("one_pass", "shuffled") and adjacency == "add_remove"
+    return ZERO_OUT if fixed else ADJACENCIES[adjacency]
 
 
 def epochs_begun(sample_rate: float, steps: float) -> float:

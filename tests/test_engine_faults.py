@@ -300,3 +300,12 @@ def test_a_batch_of_no_records_is_of_the_kind_of_the_others(container):
             empty += len(x) == len(y) == 0
             optimizer.step(loss=F.cross_entropy(model(x), y, reduction="none"))
     assert empty and engine.steps == 64
+
+
+@pytest.mark.parametrize("sampling", ["one_pass", "shuffled"])
+def test_fixed_batches_are_not_said_to_be_proved_for_a_record_that_is_removed(sampling):
+    _, _, engine = make(sampling=sampling)
+    said = str(engine.privacy_spent())
+    assert "making one record's gradient zero (removing it would shift the batches after it)" in said
+    assert "adding or removing" not in said
+    assert "adding or removing one record" in str(make()[2].privacy_spent())

@@ -19,6 +19,7 @@ from accounting import (
     NoAnswer,
     load_accountant,
 )
+from accounting.sampling import neighbours
 from dpbench.errors import UsageError, one_of
 
 Row = dict[str, Any]
@@ -100,7 +101,7 @@ def failed(error: BaseException) -> dict[str, str]:
 
 def under(sampling: str, adjacency: str) -> str:
     """The line over a table that says under what it holds."""
-    return f"under {SAMPLINGS[sampling]}, {ADJACENCIES[adjacency]}, noise on the sum of clipped gradients"
+    return f"under {SAMPLINGS[sampling]}, {neighbours(sampling, adjacency)}, noise on the sum of clipped gradients"
 
 
 def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accounting import ADJACENCIES, SAMPLINGS, Kind
+from accounting import SAMPLINGS, Kind
+from accounting.sampling import neighbours
 
 if TYPE_CHECKING:
     from dpbench.engine.noise import Noise
@@ -48,7 +49,7 @@ class PrivacySpent:
 
     def __str__(self) -> str:
         assumed = " assumed" if self.sampled_by == "assumed" else ""
-        scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {ADJACENCIES[self.adjacency]}"
+        scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {neighbours(self.sampling, self.adjacency)}"
         told = "" if self.private else "; NOT PRIVATE: " + "; ".join(self.caveats[:-1])
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "
