@@ -60,9 +60,10 @@ def searches(device: str, models: list[str], budget: int = BUDGET, limit: int = 
     return found
 
 
-def in_turns(models: list[str]) -> list[Cell]:
+def in_turns(models: list[str], rounds: int = 7, max_seconds: float = 3.0) -> list[Cell]:
     """The throughput on a CPU: backends that are slow have fewer turns, but three."""
-    return [*grid(OverheadTrial, model=models, backends=[BACKENDS], batch_size=16, rounds=7, max_seconds=3.0)]
+    axes = {"model": models, "backends": [BACKENDS], "batch_size": 16}
+    return [*grid(OverheadTrial, **axes, rounds=rounds, max_seconds=max_seconds)]
 
 
 def cells(device: str) -> list[Cell]:
@@ -72,7 +73,7 @@ def cells(device: str) -> list[Cell]:
 
 def smoke(device: str) -> list[Cell]:
     found = searches(device, ["cnn"], budget=2**29, limit=64)
-    return found if device == "cuda" else found + in_turns(["cnn"])
+    return found if device == "cuda" else found + in_turns(["cnn"], rounds=2, max_seconds=0.3)
 
 
 EXPERIMENT = Experiment(
