@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpbench import Misuse, PrivacyEngine
+from dpbench.engine.tickets import Ticket, Tickets
 
 RECORDS, EXPECTED = 48, 12
 
@@ -145,3 +146,30 @@ def test_a_checkpoint_does_not_count_what_was_read_ahead_as_done():
             break
     assert engine.drawn == engine.state_dict()["drawn"] == 2
     assert next(iter(engine.data_loader(data)))[1].tolist() == engine._sampler.batch(2).tolist()
+
+
+def test_parts_of_one_tensor_are_told_apart():
+    """As a data set in memory hands them out: one storage holds all batches."""
+    whole = torch.randn(12, 5)
+    tickets = Tickets()
+    batches = whole.split(4)  # which whoever reads ahead keeps
+    handed = [Ticket(step, True, 4, 4, batch) for step, batch in enumerate(batches)]
+    for ticket in handed:
+        tickets.hand_out(ticket)
+    tickets.read(batches[1].view(4, 5), 4)
+    assert tickets.take() is handed[1] and len(tickets) == 1
+
+
+class Words:
+    """Of somebody's own, with no tensor that is found in it; and it holds itself."""
+
+    def __init__(self, *words):
+        self.words, self.itself = words, self
+
+
+def test_a_batch_without_tensors_is_not_recognised_and_nothing_worse():
+    tickets = Tickets()
+    for step in range(2):
+        tickets.hand_out(Ticket(step, True, 2, 2, [Words("a", "b"), {"kind": dict}]))
+    with pytest.raises(Misuse, match="that are none of these"):
+        tickets.read({"x": torch.randn(2, 3), "words": Words(), "kind": dict}, 2)

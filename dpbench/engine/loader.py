@@ -8,15 +8,14 @@ A copy is fit for the model, where zeros may not be; its gradient is not in the 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from dpbench.engine.containers import emptied
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.tickets import Ticket
 
@@ -93,7 +92,7 @@ class _Pieces:
 
     def _generate(self, drawn: deque[tuple[int, bool, int]]) -> Iterator[list[int]]:
         rank, processes = self._shard
-        first = max(self._engine.drawn, self._engine._ended)
+        first = self._first()
         self.end = (first // self.steps_per_epoch + 1) * self.steps_per_epoch
         for step in range(first, self.end):
             sample = self._sampler.batch(step)
@@ -109,12 +108,16 @@ class _Pieces:
         """Physical batches of the epoch."""
         if self._most is None:
             return self.steps_per_epoch
-        epoch = max(self._engine.drawn, self._engine._ended) // self.steps_per_epoch
+        epoch = self._first() // self.steps_per_epoch
         if self._counted is None or self._counted[:2] != (self._sampler.key, epoch):
             steps = range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
             pieces = sum(-(-self._longest(len(self._sampler.batch(step))) // self._most) for step in steps)
             self._counted = self._sampler.key, epoch, pieces
         return self._counted[2]
+
+    def _first(self) -> int:
+        """The logical batch that an iteration begins with: what an earlier one left out is not drawn again."""
+        return max(self._engine.drawn, self._engine._ended)
 
     def _longest(self, samples: int) -> int:
         """Every process has as many pieces, the last of them empty."""
@@ -133,23 +136,4 @@ class _Collate:
             samples = samples + [copied] * (self._padded - len(samples))
         if samples:
             return self._collate(samples)
-        return _emptied(self._collate([self._dataset[0]]))
-
-
-def _emptied(batch: Any) -> Any:
-    """A batch of one record without it: tensors [0, ...] in whatever containers a `collate_fn` makes."""
-    if isinstance(batch, torch.Tensor):
-        return batch[:0]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = {f.name: _emptied(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
-        return dataclasses.replace(batch, **fields)
-    if isinstance(batch, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold
-        found = copy.copy(batch)
-        for key, value in batch.items():
-            found[key] = _emptied(value)
-        return found
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(_emptied, batch))
-    if isinstance(batch, (tuple, list)):
-        return type(batch)(map(_emptied, batch))
-    return batch
+        return emptied(self._collate([self._dataset[0]]))

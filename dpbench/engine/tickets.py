@@ -15,12 +15,12 @@ the losses are, how many of them are padding, and whether the logical batch is c
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 64
@@ -41,10 +41,12 @@ class Ticket:
 
     def __init__(self, step: int, is_last: bool, real: int, handed: int, batch: Any) -> None:
         self.step, self.is_last, self.real, self.handed = step, is_last, real, handed
-        self.probes = [_Probe(x) for x in _tensors(batch) if x.dim()]
+        self.probes = [_Probe(x) for x in tensors_in(batch) if x.dim()]
 
     def distance(self, tensors: list[Tensor]) -> float:
         """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told."""
+        if not self.probes:
+            return float("nan")
         found = [min((probe.distance(x) for probe in self.probes), key=_unknown_last) for x in tensors]
         known = [each for each in found if each == each]
         return max(known) if known else float("nan")
@@ -81,7 +83,7 @@ class Tickets:
         Raises:
             Misuse: several batches are open, and it cannot be told which one this is.
         """
-        self.current = self._recognised([x for x in _tensors(inputs) if x.dim()], batch_size)
+        self.current = self._recognised([x for x in tensors_in(inputs) if x.dim()], batch_size)
 
     def take(self) -> Ticket | None:
         """The ticket of what is stepped; None for a batch of somebody else's. Those before it were left out."""
@@ -131,7 +133,9 @@ class _Probe:
 
     def __init__(self, x: Tensor) -> None:
         self._itself = weakref.ref(x)
-        self._storage, self._shape = x.untyped_storage().data_ptr(), x.shape
+        storage = x.untyped_storage()
+        own = storage.nbytes() == x.numel() * x.element_size()  # not a part of what other batches are parts of, too
+        self._storage, self._shape = storage.data_ptr() if own else 0, x.shape
         count = x.shape[0]
         self._rows = torch.linspace(0, max(0, count - 1), min(count, ROWS)).long()
         self._columns = torch.zeros(0, dtype=torch.long)
@@ -176,18 +180,3 @@ class _Probe:
 
 def _unknown_last(distance: float) -> tuple[bool, float]:
     return distance != distance, distance
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """In nested containers of whatever kind a `collate_fn` makes."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif hasattr(tree, "values") and callable(tree.values):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (tuple, list)):
-        for value in tree:
-            yield from _tensors(value)
-    elif hasattr(tree, "__dict__"):
-        for value in vars(tree).values():
-            yield from _tensors(value)

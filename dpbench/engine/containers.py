@@ -1,0 +1,48 @@
+"""The containers that a `collate_fn` may make: mappings, sequences, named tuples and dataclasses, one in another."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of a batch, in order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from tensors_in(value)
+    elif isinstance(batch, (tuple, list)):
+        for value in batch:
+            yield from tensors_in(value)
+    elif _is_record(batch):
+        for field in dataclasses.fields(batch):
+            yield from tensors_in(getattr(batch, field.name))
+
+
+def emptied(batch: Any) -> Any:
+    """The same without its samples: tensors [0, ...]; what is no tensor stays as it is."""
+    if isinstance(batch, Tensor):
+        return batch[:0]
+    if isinstance(batch, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold
+        found = copy.copy(batch)
+        for key, value in batch.items():
+            found[key] = emptied(value)
+        return found
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*map(emptied, batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map(emptied, batch))
+    if _is_record(batch):
+        fields = {f.name: emptied(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+        return dataclasses.replace(batch, **fields)
+    return batch
+
+
+def _is_record(batch: Any) -> bool:
+    return dataclasses.is_dataclass(batch) and not isinstance(batch, type)
