@@ -19,12 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
-from clipping.blocks import InTurn
 from clipping.ghost import BkMixed
-from clipping.norms import Book
-from clipping.rules import base, pieces, products
-from dpbench.measure import memory, simulate
-from dpbench.measure.bench import Memory, Step, storage_bytes
+from clipping.rules import products
+from dpbench.measure import memory
+from dpbench.measure.bench import Step, storage_bytes
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.simulate import StorageLifetimes, simulated_device, simulated_peak
 from dpbench.models import load_workload
@@ -34,8 +32,6 @@ MIB = 2**20
 #: Opacus makes tensor subclasses of parameters, and exchanges parameters: neither can be done to a fake one.
 NOT_SIMULATED = {"opacus_functorch", "opacus_ew"}
 SIMULATED = [name for name in BACKENDS if name not in NOT_SIMULATED]
-#: Those that go through a batch in blocks.
-BLOCKED = [name for name in SIMULATED if not name.startswith("opacus") and name not in ("private_cnn", "fastdp")]
 #: The planner of bk_mixed times its routes in the second step, on real tensors only: the variant never does.
 COMPARED = ["bk_mixed:memory" if name == "bk_mixed" else name for name in SIMULATED]
 
@@ -368,102 +364,6 @@ def outermost(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
         if not found or start >= found[-1][1]:
             found.append((start, end))
     return found
-
-
-@pytest.mark.parametrize("make", [plain, pytest.param(Residual, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", [*BLOCKED, "tf_microbatch:3", "bk_mixed:memory"])
-def test_the_last_block_stands_for_all_to_the_byte(backend, make, monkeypatch):
-    tighten(monkeypatch)
-
-    def every_block(batch_size: int) -> Memory:
-        with monkeypatch.context() as patch:
-            patch.setattr(simulate, "LastForAll", lambda _: InTurn())
-            return peak(batch_size)
-
-    def peak(batch_size: int) -> Memory:
-        return simulated_peak(lambda: opened(make, backend, batch_size), phases=None)
-
-    for batch_size in (1, 2, 7, 16, 23):
-        assert peak(batch_size) == every_block(batch_size)
-
-
-def test_the_last_block_stands_for_all_in_each_part_of_a_step(monkeypatch):
-    def phases() -> dict[str, int]:
-        trial = PeakTrial(model="cnn", backend="microbatch", batch_size=6, simulated=True)
-        return memory.run(trial)["memory"]["phases"]
-
-    by_one = phases()
-    monkeypatch.setattr(simulate, "LastForAll", lambda _: InTurn())
-    assert by_one == phases()
-
-
-class Wide(nn.Module):
-    """Each layer large enough that 32 samples are several blocks, whatever a backend does with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-        self.body = nn.Conv2d(64, 64, 5, padding=2, bias=False)
-        self.grouped = nn.Conv2d(64, 256, 3, stride=2, groups=4, bias=False)
-        self.norm = nn.LayerNorm(7 * 7 * 256)
-        self.linear = nn.Linear(7 * 7 * 256, 512, bias=False)
-        self.head = nn.Linear(512, 10, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.body(torch.tanh(self.stem(x))))
-        return self.head(torch.tanh(self.linear(self.norm(self.grouped(x).flatten(1)))))
-
-
-class Count(TorchDispatchMode):
-    """How many operations there were. (To ask a fake tensor for its device is none.)"""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.operations += func is not torch.ops.prim.device.default
-        return func(*args, **(kwargs or {}))
-
-
-def operations(open_step: Callable[[], contextlib.AbstractContextManager[Step]]) -> int:
-    """Of one simulated step."""
-
-    @contextlib.contextmanager
-    def counted() -> Iterator[Step]:
-        with open_step() as step, count:
-            yield step
-
-    count = Count()
-    simulated_peak(counted)
-    return count.operations
-
-
-def tighten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small batch is treated as a large one is."""
-    monkeypatch.setattr(base, "WORKSPACE", {"cpu": 2**15, "cuda": 2**15})
-    monkeypatch.setattr(Book, "small", 0)
-    monkeypatch.setattr(pieces, "PIECE", 2**12)
-
-
-COUNTED = [*SIMULATED, "tf_microbatch:4", "bk_mixed:paper", "bk_mixed:time", "bk_mixed:memory"]
-
-
-@pytest.mark.parametrize("backend", COUNTED)
-def test_a_step_has_the_same_operations_whatever_the_batch(backend, monkeypatch):
-    """Where 32 samples already are several blocks, kept one by one, and convolutions are taken in pieces."""
-    skip_if_unavailable(backend)
-    tighten(monkeypatch)
-    few, many = (operations(lambda size=size: opened(Wide, backend, size)) for size in (32, 4096))
-    assert many == pytest.approx(few, rel=0.05)
-
-
-@pytest.mark.parametrize("backend", COUNTED)
-def test_a_built_in_model_has_few_operations_at_any_batch(backend):
-    """A large batch differs only in what a small one does at once: gradients that are joined, a sum of one portion."""
-    skip_if_unavailable(backend)
-    few, many, huge = (operations(lambda size=size: built_in("resnet18", backend, size)) for size in (32, 4096, 32768))
-    assert few <= 2600 and many <= 1.5 * few and huge <= 1.15 * many
 
 
 def test_memory_that_this_machine_has_not_can_be_simulated():

@@ -18,7 +18,7 @@ def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
     frame = frame.assign(again=frame.duplicated(["model", "backend"]), unfinished=captions.unfinished(frame))
     sized = frame.max_batch_size.notna() | frame.max_batch_note.notna()
     timed = frame[frame.images_per_second.notna() | frame.throughput_note.notna()].model
-    both = frame.model.isin(timed) if len(timed) else sized
+    both = frame.model.isin(timed if len(timed) else frame.model)
     sizes = [_size_bar(cell) for cell in frame.itertuples(index=False)]
 
     def block(chosen: pd.Series[bool], *, speeds: bool) -> Block:
@@ -40,7 +40,8 @@ def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
 
     above = block(both, speeds=bool(len(timed)))
     others = list(dict.fromkeys(frame[~both].model))
-    halves = [others[: len(others) - len(others) // 2], others[len(others) - len(others) // 2 :]]
+    middle = len(others) - len(others) // 2
+    halves = [others[:middle], others[middle:]]
     below = [block(frame.model.isin(half), speeds=False) for half in halves if half]
     return figures.bars(above.rows, above.panels, caption, below=below)
 

@@ -139,11 +139,12 @@ def _throughput(cell: Cell, steps: list[Record], ordinary: list[Record], left_ou
     good = newest_trial([r for r in good if batch(r) == size], left_out)
     if good[0].trial["device"] == "cuda" and good[0].trial.get("image_size") == 32:
         row["published_images_per_second"] = published.value("Figure 3", "max_throughput", *cell)
-    if good[0].kind == "overhead":
+    if latest == "overhead":
         paired = paired_row(good, [r for r in ordinary if r.id == good[0].id])
         row |= {name: paired.get(name) for name in ("time_ratio", "time_ratio_low", "time_ratio_high")}
-    seconds = turns(good) if good[0].kind == "overhead" else seconds_by_round(good)
-    rates = [size / each for each in seconds.values()]
+        rates = [size / seconds for seconds in turns(good).values()]
+    else:
+        rates = [size / seconds for seconds in seconds_by_round(good).values()]
     exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
     return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact
 

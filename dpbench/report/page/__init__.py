@@ -77,8 +77,8 @@ def render(parts: Sequence[Part], again: str) -> str:
     results = entries(records)
     failed = failures.grouped_failures(results)
     unfit = sum(is_probe(record) and record.outcome in DOES_NOT_FIT for record in results)
-    own = devices.pop(first)
-    said = [*summary(own, entries(own), here), *_elsewhere(devices)]
+    elsewhere = {device: theirs for device, theirs in devices.items() if device != first}
+    said = [*summary(devices[first], entries(devices[first]), here), *_elsewhere(elsewhere)]
     numbered = dict(enumerate(parts, start=1))
     sections = [_section(part, number) for number, part in numbered.items() if part.device == first]
     others = [
@@ -88,7 +88,7 @@ def render(parts: Sequence[Part], again: str) -> str:
             "said": f"{several(len(theirs), 'trial')}, {days(theirs)}",
             "sections": [_section(part, number) for number, part in numbered.items() if part.device == device],
         }
-        for index, (device, theirs) in enumerate(devices.items(), start=1)
+        for index, (device, theirs) in enumerate(elsewhere.items(), start=1)
     ]
     if len(sections) == 1 and sections[0]["finding"] in said:
         sections[0]["finding"] = ""  # it stands right above
@@ -107,7 +107,7 @@ def render(parts: Sequence[Part], again: str) -> str:
         unfit=f"{several(unfit, 'probe')} of a search did not fit in the memory budget: a result, not a failure."
         if unfit
         else "",
-        machines=[_machine(device, theirs) for device, theirs in by_device(records).items()],
+        machines=[_machine(device, theirs) for device, theirs in devices.items()],
         again=again,
         measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
     )
