@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from clipping.apart import Occasions, mixed_rows
 from clipping.compiled import compiled_code, compiled_modules
 from clipping.functions import ClipFunction
 from clipping.graph import unrecorded
@@ -50,7 +51,6 @@ class TapeBackend(Backend):
     """Forward under the tape, one backward pass of activation gradients, and `norms` to take what arrives."""
 
     norms: ClassVar[type[Norms]] = TwoPasses
-    _graph_checked = False
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
@@ -83,6 +83,7 @@ class TapeBackend(Backend):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)
             self._refuse(tape, losses, parameters)
+            self._look(tape, losses, self.occasions)
             return self._finished(tape, losses, parameters)
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
@@ -96,20 +97,26 @@ class TapeBackend(Backend):
             return self._finished(tape, losses, parameters)
 
     def clipped(
-        self, tape: Tape, losses: Tensor, parameters: Parameters, *, keep_graph: bool = False
+        self,
+        tape: Tape,
+        losses: Tensor,
+        parameters: Parameters,
+        *,
+        keep_graph: bool = False,
+        occasions: Occasions | None = None,
     ) -> ClippedGradient:
         """The rest, of a forward pass that somebody else ran under `tape`: see `clipping.recording`.
 
         Args:
             tape: no longer active; its hooks are gone when this returns.
-            losses: [B], with their graph. Whatever reads a parameter there must be on the tape: looked for every time,
-                since nobody knows what computes them.
+            losses: [B], with their graph. Whatever reads a parameter there must be on the tape.
             parameters: the trainable ones, as the tape has them.
             keep_graph: do not use up the graph of the losses.
+            occasions: of looking whether samples stay apart; None for never.
         """
-        self._graph_checked = False
         with self._explained(tape):
             self._refuse(tape, losses, parameters)
+            self._look(tape, losses, occasions)
             return self._finished(tape, losses, parameters, keep_graph)
 
     @contextmanager
@@ -145,11 +152,13 @@ class TapeBackend(Backend):
                 grads[name] = grad.to(parameters[name].dtype)
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
 
+    def _look(self, tape: Tape, losses: Tensor, occasions: Occasions | None) -> None:
+        problem = mixed_rows(tape, losses, occasions)
+        if problem is not None:
+            raise UnsupportedModel(self.name, [problem])
+
     def _refuse(self, tape: Tape, losses: Tensor, parameters: Parameters) -> None:
-        problems = tape.problems
-        if not problems and not self._graph_checked:
-            problems = unrecorded(losses, tape, parameters)
-            self._graph_checked = not problems
+        problems = tape.problems or unrecorded(losses, tape, parameters)
         if problems:
             raise UnsupportedModel(self.name, dict.fromkeys(problems))
 

@@ -5,7 +5,8 @@ And a third that is not to be compared with them: `TfMicrobatch`, which clips th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -74,15 +75,33 @@ def tf_microbatch(together: int) -> type[TfMicrobatch]:
 
 
 def definition(
-    model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, *, clip: ClipFunction, together: int = 1
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    clip: ClipFunction,
+    together: int = 1,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ClippedGradient:
-    """What a backend must give: one sample at a time; of means, from the gradients of single samples."""
-    if together == 1:
-        return Microbatch(model, loss_fn, clip=clip)(inputs, targets)
-    unclipped = Microbatch(model, loss_fn, clip=Flat(max_grad_norm=float("inf")))
-    batch_size = leading_dimension(inputs, targets)
-    alone = [map_tensors(lambda x, i=i: x[i : i + 1], (inputs, targets)) for i in range(batch_size)]  # type: ignore[misc]
-    return of_means([unclipped(*one) for one in alone], clip, together)
+    """What a backend must give, from one sample at a time; of means where it clips those.
+
+    Args:
+        model, loss_fn, inputs, targets, clip: as for every backend.
+        together: samples in a mean.
+        around: entered for each sample's run.
+    """
+    each_clip = clip if together == 1 else Flat(max_grad_norm=float("inf"))
+    microbatch = Microbatch(model, loss_fn, clip=each_clip)
+    alone = []
+    for i in range(leading_dimension(inputs, targets)):
+        with around():
+            alone.append(microbatch(*map_tensors(lambda x, i=i: x[i : i + 1], (inputs, targets))))  # type: ignore[misc]
+    if together > 1:
+        return of_means(alone, clip, together)
+    sums = {name: torch.stack([sample.grads[name] for sample in alone]).sum(0) for name in alone[0].grads}
+    norms = [sample.norms for sample in alone if sample.norms is not None]
+    return ClippedGradient(sums, torch.cat(norms), torch.cat([sample.losses for sample in alone]))
 
 
 def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: int) -> ClippedGradient:

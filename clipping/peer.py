@@ -41,7 +41,6 @@ class Step(NamedTuple):
 class Peer(Backend):
     """A backend that is another library's work; only the clipping function may be ours."""
 
-    verify_in_eval = False  # they capture nothing in eval mode
     library: ClassVar[str]
     package: ClassVar[str]
     install: ClassVar[str]

@@ -1,13 +1,14 @@
 """Clipping where the caller runs the forward pass: the losses come with their graph, and no loss function is known.
 
-    recording = record("bk_mixed", model, clip, inputs)
+    recording = Recording(backend, inputs, batch_size)
     with recording:                 # around each forward pass, at the least
         outputs = model(inputs)
     losses = ...                    # [B], of the outputs; the tape need not be active
     gradient = recording.finish(losses)
 
-What reads a parameter outside of `with` is found in the graph of the losses, and refused. Microbatch needs no tape:
-with the graph at hand it differentiates one loss after the other, the definition, by which the others are verified.
+What reads a parameter outside of `with` is found in the graph of the losses, and refused. Microbatch needs a tape only
+to look whether samples stay apart: with the graph at hand it differentiates one loss after the other, the definition,
+by which the others are verified.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.apart import Occasions, mixed_rows, tolerance_of
+from clipping.compiled import compiled_modules
 from clipping.functions import ClipFunction
 from clipping.ghost import BkMixed, TapeBackend
-from clipping.interface import Backend, ClippedGradient, Parameters, map_tensors, norm_dtype
+from clipping.graph import unrecorded
+from clipping.interface import Backend, ClippedGradient, Parameters, UnsupportedModel, map_tensors, norm_dtype
 from clipping.oracle import Microbatch, gradients, with_zeros
 from clipping.samples import factors_by_name
 from clipping.sources import mark_data
 from clipping.spread import reshard
 from clipping.tape import Tape
-from clipping.verification import TOLERANCE, Agreement, WrongGradient, compare
+from clipping.verification import Agreement, WrongGradient, compare
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Of a verification in one graph, by the dtype that was computed in, autocast's where it is on."""
 
 
 class Recording:
@@ -38,19 +45,28 @@ class Recording:
         inputs: every tensor [B, ...].
         batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.sharded`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
+        occasions: of looking whether samples stay apart (`clipping.apart`); None for never.
     """
 
     def __init__(
-        self, backend: Backend, inputs: Any, batch_size: int, by_hand: Callable[[], None] | None = None
+        self,
+        backend: Backend,
+        inputs: Any,
+        batch_size: int,
+        by_hand: Callable[[], None] | None = None,
+        occasions: Occasions | None = None,
     ) -> None:
-        self.backend, self.batch_size = backend, batch_size
+        self.backend, self.batch_size, self.occasions = backend, batch_size, occasions
         reshard(backend.model)
         self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
         self.passes = 1
         self.tape: Tape | None = None
+        self._tolerance = TOLERANCE[torch.float32]
         if isinstance(backend, TapeBackend):
             self.tape = Tape(self.parameters, inputs, max(1, batch_size), backend.stand_in)
             self.tape.by_hand = by_hand
+        elif occasions is not None and not any(compiled_modules(backend.model)):
+            self.tape = Tape(self.parameters, inputs, batch_size)
 
     def again(self, inputs: Any) -> None:
         """Another forward pass of the same samples is to come; the losses may depend on all of them."""
@@ -61,6 +77,7 @@ class Recording:
     def __enter__(self) -> Recording:
         if self.tape is not None:
             self.tape.__enter__()
+        self._tolerance = tolerance_of([*self.parameters.values()], TOLERANCE)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -73,7 +90,7 @@ class Recording:
         Args:
             losses: [B], with their graph; loss i depends on sample i alone.
             verify: compare with autograd's own gradients of the first two losses, and the sum with an ordinary backward
-                pass of Σ_i c_i ℓ_i.
+                pass of Σ_i c_i ℓ_i; in the same graph, so that no more than rounding can differ.
 
         Raises:
             ValueError: losses that are not shaped [B].
@@ -84,11 +101,14 @@ class Recording:
             raise ValueError(f"expected one loss a sample, shape [{self.batch_size}], got {list(losses.shape)}")
         try:
             with torch.enable_grad():
-                if self.tape is None:
+                if not isinstance(self.backend, TapeBackend):
+                    self._look(losses)
                     return one_by_one(losses, self.parameters, self.backend.clip)
-                assert isinstance(self.backend, TapeBackend)
+                assert self.tape is not None
                 verify = verify and not self.backend.sharded
-                result = self.backend.clipped(self.tape, losses, self.parameters, keep_graph=verify)
+                result = self.backend.clipped(
+                    self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
+                )
                 if verify:
                     self._verify(result, losses)
                 return result
@@ -100,6 +120,14 @@ class Recording:
         if self.tape is not None:
             self.tape.close()
             self.tape.uses.clear()
+
+    def _look(self, losses: Tensor) -> None:
+        """Of a backend without a tape of its own: what that cannot follow it does not look at."""
+        if self.tape is not None:
+            unrecorded(losses, self.tape, self.parameters)  # which gradients are to come
+            problem = mixed_rows(self.tape, losses, self.occasions)
+            if problem is not None:
+                raise UnsupportedModel(self.backend.name, [problem])
 
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)
@@ -113,9 +141,8 @@ class Recording:
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
-        tolerance = max(TOLERANCE.get(x.dtype, 2e-1) for x in (losses, *grads.values()))
-        if not agreement.within(tolerance):
-            raise WrongGradient(self.backend.name, agreement, tolerance)
+        if not agreement.within(self._tolerance):
+            raise WrongGradient(self.backend.name, agreement, self._tolerance)
 
 
 def recordable(cls: type[Backend]) -> bool:

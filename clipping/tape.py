@@ -17,11 +17,12 @@ it was before any in-place change: there module hooks and custom functions fail 
 A backward pass for activation gradients alone must have something to differentiate by. Where an operation's own input
 needs no gradient (the first layer, an embedding), its output is tied to a zero scalar, the anchor: the gradient with
 respect to the anchors runs through every use and computes no weight gradient. (autograd asks each node only for the
-inputs that lie on the way.) What is made of parameters alone, a copy for each sample, is asked for itself.
+inputs that lie on the way.) What is made of parameters alone, a copy for each sample, is asked for itself; so is a
+leaf that the model made, a hidden state that it said requires a gradient.
 
-What is assumed, and verified on the first batch: an output with B·k rows has k consecutive ones to a sample. Refused,
-with the reason: an output without such rows, and a parameter read behind the tape's back (a custom autograd function,
-a compiled module).
+What is assumed, and looked at by `clipping.apart`: an output with B·k rows has k consecutive ones to a sample. Refused,
+with the reason: an output without such rows, a parameter read behind the tape's back (a custom autograd function, a
+compiled module: see `clipping.graph`), and a use whose gradient does not arrive exactly once.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from clipping.anchors import Anchored, AnchoredCopy, Repeated
 from clipping.interface import Parameters, Problem, map_tensors, without_autocast
 from clipping.orientation import MOVABLE, dimension_after, samples_dimension, samples_first
 from clipping.rules import (
@@ -55,8 +57,8 @@ from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_
 from clipping.uses import Noted, Use, title
 
 Arrival = Callable[[Use, Tensor], None]
-COPIES = 16
-"""Of a vector that are joined at once: each costs Python's time."""
+_next_number = torch.autograd._get_sequence_nr
+"""Of the next node that this thread makes."""
 
 
 class Tape(TorchFunctionMode):
@@ -73,6 +75,7 @@ class Tape(TorchFunctionMode):
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
         by_hand: called when a gradient arrives in a backward pass that is not the tape's own.
+        graph: the number of the losses' graph; see `clipping.graph`.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Tape(TorchFunctionMode):
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
         self.by_hand: Callable[[], None] | None = None
+        self.graph = 0
         self._batch_size = batch_size
         self._stand_in = stand_in
         self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
@@ -95,8 +99,11 @@ class Tape(TorchFunctionMode):
         self._noted: list[Noted] = []
         self._copies: list[tuple[Use, Tensor]] = []
         self._hooks: list[Any] = []
+        self._leaves: list[Tensor] = []
         self._marked: list[weakref.ref[Tensor]] = []
         self._arrival: Arrival | None = None
+        self._expected: set[Use] | None = None
+        self._arrived: Counter[Use] = Counter()
         self._composite: Any = None
         map_tensors(mark_data, batch)
 
@@ -135,12 +142,14 @@ class Tape(TorchFunctionMode):
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """[rows · n]: a vector made of parameters, for each row of the batch a copy whose gradient is its own."""
-        copies = _Repeated.apply(tensor, rows)
+        first = _next_number()
+        copies = Repeated.apply(tensor, rows)
         source = self._sources.get(id(tensor))
         if source is not None:
             output = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)
             gradients = [(source, (tensor, Copies))]
-            self._noted.append(Noted(self._composite, output, copies.grad_fn, 0, gradients, copies))
+            made = first, _next_number()
+            self._noted.append(Noted(self._composite, output, copies.grad_fn, 0, gradients, made, copies))
         return copies
 
     def __enter__(self) -> Tape:
@@ -172,24 +181,59 @@ class Tape(TorchFunctionMode):
             if each.copies is None or self.by_hand is not None:
                 self._hooks.append(each.node.register_prehook(partial(self._hooked, use, each.at)))
 
+    def expect(self, uses: set[Use], leaves: list[Tensor], graph: int) -> None:
+        """What the graph of the losses has: uses, the gradient of each of which must arrive exactly once; leaves that
+        are no parameters, and which uses may be led to by alone; and its number.
+        """
+        self.graph = graph
+        anchors = {id(anchor) for anchor in self._anchors.values()}
+        self._expected, self._leaves = uses, [leaf for leaf in leaves if id(leaf) not in anchors]
+
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
 
         The hooks are gone when this returns; the graph too, unless `retain_graph` keeps it for a second pass.
+
+        Raises:
+            Refused: a use that was expected and whose gradient has not arrived, or one that has arrived twice.
         """
-        self._arrival = arrival
+
+        def last(use: Use, g: Tensor) -> None:
+            arrival(use, g)
+            for _, rule in use.rules:
+                if rule.share is not None:
+                    rule.share.input_only = True
+            use.rules = []  # and with them the operation's input, unless somebody keeps it
+
         self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
+        names = {use: [name for source, _ in use.rules for name in source.parameters] for use in self._expected or ()}
+        try:
+            self.look(losses, last, retain_graph=retain_graph)
+        finally:
+            self.close()
+        if self._expected is not None and (self._arrived != Counter(self._expected)):
+            several = [use for use, count in self._arrived.items() if count > 1 or use not in self._expected]
+            use = next(iter(several), None) or next(use for use in self._expected if not self._arrived[use])
+            raise Refused(
+                f"the gradient of {use.operation} with {', '.join(names.get(use, []))} arrived {self._arrived[use]} "
+                "times, expected once",
+                "use microbatch or vmap, and please report the model",
+            )
+
+    def look(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
+        """The same for a look at the gradients: hooks, rules and graph stay for `backward`."""
+        self._arrival = arrival
+        self._arrived.clear()
         try:
             uses = [use for use, _ in self._copies]
-            wanted = [*(copies for _, copies in self._copies), *self._anchors.values()]
+            wanted = [*(copies for _, copies in self._copies), *self._anchors.values(), *self._leaves]
             if wanted and losses.requires_grad:
                 found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
                 with torch.no_grad():
                     for use, g in zip(uses, found, strict=False):
-                        if g is not None:
-                            self._arrived(use, g.reshape(use.output.shape))
+                        self._arrive(use, None if g is None else g.reshape(use.output.shape))
         finally:
-            self.close()
+            self._arrival = None
 
     def sources(self) -> list[Source]:
         """Every tensor made of parameters alone, the parameters among them."""
@@ -208,6 +252,7 @@ class Tape(TorchFunctionMode):
         self._hooks.clear()
         self._noted.clear()
         self._copies.clear()
+        self._leaves.clear()
         self._arrival = None
         for reference in self._marked:
             forget_data(reference())
@@ -221,7 +266,7 @@ class Tape(TorchFunctionMode):
         return self._sources.get(id(operand))
 
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
-        differentiable = any(x.requires_grad for x in data)
+        first = _next_number()
         try:
             if func in HANDLERS:
                 output, gradients = HANDLERS[func](*args, **kwargs)
@@ -235,10 +280,13 @@ class Tape(TorchFunctionMode):
             return output
         if not mine:
             return output
-        if not differentiable:
-            output = _Anchor.apply(output, self._anchor(output.device))
+        made = first, _next_number()
+        if not any(x.requires_grad for x in data):
+            # what the operation itself may have saved is not to be touched, nor what shares its memory with others
+            anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
+            output = anchored.apply(output, self._anchor(output.device))
         spec = Spec(output.shape, output.dtype)
-        self._noted.append(Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine))
+        self._noted.append(Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine, made))
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -291,19 +339,16 @@ class Tape(TorchFunctionMode):
         return output
 
     def _hooked(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
-        g = gradients[at]
-        if g is not None:
-            self._arrived(use, g)
+        self._arrive(use, gradients[at])
 
-    def _arrived(self, use: Use, g: Tensor) -> None:
+    def _arrive(self, use: Use, g: Tensor | None) -> None:
+        """None: a gradient that is zero, or none."""
         if self._arrival is not None:
-            with without_autocast(g.device):
-                self._arrival(use, g)
-            for _, rule in use.rules:
-                if rule.share is not None:
-                    rule.share.input_only = True
-            use.rules = []  # and with them the operation's input, unless somebody keeps it
-        elif self.by_hand is not None:
+            self._arrived[use] += 1
+            if g is not None:
+                with without_autocast(g.device):
+                    self._arrival(use, g)
+        elif g is not None and self.by_hand is not None:
             self.by_hand()
 
     def _anchor(self, device: torch.device) -> Tensor:
@@ -314,38 +359,6 @@ class Tape(TorchFunctionMode):
     def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
         for name in dict.fromkeys(name for source in sources for name in source.parameters):
             self.problems.append(Problem(name, f"{title(func)}: {refused.reason}", refused.remedy))
-
-
-class _Anchor(torch.autograd.Function):
-    """Identity on its first argument, in place, so that it costs nothing; the zero scalar's gradient is none at all."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
-        ctx.mark_dirty(output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Repeated(torch.autograd.Function):
-    """[rows · n] of a tensor of n entries; its gradient is one sum over the rows, not one addition for each."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: int) -> Tensor:
-        ctx.rows, ctx.shape = rows, tensor.shape
-        copies = tensor.reshape(-1)
-        parts: list[Tensor] = []
-        while rows >= COPIES:  # in less time than by `repeat`, or `expand` and `reshape`
-            rows, rest = divmod(rows, COPIES)
-            parts = [copies] * rest + parts
-            copies = torch.cat([copies] * COPIES)
-        return torch.cat([copies] * rows + parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].view(ctx.rows, -1).sum(0).view(ctx.shape), None
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:

@@ -254,7 +254,7 @@ ALIASES = (
     "Unsqueeze",
     "Squeeze",
     "Clone",
-    "_Anchor",
+    "Anchored",
     "Alias",
 )
 """Nodes that hand on the gradient that they are given, or a view of it."""

@@ -20,12 +20,15 @@ class Use:
         rules: for each source the rule of its gradient.
         output: shape and dtype of its output, and so of g.
         node: the number of the output's node in the order in which the forward pass made them.
+        first, last: the nodes that the operation made have the numbers from `first` up to `last`, which is not one.
     """
 
     operation: str
     rules: list[tuple[Source, Rule]]
     output: Spec
     node: int = 0
+    first: int = 0
+    last: int = 0
 
 
 class Noted(NamedTuple):
@@ -36,6 +39,7 @@ class Noted(NamedTuple):
         output: shape and dtype of its output.
         node, at: of the graph, and which of its outputs this is.
         gradients: for each source what its rule is made of.
+        made: `first` and `last` of the use.
         copies: the output, if its gradient is to be asked for itself.
     """
 
@@ -44,6 +48,7 @@ class Noted(NamedTuple):
     node: Any
     at: int
     gradients: list[tuple[Source, Gradient]]
+    made: tuple[int, int]
     copies: Tensor | None = None
 
     def settled(self, batch_size: int) -> Use:
@@ -64,7 +69,7 @@ class Noted(NamedTuple):
             if isinstance(rule, Broadcast):
                 source, rule = _by_row(source, rule, self.output)
             rules.append((source, rule if fold == 1 else rule.regroup(fold)))
-        return Use(title(self.operation), rules, self.output, self.node._sequence_nr())
+        return Use(title(self.operation), rules, self.output, self.node._sequence_nr(), *self.made)
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:

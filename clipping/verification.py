@@ -1,4 +1,5 @@
-"""Is a backend exact on this model? Two of its samples against the microbatch oracle (`oracle.definition`).
+"""Is a backend exact on this model? Two of its samples against the microbatch oracle (`oracle.definition`), in the mode
+that trains: each sample draws the same random numbers alone and beside the other one (`clipping.draws`).
 
 Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
 whole gradient's norm: a parameter whose gradient vanishes but for rounding (a bias before a normalisation) would
@@ -9,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from clipping.draws import Draws, same_for_each
 
 if TYPE_CHECKING:
     from clipping.interface import Backend, ClippedGradient
@@ -87,37 +91,62 @@ def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: 
 
     A backend that clips the means of several samples is held to its own definition, on so many times as many samples.
     Computed in float64, to which the model is cast meanwhile, so that an error of any size is one of the method; in the
-    model's own dtype where it cannot be cast. Random layers are off: they draw differently for one sample and for two.
+    model's own dtype where it cannot be cast. What numpy or Python draws cannot be had by sample: if that makes them
+    differ, eval mode decides.
     """
     from clipping.interface import map_tensors
 
     few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
+    before = Draws()
+    found, tolerance, drew = _agreement(backend, few)
+    if drew and not found.within(tolerance):
+        with before.again(), _in_eval(backend.model):
+            found, tolerance, _ = _agreement(backend, few)
+    return found, tolerance
+
+
+def _agreement(backend: Backend, few: Any) -> tuple[Agreement, float, bool]:
+    from clipping.interface import map_tensors
+
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
-    with _without_randomness(backend):
-        try:
-            with _in_float64(backend.model):
-                result, reference = _both(backend, *wide)
-        except (RuntimeError, TypeError, NotImplementedError):  # a cast of the model's own, or a device without float64
-            result, reference = _both(backend, *few)
-        if reference.losses.dtype != torch.float64:
-            result, reference = _both(backend, *few)
+    try:
+        with in_float64(backend.model):
+            result, reference, drew = _both(backend, *wide)
+    except (RuntimeError, TypeError, NotImplementedError):  # a cast of the model's own, or a device without float64
+        result, reference, drew = _both(backend, *few)
+    if reference.losses.dtype != torch.float64:
+        result, reference, drew = _both(backend, *few)
     dtypes = {g.dtype for g in reference.grads.values()} | {reference.losses.dtype}
     if dtypes == {torch.float64}:
-        return compare(result, reference), CAST_TOLERANCE
-    return compare(result, reference), max(TOLERANCE.get(dtype, 2e-1) for dtype in dtypes)
+        return compare(result, reference), CAST_TOLERANCE, drew
+    return compare(result, reference), max(TOLERANCE.get(dtype, 2e-1) for dtype in dtypes), drew
 
 
-def _both(backend: Backend, inputs: Any, targets: Any) -> tuple[ClippedGradient, ClippedGradient]:
+def _both(backend: Backend, inputs: Any, targets: Any) -> tuple[ClippedGradient, ClippedGradient, bool]:
+    """The two, and whether anything was drawn outside of torch."""
     from clipping.functions import Flat
+    from clipping.interface import leading_dimension
     from clipping.oracle import definition
 
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
-    result = backend(inputs, targets)  # first: what it refuses, it gives its reason for
-    return result, definition(backend.model, backend.loss_fn, inputs, targets, clip=clip, together=backend.together)
+    with same_for_each(leading_dimension(inputs, targets)) as seeded:
+        result = backend(inputs, targets)  # first: what it refuses, it gives its reason for
+        drew = seeded.used_outside_of_torch()
+    reference = definition(
+        backend.model,
+        backend.loss_fn,
+        inputs,
+        targets,
+        clip=clip,
+        together=backend.together,
+        around=partial(same_for_each, 1),
+    )
+    return result, reference, drew
 
 
 @contextmanager
-def _in_float64(model: nn.Module) -> Iterator[None]:
+def in_float64(model: nn.Module) -> Iterator[None]:
+    """Its parameters and buffers are of float64 meanwhile."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     before = [t.data for t in tensors]
     try:
@@ -130,12 +159,10 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _without_randomness(backend: Backend) -> Iterator[None]:
-    modes = [(module, module.training) for module in backend.model.modules()]
+def _in_eval(model: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in model.modules()]
     try:
-        for module, _ in modes:
-            if backend.verify_in_eval or next(module.parameters(), None) is None:
-                module.training = False
+        model.eval()
         yield
     finally:
         for module, training in modes:

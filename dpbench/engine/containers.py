@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -27,19 +27,25 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 def emptied(batch: Any) -> Any:
     """The same without its samples: tensors [0, ...]; what is no tensor stays as it is."""
+    return mapped(lambda x: x[:0], batch)
+
+
+def mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The same containers with `function` of each tensor; what is no tensor stays as it is."""
     if isinstance(batch, Tensor):
-        return batch[:0]
+        return function(batch)
     if isinstance(batch, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold
         found = copy.copy(batch)
         for key, value in batch.items():
-            found[key] = emptied(value)
+            found[key] = mapped(function, value)
         return found
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map(emptied, batch))
+        return type(batch)(*(mapped(function, value) for value in batch))
     if isinstance(batch, (tuple, list)):
-        return type(batch)(map(emptied, batch))
+        values = (mapped(function, value) for value in batch)
+        return type(batch)(values)
     if _is_record(batch):
-        fields = {f.name: emptied(getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
+        fields = {f.name: mapped(function, getattr(batch, f.name)) for f in dataclasses.fields(batch) if f.init}
         return dataclasses.replace(batch, **fields)
     return batch
 

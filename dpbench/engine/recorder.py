@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.apart import Occasions, changed, mixing, tolerance_of
+from clipping.draws import Draws
 from clipping.interface import (
     Backend,
     ClippedGradient,
@@ -25,8 +27,10 @@ from clipping.interface import (
 )
 from clipping.recording import Recording
 from clipping.spread import no_rows, row_of_zeros
+from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms, require_finite_losses
+from dpbench.engine.traced import Trace, plain
 
 MANY_PASSES = 16
 """Forward passes without a step after which it is said that each of them is held in memory."""
@@ -52,6 +56,10 @@ class Recorder:
         self._verify = True
         self._buffers = Buffers(model)
         self._told_of_buffers = False
+        self._occasions = None if backend.sharded else Occasions()
+        self._others: Tensor | None = None
+        self._trace: Trace | None = None
+        self._second: _Second | None = None
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
@@ -72,6 +80,12 @@ class Recorder:
         if self._recording is not None:
             self._recording.close()
         self._recording = None
+        self._end_trace()
+
+    def _end_trace(self) -> None:
+        if self._trace is not None:
+            self._trace.close()
+        self._trace = None
 
     def finish(self, losses: Any, drawn: tuple[int, int] | None = None) -> ClippedGradient | None:
         """Σ_i c_i g_i of the recorded batch; None for a batch of no samples.
@@ -85,6 +99,14 @@ class Recorder:
         """
         if self._entered and not _running(self._model):
             self._unwind()
+        if isinstance(losses, Tensor):
+            sample = None
+            if self._trace is not None and self._others is not None:
+                sample = self._trace.mixed(losses, self._others)
+            self._end_trace()
+            if sample is not None:
+                raise UnsupportedModel(self._backend.name, [mixing(sample, "loss")])
+            losses = plain(losses)
         self._check(losses)
         if drawn is not None:
             losses = _masked(losses, *drawn)
@@ -162,7 +184,12 @@ class Recorder:
             self.drop()
             self._dropped = True
         if self._recording is None:
-            self._recording = Recording(self._backend, (args, kwargs), batch_size, _by_hand)
+            self._recording = Recording(self._backend, (args, kwargs), batch_size, _by_hand, self._occasions)
+            self._others = None
+            if self._occasions is not None:
+                trainable = sum(p.requires_grad for p in module.parameters())
+                self._others = self._occasions.others(batch_size, args, kwargs, trainable)
+            self._trace = None if self._others is None else Trace()
         else:
             self._recording.again((args, kwargs))
             if self._recording.passes == MANY_PASSES:
@@ -173,6 +200,7 @@ class Recorder:
                     stacklevel=2,
                 )
         self._buffers.look()
+        self._second = None if self._others is None else _Second(module, args, kwargs, self._others)
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -190,6 +218,13 @@ class Recorder:
                     PrivacyWarning,
                     stacklevel=2,
                 )
+            second, self._second = self._second, None
+            if second is not None and output is not None:
+                sample = second.changed(output)
+                if sample is not None:
+                    raise UnsupportedModel(self._backend.name, [mixing(sample, "output")])
+            if self._trace is not None and output is not None:
+                return self._trace.of(output)
             if self._recording.batch_size == 0:
                 return no_rows(output)
         return None
@@ -204,6 +239,30 @@ class Recorder:
         problem = batch_norm_problem(self._norms)
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
+
+
+class _Second:
+    """A forward pass that is to be run once more, with other samples replaced: see `clipping.apart`.
+
+    Made before the first run, whose random numbers it repeats.
+    """
+
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, half: Tensor) -> None:
+        self._model, self._batch, self._half, self._draws = model, (args, kwargs), half, Draws()
+
+    def changed(self, output: Any) -> int | None:
+        """A sample whose output is another then; None if there is none."""
+        before = list(tensors_in(output))
+        if not before:
+            return None
+
+        def run(batch: Any) -> list[Tensor]:
+            args, kwargs = batch
+            with torch.no_grad():
+                return list(tensors_in(self._model(*args, **kwargs)))
+
+        tolerance = tolerance_of([*before, *self._model.parameters()])
+        return changed(self._model, run, self._batch, self._half, self._draws, before, tolerance)
 
 
 class _Hook:

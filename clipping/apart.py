@@ -1,0 +1,273 @@
+"""Do the samples of a batch stay apart? Two looks that need no oracle, at the whole batch, in the mode that trains.
+
+rows    Let S be some of the samples. In a backward pass of Σ_{i∈S} ℓ_i the gradient of each use's output must be zero,
+        exactly, in the rows of all other samples: else samples mix, or rows are in another order than the samples.
+others  The same step again, with each sample that is not in S replaced by one that is, and the same random numbers:
+        losses and norms of S must be what they were. This shows what no gradient does (a detached mean of the batch).
+
+Rows are looked at when the graph of the losses is new, the others when shapes are, and both in about one step of 400;
+rows at first by so many S that any two samples are told apart by one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import combinations, islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.draws import Draws
+from clipping.interface import (
+    Backend,
+    ClippedGradient,
+    Parameters,
+    Problem,
+    UnsupportedModel,
+    map_tensors,
+    without_autocast,
+)
+from clipping.verification import CAST_TOLERANCE, in_float64
+
+if TYPE_CHECKING:
+    from clipping.tape import Tape
+    from clipping.uses import Use
+
+RATE = 1 / 400
+KNOWN = 32
+"""So many graphs and shapes are told apart; after that no graphs, and sizes by their powers of two."""
+REMEDY = (
+    "let no sample's loss depend on another one: statistics, sorting and attention within a sample (GroupNorm for "
+    "BatchNorm); if only the order of rows differs from that of the samples, use microbatch or vmap"
+)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Of the second step beside the first, by the dtype that was computed in. Kernels and shapes are those of the first,
+and so are the rows of S, unless what is computed of them depends on the others."""
+
+
+class Occasions:
+    """When to look, and by which samples. The same in every run, so that training can be repeated."""
+
+    def __init__(self) -> None:
+        self._graphs: set[int] = set()
+        self._shapes: set[str] = set()
+        self._random = random.Random(0)
+
+    def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
+        """Sets S, [B] bool, to look at the rows of this step by; none for most steps.
+
+        Args:
+            batch_size: B.
+            graph: the same number for graphs of the same nodes.
+        """
+        due, half = self._random.random() < RATE, self._half(batch_size)
+        first, new = not self._graphs, graph not in self._graphs and len(self._graphs) < KNOWN
+        if batch_size < 2:
+            return ()
+        if new:
+            self._graphs.add(graph)
+            return separating(batch_size) if first else (half, ~half)
+        return (half,) if due else ()
+
+    def others(self, batch_size: int, *trees: Any) -> Tensor | None:
+        """S, [B] bool, all other samples than which are to be replaced in this step's repetition; None for most steps.
+
+        Args:
+            batch_size: B.
+            trees: the batch's tensors [B, ...], and numbers about it.
+        """
+        due, half = self._random.random() < RATE, self._half(batch_size)
+        if batch_size < 2:
+            return None
+        shapes: list[Any] = [tree for tree in trees if isinstance(tree, (bool, int))]
+        map_tensors(lambda x: shapes.append((x.dtype, *x.shape[1:])) or x, trees)  # type: ignore[func-returns-value]
+        key = repr(shapes if len(self._shapes) < KNOWN else [_rough(shape) for shape in shapes])
+        new = key not in self._shapes
+        self._shapes.add(key)
+        return half if due or new else None
+
+    def _half(self, batch_size: int) -> Tensor:
+        chosen = torch.zeros(batch_size, dtype=torch.bool)
+        chosen[self._random.sample(range(batch_size), batch_size // 2)] = True
+        return chosen
+
+
+def separating(batch_size: int) -> list[Tensor]:
+    """Sets [B] bool of about half the samples, such that for any i ≠ j one holds i and not j.
+
+    Sample i is in the sets of the i-th choice of ⌊n/2⌋ out of n, none of which contains another (Sperner 1928).
+    """
+    n = next(n for n in range(1, 64) if math.comb(n, n // 2) >= batch_size)
+    sets = torch.zeros(n, batch_size, dtype=torch.bool)
+    for i, chosen in enumerate(islice(combinations(range(n), n // 2), batch_size)):
+        sets[list(chosen), i] = True
+    return [each for each in sets if each.any() and not each.all()]
+
+
+def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Problem | None:
+    """Where a row of some use's output has a gradient of another sample's loss; None if there is none to be found.
+
+    Args:
+        tape: as the forward pass left it; it stays so.
+        losses: [B], whose graph is kept.
+        occasions: None for never.
+    """
+    batch_size = len(losses)
+    for half in () if occasions is None else occasions.rows(batch_size, tape.graph):
+        inside = half.to(losses.device)
+        largest: dict[Use, Tensor] = {}
+
+        def arrived(use: Use, g: Tensor, largest: dict[Use, Tensor] = largest) -> None:
+            found = torch.linalg.vector_norm(g.reshape(batch_size, -1), torch.inf, dim=1)
+            largest[use] = torch.maximum(largest[use], found) if use in largest else found
+
+        tape.look(torch.where(inside, losses, torch.zeros_like(losses)), arrived)
+        if not largest:
+            continue
+        uses = list(largest)
+        wrong = (torch.stack([largest[use].to(losses) for use in uses]) > 0) & ~inside
+        if bool(wrong.any()):
+            at, row = wrong.nonzero()[0].tolist()
+            names = dict.fromkeys(name for source, _ in uses[at].rules for name in source.parameters)
+            return Problem(
+                ", ".join(names),
+                f"{uses[at].operation}: samples mix, the losses of other samples depend on what it gives for sample "
+                f"{row}",
+                REMEDY,
+            )
+    return None
+
+
+def called_twice(
+    backend: Backend, half: Tensor, parameters: Parameters, inputs: Any, targets: Any, batch_size: int
+) -> ClippedGradient:
+    """A call of `backend`, and the same with all samples replaced that are not in `half`.
+
+    Raises:
+        UnsupportedModel: losses or norms of `half` are not the same.
+    """
+    draws = Draws()
+    result = backend._clipped(parameters, inputs, targets, batch_size)
+
+    def numbers(result: ClippedGradient) -> list[Tensor]:
+        assert result.norms is not None
+        return [result.losses, result.norms]
+
+    def run(batch: Any) -> list[Tensor]:
+        inputs, targets = batch
+        return numbers(backend._clipped(parameters, inputs, targets, batch_size))
+
+    tolerance = tolerance_of([result.losses, *parameters.values()])
+    occasions, backend.occasions = backend.occasions, None
+    try:
+        sample = changed(backend.model, run, (inputs, targets), half, draws, numbers(result), tolerance)
+    finally:
+        backend.occasions = occasions
+    if sample is not None:
+        raise UnsupportedModel(backend.name, [mixing(sample, "loss or the norm of the gradient")])
+    return result
+
+
+def changed(
+    model: nn.Module,
+    run: Callable[[Any], Sequence[Tensor]],
+    batch: Any,
+    half: Tensor,
+    draws: Draws,
+    before: Sequence[Tensor],
+    tolerance: float,
+) -> int | None:
+    """A sample of `half` for which `run` gives something else where all others are replaced; None if there is none.
+
+    What differs must differ in float64, too, if the model can be cast: experts are chosen by numbers that may be within
+    a rounding of one another.
+
+    Args:
+        model: what is run, with its buffers as they were.
+        run: of a batch, tensors [B·k, ...].
+        batch: every tensor [B, ...].
+        half: [B] bool.
+        draws: before the run that gave `before`.
+        before: what it gave.
+        tolerance: relative to the largest number in each tensor.
+    """
+
+    def differs(batch: Any, before: Sequence[Tensor], tolerance: float) -> int | None:
+        with repeated(model, draws):
+            return differing(before, run(with_others_replaced(batch, half)), half, tolerance)
+
+    sample = differs(batch, before, tolerance)
+    if sample is None or tolerance <= CAST_TOLERANCE:
+        return sample
+    wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
+    with suppress(RuntimeError, TypeError, NotImplementedError), in_float64(model), without_autocast(before[0].device):
+        with repeated(model, draws):
+            in_wide = run(wide)
+        sample = differs(wide, in_wide, CAST_TOLERANCE)
+    return sample
+
+
+def with_others_replaced(tree: Any, half: Tensor) -> Any:
+    """The batch with each sample outside of `half` replaced by the first one in it."""
+    first = int(half.nonzero()[0])
+
+    def replaced(x: Tensor) -> Tensor:
+        x = x.detach().clone()
+        x[~half.to(x.device)] = x[first].clone()
+        return x
+
+    return map_tensors(replaced, tree)
+
+
+def differing(before: Sequence[Tensor], after: Sequence[Tensor], half: Tensor, tolerance: float) -> int | None:
+    """A sample of `half` whose numbers are not what they were, relative to the largest in each tensor [B·k, ...]."""
+    for one, other in zip(before, after, strict=True):
+        if one.shape != other.shape or not one.dim() or one.shape[0] % len(half) or not one.is_floating_point():
+            continue
+        rows = torch.stack([one.detach(), other.detach()]).double().reshape(2, len(half), -1)[:, half.to(one.device)]
+        scale = torch.where(rows.isfinite(), rows.abs(), 0).amax() if rows.numel() else rows.new_zeros(())
+        wrong = ((rows[0] - rows[1]).abs() > tolerance * scale).any(1)
+        if bool(wrong.any()):
+            return int(half.nonzero()[int(wrong.nonzero()[0])])
+    return None
+
+
+def tolerance_of(tensors: Sequence[Tensor], by_dtype: Mapping[torch.dtype, float] = TOLERANCE) -> float:
+    """What rounding explains: by the dtype of autocast where it is on, else the narrowest of `tensors`."""
+    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
+    for kind in {x.device.type for x in tensors}:
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            dtypes.add(torch.get_autocast_dtype(kind))
+    return max((by_dtype.get(dtype, by_dtype[torch.float32]) for dtype in dtypes), default=by_dtype[torch.float32])
+
+
+def mixing(sample: int, what: str) -> Problem:
+    """The problem of samples that a second look found to depend on others."""
+    return Problem("model", f"samples mix: the {what} of sample {sample} changes with the other samples", REMEDY)
+
+
+@contextmanager
+def repeated(model: nn.Module, draws: Draws) -> Iterator[None]:
+    """What runs inside has the random numbers that came after `draws`, and leaves the model's buffers as they are."""
+    buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
+    kept = [x.detach().clone() for _, _, x in buffers]
+    versions = [x._version for _, _, x in buffers]
+    try:
+        with draws.again():
+            yield
+    finally:
+        for (module, name, x), copy, version in zip(buffers, kept, versions, strict=True):
+            module._buffers[name] = x
+            if x._version != version:
+                with torch.no_grad():
+                    x.copy_(copy)
+
+
+def _rough(shape: Any) -> Any:
+    if not isinstance(shape, tuple):
+        return shape
+    return [size.bit_length() if isinstance(size, int) else size for size in shape]

@@ -1,0 +1,152 @@
+"""The losses once more, with the outputs of other samples replaced: does what the caller computes mix samples?
+
+The engine sees no loss function. So in the steps in which it looks whether samples stay apart, it hands out the model's
+outputs as tensors that note each operation on them. At `optimizer.step` what was noted runs twice, without gradients:
+on the outputs as they were, and on outputs of which all samples but those of S are replaced by one of S. The losses of
+S must be the same. (A gradient tells of most mixing, but not of a detached mean of the losses, nor of trimming them.)
+
+What was made of numbers that left torch (`.item()`) is a constant here. Losses that come back as other tensors, of a
+custom function, say, are not looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipping.apart import differing, tolerance_of, with_others_replaced
+from clipping.draws import Draws
+from dpbench.engine.containers import mapped, tensors_in
+
+_BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
+"""What a view is of: nothing is computed. (torch.compile asks for it, and for that of the answer.)"""
+
+
+class _Note(NamedTuple):
+    operation: Any
+    args: Any
+    kwargs: Any
+    result: Any
+
+
+class Trace:
+    """What is computed of some outputs of a model, until it is closed."""
+
+    def __init__(self) -> None:
+        self._open = True
+        self._outputs: list[Traced] = []
+        self._notes: list[_Note] = []
+        self._others: dict[int, Tensor] = {}  # identity of the caller's own tensors that were changed -> as they were
+
+    def of(self, output: Any) -> Any:
+        """The same output of the model, in the same containers, of tensors that note what is done with them."""
+        return mapped(lambda x: self._begun(x) if x.is_floating_point() else x, output)
+
+    def mixed(self, losses: Tensor, half: Tensor) -> int | None:
+        """A sample of `half` whose loss changes where the outputs of all others are replaced; None if there is none.
+
+        Args:
+            losses: [B], as the caller handed them back.
+            half: [B] bool.
+        """
+        if not isinstance(losses, Traced) or losses.noted_by is not self or not self._open:
+            return None
+        draws = Draws()
+        found = []
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            try:
+                for replaced in (False, True):
+                    with draws.again():
+                        found.append(self._again(half if replaced else None)[id(losses)])
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):  # it runs once, and not again
+                return None
+            return differing(found[:1], found[1:], half, tolerance_of([*self._outputs, losses]))
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation of the caller's, and keep it if it gives tensors or changes one; those are traced, too."""
+        if not self._open:
+            return operation(*args, **kwargs)
+        changes = _in_place(operation) and isinstance(args[0], Tensor)
+        if changes and not isinstance(args[0], Traced):
+            self._others.setdefault(id(args[0]), args[0].detach().clone())
+        result = operation(*args, **kwargs)
+        if changes:
+            self._notes.append(_Note(operation, args, kwargs, None))
+        elif next(tensors_in(result), None) is not None:
+            result = mapped(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
+            self._notes.append(_Note(operation, args, kwargs, result))
+        return result
+
+    def close(self) -> None:
+        """Let go of what was noted; what is done with the tensors from now on gives ordinary ones."""
+        self._open = False
+        self._outputs.clear()
+        self._notes.clear()
+        self._others.clear()
+
+    def _begun(self, x: Tensor) -> Tensor:
+        traced = Traced.made(x, self)
+        self._outputs.append(traced)
+        return traced
+
+    def _again(self, half: Tensor | None) -> dict[int, Any]:
+        """Identity of each traced tensor -> its value now."""
+        values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
+        for x in self._outputs:
+            per_sample = half is not None and x.dim() and x.shape[0] == len(half)
+            values[id(x)] = with_others_replaced(x, half) if per_sample else x.detach().clone()  # type: ignore[arg-type]
+        for note in self._notes:
+            args, kwargs = mapped(lambda x: values.get(id(x), x), (note.args, note.kwargs))
+            _pair(note.result, note.operation(*args, **kwargs), values)
+        return values
+
+
+class Traced(Tensor):
+    """A tensor that notes what is done with it."""
+
+    noted_by: Trace
+
+    @staticmethod
+    def made(x: Tensor, trace: Trace) -> Traced:
+        with torch._C.DisableTorchFunctionSubclass():
+            traced: Traced = x.as_subclass(Traced)
+        traced.noted_by = trace
+        return traced
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func == _BASE:
+                return func(*args)
+            traced = [x for x in tensors_in((args, kwargs)) if isinstance(x, Traced)]
+            return traced[0].noted_by.run(func, args, kwargs) if traced else func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(x: Tensor) -> Tensor:
+    """An ordinary tensor: the same memory, the same graph."""
+    if not isinstance(x, Traced):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _in_place(operation: Any) -> bool:
+    name = getattr(operation, "__name__", "")
+    if name.endswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in {"__int__", "__index__", "__invert__"})
+    return bool(name.endswith("_"))
+
+
+def _pair(noted: Any, found: Any, values: dict[int, Any]) -> None:
+    """Write down what each noted tensor is now."""
+    if isinstance(noted, Traced):
+        values[id(noted)] = found
+    elif isinstance(noted, (tuple, list)):
+        for one, other in zip(noted, found, strict=True):
+            _pair(one, other, values)

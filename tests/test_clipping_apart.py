@@ -1,0 +1,215 @@
+"""Samples that do not stay apart are refused in the step in which they first meet; those that do, never."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipping import Flat, UnsupportedModel, load_backend
+from clipping.apart import RATE, Occasions, differing, separating, with_others_replaced
+from clipping.verification import WrongGradient
+
+TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
+B, T, D = 5, 4, 6
+
+
+def squares(outputs, targets):
+    return ((outputs.flatten(1) - targets[:, None]) ** 2).mean(1)
+
+
+def batch(positions=T, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, positions, D, generator=generator, dtype=torch.float64), torch.arange(B).double()
+
+
+class Mixes(nn.Module):
+    """Mixes by `how`, where `when` says so."""
+
+    def __init__(self, how, when=lambda module, x: True):
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D).double(), nn.Linear(D, 3).double()
+        self.how, self.when = how, when
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(self.how(h) if self.when(self, x) else h)
+
+
+def attention(h):
+    flat = h.flatten(1)
+    return ((flat @ flat.t()).softmax(1) @ flat).view_as(h)
+
+
+WAYS = {
+    "batch statistics": lambda h: (h - h.mean(0)) / (h.std(0) + 1),
+    "detached statistics": lambda h: h / h.detach().norm(dim=(1, 2)).mean(),
+    "attention over the batch": attention,
+    "rolled by two and back half": lambda h: h + 0.1 * h.roll(2, 0),
+    "a share of the batch": lambda h: h * h.detach()[:, 0, 0].sigmoid().mean(),
+    "the largest": lambda h: h - h.detach().amax(0),
+}
+
+
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_a_model_that_mixes_is_refused(how, backend):
+    with pytest.raises((UnsupportedModel, WrongGradient)), load_backend(backend)(Mixes(how), squares) as b:
+        b(*batch())
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_mixing_in_training_mode_alone_is_refused(how):
+    model = Mixes(how, lambda module, x: module.training)
+    with pytest.raises((UnsupportedModel, WrongGradient)), load_backend("bk_mixed")(model, squares) as b:
+        b(*batch())
+
+
+@pytest.mark.parametrize("how", WAYS.values(), ids=WAYS)
+def test_mixing_that_begins_with_longer_sequences_is_refused(how):
+    model = Mixes(how, lambda module, x: x.shape[1] > T)
+    with load_backend("bk_mixed")(model, squares) as b:
+        b(*batch())
+        with pytest.raises(UnsupportedModel, match="samples mix"):
+            b(*batch(T + 1))
+
+
+def test_mixing_that_begins_later_in_the_same_shapes_is_refused_where_the_graph_is_new():
+    model = Mixes(WAYS["batch statistics"], lambda module, x: module.late)
+    model.late = False
+    with load_backend("ghost")(model, squares) as b:
+        b(*batch())
+        model.late = True
+        with pytest.raises(UnsupportedModel, match="samples mix"):
+            b(*batch())
+
+
+class Sorted(nn.Module):
+    """By length, as packing does, and undone: no sample touches another, but rows are not in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(D, 3).double()
+
+    def forward(self, x):
+        order = x[:, 0, 0].argsort(stable=True)
+        return self.layer(x[order])[order.argsort()]
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_rows_in_another_order_are_refused(order):
+    """Of the first two samples none moves; and in one case none of the others, until some are replaced."""
+    x, y = batch()
+    x[:2, 0, 0] = torch.tensor([-9.0, -8.0])
+    x[2:, 0, 0] = torch.tensor(order).double()
+    with (
+        load_backend("ghost")(Sorted(), squares) as b,
+        pytest.raises(UnsupportedModel, match="layer" if order != (0, 1, 2) else "samples mix"),
+    ):
+        b(x, y)
+
+
+class Training(nn.Module):
+    """What draws random numbers in training, in every way that people have."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.a, self.b, self.how = nn.Linear(D, D), nn.Linear(D, 3), how
+        self.double()
+
+    def forward(self, x):
+        h = self.a(x)
+        return self.b(self.how(h) if self.training else h)
+
+
+def drop_path(h):
+    return h * h.new_empty(h.shape[0], 1, 1).bernoulli_(0.5)
+
+
+RANDOM = {
+    "dropout": lambda h: F.dropout(h, 0.5, training=True),
+    "drop path": drop_path,
+    "noise": lambda h: h + torch.randn_like(h),
+    "masking": lambda h: h * (torch.rand(h.shape[0], T, 1) > 0.5),
+    "attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.3),
+    "gumbel": lambda h: F.gumbel_softmax(h),
+    "positions in another order": lambda h: h[:, torch.randperm(T)],
+}
+
+
+@pytest.mark.parametrize("backend", ["ghost", "bk_mixed", "fastgradclip"])
+@pytest.mark.parametrize("how", RANDOM.values(), ids=RANDOM)
+def test_what_draws_in_training_passes(how, backend):
+    """Each sample draws the same alone as beside another: the verification runs in the mode that trains."""
+    with load_backend(backend)(Training(how), squares, clip=Flat(0.5)) as b:
+        for _ in range(3):
+            b(*batch())
+
+
+def test_generators_and_buffers_are_as_one_step_leaves_them():
+    """Verifying, and looking at samples, draws nothing that training would, and counts nothing."""
+
+    class Counts(Training):
+        def __init__(self):
+            super().__init__(RANDOM["dropout"])
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return super().forward(x)
+
+    found = []
+    for verify in (True, False):
+        torch.manual_seed(0)
+        model = Counts()
+        with load_backend("ghost")(model, squares, verify=verify) as b:
+            b(*batch())
+            before = float(model.count)
+            out = b(*batch(T + 1))  # new shapes: looked at
+        assert float(model.count) == before + 1
+        found.append((out.norms, torch.rand(3)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+def test_experts_that_are_chosen_by_ties_are_no_mixing():
+    """A row whose choice hangs on a rounding differs in float32; float64 decides."""
+    before, half = [torch.tensor([1.0, 2.0, 3.0])], torch.tensor([True, True, False])
+    assert differing(before, [torch.tensor([1.0, 2.1, 9.0])], half, 1e-4) == 1
+    assert differing(before, [torch.tensor([1.0, 2.0, 9.0])], half, 1e-4) is None
+    assert differing([torch.tensor([1.0, float("nan"), 3.0])], before, half, 1e-4) is None
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 4, 7, 33, 64, 257])
+def test_any_two_samples_are_told_apart(batch_size):
+    sets = torch.stack(separating(batch_size))
+    for i in range(batch_size):
+        holds_i_alone = sets[:, i : i + 1] & ~sets
+        assert holds_i_alone.any(0).sum() == batch_size - 1
+    assert len(sets) <= 2 + 1.6 * torch.tensor(float(batch_size)).log2()
+
+
+def test_others_are_replaced_and_nothing_else():
+    x = torch.arange(10.0).view(5, 2)
+    half = torch.tensor([False, True, False, True, False])
+    found = with_others_replaced({"x": (x,)}, half)["x"][0]
+    assert torch.equal(found[half], x[half]) and torch.equal(found[~half], x[1].expand(3, 2))
+    assert x[0, 0] == 0
+
+
+def test_how_often_is_looked():
+    occasions, n = Occasions(), 40_000
+    found = [bool(occasions.rows(8, 1)) + (occasions.others(8, torch.zeros(8, 3)) is not None) for _ in range(n)]
+    assert found[0] == 2
+    assert sum(found[1:]) / n == pytest.approx(2 * RATE, rel=0.2)
+    assert not occasions.rows(1, 77) and occasions.others(1, torch.zeros(1, 9)) is None
+
+
+def test_shapes_without_end_are_not_looked_at_without_end():
+    occasions = Occasions()
+    found = sum(occasions.others(8, torch.zeros(8, length)) is not None for length in range(1, 3000))
+    assert found < 32 + 12 + 3 * 3000 * RATE
+    graphs = sum(bool(occasions.rows(8, number)) for number in range(3000))
+    assert graphs < 32 + 3 * 3000 * RATE

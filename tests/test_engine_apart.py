@@ -1,0 +1,257 @@
+"""In a training loop: a model or a loss that mixes samples is refused before anything is released, in any backend."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipping import UnsupportedModel
+from dpbench import PrivacyEngine
+from dpbench.engine.traced import Trace, Traced, plain
+
+B = 12
+X, Y = torch.randn(B, 20, generator=torch.Generator().manual_seed(1)), torch.arange(B) % 5
+each = pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+
+
+def made(model=None, backend="bk_mixed"):
+    torch.manual_seed(0)
+    model = model or nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(
+        model,
+        batch_size=B,
+        sample_size=1000,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        steps=100,
+        backend=backend,
+        generator=torch.Generator().manual_seed(2),
+    )
+    with pytest.warns(UserWarning, match="not private"):
+        engine.attach(optimizer)
+    return model, optimizer, engine
+
+
+def cross_entropy(outputs, targets=Y):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def contrastive(outputs):
+    z = F.normalize(outputs)
+    return F.cross_entropy(z @ z.roll(1, 0).T / 0.1, torch.arange(len(z)), reduction="none")
+
+
+def trimmed(outputs):
+    losses = cross_entropy(outputs)
+    return losses * (losses.detach() < losses.detach().median())
+
+
+def trimmed_by_index(outputs):
+    losses = cross_entropy(outputs)
+    mask = torch.zeros(len(losses))
+    mask[losses.detach().topk(len(losses) // 2).indices] = 1.0
+    return losses * mask
+
+
+def trimmed_by_fill(outputs):
+    losses = cross_entropy(outputs)
+    return losses * torch.zeros(len(losses)).index_fill_(0, losses.detach().topk(len(losses) // 2).indices, 1.0)
+
+
+MIXING = {
+    "divided by their mean": lambda o: cross_entropy(o) / cross_entropy(o).detach().mean(),
+    "standardised": lambda o: (lambda x: (x - x.detach().mean()) / x.detach().std())(cross_entropy(o)),
+    "trimmed": trimmed,
+    "trimmed by an index": trimmed_by_index,
+    "trimmed by a filled mask": trimmed_by_fill,
+    "contrastive": contrastive,
+    "sorted": lambda o: cross_entropy(o).sort()[0],
+}
+
+
+@each
+@pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
+def test_a_loss_that_mixes_samples_is_refused(loss, backend):
+    model, optimizer, engine = made(backend=backend)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        optimizer.step(loss=loss(model(X)))
+    assert engine.steps == 0
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class Standardises(nn.Module):
+    def __init__(self, detached):
+        super().__init__()
+        self.layer, self.detached = nn.Linear(20, 5), detached
+
+    def forward(self, x):
+        h = self.layer(x)
+        of = h.detach() if self.detached else h
+        return (h - of.mean(0)) / of.std(0)
+
+
+@each
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_model_that_mixes_samples_is_refused(detached, backend):
+    model, optimizer, _ = made(Standardises(detached), backend)
+    with pytest.raises(UnsupportedModel, match="samples mix: the output of sample"):
+        optimizer.step(loss=cross_entropy(model(X)))
+
+
+@each
+def test_mixing_that_starts_in_the_second_step_is_refused(backend):
+    model, optimizer, engine = made(backend=backend)
+    optimizer.step(loss=cross_entropy(model(X)))
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        optimizer.step(loss=contrastive(model(X)))
+    assert engine.steps == 1
+
+
+@torch.jit.script
+def scripted(outputs: torch.Tensor, targets: torch.Tensor):
+    return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, outputs):
+        ctx.save_for_backward(outputs)
+        return (outputs**2).sum(1)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * ctx.saved_tensors[0] * g[:, None]
+
+
+def with_metrics(outputs):
+    losses = cross_entropy(outputs)
+    assert outputs.argmax(1).eq(Y).float().mean().item() <= 1 and losses.sum().item() > 0
+    assert outputs.detach().numpy().shape == (B, 5) and len(losses.tolist()) == B
+    return losses
+
+
+def in_place(outputs):
+    outputs /= 2.0
+    outputs[:, 0] += 1
+    return cross_entropy(outputs)
+
+
+def weighted(outputs):
+    weights = torch.ones(B)
+    weights[:3] = 0
+    return cross_entropy(outputs) * weights
+
+
+SOUND = {
+    "cross entropy": cross_entropy,
+    "scripted": lambda o: scripted(o, Y),
+    "a custom function": Squares.apply,
+    "with metrics": with_metrics,
+    "in place": in_place,
+    "weighted": weighted,
+    "with dropout": lambda o: cross_entropy(F.dropout(o, 0.5)),
+    "of a mean over views": lambda o: (cross_entropy(o) + cross_entropy(o.flip(1))) / 2,
+}
+
+
+@each
+@pytest.mark.parametrize("loss", SOUND.values(), ids=SOUND)
+def test_a_sound_loss_passes_and_releases_the_same_as_unseen(loss, backend):
+    found = []
+    for seen in (True, False):
+        model, optimizer, engine = made(backend=backend)
+        if not seen:
+            engine._recorder._occasions = None
+            engine._recorder._verify = False
+        for _ in range(2):
+            torch.manual_seed(5)
+            optimizer.step(loss=loss(model(X)))
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_loss_passes():
+    compiled = torch.compile(cross_entropy, backend="eager")
+    model, optimizer, engine = made()
+    for _ in range(2):
+        optimizer.step(loss=compiled(model(X)))
+    assert engine.steps == 2
+
+
+def test_tensors_of_the_callers_own_are_changed_once():
+    model, optimizer, _ = made()
+    total, history = torch.zeros(()), []
+    for _ in range(2):
+        losses = cross_entropy(model(X))
+        total += losses.sum().detach()
+        history.append(losses.detach())
+        optimizer.step(loss=losses)
+    assert type(total) is torch.Tensor
+    torch.testing.assert_close(total, plain(history[0]).sum() + plain(history[1]).sum())
+
+
+def test_what_was_traced_is_ordinary_afterwards():
+    model, optimizer, _ = made()
+    outputs = model(X)
+    losses = cross_entropy(outputs)
+    assert isinstance(losses, Traced)
+    optimizer.step(loss=losses)
+    assert type(outputs + 1) is torch.Tensor and type(losses.mean()) is torch.Tensor
+    file = io.BytesIO()
+    torch.save(losses.detach(), file)
+    file.seek(0)
+    assert type(torch.load(file)) is torch.Tensor
+
+
+def test_losses_of_no_trace_are_not_looked_at():
+    trace = Trace()
+    outputs = trace.of({"logits": torch.randn(4, 3, requires_grad=True) * 1, "kept": None})
+    half = torch.tensor([True, False, True, False])
+    assert trace.mixed(torch.ones(4), half) is None
+    logits = outputs["logits"]
+    assert trace.mixed((logits / logits.detach().mean()).sum(1), half) == 0
+    assert trace.mixed(logits.sum(1), half) is None
+    trace.close()
+    assert trace.mixed(logits, half) is None
+
+
+def test_a_second_pass_leaves_buffers_and_generators_alone():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(20, 5)
+            self.register_buffer("passes", torch.zeros(()))
+
+        def forward(self, x):
+            self.passes += 1
+            return self.layer(F.dropout(x, 0.5, self.training))
+
+    model, optimizer, _ = made(Counts())
+    torch.manual_seed(7)
+    with pytest.warns(UserWarning, match="buffer 'passes' changed"):
+        losses = cross_entropy(model(X))
+    drawn = torch.rand(3)
+    torch.manual_seed(7)
+    F.dropout(X, 0.5)
+    assert torch.equal(drawn, torch.rand(3)) and model.passes == 1
+    optimizer.step(loss=losses)
+
+
+def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
+    """The comparison is in one graph, where no more than rounding can differ."""
+    from clipping.norms import _WholeNorms
+
+    total = _WholeNorms._total
+    monkeypatch.setattr(_WholeNorms, "_total", lambda self: total(self) * 0.985)
+    model, optimizer, _ = made()
+    from clipping import WrongGradient
+
+    with pytest.raises(WrongGradient, match="expected at most 1e-03"):
+        optimizer.step(loss=cross_entropy(model(X)))
