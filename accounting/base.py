@@ -6,9 +6,10 @@ event S
 
     P[M(D) ∈ S] ≤ e^ε P[M(D') ∈ S] + δ.
 
-The batches may also be drawn otherwise, and two datasets may be neighbours otherwise (`SAMPLINGS`, `ADJACENCIES`); an
-accountant names the pairs that it has a formula for. An upper bound under these may be one elsewhere too, by the
-reductions of `accounting.sampling`; what none of them covers gets no number.
+The batches may also be drawn otherwise, and two datasets may be neighbours otherwise (`SAMPLINGS`, `ADJACENCIES`; the
+pairs with bounds, and what is meant where no adjacency is named: `accounting.sampling.PROVED`). An accountant names the
+pairs that it has a formula for. An upper bound under these may be one elsewhere too, by the reductions of
+`accounting.sampling`; what none of them covers gets no number.
 
 An accountant is a function (σ, q, T, δ) → ε. These edges are answered here, once, in this order, before any formula:
 
@@ -29,7 +30,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar, Literal
 
-from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, bound_elsewhere, neighbours
+from accounting.sampling import ADJACENCIES, HOME, PROVED, SAMPLINGS, Scheme, at_home, bound_elsewhere, unproved
 
 #: What an ε is worth. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
@@ -57,7 +58,7 @@ class SubsampledGaussian:
         sample_rate: q in [0, 1], the probability of each record to be in the sample; independent of the others' under
             Poisson sampling, b/n where batches have a fixed size b.
         sampling: one of `SAMPLINGS`.
-        adjacency: one of `ADJACENCIES`.
+        adjacency: one of `ADJACENCIES`; "" for the first that bounds are proved under with this sampling.
         dataset_size: n ≥ 1; needed where a Poisson sample is cut to `max_batch_size`.
         max_batch_size: of a Poisson sample with more records than this, so many are kept, drawn uniformly.
 
@@ -68,7 +69,7 @@ class SubsampledGaussian:
     noise_multiplier: float
     sample_rate: float
     sampling: str = "poisson"
-    adjacency: str = "add_remove"
+    adjacency: str = ""
     dataset_size: int | None = None
     max_batch_size: int | None = None
 
@@ -81,11 +82,16 @@ class SubsampledGaussian:
             raise ArgumentError("sample_rate", "in [0, 1]", self.sample_rate)
         object.__setattr__(self, "noise_multiplier", sigma)
         object.__setattr__(self, "sample_rate", q)
-        for argument, names in (("sampling", SAMPLINGS), ("adjacency", ADJACENCIES)):
-            if getattr(self, argument) not in names:
-                raise ArgumentError(argument, f"to be one of {', '.join(names)}", getattr(self, argument))
+        self._check_name("sampling", SAMPLINGS)
+        if self.adjacency == "":
+            object.__setattr__(self, "adjacency", PROVED[self.sampling][0])
+        self._check_name("adjacency", ADJACENCIES)
         for argument in ("dataset_size", "max_batch_size"):
             self._check_size(argument)
+
+    def _check_name(self, argument: str, names: Mapping[str, str]) -> None:
+        if getattr(self, argument) not in names:
+            raise ArgumentError(argument, f"to be one of {', '.join(names)}", getattr(self, argument))
 
     def _check_size(self, argument: str) -> None:
         value, truncated = getattr(self, argument), self.sampling == "truncated_poisson"
@@ -164,12 +170,15 @@ class Accountant(ABC):
 
     def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         """`_inside` under the schemes that it knows, a reduction to them elsewhere."""
+        if expected := unproved(*mechanism.scheme):
+            raise NoAnswer(f"no valid bound: expected adjacency {expected}, got {mechanism.adjacency!r}")
+        mechanism = at_home(mechanism)
         if mechanism.scheme in self.supports:
             return self._inside(mechanism, steps, delta)
         known = self.supports if self.kind == "upper_bound" else ()
         if answer := bound_elsewhere(self._inside, known, mechanism, steps, delta):
             return answer
-        sampling, adjacency = SAMPLINGS[mechanism.sampling], neighbours(*mechanism.scheme)
+        sampling, adjacency = SAMPLINGS[mechanism.sampling], ADJACENCIES[mechanism.adjacency]
         raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
 
     @abstractmethod

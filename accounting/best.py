@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from accounting import ACCOUNTANTS, load_accountant
 from accounting.base import Accountant, Guarantee, NoAnswer, SubsampledGaussian
-from accounting.sampling import ADJACENCIES, SAMPLINGS, Scheme
+from accounting.sampling import SCHEMES, Scheme
 
 
 class Best(Accountant):
@@ -19,7 +19,7 @@ class Best(Accountant):
     no answer.
     """
 
-    supports: ClassVar[frozenset[Scheme]] = frozenset((s, a) for s in SAMPLINGS for a in ADJACENCIES)
+    supports: ClassVar[frozenset[Scheme]] = SCHEMES
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         answers, silent = {}, {}

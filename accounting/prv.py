@@ -27,7 +27,7 @@ from accounting.convolution import Losses, epsilon_of
 from accounting.discretised import Step, worse
 from accounting.gaussian import amplified, epsilon_of_shift, exact_epsilon, indistinct
 from accounting.merged import better
-from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme
+from accounting.sampling import HOME, SCHEMES, Scheme
 
 #: upper − lower that is asked for: relative to upper, and absolute.
 ACCURACY, LEAST = 1e-4, 1e-7
@@ -131,7 +131,7 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
 class Prv(Accountant):
     """ε by numerical composition: the upper bound. The detail has both, and whether they are as close as was asked."""
 
-    supports: ClassVar[frozenset[Scheme]] = frozenset((s, a) for s in SAMPLINGS for a in ADJACENCIES)
+    supports: ClassVar[frozenset[Scheme]] = SCHEMES
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         if mechanism.scheme != HOME:

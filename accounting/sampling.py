@@ -1,15 +1,17 @@
 """How batches are drawn, when datasets are neighbours, and what a bound for one scheme says of another.
 
 n records, b of them in a batch on average, q = b/n; noise N(0, σ²C²I) on the sum of clipped gradients. Write σ: q for
-T steps of Poisson sampling at rate q under adding or removing one record, where every accountant is at home. An upper
-bound there is one elsewhere as well, by these reductions:
+T steps of Poisson sampling at rate q under adding or removing one record, where every accountant is at home. To make
+one record's gradient zero (Kairouz et al. 2021, arXiv:2103.00039) is there the same as to remove it, as no other record
+is drawn otherwise for it. An upper bound is one elsewhere as well, by these reductions:
 
 one pass        An epoch is cut into ⌊1/q⌋ batches at most, and a record is in one of them, at a place that depends on
                 no record. What comes before it and after it is the same function of the outputs on both datasets: an
-                epoch is one Gaussian mechanism. So σ: 1 for E = ⌈T/⌊1/q⌋⌉ steps, exactly. To remove a record is here
-                to make its gradient zero; to replace it moves the sum by 2C, so σ/2: 1.
+                epoch is one Gaussian mechanism. So σ: 1 for E = ⌈T/⌊1/q⌋⌉ steps, exactly, if the record's gradient is
+                made zero; to replace it moves the sum by 2C, so σ/2: 1. To remove it shifts every batch after it, and
+                the sums of all of these move: no such bound holds.
 shuffled        The same for each order of the records, and so for their mixture (δ is jointly convex): no amplification
-                is proved. A lower bound is in `accounting.shuffled`.
+                is proved (zero-out as in Chua et al. 2024a). A lower bound is in `accounting.shuffled`.
 without         Remove record x. Of the batches of b that hold x (a share q), exchange x for another record, drawn
 replacement     uniformly: that gives the batches of the dataset without x. So with probability q the sum moves by 2C at
                 most, else not at all: σ/2: q.
@@ -21,8 +23,8 @@ all records     At q = 1 every scheme but the truncated is the Gaussian mechanis
 replace one     Remove one, add the other: (ε, δ) twice is (2ε, (1 + e^ε)δ) (group privacy; Dwork and Roth 2014). Where
                 there is better, as for one pass, that is used.
 
-`accounting.schemes` has tighter bounds, of the pairs of distributions themselves. Chua et al. 2024b: "Scalable DP-SGD:
-Shuffling vs. Poisson Subsampling", NeurIPS 2024.
+`accounting.schemes` has tighter bounds, of the pairs of distributions themselves. Chua et al. 2024a: "How Private are
+DP-SGD Implementations?", ICML 2024; 2024b: "Scalable DP-SGD: Shuffling vs. Poisson Subsampling", NeurIPS 2024.
 """
 
 from __future__ import annotations
@@ -44,11 +46,28 @@ SAMPLINGS = {
     "shuffled": "one pass an epoch over shuffled batches",
 }
 #: When two datasets are neighbours: name -> words.
-ADJACENCIES = {"add_remove": "adding or removing one record", "replace_one": "replacing one record"}
-#: What adding or removing a record means where batches are fixed: really removed, it would move all batches after it.
-ZERO_OUT = "making one record's gradient zero (removing it would shift the batches after it)"
+ADJACENCIES = {
+    "add_remove": "adding or removing one record",
+    "zero_out": "making one record's gradient zero",
+    "replace_one": "replacing one record",
+}
+#: Under which adjacencies bounds are proved: sampling -> names. The first is meant where none is named.
+PROVED = {
+    "poisson": ("add_remove", "zero_out", "replace_one"),
+    "truncated_poisson": ("add_remove", "replace_one"),
+    "without_replacement": ("add_remove", "replace_one"),
+    "one_pass": ("zero_out", "replace_one"),
+    "shuffled": ("zero_out", "replace_one"),
+}
+#: Why a bound is not proved, wherever one is not: adjacency -> words.
+_UNPROVED = {
+    "add_remove": "removing a record shifts every batch after it",
+    "zero_out": "a zero still takes a place in a batch, and is bounded as a replaced record only",
+}
 #: (sampling, adjacency)
 Scheme = tuple[str, str]
+#: All pairs with a bound.
+SCHEMES = frozenset((sampling, adjacency) for sampling, proved in PROVED.items() for adjacency in proved)
 #: (ε, detail)
 Answer = tuple[float, dict[str, Any]]
 Ask = Callable[["M", float, float], Answer]
@@ -56,10 +75,16 @@ Ask = Callable[["M", float, float], Answer]
 HOME: Scheme = ("poisson", "add_remove")
 
 
-def neighbours(sampling: str, adjacency: str) -> str:
-    """When two datasets are neighbours, in words, under this sampling."""
-    fixed = sampling in ("one_pass", "shuffled") and adjacency == "add_remove"
-    return ZERO_OUT if fixed else ADJACENCIES[adjacency]
+def unproved(sampling: str, adjacency: str) -> str | None:
+    """Which adjacency was expected under this sampling, and why; None if there are bounds under this one."""
+    if (sampling, adjacency) in SCHEMES:
+        return None
+    return f"{' or '.join(PROVED[sampling])} with sampling {sampling} ({_UNPROVED[adjacency]})"
+
+
+def at_home(mechanism: M) -> M:
+    """The same distributions under the name that accountants know: a zero for a removed record, in Poisson samples."""
+    return replace(mechanism, adjacency=HOME[1]) if mechanism.scheme == (HOME[0], "zero_out") else mechanism
 
 
 def epochs_begun(sample_rate: float, steps: float) -> float:

@@ -16,10 +16,8 @@ from accounting.base import NoAnswer, SubsampledGaussian
 from accounting.convolution import epsilon_of
 from accounting.gaussian import exact_epsilon
 from accounting.pairs import Regime, directions, on_grid, reach
-from accounting.sampling import ADJACENCIES, SAMPLINGS, epochs_begun
+from accounting.sampling import epochs_begun
 
-#: The schemes that there is an answer for, which is all of them.
-SCHEMES = frozenset((sampling, adjacency) for sampling in SAMPLINGS for adjacency in ADJACENCIES)
 #: Less noise than this is as good as none; more of it, or more rarely sampled, is counted as this.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200
 _MOST_STEPS, _FEWEST, _MOST = 1e15, 2**10, 2**18
@@ -28,7 +26,7 @@ _TOLERANCE = 3e-4
 
 
 def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-    """(ε, detail): an upper bound inside the edges of `accounting.base`.
+    """(ε, detail): an upper bound inside the edges of `accounting.base`, for a scheme of `accounting.sampling.SCHEMES`.
 
     Raises:
         NoAnswer: there is next to no noise.

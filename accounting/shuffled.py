@@ -3,7 +3,7 @@
 An epoch is m = ⌈1/q⌉ batches over all records; a record is in one of them, each with chance 1/m. Let one coordinate
 of every other record's gradient be −C and the record's own +C. Then, in units of C and up to a shift that everybody
 knows, an epoch with the record is w ~ N(2e_t, σ²I) with t uniform on 1 .. m, an epoch with a zero in its place is
-N(e_t, σ²I) (add or remove), and one with another −C is N(0, σ²I) (replace). What is told of w by max_t w_t alone,
+N(e_t, σ²I) (zero out), and one with another −C is N(0, σ²I) (replace). What is told of w by max_t w_t alone,
 
     F_a(c) = P[max ≤ c] = Φ((c − a)/σ) Φ(c/σ)^{m−1},   a = 2 against a = 1 or 0,
 
@@ -22,7 +22,7 @@ from scipy.special import log_ndtr
 
 from accounting.base import Accountant, Kind, NoAnswer, SubsampledGaussian
 from accounting.convolution import Array, Losses, epsilon_of
-from accounting.sampling import ADJACENCIES, Scheme
+from accounting.sampling import PROVED, Scheme
 
 _INTERVALS, _GRID = 2**13, 2**17
 
@@ -31,7 +31,7 @@ class ShuffledLowerBound(Accountant):
     """ε that DP-SGD over shuffled batches certainly has: no guarantee, but what none can be below."""
 
     kind: Kind = "lower_bound"
-    supports: ClassVar[frozenset[Scheme]] = frozenset(("shuffled", adjacency) for adjacency in ADJACENCIES)
+    supports: ClassVar[frozenset[Scheme]] = frozenset(("shuffled", adjacency) for adjacency in PROVED["shuffled"])
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, inverse = mechanism.noise_multiplier, 1.0 / mechanism.sample_rate

@@ -248,17 +248,26 @@ class LargestTrial(_BatchTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class _AccountingTrial(Trial):
-    """A trial of one accountant; `sampling` to `max_batch_size` as `accounting.SubsampledGaussian` takes them."""
+    """A trial of one accountant; `sampling` to `max_batch_size` as `accounting.SubsampledGaussian` takes them.
+
+    An `adjacency` that is not named is found at once, so that a trial and its record say which it is.
+    """
 
     sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
     accountant: str
     sample_rate: float
     delta: float
     sampling: str = "poisson"
-    adjacency: str = "add_remove"
+    adjacency: str = ""
     dataset_size: int | None = None
     max_batch_size: int | None = None
     timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        from accounting.sampling import PROVED
+
+        if self.adjacency == "" and self.sampling in PROVED:
+            object.__setattr__(self, "adjacency", PROVED[self.sampling][0])
 
     def modules(self) -> tuple[str, ...]:
         return ("numpy", "scipy.special", *(("dp_accounting.pld",) if self.accountant == "pld" else ()))

@@ -62,11 +62,21 @@ def test_the_schemes_side_by_side():
         ("without replacement", "add_remove", "prv"): 14.71,
         ("without replacement", "replace_one", "prv"): 18.44,
         ("without replacement", "replace_one", "without_replacement"): 24.06,
-        ("one pass", "add_remove", "prv"): 54.05,
-        ("shuffled", "add_remove", "prv"): 54.05,
-        ("shuffled", "add_remove", "shuffled"): 10.76,
+        ("Poisson", "zero_out", "prv"): 2.38,
+        ("one pass", "zero_out", "prv"): 54.05,
+        ("shuffled", "zero_out", "prv"): 54.05,
+        ("shuffled", "zero_out", "shuffled"): 10.76,
     }.items():
         assert trials[cell] == pytest.approx(known, abs=0.006), cell
+    assert not {("one pass", "add_remove", "prv"), ("shuffled", "add_remove", "prv")} & set(trials)
+
+
+def test_a_trial_names_the_adjacency_of_its_sampling():
+    unnamed, fixed = (EpsilonTrial(accountant="rdp", sampling=name, **POINT) for name in ("poisson", "shuffled"))
+    assert (unnamed.adjacency, fixed.adjacency) == ("add_remove", "zero_out")
+    assert unnamed.id == EpsilonTrial(accountant="rdp", adjacency="add_remove", **POINT).id
+    with pytest.raises(ArgumentError, match=r"^expected sampling to be one of .*, got 'poison'$"):
+        run(EpsilonTrial(accountant="rdp", sampling="poison", **POINT))
 
 
 def test_an_accountant_without_an_answer_is_unsupported():

@@ -85,6 +85,9 @@ def test_under_another_scheme(capsys):
     assert found["shuffled"]["kind"] == "lower_bound"
     assert found["shuffled"]["noise_multiplier"] < found["prv"]["noise_multiplier"]
     assert "no valid bound" in found["gdp"]["detail"]["reason"]
+    assert {row["detail"].get("adjacency", "zero_out") for row in found.values()} == {"zero_out"}
+    _, out, _ = calibrate("--accountant", "rdp", capsys=capsys, **scheme)
+    assert "shuffled batches, making one record's gradient zero" in out
 
 
 def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
@@ -109,6 +112,7 @@ def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
         ({"epochs": "-3", "steps": None}, [], "at a sample rate above 0, got '-3'"),
         ({}, ["--solve", "sigma"], "noise_multiplier, steps, epochs, sample_rate, got 'sigma'"),
         ({}, ["--accountant", "rpd"], "got 'rpd'; did you mean 'rdp'?"),
+        ({"sampling": "shuffled", "adjacency": "add_remove"}, [], "every batch after it), got 'add_remove'"),
     ],
 )
 def test_what_a_person_mistyped_is_one_line(changes, more, message, capsys):

@@ -100,6 +100,15 @@ def test_an_accountant_without_an_answer_leaves_the_others_theirs(capsys, monkey
         ({"accountant": "momets"}, "got 'momets'; did you mean 'moments'?"),
         ({"sampling": "poison"}, "got 'poison'; did you mean 'poisson'?"),
         ({"adjacency": "replace"}, "got 'replace'; did you mean 'replace_one'?"),
+        ({"adjacency": ""}, "one of add_remove, zero_out, replace_one, got ''"),
+        *(
+            (
+                {"sampling": sampling, "adjacency": "add_remove"},
+                f"expected --adjacency zero_out or replace_one with sampling {sampling} "
+                "(removing a record shifts every batch after it), got 'add_remove'",
+            )
+            for sampling in ("one_pass", "shuffled")
+        ),
         (
             {"max_batch_size": "5"},
             "expected --max-batch-size with truncated Poisson sampling only, not with poisson, got 5",
@@ -138,6 +147,9 @@ def test_a_scheme_has_its_own_accountants_and_says_where_there_is_no_bound(capsy
     assert rows["gdp"]["epsilon"] is None and "no valid bound" in rows["gdp"]["detail"]["reason"]
     _, out, _ = dpbench(*point(steps="400"), *scheme, "--accountant", "gdp", capsys=capsys)
     assert "shuffled batches, replacing one record" in out
+    _, out, _ = dpbench(*point(steps="400"), *scheme[:2], "--accountant", "prv", capsys=capsys)
+    assert "shuffled batches, making one record's gradient zero" in out
+    _, out, _ = dpbench(*point(steps="400"), *scheme[:2], "--accountant", "gdp", capsys=capsys)
     assert out.splitlines()[-1].split()[:3] == ["gdp", "-", "estimate"]
 
 

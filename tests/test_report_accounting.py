@@ -174,12 +174,16 @@ def test_what_was_bought_is_said_in_numbers(run):
 def test_schemes_have_their_bars_bounds_and_certain_part(run):
     frame, drawn, boxes = draw(schemed(run), "sampling_schemes")
     texts = [text for text, _ in boxes]
-    assert texts.count("without_replacement") >= 2 and {"add or remove one", "replace one"} <= set(texts)
+    assert texts.count("without_replacement") >= 2
+    assert {"add or remove one", "make one zero", "replace one"} <= set(texts)
     assert "shuffled, at least" in texts
     bars = [patch for patch in drawn.axes[0].patches if patch.get_width()]
     assert sum(patch.get_hatch() is None for patch in bars) == 6  # three schemes, two adjacencies
     assert sum(patch.get_hatch() is not None for patch in bars) == 2  # both of the shuffled
     assert list(dict.fromkeys(frame.scheme)) == ["poisson", "without_replacement", "shuffled"]
+    # these records call the zero of fixed batches "add_remove", as those did that were made before it had a name
+    assert set(frame[frame.scheme == "shuffled"].adjacency) == {"zero_out", "replace_one"}
+    assert set(frame[frame.scheme != "shuffled"].adjacency) == {"add_remove", "replace_one"}
 
 
 def test_the_map_counts_what_has_no_answer_and_shows_what_is_no_bound(run):

@@ -46,14 +46,15 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for something missing, an unknown accountant, or a value outside its domain.
     """
     unknown = one_of("what to solve for", args.solve.replace("-", "_"), UNKNOWNS)
-    scheme, names = privacy.scheme(args), privacy.accountants(args)
+    scheme = privacy.scheme(args)
+    names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
     given = _given(args, unknown)
     target, delta = number("--target-epsilon", args.target_epsilon), number("--delta", args.delta)
     try:
         rows = [_row(name, unknown, target, {**given, "delta": delta, **scheme}) for name in names]
     except ArgumentError as error:
         raise privacy.usage(error) from error
-    print(to_json(rows) if args.format == "json" else _table(rows, unknown, target, delta, given, args))
+    print(to_json(rows) if args.format == "json" else _table(rows, unknown, target, delta, given, scheme))
     return 0
 
 
@@ -101,14 +102,14 @@ def _row(name: str, unknown: str, target: float, given: dict[str, Any]) -> Row:
 
 
 def _table(
-    rows: list[Row], unknown: str, target: float, delta: float, given: dict[str, float], args: argparse.Namespace
+    rows: list[Row], unknown: str, target: float, delta: float, given: dict[str, float], scheme: dict[str, Any]
 ) -> str:
     words = UNKNOWNS[unknown][2] if unknown != "epochs" else "number of epochs"
     size = "smallest" if unknown == "noise_multiplier" else "largest"
     settings = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in given.items())
     heading = [
         f"{size} {words} with ε ≤ {target:g} at δ = {delta:g}, {settings}",
-        privacy.under(args.sampling, args.adjacency),
+        privacy.under(scheme["sampling"], scheme["adjacency"]),
     ]
     cells = [
         (

@@ -25,7 +25,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for an unknown accountant, or a value outside its domain.
     """
-    scheme, names = privacy.scheme(args), privacy.accountants(args)
+    scheme = privacy.scheme(args)
+    names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
     try:
         mechanism = SubsampledGaussian(
             noise_multiplier=number("--noise-multiplier", args.noise_multiplier),

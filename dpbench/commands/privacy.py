@@ -19,7 +19,7 @@ from accounting import (
     NoAnswer,
     load_accountant,
 )
-from accounting.sampling import neighbours
+from accounting.sampling import HOME, PROVED, unproved
 from dpbench.errors import UsageError, one_of
 
 Row = dict[str, Any]
@@ -36,45 +36,52 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
     parser.add_argument("--delta", metavar="D", required=True, help="δ")
     parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
-    parser.add_argument("--adjacency", metavar="NAME", default="add_remove", help=f"{', '.join(ADJACENCIES)}")
+    proved = "; ".join(f"{sampling}: {', '.join(names)}" for sampling, names in PROVED.items())
+    parser.add_argument(
+        "--adjacency", metavar="NAME", help=f"what has a bound under the sampling, by default the first ({proved})"
+    )
     parser.add_argument("--dataset-size", metavar="N", help="number of records; for truncated_poisson")
     parser.add_argument("--max-batch-size", metavar="B", help="at which truncated_poisson cuts a batch")
     parser.add_argument(
         "--accountant",
         metavar="NAME",
         action="append",
-        help=f"may be given again; {', '.join(ACCOUNTANTS)} (default: all), {', '.join(VARIANTS)}; for other schemes "
-        f"than Poisson sampling and add_remove also {', '.join(OF_SCHEMES)}",
+        help=f"may be given again; {', '.join(ACCOUNTANTS)} (default: all), {', '.join(VARIANTS)}; for other "
+        f"sampling also {', '.join(OF_SCHEMES)}",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
 
 
 def scheme(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `accounting.SubsampledGaussian` that say how batches are drawn.
+    """The keyword arguments of `accounting.SubsampledGaussian` that say how batches are drawn, the adjacency named.
 
     Raises:
-        UsageError: for a name or a number that is none.
+        UsageError: for a name or a number that is none, or an adjacency that has no bound under the sampling.
     """
     sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size")}
+    sampling = one_of("a sampling scheme", args.sampling, SAMPLINGS)
+    adjacency = PROVED[sampling][0] if args.adjacency is None else one_of("an adjacency", args.adjacency, ADJACENCIES)
+    if expected := unproved(sampling, adjacency):
+        raise UsageError(f"--adjacency {expected}", adjacency)
     return {
-        "sampling": one_of("a sampling scheme", args.sampling, SAMPLINGS),
-        "adjacency": one_of("an adjacency", args.adjacency, ADJACENCIES),
+        "sampling": sampling,
+        "adjacency": adjacency,
         **{name: number(f"--{name.replace('_', '-')}", text) for name, text in sizes.items() if text is not None},
     }
 
 
-def accountants(args: argparse.Namespace) -> list[str]:
+def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
     """The names asked for, each once; by default all, and those made for the scheme.
 
     Raises:
         UsageError: for one that is not known.
     """
     known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]
-    if args.accountant:
-        return list(dict.fromkeys(one_of("an accountant", name, known) for name in args.accountant))
-    if (args.sampling, args.adjacency) == ("poisson", "add_remove"):
+    if asked:
+        return list(dict.fromkeys(one_of("an accountant", name, known) for name in asked))
+    if sampling == HOME[0]:
         return list(ACCOUNTANTS)
-    made = [name for name in OF_SCHEMES if (args.sampling, args.adjacency) in load_accountant(name).supports]
+    made = [name for name in OF_SCHEMES if (sampling, adjacency) in load_accountant(name).supports]
     return [*made, *ACCOUNTANTS]
 
 
@@ -101,7 +108,7 @@ def failed(error: BaseException) -> dict[str, str]:
 
 def under(sampling: str, adjacency: str) -> str:
     """The line over a table that says under what it holds."""
-    return f"under {SAMPLINGS[sampling]}, {neighbours(sampling, adjacency)}, noise on the sum of clipped gradients"
+    return f"under {SAMPLINGS[sampling]}, {ADJACENCIES[adjacency]}, noise on the sum of clipped gradients"
 
 
 def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -71,7 +71,7 @@ class PrivacyEngine:
         accountant: a name of `accounting`.
         secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
         generator: of the caller's, for noise and sampling that can be repeated: not private.
-        sampling: how batches are drawn; see `dpbench.engine.sampling`.
+        sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
         ghost_clipping, mixed: private_CNN's choice of a backend.
         numerical_stability_constant: the clipping function's stabiliser.

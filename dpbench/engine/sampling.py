@@ -9,6 +9,9 @@ them from random ones. Amplification by sampling is proved for batches that nobo
     without_replacement  b records, drawn anew each step
     shuffled             a permutation an epoch, cut into ⌊n/b⌋ batches; the rest is left out
     one_pass             the records in their order, cut in the same way, every epoch
+
+The first three are accounted for adding or removing one record, the last two for making one record's gradient zero, as
+removing it would shift every batch after it (`accounting.sampling.PROVED`).
 """
 
 from __future__ import annotations

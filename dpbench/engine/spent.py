@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accounting import SAMPLINGS, Kind
-from accounting.sampling import neighbours
+from accounting import ADJACENCIES, SAMPLINGS, Kind
 
 if TYPE_CHECKING:
     from dpbench.engine.noise import Noise
@@ -25,7 +24,7 @@ class PrivacySpent:
         steps: logical batches that were released, empty ones among them.
         accountant, kind: who says so, and whether it is an upper bound; only that is a guarantee.
         noise_multiplier, sample_rate: of each step.
-        sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS`.
+        sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS` and `ADJACENCIES`.
         sampled_by: "engine" if every batch came from `data_loader`, which draws by that scheme; else "assumed".
         noise: where the noise came from.
         private: False for seeded noise, no noise, batches that cannot be what is accounted, or an ε that is no upper
@@ -49,7 +48,7 @@ class PrivacySpent:
 
     def __str__(self) -> str:
         assumed = " assumed" if self.sampled_by == "assumed" else ""
-        scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {neighbours(self.sampling, self.adjacency)}"
+        scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {ADJACENCIES[self.adjacency]}"
         told = "" if self.private else "; NOT PRIVATE: " + "; ".join(self.caveats[:-1])
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "

@@ -120,7 +120,7 @@ def schemes(frame: pd.DataFrame) -> str:
     if valid.empty:
         return ""
     sigma = valid.noise_multiplier.mode().iloc[0]
-    valid = valid[valid.noise_multiplier == sigma].sort_values("epsilon")
+    valid = valid[valid.noise_multiplier == sigma].sort_values("epsilon", kind="stable")
     tight = valid.drop_duplicates(["scheme", "adjacency"])
     first, last = tight.iloc[0], tight.iloc[-1]
     if len(tight) == 1:

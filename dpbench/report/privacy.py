@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 
+from accounting.sampling import PROVED
 from dpbench.report import readable, style
 from dpbench.report.captions import caption
 from dpbench.report.cells import Row, count_failures, frame_of
@@ -26,7 +27,7 @@ SCHEMES = (
 PRICES = ("unknown", "target_epsilon", "accountant", "kind", "value", "ratio", "epsilon", "note")
 #: Whose bound is below every other, and beside which accountant a price is told.
 LOWER, BASE = "prv:lower", "moments"
-ADJACENCIES = {"add_remove": "add or remove one", "replace_one": "replace one"}
+ADJACENCIES = {"add_remove": "add or remove one", "zero_out": "make one zero", "replace_one": "replace one"}
 
 
 def points(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
@@ -48,6 +49,10 @@ def schemes(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     rows = []
     for record in _last(records):
         row = _row(record, fields, ("epsilon", "kind", "compute_seconds"))
+        proved = PROVED.get(row["sampling"], ())
+        # records made before "zero_out" had its name call it "add_remove", under which fixed batches have no bound
+        if proved and row["adjacency"] not in proved:
+            row["adjacency"] = proved[0]
         rows.append(row | {"how": (record.result.get("detail") or {}).get("bound")})
     count_failures(records, left_out)
 
@@ -165,7 +170,8 @@ def schemes_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
     first = frame.iloc[0]
     said = [
         f"ε at δ = {style.plain(first.delta)} after {first.steps:,} steps at q = {first.sample_rate:.4g}; right, the "
-        "tightest bound here of each scheme over σ. In one pass, shuffled or not, a record is removed by a zero.",
+        "tightest bound here of each scheme over σ. In one pass, shuffled or not, a record's gradient is made zero: to "
+        "remove it would shift all batches after it, and has no such bound. Of Poisson samples both cost the same.",
         "Bars: the tightest valid upper bound here; marks: other valid bounds. Dotted: what the scheme spends for "
         "certain (of shuffled batches by Chua et al. 2024, over the epochs that end).",
     ]

@@ -110,8 +110,8 @@ _COLORS = ("#2266AA", "#117733", "#44BB99", "#DDAA33", "#CC3311", "#AA4499", "#7
 
 
 def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
-    """The tightest upper bound of each scheme, adding or removing one, over σ; curves that agree have one name."""
-    part = frame[(frame.adjacency == "add_remove") & frame.epsilon.notna()]
+    """The tightest upper bound of each scheme, but to replace one, over σ; curves that agree have one name."""
+    part = frame[(frame.adjacency != "replace_one") & frame.epsilon.notna()]
     axes.set_xscale("log")
     axes.set_yscale("log")
     found: list[tuple[list[str], str, pd.Series[float]]] = []
@@ -138,7 +138,7 @@ def _over_sigma(axes: Axes, frame: pd.DataFrame) -> list[Line2D]:
             color=_COLORS[index % len(_COLORS)],
             label=", ".join(names),
         )
-    axes.set_title("over σ, add or remove one", pad=7)
+    axes.set_title("over σ, remove one or make it zero", pad=7)
     axes.set_xlabel("noise multiplier σ, logarithmic", labelpad=3)
     axes.grid(color=style.GRID, linewidth=0.7)
     axes.tick_params(length=0)
