@@ -38,25 +38,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from clipping.activations import Activations
 from clipping.interface import Parameters, Problem, map_tensors, without_autocast
-from clipping.orientation import MOVABLE, dimension_after, samples_dimension, samples_first
+from clipping.marks import Marks, tensors
+from clipping.orientation import MOVABLE, samples_dimension, samples_first
 from clipping.rules import (
     COMPOSITES,
     HANDLERS,
     OF_DATA,
     PER_SAMPLE,
-    Copies,
+    REWRITTEN,
     Gradient,
     Refused,
+    Rewriting,
     Spec,
     fallback,
 )
-from clipping.sources import CONSTANTS, Source, depends_on_data, derive, forget_data, is_marked, mark_data
+from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.uses import Noted, Use, title
 
 Arrival = Callable[[Use, Tensor], None]
-COPIES = 16
-"""Of a vector that are joined at once: each costs Python's time."""
 
 
 class Tape(TorchFunctionMode):
@@ -89,24 +90,29 @@ class Tape(TorchFunctionMode):
         self.by_hand: Callable[[], None] | None = None
         self._batch_size = batch_size
         self._stand_in = stand_in
-        self._sources = {id(p): Source(p, {name: p}, rearranged=True) for name, p in parameters.items()}
+        self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
         self._anchors: dict[torch.device, Tensor] = {}
         self._depth = 0
         self._noted: list[Noted] = []
         self._copies: list[tuple[Use, Tensor]] = []
         self._hooks: list[Any] = []
-        self._marked: list[weakref.ref[Tensor]] = []
+        me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
+        self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
+        self._mark = self._marks.mark
         self._arrival: Arrival | None = None
         self._composite: Any = None
+        self._activations = Activations(self._sources, lambda *use: me._note(*use))
         map_tensors(mark_data, batch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         sources, data = [], []
-        for operand in _tensors(args, kwargs):
+        for operand in tensors(args, kwargs):
             source = self._sources.get(id(operand))
             if source is None and self._stand_in is not None:
                 source = self._stood_in(operand)
+            if source is not None and operand._version != source.version:
+                source = self._renewed(operand)
             if source is not None:
                 sources.append(source)
             elif depends_on_data(operand):
@@ -115,6 +121,11 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
+        rewriting = REWRITTEN.get(func)
+        if rewriting is not None:
+            output = self._rewritten(rewriting, func, args, kwargs, sources, data)
+            if output is not NotImplemented:
+                return output
         if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
             outer, self._composite = self._composite, self._composite or func
             try:
@@ -132,16 +143,6 @@ class Tape(TorchFunctionMode):
                 args, kwargs = samples_first(func, args, kwargs, at, data)
                 return func(*args, **kwargs).transpose(0, at).contiguous()
         return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
-
-    def each(self, tensor: Tensor, rows: int) -> Tensor:
-        """[rows · n]: a vector made of parameters, for each row of the batch a copy whose gradient is its own."""
-        copies = _Repeated.apply(tensor, rows)
-        source = self._sources.get(id(tensor))
-        if source is not None:
-            output = Spec(torch.Size((rows, *tensor.shape)), copies.dtype)
-            gradients = [(source, (tensor, Copies))]
-            self._noted.append(Noted(self._composite, output, copies.grad_fn, 0, gradients, copies))
-        return copies
 
     def __enter__(self) -> Tape:
         self._depth += 1
@@ -209,15 +210,13 @@ class Tape(TorchFunctionMode):
         self._noted.clear()
         self._copies.clear()
         self._arrival = None
-        for reference in self._marked:
-            forget_data(reference())
-        self._marked.clear()
+        self._marks.forget()
 
     def _stood_in(self, operand: Tensor) -> Source | None:
         assert self._stand_in is not None
         name = self._stand_in(operand)
         if name is not None:
-            self._sources[id(operand)] = Source(operand, {name: operand}, rearranged=True)
+            self._sources[id(operand)] = parameter_source(name, operand)
         return self._sources.get(id(operand))
 
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
@@ -230,7 +229,7 @@ class Tape(TorchFunctionMode):
             mine = self._mine(gradients, sources)
         except Refused as refused:
             output = func(*args, **kwargs)
-            if any(x.requires_grad for x in _tensors((output,), {})):
+            if any(x.requires_grad for x in tensors((output,), {})):
                 self._refuse(func, sources, refused)
             return output
         if not mine:
@@ -249,15 +248,31 @@ class Tape(TorchFunctionMode):
 
     def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in PER_SAMPLE:
-            return PER_SAMPLE[func](self.each, *args, **kwargs)
+            return PER_SAMPLE[func](self._activations.each, *args, **kwargs)
         with self:
             return COMPOSITES[func](*args, **kwargs)
+
+    def _rewritten(
+        self, rewriting: Rewriting, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
+    ) -> Any:
+        outer, self._composite = self._composite, self._composite or func
+        try:
+            instead = rewriting(self._activations, func, *args, **kwargs)
+            if instead is None:
+                return NotImplemented
+            with self:
+                return instead()
+        except Refused as refused:
+            self._refuse(func, sources, refused)
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        finally:
+            self._composite = outer
 
     def _fallback(
         self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
     ) -> tuple[Any, Sequence[Gradient]]:
         output = func(*args, **kwargs)
-        if not any(x.requires_grad for x in _tensors((output,), {})):
+        if not any(x.requires_grad for x in tensors((output,), {})):
             return output, []  # nothing differentiable: a shape, a comparison
         return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
 
@@ -274,21 +289,41 @@ class Tape(TorchFunctionMode):
         return mine
 
     def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
-        for made in _tensors((output,), {}):
+        for made in tensors((output,), {}):
             if made.requires_grad and id(made) not in self._sources:  # `to` may give back what it was given
                 source = derive(func, args, kwargs, made, sources)
                 if func is F.embedding and id(args[1]) in self._sources:
                     source.lookup = (args[0], self._sources[id(args[1])], kwargs.get("padding_idx"))
                 self._sources[id(made)] = source
+        target = args[0] if args else None
+        if output is None or output is target:  # perhaps changed in place, and with it what it is a view of
+            for changed in (target, target._base) if isinstance(target, Tensor) else ():
+                if changed is not None and changed.requires_grad:
+                    self._renewed(changed)
         return output
 
-    def _mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
-        if data and func not in CONSTANTS:
-            for made in (output,) if isinstance(output, Tensor) else _tensors((output,), None):
-                at = dimension_after(func, args, kwargs, data, made, self._batch_size)
-                if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
-                    self._marked.append(weakref.ref(mark_data(made, at)))
-        return output
+    def _renewed(self, tensor: Tensor) -> Source | None:
+        """What a tensor is after it was changed in place: a source, or None if it depends on data now."""
+        source = self._sources.pop(id(tensor), None)
+        if source is not None and (source.version == tensor._version or source.is_parameter):
+            source.version = tensor._version
+        else:
+            source = remade(tensor, self._sources, {noted.node for noted in self._noted})
+        if source is not None:
+            self._sources[id(tensor)] = source
+        return source
+
+    def _note(self, source: Source, gradient: Gradient, output: Spec, copies: Tensor) -> None:
+        """A use whose output's gradient is asked for itself."""
+        self._noted.append(Noted(self._composite, output, copies.grad_fn, 0, [(source, gradient)], copies))
+
+    def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Refuse an operation for what it does to data, unless this call of it is harmless."""
+        try:
+            if self._batch_size > 1:
+                REWRITTEN[func](self._activations, func, *args, **kwargs)
+        except Refused as refused:
+            self.problems.append(Problem("model", f"{title(func)}: {refused.reason}", refused.remedy))
 
     def _hooked(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
         g = gradients[at]
@@ -327,33 +362,3 @@ class _Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-class _Repeated(torch.autograd.Function):
-    """[rows · n] of a tensor of n entries; its gradient is one sum over the rows, not one addition for each."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, rows: int) -> Tensor:
-        ctx.rows, ctx.shape = rows, tensor.shape
-        copies = tensor.reshape(-1)
-        parts: list[Tensor] = []
-        while rows >= COPIES:  # in less time than by `repeat`, or `expand` and `reshape`
-            rows, rest = divmod(rows, COPIES)
-            parts = [copies] * rest + parts
-            copies = torch.cat([copies] * COPIES)
-        return torch.cat([copies] * rows + parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].view(ctx.rows, -1).sum(0).view(ctx.shape), None
-
-
-def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors among the arguments, and in tuples and lists among them."""
-    found: list[Tensor] = []
-    for value in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += _tensors(value, None)
-    return found

@@ -24,18 +24,24 @@ from clipping.rules.fallback import fallback
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
 from clipping.rules.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from clipping.rules.rewritten import CHANGES, LIKE, MIXING, REWRITTEN, Rewriting
 
 __all__ = [
+    "CHANGES",
     "COMPOSITES",
     "HANDLERS",
+    "LIKE",
+    "MIXING",
     "OF_DATA",
     "PER_SAMPLE",
+    "REWRITTEN",
     "Broadcast",
     "Copies",
     "EmbeddingWeight",
     "Gradient",
     "Handler",
     "Refused",
+    "Rewriting",
     "Route",
     "Rule",
     "Spec",
