@@ -52,12 +52,15 @@ from clipping.rules import (
     Refused,
     Rewriting,
     Spec,
+    as_refused,
     fallback,
 )
 from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.uses import Noted, Use, title
 
 Arrival = Callable[[Use, Tensor], None]
+in_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""None outside of vmap, grad, jvp and the like, in which a row need not be a sample's."""
 
 
 class Tape(TorchFunctionMode):
@@ -119,6 +122,9 @@ class Tape(TorchFunctionMode):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        if in_transform() is not None:
+            self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
         rewriting = REWRITTEN.get(func)
@@ -161,8 +167,8 @@ class Tape(TorchFunctionMode):
         for each in noted:
             try:
                 use = each.settled(self._batch_size)
-            except Refused as refused:
-                self._refuse(each.operation, [source for source, _ in each.gradients], refused)
+            except Exception as error:
+                self._refuse(each.operation, [source for source, _ in each.gradients], as_refused(error))
                 continue
             self.uses.append(use)
             for source, _ in use.rules:
@@ -222,14 +228,21 @@ class Tape(TorchFunctionMode):
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
         differentiable = any(x.requires_grad for x in data)
         try:
+            if any(x.layout is not torch.strided or x.is_nested for x in data):
+                raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
             if func in HANDLERS:
                 output, gradients = HANDLERS[func](*args, **kwargs)
+                if output.is_complex():  # for which the formulas lack conjugations
+                    output, gradients = fallback(
+                        func, args, kwargs, output, [source.tensor for source in sources], data
+                    )
             else:
                 output, gradients = self._fallback(func, args, kwargs, sources, data)
             mine = self._mine(gradients, sources)
-        except Refused as refused:
-            output = func(*args, **kwargs)
-            if any(x.requires_grad for x in tensors((output,), {})):
+        except Exception as error:
+            output = func(*args, **kwargs)  # raises the model's own error, if it is one
+            refused = as_refused(error)
+            if refused is not error or any(x.requires_grad for x in tensors((output,), {})):
                 self._refuse(func, sources, refused)
             return output
         if not mine:
@@ -274,6 +287,8 @@ class Tape(TorchFunctionMode):
         output = func(*args, **kwargs)
         if not any(x.requires_grad for x in tensors((output,), {})):
             return output, []  # nothing differentiable: a shape, a comparison
+        if isinstance(output, Tensor) and output._is_view():  # changed in place, it would get another node
+            output = output.clone()
         return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
 
     def _mine(self, gradients: Sequence[Gradient], sources: list[Source]) -> list[tuple[Source, Gradient]]:
@@ -332,8 +347,12 @@ class Tape(TorchFunctionMode):
 
     def _arrived(self, use: Use, g: Tensor) -> None:
         if self._arrival is not None:
-            with without_autocast(g.device):
-                self._arrival(use, g)
+            try:
+                with without_autocast(g.device):
+                    self._arrival(use, g)
+            except Exception as error:
+                refused = as_refused(error)
+                raise Refused(f"{use.operation}: {refused.reason}", refused.remedy) from error
             for _, rule in use.rules:
                 if rule.share is not None:
                     rule.share.input_only = True

@@ -98,6 +98,20 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     return lambda: func(*args, **kwargs)
 
 
+def _cell(rows: Rows, func: Any, input: Tensor, hx: Any, *params: Any) -> Instead:
+    """One step of a recurrent layer from a learned state, of which each row has a copy."""
+
+    def own(state: Tensor) -> Tensor:
+        source = rows.source(state)
+        return state if source is None else rows.own(source)
+
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    if all(rows.source(state) is None for state in states):
+        return None
+    hx = tuple(map(own, hx)) if isinstance(hx, (tuple, list)) else own(hx)
+    return lambda: func(input, hx, *params)
+
+
 def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     """Refused where it normalises over several rows of data."""
     input = kwargs["input"] if "input" in kwargs else args[0]
@@ -209,6 +223,7 @@ REWRITTEN: dict[Any, Rewriting] = {
     torch.broadcast_tensors: _broadcast_tensors,
     **dict.fromkeys(_methods("matmul", "mm"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
+    **dict.fromkeys(_methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
     **dict.fromkeys(MIXING, _batch_norm),
     **dict.fromkeys(BROADCAST_IN_PLACE, _broadcast_in_place),
     torch.Tensor.__setitem__: _set,
