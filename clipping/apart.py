@@ -117,7 +117,7 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
         occasions: None for never.
     """
     batch_size = len(losses)
-    for half in () if occasions is None else occasions.rows(batch_size, tape.graph):
+    for half in () if occasions is None else occasions.rows(batch_size, tape.arrivals.graph):
         inside = half.to(losses.device)
         largest: dict[Use, Tensor] = {}
 
@@ -125,7 +125,7 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
             found = torch.linalg.vector_norm(g.reshape(batch_size, -1), torch.inf, dim=1)
             largest[use] = torch.maximum(largest[use], found) if use in largest else found
 
-        tape.look(torch.where(inside, losses, torch.zeros_like(losses)), arrived)
+        tape.arrivals.run(torch.where(inside, losses, torch.zeros_like(losses)), arrived)
         if not largest:
             continue
         uses = list(largest)

@@ -42,7 +42,9 @@ class InTurn:
         """The sum of what `of_block` makes of each block, of the same shape each."""
         first, *others = blocks
         total = of_block(first)
-        if others:  # added up in half precision, many of them would lose the digits that one product keeps
+        if (
+            others and not total.is_complex()
+        ):  # added up in half precision, many of them would lose the digits that one product keeps
             total = total.to(norm_dtype(total.dtype))
         for block in others:
             total += of_block(block)

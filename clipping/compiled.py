@@ -1,4 +1,4 @@
-"""Compiled code in a model: what records operations as they are called sees none of those inside of it.
+"""Code in a model that is hidden from what records operations as they are called: compiled, or run again later.
 
 torch.compile hands a graph of its own to its compiler, and while a TorchFunctionMode such as the tape is active it
 either runs the module uncompiled (torch 2.11) or fails with an error about its own internals (torch 2.15). Both are
@@ -36,6 +36,14 @@ def compiled_code(error: Exception) -> Problem | None:
     said = " ".join(str(error).split())[:200]
     reason = f"calls compiled code, which fails while its operations are recorded: {type(error).__name__}: {said}"
     return Problem("model", reason, REMEDY)
+
+
+def reentrant_checkpoint(error: Exception) -> Problem | None:
+    """The problem behind an error of torch's checkpointing that runs a backward pass within one; None for others."""
+    if "use_reentrant=True" not in str(error):
+        return None
+    reason = "checkpoint: with use_reentrant=True it reads parameters in the backward pass, where nothing is recorded"
+    return Problem("model", reason, "use_reentrant=False")
 
 
 # by name: importing torch._dynamo takes seconds, and nothing is compiled unless somebody has imported it

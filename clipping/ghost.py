@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
-from clipping.compiled import compiled_code, compiled_modules
+from clipping.compiled import compiled_code, compiled_modules, reentrant_checkpoint
 from clipping.functions import ClipFunction
 from clipping.graph import unrecorded
 from clipping.interface import (
@@ -61,6 +61,9 @@ class TapeBackend(Backend):
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
         yield from compiled_modules(self.model)
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.is_complex():
+                yield Problem(name, "is complex", "keep it as real numbers [..., 2], and use torch.view_as_complex")
 
     def by_ghost(self, rule: Rule) -> bool:
         """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
@@ -126,7 +129,7 @@ class TapeBackend(Backend):
         except Refused as refused:  # found out only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
         except RuntimeError as error:
-            problem = compiled_code(error)
+            problem = compiled_code(error) or reentrant_checkpoint(error)
             if problem is None:
                 raise
             raise UnsupportedModel(self.name, [problem]) from error

@@ -60,7 +60,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             use = None if child is None else maker.get(child._sequence_nr())
             if use is not mine and use is not None and use.node not in (number, child._sequence_nr()):
                 unseen += [name for source, _ in use.rules for name in source.parameters]
-    tape.expect({use for use in tape.uses if use.node in numbers}, list(leaves.values()), hash(tuple(kinds)))
+    reached = [use for use in tape.uses if use.node in numbers]
+    tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
     return [
         Problem(
             name,

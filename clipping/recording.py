@@ -64,7 +64,7 @@ class Recording:
         self._tolerance = TOLERANCE[torch.float32]
         if isinstance(backend, TapeBackend):
             self.tape = Tape(self.parameters, inputs, max(1, batch_size), backend.stand_in)
-            self.tape.by_hand = by_hand
+            self.tape.arrivals.by_hand = by_hand
         elif occasions is not None and not any(compiled_modules(backend.model)):
             self.tape = Tape(self.parameters, inputs, batch_size)
 

@@ -5,6 +5,9 @@ gradient of D, whatever f is: one batched vector-Jacobian product through the gr
 Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's. Where it only copies
 entries (a table read at fixed indices, a concatenation), J_fᵀ adds up those of D that are copies of one entry of θ: f
 applied to the numbers of θ's entries says which, and no graph is gone through.
+
+A tensor that is changed in place is another D from then on. What was read of it before goes back by the place in the
+graph that it had then.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from clipping.interface import norm_dtype
 
@@ -70,8 +74,11 @@ COPIES = (
 )
 """Operations each entry of whose result is an entry of an operand, whatever that is."""
 
-EXPANSIONS = {torch.Tensor.expand, torch.Tensor.expand_as, torch.Tensor.broadcast_to, torch.Tensor.repeat}
+EXPANSIONS = {torch.Tensor.expand, torch.Tensor.broadcast_to, torch.broadcast_to, torch.Tensor.repeat}
 """Operations whose rows along a new or singleton first dimension are copies of one another."""
+
+KEEPS: set[Any] = {torch.Tensor.clone, torch.clone, torch.Tensor.contiguous}
+"""Operations whose rows are those of what they are given."""
 
 
 CONSTANTS = {
@@ -124,6 +131,7 @@ class Source:
         lookup: (ids, table, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
         copied: (operation, args, kwargs, its operands that are sources) if it did no more than copy their entries.
         version: of the tensor as it was made.
+        node, output_nr: its place in the graph then; None for a parameter.
     """
 
     tensor: Tensor
@@ -133,6 +141,8 @@ class Source:
     lookup: tuple[Tensor, Source, int | None] | None = None
     copied: tuple[Any, Any, Any, list[Source]] | None = None
     version: int = 0
+    node: Any = None
+    output_nr: int = 0
 
     @property
     def is_parameter(self) -> bool:
@@ -158,13 +168,14 @@ class Source:
             identities = map(id, self.parameters.values())
             numbers = self._numbers(dict(zip(identities, starts, strict=True)), end)
             if numbers is not None:
-                rows = gradients.flatten(1).to(norm_dtype(gradients.dtype))
+                rows = gradients.reshape(len(gradients), -1).to(norm_dtype(gradients.dtype))
                 total = rows.new_zeros(len(rows), end + 1).index_add_(1, numbers.flatten(), rows)
                 parts = zip(self.parameters.items(), total[:, :-1].split(sizes, 1), strict=True)
                 return {name: part.reshape(-1, *p.shape) for (name, p), part in parts}
         gradients = gradients.to(self.tensor.dtype)
+        changed = self.tensor._version != self.version
         found = torch.autograd.grad(
-            self.tensor,
+            GradientEdge(self.node, self.output_nr) if changed else self.tensor,
             list(self.parameters.values()),
             gradients if several else gradients[0],  # a batch of one need not go through vmap
             retain_graph=True,
@@ -201,6 +212,11 @@ class Source:
         return func(*numbered(args), **{key: numbered(value) for key, value in kwargs.items()})
 
 
+def parameter_source(name: str, parameter: Tensor) -> Source:
+    """A parameter, as it is."""
+    return Source(parameter, {name: parameter}, rearranged=True, version=parameter._version)
+
+
 def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Source]) -> Source:
     """The source that `func` made of `origins` (at least one) and of nothing that depends on data."""
     parameters: dict[str, Tensor] = {}
@@ -208,9 +224,52 @@ def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Sour
         parameters |= origin.parameters
     first = origins[0]
     alone = len(origins) == 1 and output.numel() == first.tensor.numel() and output.dtype == first.tensor.dtype
-    row = None
-    if func in EXPANSIONS and output.shape[1:] == first.tensor.shape[max(0, first.tensor.dim() - output.dim() + 1) :]:
-        row = first if first.tensor.dim() < output.dim() or first.tensor.shape[0] == 1 else None
+    row = _row(func, first, output)
     copied = (func, args, kwargs, origins) if func in COPIES else None
     rearranged = alone and first.rearranged and func in REARRANGEMENTS
-    return Source(output, parameters, rearranged, row, copied=copied, version=output._version)
+    version, node, output_nr = output._version, output.grad_fn, output.output_nr
+    return Source(output, parameters, rearranged, row, None, copied, version, node, output_nr)
+
+
+def _row(func: Any, first: Source, output: Tensor) -> Source | None:
+    """The source whose copies the rows of `output` are, each broadcast to a row's shape."""
+    if func in KEEPS:
+        return first.row
+    if func not in EXPANSIONS:
+        return None
+    shape, new = first.tensor.shape, output.dim() - first.tensor.dim()
+    if not all(size in (1, wanted) for size, wanted in zip(shape, output.shape[new:], strict=True)):
+        return None  # repeated, and not broadcast
+    if new or shape[0] == 1:
+        return first
+    return first.row
+
+
+def remade(tensor: Tensor, known: dict[int, Source], uses: set[Any]) -> Source | None:
+    """The source that a tensor is after it was changed in place, by the graph that leads to it.
+
+    Args:
+        tensor: differentiable.
+        known: sources by the identity of their tensors, the parameters among them.
+        uses: nodes of the graph that operations on data made.
+
+    Returns:
+        None if it holds data as well.
+    """
+    parameters: dict[str, Tensor] = {}
+    stack, seen = [tensor.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            source = known.get(id(leaf))
+            if source is None:
+                return None
+            parameters |= source.parameters
+        stack.extend(child for child, _ in node.next_functions)
+    if seen & uses or not parameters:
+        return None
+    return Source(tensor, parameters, False, None, None, None, tensor._version, tensor.grad_fn, tensor.output_nr)

@@ -139,7 +139,7 @@ def test_a_gradient_that_does_not_arrive_is_refused(monkeypatch):
     class Loses(clipping.ghost.Tape):
         def _settle(self):
             super()._settle()
-            self._hooks.pop().remove()
+            self.arrivals._hooks.pop().remove()
 
     monkeypatch.setattr(clipping.ghost, "Tape", Loses)
     model = nn.Linear(6, 3).double()

@@ -15,30 +15,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, made
+from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, as_refused, made
 from clipping.rules.composite import multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
-from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag
+from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag, embedding_bag_of_largest
 from clipping.rules.fallback import fallback
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
-from clipping.rules.recurrent import gru, lstm, rnn_relu, rnn_tanh
+from clipping.rules.recurrent import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
+from clipping.rules.rewritten import CHANGES, LIKE, MIXING, REWRITTEN, Rewriting
 
 __all__ = [
+    "CHANGES",
     "COMPOSITES",
     "HANDLERS",
+    "LIKE",
+    "MIXING",
     "OF_DATA",
     "PER_SAMPLE",
+    "REWRITTEN",
     "Broadcast",
     "Copies",
     "EmbeddingWeight",
     "Gradient",
     "Handler",
     "Refused",
+    "Rewriting",
     "Route",
     "Rule",
     "Spec",
+    "as_refused",
     "fallback",
     "made",
 ]
@@ -81,6 +97,11 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     torch.gru: gru,
     torch.rnn_tanh: rnn_tanh,
     torch.rnn_relu: rnn_relu,
+    torch.lstm_cell: lstm_cell,
+    torch.gru_cell: gru_cell,
+    torch.rnn_tanh_cell: rnn_tanh_cell,
+    torch.rnn_relu_cell: rnn_relu_cell,
+    F.embedding_bag: embedding_bag_of_largest,
 }
 
 PER_SAMPLE: dict[Any, Callable[..., Any]] = {

@@ -104,6 +104,20 @@ class Refused(Exception):
         self.reason, self.remedy = reason, remedy
 
 
+def as_refused(error: Exception) -> Refused:
+    """The refusal that an error stands for which came of recording an operation, or of its gradient.
+
+    Raises:
+        Exception: the error itself, if it is about memory.
+    """
+    if isinstance(error, Refused):
+        return error
+    said = " ".join(str(error).split())[:200]
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "memory" in said or "ALLOC_FAILED" in said:
+        raise error
+    return Refused(f"has no exact rule for such operands: {type(error).__name__}: {said}", "use microbatch or vmap")
+
+
 class Rule(ABC):
     """The gradient of one parameter through one operation.
 

@@ -6,7 +6,7 @@ batch's verification holds it to that.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,10 @@ class VmapRule(Rule):
         self.data = data
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        data = self._with_rows(g)
+
         def gradient_of_one(g_one: Tensor, *rows: Tensor) -> Tensor:
-            values = {id(whole): row[None] for whole, row in zip(self.data, rows, strict=True)}
+            values = {id(whole): row[None] for whole, row in zip(data, rows, strict=True)}
 
             def of(parameter: Tensor) -> Tensor:
                 here = {**values, id(self.parameter): parameter}
@@ -45,7 +47,26 @@ class VmapRule(Rule):
                 raise Refused("no exact rule for a parameter with a row for each sample", "use microbatch or vmap")
             return pull(g_one[None])[0]
 
-        return torch.func.vmap(gradient_of_one)(g[samples], *(x.detach()[samples] for x in self.data))
+        return torch.func.vmap(gradient_of_one)(g[samples], *(x.detach()[samples] for x in data))
+
+    def _with_rows(self, g: Tensor) -> list[Tensor]:
+        """The operands with one row a sample: the data, and what else the operation needs a row of.
+
+        A constant with as many rows as the batch may belong to it (a state of zeros) or not (as many positions as
+        samples). It does not if the first row of the data alone gives one row of the output with all of the constant.
+        """
+        known = {id(x) for x in (*self.data, self.parameter)}
+        others = [x for x in operands((self.args, self.kwargs)) if id(x) not in known and x.shape[:1] == g.shape[:1]]
+        return [*self.data, *others] if others and len(g) > 1 and not self._is_enough(g) else self.data
+
+    def _is_enough(self, g: Tensor) -> bool:
+        here = {id(x): x.detach()[:1] for x in self.data}
+        try:
+            with torch.no_grad():
+                row = self.func(*substitute(self.args, here), **substitute(self.kwargs, here))
+        except (RuntimeError, ValueError, IndexError):
+            return False
+        return bool(row.shape == (1, *g.shape[1:]))
 
 
 def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
@@ -57,6 +78,15 @@ def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
     if isinstance(tree, (tuple, list)):
         return type(tree)(substitute(value, values) for value in tree)
     return tree
+
+
+def operands(tree: Any) -> Iterator[Tensor]:
+    """Tensors among arguments, and in lists and dicts among them."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (tuple, list, dict)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from operands(value)
 
 
 def fallback(

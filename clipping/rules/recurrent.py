@@ -1,6 +1,7 @@
-"""LSTM, GRU and plain RNN unrolled into their steps, for the tape to see: torch's kernels give no gradient per step.
+"""LSTM, GRU and plain RNN, and their cells, as steps that the tape sees: torch's kernels give no gradient per step.
 
-Each step reads the recurrent weight once more; the uses add up before the norm. Packed sequences are refused.
+Each step reads the recurrent weight once more; the uses add up before the norm. Packed sequences are refused: at each
+step their rows are of other samples.
 """
 
 from __future__ import annotations
@@ -66,6 +67,43 @@ def rnn_relu(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Ten
     return _unrolled(_relu_cell, input, hx, hx, params, *options)[:2]
 
 
+def gru_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
+    """torch.gru_cell."""
+    return _stepped(_gru_cell, input, hx, hx, *params)[0]
+
+
+def lstm_cell(input: Tensor, hx: Any, *params: Any) -> tuple[Tensor, Tensor]:
+    """torch.lstm_cell."""
+    return _stepped(_lstm_cell, input, hx[0], hx[1], *params)
+
+
+def rnn_tanh_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
+    """torch.rnn_tanh_cell."""
+    return _stepped(_tanh_cell, input, hx, hx, *params)[0]
+
+
+def rnn_relu_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
+    """torch.rnn_relu_cell."""
+    return _stepped(_relu_cell, input, hx, hx, *params)[0]
+
+
+def _stepped(
+    cell: Cell,
+    input: Tensor,
+    hidden: Tensor,
+    state: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step: input [B, d], hidden and state [B, H]."""
+    hidden, state = (
+        mark_data(x.view(x.shape)) for x in (hidden, state)
+    )  # zeros to begin with have a row a sample, too
+    return cell(F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh), state)
+
+
 def _refuse_packed(hx: Any) -> None:
     """A packed sequence has the batch size of each step, [T] integers, where the hidden state is otherwise."""
     if isinstance(hx, Tensor) and not hx.is_floating_point():
@@ -85,27 +123,28 @@ def _unrolled(
     bidirectional: bool,
     batch_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All layers and directions; hidden and state [layers · directions, B, H]."""
+    """All layers and directions; state [layers · directions, B, H], hidden as well, or with proj_size in place of H."""
     if input.dim() != 3:
         raise Refused("a recurrent layer without a batch dimension has no rule", "give it a batch")
     x = input if batch_first else input.transpose(0, 1)
     directions = 2 if bidirectional else 1
     per_cell = len(params) // (num_layers * directions)
-    if per_cell != (4 if has_biases else 2):
-        raise Refused("proj_size has no rule", "use a linear layer after the LSTM")
+    plain = 4 if has_biases else 2
     last_hidden, last_state = [], []
     for layer in range(num_layers):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
-            w_ih, w_hh, *biases = params[index * per_cell : (index + 1) * per_cell]
-            b_ih, b_hh = biases if biases else (None, None)
+            w_ih, w_hh, *more = params[index * per_cell : (index + 1) * per_cell]
+            b_ih, b_hh = more[:2] if has_biases else (None, None)
+            projection = more[-1] if per_cell > plain else None
             from_input = F.linear(x, w_ih, b_ih)
             h, s = mark_data(hidden[index]), mark_data(state[index])
             steps = range(x.shape[1])
             found: list[Tensor] = []
             for t in reversed(steps) if direction else steps:
                 h, s = cell(from_input[:, t], F.linear(h, w_hh, b_hh), s)
+                h = h if projection is None else F.linear(h, projection)
                 found.append(h)
             outputs.append(torch.stack(found[::-1] if direction else found, dim=1))
             last_hidden.append(h)

@@ -1,0 +1,235 @@
+"""Operations on data and tensors made of parameters that are run as others, which have rules.
+
+    what reads of its second operand only shape and type     of a shape: `p.expand_as(x)` is made of p alone
+    a matrix on the left of the data, W x                    (xᵀ Wᵀ)ᵀ
+    what meets the rows of its operands one by one           on a copy of the parameters for each row
+    what changes a tensor in place                           on a copy of the parameters for each row
+
+A copy for each row is an activation like any other: what is done to it needs no rule, and its own gradient is the
+per-sample gradient of what was copied. It is asked for itself, so that nothing done in place afterwards comes between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.rules.base import Refused
+from clipping.sources import Source
+
+
+class Rows(Protocol):
+    """What a tape knows and does here."""
+
+    def source(self, x: Any) -> Source | None:
+        """What a tensor is that is made of parameters alone; None for all else."""
+
+    def copies(self, source: Source, rows: int) -> Tensor:
+        """[rows, *shape of source]: a copy of it for each row."""
+
+    def own(self, source: Source) -> Tensor:
+        """The tensor of a source, which has a row for each row of the batch, as an activation."""
+
+    def let_go(self, x: Tensor) -> None:
+        """It depends on data from now on."""
+
+
+Instead = Callable[[], Any] | None
+Rewriting = Callable[..., Instead]
+"""(rows, operation, its arguments) -> what to run instead, for the tape to see; None if this call may stay as it is."""
+
+FREEZE = "freeze it, or use microbatch or vmap"
+
+
+def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: Any) -> Instead:
+    if not isinstance(other, Tensor):
+        return None
+    if func is torch.Tensor.expand_as:
+        return lambda: x.expand(other.shape)
+    if func is torch.Tensor.view_as:
+        return lambda: x.view(other.shape)
+    if func is torch.Tensor.reshape_as:
+        return lambda: x.reshape(other.shape)
+    return lambda: x.to(other.device, other.dtype, *args, **kwargs)
+
+
+def _to(rows: Rows, func: Any, x: Tensor, *args: Any, tensor: Tensor | None = None, **kwargs: Any) -> Instead:
+    return _like(rows, func, x, *(args if tensor is None else (tensor, *args)), **kwargs)
+
+
+def _broadcast_tensors(rows: Rows, func: Any, *tensors: Any) -> Instead:
+    flat = tensors[0] if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+    shape = torch.broadcast_shapes(*(x.shape for x in flat))
+    return lambda: tuple(x.expand(shape) for x in flat)
+
+
+def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
+    """W x with W [p, d] and x [*, d, n]; or a stack of matrices for each row."""
+    if rows.source(input) is not None and rows.source(other) is None and input.dim() == 2 and other.dim() > 1:
+        return lambda: torch.matmul(other.transpose(-1, -2), input.t()).transpose(-1, -2)
+    return _paired(rows, func, input, other) if min(input.dim(), other.dim()) > 2 else None
+
+
+def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
+    """With what is made of parameters, and has as many rows as the data, as activations."""
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+    data = [x for x in operands if rows.source(x) is None]
+    dims, count = max((x.dim() for x in data), default=0), max((x.shape[0] for x in data), default=0)
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) if func in ALONG else 1
+    if not isinstance(dim, int) or dim in (0, -dims):
+        return None  # rows are not paired with rows
+    found = {}
+    for x in operands:
+        source = rows.source(x)
+        if source is None or x.dim() != dims:
+            continue
+        if x.shape[0] == count:
+            found[id(x)] = rows.own(source)
+        elif func in ALONG:
+            raise Refused(f"pairs {count} rows of the batch with {x.shape[0]} of a parameter", FREEZE)
+    if not found:
+        return None
+    args = tuple(found.get(id(x), x) for x in args)
+    kwargs = {key: found.get(id(x), x) for key, x in kwargs.items()}
+    return lambda: func(*args, **kwargs)
+
+
+def _cell(rows: Rows, func: Any, input: Tensor, hx: Any, *params: Any) -> Instead:
+    """One step of a recurrent layer from a learned state, of which each row has a copy."""
+
+    def own(state: Tensor) -> Tensor:
+        source = rows.source(state)
+        return state if source is None else rows.own(source)
+
+    states = hx if isinstance(hx, (tuple, list)) else (hx,)
+    if all(rows.source(state) is None for state in states):
+        return None
+    hx = tuple(map(own, hx)) if isinstance(hx, (tuple, list)) else own(hx)
+    return lambda: func(input, hx, *params)
+
+
+def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
+    """Refused where it normalises over several rows of data."""
+    input = kwargs["input"] if "input" in kwargs else args[0]
+    training = kwargs["training"] if "training" in kwargs else any(args[5:6])
+    if training and rows.source(input) is None and input.shape[0] > 1:
+        raise Refused(
+            "normalises over the samples of a batch, so there is no per-sample gradient",
+            "use F.group_norm or F.instance_norm, or training=False with frozen parameters",
+        )
+    return None
+
+
+def _broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
+    """target += D and its like, where all that follows is broadcast to the target's shape."""
+    if func is torch.Tensor.add_ and rows.source(target) is None and not target._is_view():
+        return None  # it has a rule, which copies nothing
+    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    aligned = any(x.dim() == target.dim() > 0 and len(x) == len(target) for x in others if rows.source(x) is None)
+
+    def broadcast(x: Any) -> Any:
+        source = rows.source(x)
+        return x if source is None else _for_each_row(rows, source, target.shape)
+
+    args, kwargs = tuple(map(broadcast, args)), {key: broadcast(x) for key, x in kwargs.items()}
+    _as_activation(rows, target, aligned)
+    return lambda: func(target, *args, **kwargs)
+
+
+def _set(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Instead:
+    """target[index] = value. The index must take all samples, in order, or be a mask of samples and positions."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    masked = isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() > 0 and len(first) == len(target)
+    masked = masked and (first is index or len(index) == 1)
+    whole = first is Ellipsis and isinstance(index, tuple) and len(index) <= target.dim()
+    whole = whole or (isinstance(first, slice) and first == slice(None))
+    source = rows.source(value)
+    if source is not None and masked:
+        value = _masked(rows, source, first, target.shape)
+    elif source is not None and whole:
+        value = _for_each_row(rows, source, target.detach()[index].shape)
+    elif source is not None:
+        raise Refused("sets some rows of the batch to a parameter", "use torch.where with a mask, or microbatch")
+    _as_activation(rows, target, whole or masked)
+    return lambda: func(target, index, value)
+
+
+def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
+    """A target that is made of parameters becomes a copy of them for each row, which data may be written to."""
+    source = rows.source(target)
+    if source is None:
+        return
+    if not aligned or target._is_view() or source.is_parameter:
+        raise Refused("writes data into a tensor made of parameters", "join them by torch.cat or torch.where")
+    activation = rows.own(source)
+    rows.let_go(target)
+    target.copy_(activation)
+
+
+def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:
+    """The source as an activation that is broadcast to `shape`, whose first dimension is the rows."""
+    x = source.tensor
+    if shape and x.dim() == len(shape) and shape[0] == len(x):
+        return rows.own(source)
+    if x.dim() > len(shape) or (x.dim() == len(shape) and len(x) != 1) or not shape:
+        raise Refused(f"no exact rule for a parameter of shape {list(x.shape)} in one of {list(shape)}", FREEZE)
+    return _spread(rows.copies(source, shape[0]), x.shape[1:] if x.dim() == len(shape) else x.shape, len(shape))
+
+
+def _masked(rows: Rows, source: Source, mask: Tensor, shape: torch.Size) -> Tensor:
+    """target[mask] = D: for each entry of the mask the copy of its row."""
+    entry = shape[mask.dim() :]
+    source = source if source.row is None else source.row
+    x = source.tensor
+    inner = x.shape[1:] if x.dim() == len(entry) + 1 and len(x) == 1 else x.shape
+    if len(inner) > len(entry):
+        raise Refused("sets rows of the batch to a parameter that has one for each", FREEZE)
+    return _spread(rows.copies(source, shape[0]), inner, len(shape)).expand(shape)[mask]
+
+
+def _spread(copies: Tensor, inner: Sequence[int], dims: int) -> Tensor:
+    """[rows, *] of what was copied to [rows, 1, ..., 1, *inner] of so many dimensions."""
+    return copies.reshape(copies.shape[0], *[1] * (dims - 1 - len(inner)), *inner)
+
+
+def _methods(*names: str) -> set[Any]:
+    """The operations of these names, as functions of torch and as methods."""
+    found = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in names}
+    return found - {None}
+
+
+LIKE = _methods("expand_as", "view_as", "reshape_as", "type_as")
+"""Operations that read of their second operand only what it looks like; `to` may be one."""
+BROADCAST_IN_PLACE = _methods(
+    *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "copy_", "pow_"),
+    *("lerp_", "addcmul_", "addcdiv_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "atan2_", "hypot_"),
+)
+ALONG = _methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add", "index_copy")
+"""Operations that move entries along one dimension, their second argument."""
+PAIRED = _methods("bmm", "baddbmm", "where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
+PAIRED |= _methods("maximum", "minimum", "true_divide")
+PAIRED |= ALONG | {F.grid_sample, F.bilinear}
+
+MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
+"""Operations that are refused for what they do to data, whether parameters take part or not."""
+
+REWRITTEN: dict[Any, Rewriting] = {
+    **dict.fromkeys(LIKE, _like),
+    torch.Tensor.to: _to,
+    torch.broadcast_tensors: _broadcast_tensors,
+    **dict.fromkeys(_methods("matmul", "mm"), _matmul),
+    **dict.fromkeys(PAIRED, _paired),
+    **dict.fromkeys(_methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
+    **dict.fromkeys(MIXING, _batch_norm),
+    **dict.fromkeys(BROADCAST_IN_PLACE, _broadcast_in_place),
+    torch.Tensor.__setitem__: _set,
+}
+"""Asked for each operation that reads data and what is made of parameters."""
+
+CHANGES = {getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name[-1] == "_" != name[-2]}
+CHANGES |= {torch.Tensor.__setitem__}
+"""Operations whose first operand depends afterwards on all that they read."""
