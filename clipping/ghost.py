@@ -61,9 +61,6 @@ class TapeBackend(Backend):
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
         yield from compiled_modules(self.model)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and parameter.is_complex():
-                yield Problem(name, "is complex", "keep it as real numbers [..., 2], and use torch.view_as_complex")
 
     def by_ghost(self, rule: Rule) -> bool:
         """Is this rule's norm found by Gram matrices (asked only where it has them)?"""

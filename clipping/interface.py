@@ -128,6 +128,9 @@ class Backend(ABC):
                     f"{type(module).__name__} mixes the samples of a batch, so there is no per-sample gradient",
                     "replace it by nn.GroupNorm, or put it in eval mode with frozen parameters",
                 )
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad and parameter.is_complex():
+                yield Problem(name, "is complex", "keep it as real numbers [..., 2], and use torch.view_as_complex")
 
     def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
         """Clip the gradients of one batch.

@@ -173,3 +173,58 @@ def test_a_batch_without_tensors_is_not_recognised_and_nothing_worse():
         tickets.hand_out(Ticket(step, True, 2, 2, [Words("a", "b"), {"kind": dict}]))
     with pytest.raises(Misuse, match="that are none of these"):
         tickets.read({"x": torch.randn(2, 3), "words": Words(), "kind": dict}, 2)
+
+
+def test_a_batch_whose_step_has_raised_is_tried_again_as_itself():
+    """With one more read ahead, which was taken for it: its padding and its pieces are another batch's."""
+    for loading in LOADING.values():
+        model, optimizer, engine = make()
+        loader = engine.data_loader(TensorDataset(torch.eye(RECORDS, dtype=torch.float64)), **loading)
+        expected, _ = releases(lambda loader: ahead(loader, 1), **loading)
+        found, failed = [], False
+        for (rows,) in ahead(loader, 1):
+            losses = model(rows)[:, 0]
+            if engine.steps == 1 and not failed and engine._tickets.current.is_last and len(engine._sums) == 0:
+                failed = True
+                with pytest.raises(Misuse, match="shape"):
+                    optimizer.step(loss=losses.sum())
+                losses = model(rows)[:, 0]
+            optimizer.step(loss=losses)
+            if engine.stepped:
+                found.append((model.weight.grad[0] * EXPECTED).clone())
+        assert len(found) == 4
+        torch.testing.assert_close(torch.stack(found), expected[:4], rtol=0, atol=1e-12)
+        assert engine.privacy_spent().sampled_by == "engine"
+
+
+def test_a_batch_of_which_something_was_released_is_not_released_again():
+    model, optimizer, engine = make()
+    inner, failing = engine._patch._inner, [True]
+
+    def step():
+        inner()
+        if failing.pop() if failing else False:
+            raise RuntimeError("of a scheduler, say")
+
+    engine._patch._inner = step
+    batches = iter(engine.data_loader(TensorDataset(torch.eye(RECORDS, dtype=torch.float64))))
+    (rows,) = next(batches)
+    with pytest.raises(RuntimeError, match="of a scheduler"):
+        optimizer.step(loss=model(rows)[:, 0])
+    with pytest.raises(Misuse, match="a second release of the same sample"):
+        model(rows)
+    (rows,) = next(batches)
+    optimizer.step(loss=model(rows)[:, 0])
+    assert engine.steps == 2
+
+
+def test_what_is_unknown_after_a_failure_is_refused():
+    model, optimizer, engine = make()
+    batches = iter(engine.data_loader(TensorDataset(torch.eye(RECORDS, dtype=torch.float64))))
+    (rows,) = next(batches)
+    with pytest.raises(Misuse, match="shape"):
+        optimizer.step(loss=model(rows).sum())
+    with pytest.raises(Misuse, match="begin to iterate anew"):
+        model(torch.rand(rows.shape, dtype=rows.dtype))
+    (rows,) = next(iter(engine.data_loader(TensorDataset(torch.eye(RECORDS, dtype=torch.float64)))))
+    optimizer.step(loss=model(rows)[:, 0])

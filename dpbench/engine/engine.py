@@ -31,13 +31,7 @@ from dpbench.engine.noise import Noise, Pseudo, Secure, secret
 from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
-from dpbench.engine.safeguards import (
-    batch_norm_problem,
-    batch_norms,
-    mark,
-    require_accounted,
-    require_finite,
-)
+from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted, require_finite
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
@@ -300,6 +294,7 @@ class PrivacyEngine:
 
     def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
         """Add a physical batch to the sum, and release the logical one if this was its last piece."""
+        before = self.steps
         try:
             self._begin(ticket)
             with self._agreed():
@@ -309,8 +304,9 @@ class PrivacyEngine:
         except BaseException:
             if self.stepped:
                 self._drop_parts()
-            elif ticket is not None:
-                self._tickets.give_back(ticket)  # it may be tried again: none of it is in the sum
+            if ticket is not None:
+                self._recorder.drop()
+                self._tickets.give_back(ticket, released=self.steps > before)
             raise
 
     def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:

@@ -9,7 +9,8 @@ whose tensors these are:
     copies up to a scale and a shift in each feature, as a normalisation makes them
 
 Where one ticket alone is open, it is that one. Where several are and none is recognised, nobody knows of which records
-the losses are, how many of them are padding, and whether the logical batch is complete: that is refused.
+the losses are, how many of them are padding, and whether the logical batch is complete: that is refused. A batch whose
+step has raised stays open until another one is stepped, since it may be tried again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ class Ticket:
         is_last: the last piece of that.
         real, handed: how many samples of the data it has, and how many in all, with padding.
         batch: as the loader yields it, in whatever containers.
+
+    Attributes:
+        failed: a step of it has raised.
+        released: of this logical batch something was released, or may have been.
     """
+
+    failed = released = False
 
     def __init__(self, step: int, is_last: bool, real: int, handed: int, batch: Any) -> None:
         self.step, self.is_last, self.real, self.handed = step, is_last, real, handed
@@ -75,7 +82,7 @@ class Tickets:
 
     def first(self) -> Ticket | None:
         """Of the batch that is read next, as far as anybody knows."""
-        return self.current or next(iter(self._open), None)
+        return self.current or next((ticket for ticket in self._open if not ticket.released), None)
 
     def read(self, inputs: Any, batch_size: int) -> None:
         """The model is called with these.
@@ -91,13 +98,14 @@ class Tickets:
 
     def take_empty(self) -> Ticket | None:
         """The same for a batch of no samples that the model was not called with."""
-        if self.current is None and self._open:
-            empty = [ticket for ticket in self._open if not ticket.real]
-            return self._close(empty[0] if empty else self._open[0])
+        fresh = [ticket for ticket in self._open if not ticket.released]
+        if self.current is None and fresh:
+            return self._close(min(fresh, key=lambda ticket: (ticket.real > 0, ticket.failed)))
         return self.take()
 
-    def give_back(self, ticket: Ticket) -> None:
-        """It was not stepped after all."""
+    def give_back(self, ticket: Ticket, *, released: bool) -> None:
+        """Its step has raised: after a release, or before."""
+        ticket.failed, ticket.released = True, released
         self._open.insert(0, ticket)
 
     def _close(self, ticket: Ticket | None) -> Ticket | None:
@@ -107,14 +115,15 @@ class Tickets:
         return ticket
 
     def _recognised(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
-        if len(self._open) < 2:
+        failed = any(ticket.failed for ticket in self._open)
+        if len(self._open) < 2 and not failed:
             return next(iter(self._open), None)
         fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
         if fitting and not batch_size:
             return fitting[0]
         distances = [ticket.distance(tensors) for ticket in fitting]
         if 0.0 in distances:
-            return fitting[distances.index(0.0)]
+            return _again(fitting[distances.index(0.0)])
         limit = max((EXACT.get(x.dtype, 1e-4) for x in tensors if x.is_floating_point()), default=0.0)
         alike = [ticket for ticket, distance in zip(fitting, distances, strict=True) if distance <= limit]
         if len(alike) != 1:
@@ -124,8 +133,18 @@ class Tickets:
                 + ("none of these" if not alike else "several of these")
                 + ": hand the model their tensors, moved or cast or normalised, in the order of their samples; or read "
                 "no batch ahead, and leave none out (weigh its losses by 0 instead)"
+                + ("; a step of one of these has raised, so begin to iterate anew to leave it" if failed else "")
             )
-        return alike[0]
+        return _again(alike[0])
+
+
+def _again(ticket: Ticket) -> Ticket:
+    if ticket.released:
+        raise Misuse(
+            "expected another batch of data_loader, got the one whose step raised after its release had begun: it is "
+            "accounted, and a second release of the same sample would not be; go on with the next one"
+        )
+    return ticket
 
 
 class _Probe:
