@@ -120,6 +120,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     depth = max(depth, _ROW)
     figure, height = sheet(_TOP + depth + 0.16, caption)
     axes = figure.add_axes(box(_NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth, height))
+    figure.text(0.12 / WIDTH, 1 - 0.2 / height, "Runs that a test refutes", fontsize=9.5, weight="bold", va="center")
     axes.set_xlim(-0.5, len(TESTS) - 0.5)
     axes.set_ylim(depth, 0)
     for (_, part), y in zip(groups, places, strict=True):
