@@ -1,13 +1,23 @@
-"""A certified lower bound on ε by one run with many canaries (Steinke, Nasr and Jagielski 2023, arXiv:2305.08846).
+"""Certified lower bounds on what a mechanism spends, from the guesses of an adversary.
 
-m canaries are each in the data or not by a fair coin of their own; whoever sees the output guesses some of the coins, r
-of them, and v guesses are right. If the mechanism is (ε, δ)-private under adding or removing one record, then, with
-V ~ Bin(r, e^ε/(1 + e^ε)), for every v (theorem 5.2):
+One run with many canaries (Steinke, Nasr and Jagielski 2023, arXiv:2305.08846). m canaries are each in the data or not
+by a fair coin of their own; whoever sees the output guesses some of the coins, r of them, and v guesses are right. If
+the mechanism is (ε, δ)-private under adding or removing one record, then, with V ~ Bin(r, e^ε/(1 + e^ε)), for every v
+(theorem 5.2):
 
     P[v or more are right] <= P[V >= v] + 2mδ · max_{1 <= i <= v} P[v - i <= V < v] / i
 
 A v for which the right side is below β says that the mechanism is not (ε, δ)-private; wrongly so with probability β at
 most.
+
+Many releases of one mechanism (Nasr et al. 2023, arXiv:2302.07956). The adversary says of each release whether a record
+is in it: wrongly "yes" at rate α, wrongly "no" at rate β. If the mechanism is μ-GDP, no test is better than that of
+N(0, 1) against N(μ, 1) (Dong, Roth and Su 2019, arXiv:1905.02383), so that
+
+    Φ⁻¹(1 - α) - Φ⁻¹(β) <= μ
+
+Upper bounds on both rates, each wrong with half the probability that is allowed (Clopper and Pearson 1934), make the
+left side a lower bound on μ.
 """
 
 from __future__ import annotations
@@ -15,11 +25,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.stats import binom
+from scipy.stats import beta, binom, norm
+
+from accounting.gaussian import epsilon_of_shift
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """The bound of the module's text, at most 1."""
+    """The bound of the module's text on the guesses of one run, at most 1."""
     rate = 1.0 / (1.0 + math.exp(-epsilon))
     below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, rate))
     steepest = float(np.max(below / np.arange(1, correct + 1), initial=0.0))
@@ -27,7 +39,7 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
 
 
 def epsilon_lower_bound(canaries: int, guesses: int, correct: int, delta: float, confidence: float = 0.95) -> float:
-    """The largest ε that is refuted with this confidence; 0 if none is.
+    """The largest ε that one run refutes with this confidence; 0 if none is.
 
     Args:
         canaries: m >= 1.
@@ -48,3 +60,39 @@ def epsilon_lower_bound(canaries: int, guesses: int, correct: int, delta: float,
         middle = 0.5 * (low + high)
         low, high = (middle, high) if p_value(canaries, guesses, correct, middle, delta) < level else (low, middle)
     return low
+
+
+def rate_upper_bound(wrong: int, trials: int, confidence: float = 0.95) -> float:
+    """The largest rate of error at which `wrong` or fewer of the trials go wrong more often than 1 - confidence.
+
+    Exact for independent trials (Clopper and Pearson 1934); 1 if nothing was tried, or all went wrong.
+    """
+    if not 0 <= wrong <= trials:
+        raise ValueError(f"expected 0 <= wrong <= trials, got {wrong}, {trials}")
+    return 1.0 if wrong == trials else float(beta.isf(1.0 - confidence, wrong + 1, trials - wrong))
+
+
+def mu_lower_bound(
+    false_positives: int, negatives: int, false_negatives: int, positives: int, confidence: float = 0.95
+) -> float:
+    """The largest μ such that these errors refute μ-GDP with this confidence; 0 if none is.
+
+    Args:
+        false_positives: of the `negatives`, the releases without the record, how many were said to have it.
+        negatives: their number; independent of each other, as the positives are.
+        false_negatives: of the `positives`, the releases with the record, how many were said not to have it.
+        positives: their number.
+        confidence: of both rates together.
+
+    Raises:
+        ValueError: more errors than trials.
+    """
+    each = 0.5 + 0.5 * confidence
+    alpha = rate_upper_bound(false_positives, negatives, each)
+    missed = rate_upper_bound(false_negatives, positives, each)
+    return max(0.0, float(norm.isf(alpha) - norm.ppf(missed)))
+
+
+def epsilon_of_mu(mu: float, delta: float) -> float:
+    """ε at δ of a mechanism that is exactly μ-GDP: a lower bound on ε where μ is one. μ >= 0, 0 < δ <= 1."""
+    return epsilon_of_shift(math.log(mu), math.log(delta)) if mu > 0 else 0.0

@@ -278,7 +278,7 @@ FIGURES = {
         time_to.applies,
     ),
     "audit": FigureKind(
-        "the ε that an audit certifies from below, beside the one claimed: a sound engine, and seeded faults",
+        "which tests of an audit refute what an engine claims: the engine as it is, and with seeded faults",
         ("audit",),
         lambda r: r.id,
         {"experiment": ("audit",)},

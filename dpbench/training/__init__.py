@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpbench.data import validate_data
+from dpbench.training.faults import FAULTS
 from dpbench.trials import STEP_SOURCES, Trial
 
-__all__ = ["FAULTS", "AuditTrial", "UtilityTrial", "cifar10_root"]
+__all__ = ["FAULTS", "FORMS", "LEVEL", "TESTS", "AuditTrial", "UtilityTrial", "cifar10_root"]
 
 
 def cifar10_root() -> str | None:
@@ -65,16 +66,18 @@ class UtilityTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditTrial(Trial):
-    """One run of the engine on canaries, and the lower bound on ε that the guesses of an adversary certify.
+    """One run of the engine on canaries, and all that two adversaries find against what it claims, by `TESTS`.
 
-    `fault` seeds a privacy fault, one of `FAULTS`; the bound is then to be above the ε that is claimed. "" is none.
+    `fault` seeds a privacy fault, one of `FAULTS`, which is to be found; "" is none. `form` is how batches come, one of
+    `FORMS`.
     """
 
     kind: ClassVar[str] = "audit"
     body: ClassVar[str] = "dpbench.training.audit:run"
     sources: ClassVar[tuple[str, ...]] = (*UtilityTrial.sources,)
     fault: str = ""
-    canaries: int = 2000
+    form: str = "whole"
+    canaries: int = 4000
     target_epsilon: float = 1.0
     sample_rate: float = 0.02
     steps: int = 50
@@ -91,14 +94,27 @@ class AuditTrial(Trial):
         return ("torch", "torch._dynamo", "numpy", "scipy")
 
     def label(self) -> str:
-        return f"{self.kind} {self.fault or 'no fault'} {self.backend} seed {self.seed}"
+        return f"{self.kind} {self.fault or 'no fault'} {self.backend} {self.form} seed {self.seed}"
 
 
-#: What is wrong -> in words.
-FAULTS = {
-    "no_noise": "no noise is added",
-    "unscaled": "the noise is not scaled by the clipping norm",
-    "per_parameter": "each parameter is clipped by itself at the whole norm",
-    "divisor": "the noise is divided by the batch size once too often",
-    "fixed_batches": "fixed batches are accounted as Poisson samples",
+#: How batches come -> in words.
+FORMS = {
+    "whole": "whole batches",
+    "pieces": "batches in pieces",
+    "padded": "batches in padded pieces",
+    "one_pass": "one pass in order",
 }
+#: What may refute a claim -> what is looked at.
+TESTS = {
+    "one_run": "the guesses of one run",
+    "mu": "the errors of a test of each release",
+    "scale": "the size of the noise",
+    "shape": "the distribution of the noise",
+    "steps": "the noise of two steps",
+    "parameters": "the noise of two parameters",
+    "shards": "the noise of two shards",
+    "sensitivity": "a record's part of a sum",
+    "sampling": "the batches drawn",
+}
+#: The probability that a sound engine is refuted by any test of a trial.
+LEVEL = 1e-4

@@ -1,130 +1,262 @@
 """The body of an `AuditTrial`: is what the engine releases as private as it says?
 
-Every record is a canary: its gradient is the same in each of the model's parameters, along a coordinate of its own, and
-far above the clipping norm. A fair coin decides whether it is in the data. The adversary sees the gradient of each step
-that is released (the model's movement) and knows the scheme. A canary's score is its log likelihood ratio, the best
+Two adversaries look at what an engine releases while it trains on canaries (`dpbench.training.canaries`).
+
+The first sees every released gradient and knows the scheme, not the batches, which is what ε is claimed against. It
+guesses which canaries are in the data, each by a fair coin. A canary's score is its log likelihood ratio, the best
 there is against a sound engine: over all steps under Poisson sampling, of the one step that it may be in where batches
-are fixed. It guesses "in" for the highest eighth of the scores, and "out" for the lowest. The canaries are orthogonal:
-none is in another's way.
+are cut in order. Both are tried. It guesses "in" for the highest eighth of the scores, and "out" for the lowest.
+
+The second knows coins and batches as well: the adversary of DP-SGD's proof, from whom noise alone hides a record. To it
+the parts of the claim lie open. The noise is what is released at the coordinates of canaries that are not in a batch.
+One canary's part of a sum is the difference of two releases with the same noise, of data with it and without.
+
+Each test is wrong about a sound engine with a probability of `LEVEL` over their number at the most, and all of them
+together with `LEVEL`; `sensitivity` is no matter of chance.
 """
 
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 
-from accounting.audit import epsilon_lower_bound
-from clipping import Flat
+from accounting import refutation
+from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound
 from dpbench.engine import PrivacyEngine, PrivacyWarning
-from dpbench.engine.sampling import Sampler
-from dpbench.engine.settings import resolve
 from dpbench.errors import one_of
 from dpbench.outcome import Mismatch
-from dpbench.training import FAULTS, AuditTrial
+from dpbench.training import FAULTS, FORMS, LEVEL, TESTS, AuditTrial
+from dpbench.training.canaries import PARAMETERS, Array, Canaries, Flags, Release, Target
+from dpbench.training.faults import SEEDS
 
-PARAMETERS = 64
-DELTA = 1e-6
-
-
-class Canaries(nn.Module):
-    """Record j, a row of the identity, has the gradient e_j in every parameter."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(count, 1, bias=False) for _ in range(PARAMETERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return sum((part(x)[:, 0] for part in self.parts), torch.zeros(len(x)))
+DELTA = 1e-8
+REPLAYS = 5
+ROUNDING = 1e-3
+"""Of a difference of two releases, in units of C: the noise's grid and float32, in 64,000 coordinates."""
+_EACH = LEVEL / (len(TESTS) - 1)
 
 
-class PerParameter(Flat):
-    """The fault, once it `clips_apart`: every parameter at C, and the sensitivity said to be C.
+class Seen(NamedTuple):
+    """What an engine claims, and what it was seen to do.
 
-    Asked when the engine is made, it keeps to that: the engine tries it.
+    Attributes:
+        epsilon, sigma, rate: ε of the training, the noise multiplier and the sample rate that are claimed.
+        most: batches that a record may be in; None if that is left to chance.
+        coins: [m], is the canary in the data?
+        training: the releases that ε is claimed for.
+        resumed: the next step, and the same again after going on from a checkpoint of before.
+        shards: [2, N], the noise of two shards, over σC.
+        sensitivity: the most that records were seen to move a sum, in units of C.
     """
 
-    def clips_apart(self) -> None:
-        object.__setattr__(self, "per_layer", True)
+    epsilon: float
+    sigma: float
+    rate: float
+    most: int | None
+    coins: Flags
+    training: list[Release]
+    resumed: list[Release]
+    shards: Array
+    sensitivity: float
 
 
 def run(trial: AuditTrial) -> dict[str, Any]:
-    """ε claimed, ε certified from below, and the guesses behind it.
+    """What is claimed, what is certified from below, the p-values, and which tests refute the claim.
 
     Raises:
         Mismatch: an engine that is less private than it says, or a seeded fault that was not found.
     """
-    m, fault = trial.canaries, trial.fault and one_of("a fault", trial.fault, FAULTS)
-    torch.manual_seed(trial.seed)
-    model = Canaries(m)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    b = max(1, round(trial.sample_rate * m))
-    shared: dict[str, Any] = {"batch_size": b, "sample_size": m, "target_epsilon": None, "target_delta": DELTA}
-    engine = PrivacyEngine(
-        model,
-        **shared | {"target_epsilon": trial.target_epsilon},
-        steps=trial.steps,
-        max_grad_norm=trial.max_grad_norm,
-        backend=trial.backend,
-        clip=PerParameter(trial.max_grad_norm) if fault == "per_parameter" else "flat",
-        generator=torch.Generator().manual_seed(trial.seed),
-    )
-    less = {"no_noise": 0.0, "unscaled": 1 / trial.max_grad_norm, "divisor": 1 / b}.get(fault, 1.0)
-    added = engine.noise.added
-    engine.noise.added = lambda total, deviation, at: added(total, less * deviation, at)  # type: ignore[method-assign]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyWarning)
-        engine.attach(optimizer)
-    if isinstance(engine.clip, PerParameter):
-        engine.clip.clips_apart()
-    key = trial.seed.to_bytes(32, "little")
-    settings = engine.settings
-    if fault == "fixed_batches":
-        others = {"noise_multiplier": 1.0, "epochs": None, "steps": trial.steps, "max_batch_size": None}
-        settings = resolve(**shared | others, accountant="prv", sampling="one_pass")
-    batches = Sampler(settings, key)
-    coins = np.random.default_rng(trial.seed).integers(0, 2, m).astype(bool)
-    rows, scores, before = torch.eye(m), np.zeros(m), _position(model)
-    for step in range(trial.steps):
-        drawn = batches.batch(step)
-        optimizer.step(loss=1e4 * model(rows[torch.from_numpy(drawn[coins[drawn]])]))  # type: ignore[call-arg]
-        after = _position(model)
-        # in units of C: 1 if the canary was in the batch, with noise of deviation σ
-        signal = (before - after) * b / (trial.max_grad_norm * PARAMETERS**0.5)
-        evidence = (signal - 0.5) / engine.noise_multiplier**2
-        if fault == "fixed_batches":
-            scores += np.isin(np.arange(m), drawn) * evidence
-        else:
-            scores += np.logaddexp(np.log1p(-b / m), np.log(b / m) + evidence)
-        before = after
-    order, few = np.argsort(scores, kind="stable"), m // 8
-    correct = int(coins[order[-few:]].sum() + (~coins[order[:few]]).sum())
-    spent = engine.privacy_spent()
-    engine.detach()
-    bound = epsilon_lower_bound(m, 2 * few, correct, DELTA)
-    result = {
-        "claimed_epsilon": spent.epsilon,
-        "epsilon_lower_bound": bound,
-        "violated": bound > spent.epsilon,
-        "guesses": 2 * few,
-        "correct": correct,
-        "noise_multiplier": engine.noise_multiplier,
-        "delta": DELTA,
-    }
-    certified = f"a lower bound of {bound:.3g} on ε is certified where {spent.epsilon:.3g} is claimed"
-    if bound > spent.epsilon and not fault:
-        raise Mismatch(result, f"{trial.backend} is less private than it says: {certified}")
-    if fault and bound <= spent.epsilon:
-        raise Mismatch(result, f"the audit does not find the fault {fault!r} ({FAULTS[fault]}): {certified}")
+        warnings.simplefilter("ignore", PrivacyWarning)  # of the audit's own steps, after those that are accounted
+        seen = _see(trial)
+    result = _judge(seen)
+    refuted_by = result["refuted_by"]
+    said = (
+        f"certified are ε >= {result['epsilon_lower_bound']:.3g} where {seen.epsilon:.3g} is claimed and "
+        f"μ >= {result['mu_lower_bound']:.3g} where {1 / seen.sigma:.3g} is; the noise is {result['sigma_hat']:.4g} "
+        f"and the sensitivity {seen.sensitivity:.4g} of the claim"
+    )
+    if refuted_by and not trial.fault:
+        name = f"{trial.backend}, {trial.form}"
+        raise Mismatch(result, f"{name}: less private than it says, by {', '.join(refuted_by)}: {said}")
+    if trial.fault and not refuted_by:
+        raise Mismatch(result, f"the audit does not find the fault {trial.fault!r} ({FAULTS[trial.fault]}): {said}")
     return result
 
 
-def _position(model: nn.Module) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """[m], the sum of each canary's coordinates."""
-    found: np.ndarray[Any, np.dtype[np.float64]] = (
-        torch.stack([p.detach().double()[0] for p in model.parameters()]).sum(0).numpy()
+def _see(trial: AuditTrial) -> Seen:
+    """Train, replay, go on from a checkpoint."""
+    coins = np.random.default_rng(trial.seed).integers(0, 2, trial.canaries).astype(bool)
+    target = _target(trial)
+    training = target.releases(coins, trial.steps)
+    epsilon = target.engine.privacy_spent().epsilon
+    sensitivity = _sensitivity(target)
+    checkpoint = target.save()
+    resumed = [target.released(coins)]
+    target.go_on(checkpoint)
+    resumed.append(target.released(coins))
+    shards = target.of_shards(2)
+    target.engine.detach()
+    settings = target.engine.settings
+    most = -(-trial.steps // settings.steps_per_epoch) if trial.form == "one_pass" else None
+    sigma, rate = settings.mechanism.noise_multiplier, settings.mechanism.sample_rate
+    return Seen(epsilon, sigma, rate, most, coins, training, resumed, shards, sensitivity)
+
+
+def _judge(seen: Seen) -> dict[str, Any]:
+    """The record's result."""
+    guesses, correct, bound = _one_run(seen)
+    releases = seen.training + seen.resumed
+    errors = _errors(releases, seen.coins)
+    mu = mu_lower_bound(**errors, confidence=1 - _EACH)
+    p_values, sigma_hat = _noise_tests(releases, seen.coins, seen.sigma)
+    p_values["shards"] = float(refutation.correlated(*_products(seen.shards), seen.shards.shape[1])[0, 1])
+    p_values["sampling"] = _batches(seen)
+    found = {"one_run": bound > seen.epsilon, "mu": mu > 1 / seen.sigma, "sensitivity": seen.sensitivity > 1 + ROUNDING}
+    found |= {name: p < _EACH for name, p in p_values.items()}
+    return {
+        "claimed_epsilon": seen.epsilon,
+        "epsilon_lower_bound": bound,
+        "claimed_mu": 1 / seen.sigma,
+        "mu_lower_bound": mu,
+        "claimed_step_epsilon": epsilon_of_mu(1 / seen.sigma, DELTA),
+        "step_epsilon_lower_bound": epsilon_of_mu(mu, DELTA),
+        "sigma_hat": sigma_hat,
+        "sensitivity": seen.sensitivity,
+        "p_values": p_values,
+        "level": LEVEL,
+        "refuted_by": [name for name in TESTS if found[name]],
+        "violated": any(found.values()),
+        "guesses": guesses,
+        "correct": correct,
+        **errors,
+        "releases": len(releases),
+        "noise_multiplier": seen.sigma,
+        "delta": DELTA,
+    }
+
+
+def _target(trial: AuditTrial) -> Target:
+    """An engine with the noise that everybody has, but for keys that are the trial's seed; and the fault."""
+    fault, form = trial.fault and one_of("a fault", trial.fault, FAULTS), one_of("a form", trial.form, FORMS)
+    torch.manual_seed(trial.seed)
+    model = Canaries(trial.canaries)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine = PrivacyEngine(
+        model,
+        batch_size=max(1, round(trial.sample_rate * trial.canaries)),
+        sample_size=trial.canaries,
+        steps=trial.steps,
+        target_epsilon=trial.target_epsilon,
+        target_delta=DELTA,
+        max_grad_norm=trial.max_grad_norm,
+        backend=trial.backend,
+        sampling="one_pass" if form == "one_pass" else "poisson",
     )
+    engine.attach(optimizer)
+    state, key = engine.state_dict(), trial.seed.to_bytes(32, "little")
+    engine.load_state_dict(state | {"key": key, "noise": {"kind": "secure", "key": key}}, replay=True)
+    if fault:
+        SEEDS[fault](engine)
+    return Target(model, optimizer, engine, form)
+
+
+def _sensitivity(target: Target) -> float:
+    """The most that records move a sum, by replays of a step with other data and the same noise, in units of C.
+
+    All canaries against none: each one's part is seen at its own coordinate. All against all but one: the distance of
+    neighbours, whatever else the one's absence changes.
+    """
+    everybody = np.ones(target.engine.settings.sample_size, dtype=bool)
+    most = 0.0
+    for _ in range(REPLAYS):
+        checkpoint = target.save()
+        nobody = target.released(~everybody)
+        target.go_on(checkpoint, replay=True)
+        others = everybody.copy()
+        others[np.flatnonzero(nobody.drawn)[:1]] = False
+        without = target.released(others).moved
+        target.go_on(checkpoint, replay=True)
+        whole = target.released(everybody).moved
+        parts = np.linalg.norm(whole - nobody.moved, axis=0)
+        most = max(most, float(parts.max()), float(np.linalg.norm(whole - without)))
+    return most
+
+
+def _one_run(seen: Seen) -> tuple[int, int, float]:
+    """(guesses, how many are right, the ε that they refute), by the better of the two scores."""
+    coins, q = seen.coins, seen.rate
+    steps, m = seen.training[-1].step + 1, len(coins)
+    evidence = np.zeros((steps, m))
+    for release in seen.training:
+        evidence[release.step] += _signal(release)
+    evidence = (evidence - 0.5) / seen.sigma**2
+    size, few = round(q * m), m // 8
+    turn = np.arange(m) // size
+    scores = [
+        np.logaddexp(np.log1p(-q), np.log(q) + evidence).sum(0),
+        np.where(turn == np.arange(steps)[:, None] % (m // size), evidence, 0.0).sum(0),
+    ]
+    orders = [np.argsort(score, kind="stable") for score in scores]
+    correct = max(int(coins[order[-few:]].sum() + (~coins[order[:few]]).sum()) for order in orders)
+    return 2 * few, correct, epsilon_lower_bound(m, 2 * few, correct, DELTA, 1 - _EACH / len(scores))
+
+
+def _errors(releases: list[Release], coins: Flags) -> dict[str, int]:
+    """Of a test that says "in the sum" of a canary whose signal is above a half."""
+    signal = np.stack([_signal(release) for release in releases])
+    there = np.stack([release.drawn & coins for release in releases])
+    return {
+        "false_positives": int((signal[~there] > 0.5).sum()),
+        "negatives": int((~there).sum()),
+        "false_negatives": int((signal[there] <= 0.5).sum()),
+        "positives": int(there.sum()),
+    }
+
+
+def _batches(seen: Seen) -> float:
+    """The p-value of the batches: 0 or 1 where the claim leaves nothing to chance."""
+    drawn = np.zeros((seen.training[-1].step + 1, len(seen.coins)), dtype=bool)
+    for release in seen.training:
+        drawn[release.step] |= release.drawn
+    if seen.most is None:
+        return refutation.not_poisson(drawn, seen.rate)
+    return float(drawn.sum(0).max() <= seen.most)
+
+
+def _noise_tests(releases: list[Release], coins: Flags, sigma: float) -> tuple[dict[str, float], float]:
+    """(p-values of the noise at the coordinates of canaries that are not in a sum, their deviation over the claim)."""
+    away = np.stack([~(release.drawn & coins) for release in releases]).astype(float)  # [R, m]
+    noise = np.stack([release.moved for release in releases]) / sigma * away[:, None]  # [R, P, m]
+    squares, count = np.square(noise).sum(-1), np.broadcast_to(away.sum(-1)[:, None], noise.shape[:2])  # [R, P]
+    axes: tuple[Any, ...] = (None, 0, 1)  # in all, by parameter, by release
+    small = np.concatenate([np.ravel(refutation.too_small(squares.sum(a), count.sum(a))) for a in axes])
+    together = PARAMETERS * away @ away.T
+    steps = refutation.correlated(*_products(noise.reshape(len(noise), -1), np.tile(away, PARAMETERS)), together)
+    parameters = refutation.correlated(*_products(noise.swapaxes(0, 1).reshape(PARAMETERS, -1)), away.sum())
+    some = noise.swapaxes(1, 2)[away.astype(bool)][:5000]
+    return {
+        "scale": refutation.bonferroni(small),
+        "shape": refutation.not_gaussian(some),
+        "steps": refutation.bonferroni(steps[np.triu_indices(len(steps), 1)]),
+        "parameters": refutation.bonferroni(parameters[np.triu_indices(len(parameters), 1)]),
+    }, float(np.sqrt(squares.sum() / count.sum()))
+
+
+def _products(draws: Array, kept: Array | None = None) -> tuple[Array, Array, Array]:
+    """[R, R] each, of draws [R, N]: their products, and squares of the one and the other.
+
+    `kept` [R, N] is 1 where a draw is, and 0 where it was made 0: a pair has the coordinates that both have.
+    """
+    kept = np.ones_like(draws) if kept is None else kept
+    squares = np.square(draws) @ kept.T
+    return draws @ draws.T, squares, squares.T
+
+
+def _signal(release: Release) -> Array:
+    """[m], in units of C: 1 for a canary in the sum, and 0 for another, with noise of deviation σ."""
+    found: Array = release.moved.sum(0) / PARAMETERS**0.5
     return found
