@@ -167,7 +167,7 @@ def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
         raise Refused("writes data into a tensor made of parameters", "join them by torch.cat or torch.where")
     activation = rows.own(source)
     rows.let_go(target)
-    target.copy_(activation)
+    target.detach_().copy_(activation)  # what it was made of is read no more
 
 
 def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:

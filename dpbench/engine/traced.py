@@ -51,7 +51,12 @@ class Trace:
             losses: [B], as the caller handed them back.
             half: [B] bool.
         """
-        if not isinstance(losses, Traced) or losses.noted_by is not self or not self._open:
+        if (
+            not isinstance(losses, Traced)
+            or losses.noted_by is not self
+            or not self._open
+            or losses.shape != half.shape
+        ):
             return None
         draws = Draws()
         found = []
