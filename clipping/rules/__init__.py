@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, as_refused, made
-from clipping.rules.composite import multi_head_attention_forward, scaled_dot_product_attention
+from clipping.rules.composite import bilinear, multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
 from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag, embedding_bag_of_largest
@@ -93,6 +93,7 @@ HANDLERS: dict[Any, Handler] = {
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.bilinear: bilinear,
     torch.lstm: lstm,
     torch.gru: gru,
     torch.rnn_tanh: rnn_tanh,
