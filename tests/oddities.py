@@ -56,6 +56,7 @@ LIKE = [
     Case("to another", lambda m, x: x @ m.p.to(x), lambda: {"p": torch.randn(D, 3)}),
     Case("to another by keyword", lambda m, x: x * m.p.to(tensor=x), lambda: {"p": torch.randn(D)}),
     Case("broadcast_tensors", lambda m, x: torch.mul(*torch.broadcast_tensors(x, m.p)), lambda: {"p": torch.randn(D)}),
+    Case("a constant to the data", lambda m, x: m.layer(torch.eye(T, D).double().to(x)) + x[..., :3], layer_and_vector),
     Case(
         "a constant made like the data", lambda m, x: m.layer(torch.eye(T, D).type_as(x)) + x[..., :3], layer_and_vector
     ),

@@ -225,7 +225,7 @@ def _methods(*names: str) -> set[Any]:
     return found - {None}
 
 
-LIKE = _methods("expand_as", "view_as", "reshape_as", "type_as")
+LIKE = _methods("expand_as", "view_as", "reshape_as", "type_as", "to")
 """Operations that read of their second operand only what it looks like; `to` may be one."""
 BROADCAST_IN_PLACE = _methods(
     *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "copy_", "pow_"),
