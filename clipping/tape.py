@@ -50,13 +50,13 @@ from clipping.rules import (
     REWRITTEN,
     Gradient,
     Refused,
-    Rewriting,
     Spec,
     as_refused,
     fallback,
+    title,
 )
 from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
-from clipping.uses import Noted, Use, title
+from clipping.uses import Noted, Use
 
 Arrival = Callable[[Use, Tensor], None]
 in_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
@@ -127,9 +127,8 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
-        rewriting = REWRITTEN.get(func)
-        if rewriting is not None:
-            output = self._rewritten(rewriting, func, args, kwargs, sources, data)
+        if func in REWRITTEN:
+            output = self._rewritten(func, args, kwargs, sources, data)
             if output is not NotImplemented:
                 return output
         if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
@@ -228,8 +227,9 @@ class Tape(TorchFunctionMode):
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
         differentiable = any(x.requires_grad for x in data)
         try:
-            if any(x.layout is not torch.strided or x.is_nested for x in data):
-                raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
+            for x in data:
+                if x.layout is not torch.strided or x.is_nested:
+                    raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
             if func in HANDLERS:
                 output, gradients = HANDLERS[func](*args, **kwargs)
                 if output.is_complex():  # for which the formulas lack conjugations
@@ -265,12 +265,10 @@ class Tape(TorchFunctionMode):
         with self:
             return COMPOSITES[func](*args, **kwargs)
 
-    def _rewritten(
-        self, rewriting: Rewriting, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
-    ) -> Any:
+    def _rewritten(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
         outer, self._composite = self._composite, self._composite or func
         try:
-            instead = rewriting(self._activations, func, *args, **kwargs)
+            instead = REWRITTEN[func](self._activations, func, *args, **kwargs)
             if instead is None:
                 return NotImplemented
             with self:
@@ -347,12 +345,8 @@ class Tape(TorchFunctionMode):
 
     def _arrived(self, use: Use, g: Tensor) -> None:
         if self._arrival is not None:
-            try:
-                with without_autocast(g.device):
-                    self._arrival(use, g)
-            except Exception as error:
-                refused = as_refused(error)
-                raise Refused(f"{use.operation}: {refused.reason}", refused.remedy) from error
+            with without_autocast(g.device):
+                self._arrival(use, g)
             for _, rule in use.rules:
                 if rule.share is not None:
                     rule.share.input_only = True
