@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import without_autocast
-from clipping.rules.base import Refused, as_refused
+from clipping.rules.base import Refused
 from clipping.uses import Noted, Use
 
 Arrival = Callable[[Use, Tensor], None]
@@ -115,14 +115,9 @@ class Arrivals:
         """None: a gradient that is zero."""
         if self._arrival is not None:
             self._arrived[use] += 1
-            if g is None:
-                return
-            try:
+            if g is not None:
                 with without_autocast(g.device):
                     self._arrival(use, g)
-            except Exception as error:
-                refused = as_refused(error)
-                raise Refused(f"{use.operation}: {refused.reason}", refused.remedy) from error
         elif g is not None and self.by_hand is not None:
             self.by_hand()
 

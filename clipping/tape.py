@@ -44,13 +44,13 @@ from clipping.rules import (
     REWRITTEN,
     Gradient,
     Refused,
-    Rewriting,
     Spec,
     as_refused,
     fallback,
+    title,
 )
 from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
-from clipping.uses import Noted, Use, title
+from clipping.uses import Noted, Use
 
 _next_number = torch.autograd._get_sequence_nr
 """Of the next node that this thread makes."""
@@ -118,9 +118,8 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
-        rewriting = REWRITTEN.get(func)
-        if rewriting is not None:
-            output = self._rewritten(rewriting, func, args, kwargs, sources, data)
+        if func in REWRITTEN:
+            output = self._rewritten(func, args, kwargs, sources, data)
             if output is not NotImplemented:
                 return output
         if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
@@ -216,8 +215,9 @@ class Tape(TorchFunctionMode):
     def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
         first = _next_number()
         try:
-            if any(x.layout is not torch.strided or x.is_nested for x in data):
-                raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
+            for x in data:
+                if x.layout is not torch.strided or x.is_nested:
+                    raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
             if func in HANDLERS:
                 output, gradients = HANDLERS[func](*args, **kwargs)
                 if output.is_complex():  # for which the formulas lack conjugations
@@ -256,12 +256,10 @@ class Tape(TorchFunctionMode):
         with self:
             return COMPOSITES[func](*args, **kwargs)
 
-    def _rewritten(
-        self, rewriting: Rewriting, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
-    ) -> Any:
+    def _rewritten(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
         outer, self._composite = self._composite, self._composite or func
         try:
-            instead = rewriting(self._activations, func, *args, **kwargs)
+            instead = REWRITTEN[func](self._activations, func, *args, **kwargs)
             if instead is None:
                 return NotImplemented
             with self:

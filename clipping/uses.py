@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made
+from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made, title
 from clipping.sources import Source
 
 
@@ -89,8 +89,3 @@ def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule
             ids = ids.reshape(1, *output.shape[1:-1]).expand(output.shape[:-1])
             return table, EmbeddingWeight(table.tensor, ids, padding_idx)
     return source, rule
-
-
-def title(operation: Any) -> str:
-    """What people call it."""
-    return getattr(operation, "__name__", str(operation))

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, as_refused, made
-from clipping.rules.composite import multi_head_attention_forward, scaled_dot_product_attention
+from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, as_refused, made, title
+from clipping.rules.composite import bilinear, multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
 from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag, embedding_bag_of_largest
@@ -33,7 +33,7 @@ from clipping.rules.recurrent import (
     rnn_tanh,
     rnn_tanh_cell,
 )
-from clipping.rules.rewritten import CHANGES, LIKE, MIXING, REWRITTEN, Rewriting
+from clipping.rules.rewritten import CHANGES, LIKE, MIXING, REWRITTEN
 
 __all__ = [
     "CHANGES",
@@ -50,13 +50,13 @@ __all__ = [
     "Gradient",
     "Handler",
     "Refused",
-    "Rewriting",
     "Route",
     "Rule",
     "Spec",
     "as_refused",
     "fallback",
     "made",
+    "title",
 ]
 
 Handler = Callable[..., tuple[Tensor, Sequence[Gradient]]]
@@ -93,6 +93,7 @@ HANDLERS: dict[Any, Handler] = {
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     F.multi_head_attention_forward: multi_head_attention_forward,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.bilinear: bilinear,
     torch.lstm: lstm,
     torch.gru: gru,
     torch.rnn_tanh: rnn_tanh,

@@ -104,6 +104,11 @@ class Refused(Exception):
         self.reason, self.remedy = reason, remedy
 
 
+def title(operation: Any) -> str:
+    """What people call it."""
+    return getattr(operation, "__name__", str(operation))
+
+
 def as_refused(error: Exception) -> Refused:
     """The refusal that an error stands for which came of recording an operation, or of its gradient.
 

@@ -86,6 +86,11 @@ def _additive(mask: Tensor, like: Tensor) -> Tensor:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch.nn.functional.bilinear as a linear layer of all products of two features."""
+    return F.linear((input1[..., :, None] * input2[..., None, :]).flatten(-2), weight.flatten(1), bias)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -38,6 +38,7 @@ class Broadcast(Rule):
     ) -> None:
         super().__init__(parameter)
         self.factor, self.dim, self.start = factor, dim, start
+        self.length = parameter.shape[dim] if dim else 0
         self.aligned = parameter.dim() == len(output) and parameter.shape[0] == output[0]
 
     @property
@@ -53,7 +54,7 @@ class Broadcast(Rule):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         g = part(g, samples)
         if self.dim:
-            g = g.narrow(self.dim, self.start, self.parameter.shape[self.dim])
+            g = g.narrow(self.dim, self.start, self.length)
         if isinstance(self.factor, Tensor):
             # a factor without the samples' dimension broadcasts as it is
             per_sample = self.factor.dim() == g.dim() and self.factor.shape[0] > 1

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.rules.base import Gradient, Refused, Rule
+from clipping.rules.base import Gradient, Refused, Rule, as_refused, title
 
 
 class VmapRule(Rule):
@@ -47,7 +47,11 @@ class VmapRule(Rule):
                 raise Refused("no exact rule for a parameter with a row for each sample", "use microbatch or vmap")
             return pull(g_one[None])[0]
 
-        return torch.func.vmap(gradient_of_one)(g[samples], *(x.detach()[samples] for x in data))
+        try:
+            return torch.func.vmap(gradient_of_one)(g[samples], *(x.detach()[samples] for x in data))
+        except Exception as error:
+            refused = as_refused(error)
+            raise Refused(f"{title(self.func)}: {refused.reason}", refused.remedy) from error
 
     def _with_rows(self, g: Tensor) -> list[Tensor]:
         """The operands with one row a sample: the data, and what else the operation needs a row of.
@@ -97,7 +101,7 @@ def fallback(
     Raises:
         Refused: an operation in place, one with several outputs, or operands whose rows are not the output's.
     """
-    name = getattr(func, "__name__", str(func))
+    name = title(func)
     remedy = "freeze it, or use microbatch or vmap"
     if name.endswith("_") and not name.endswith("__"):
         raise Refused("no exact rule for this operation in place", "use its out-of-place form")

@@ -68,9 +68,13 @@ def _broadcast_tensors(rows: Rows, func: Any, *tensors: Any) -> Instead:
 
 
 def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
-    """W x with W [p, d] and x [*, d, n]; or a stack of matrices for each row."""
+    """W x with W [p, d] and x [*, d, n]; a vector in place of a matrix; or a stack of matrices for each row."""
     if rows.source(input) is not None and rows.source(other) is None and input.dim() == 2 and other.dim() > 1:
         return lambda: torch.matmul(other.transpose(-1, -2), input.t()).transpose(-1, -2)
+    if rows.source(other) is not None and other.dim() == 1 < input.dim():
+        return lambda: torch.matmul(input, other[:, None]).squeeze(-1)
+    if rows.source(input) is not None and input.dim() == 1 < other.dim():
+        return lambda: torch.matmul(input[None], other).squeeze(-2)
     return _paired(rows, func, input, other) if min(input.dim(), other.dim()) > 2 else None
 
 
@@ -80,8 +84,10 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     data = [x for x in operands if rows.source(x) is None]
     dims, count = max((x.dim() for x in data), default=0), max((x.shape[0] for x in data), default=0)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) if func in ALONG else 1
-    if not isinstance(dim, int) or dim in (0, -dims):
-        return None  # rows are not paired with rows
+    if func in STACKS and dims < 3:
+        return None
+    if not isinstance(dim, int) or dim in (0, -dims) or (func in CHANGES and rows.source(args[0]) is not None):
+        return None  # rows are not paired with rows, or it is not the data that is changed
     found = {}
     for x in operands:
         source = rows.source(x)
@@ -96,6 +102,23 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     args = tuple(found.get(id(x), x) for x in args)
     kwargs = {key: found.get(id(x), x) for key, x in kwargs.items()}
     return lambda: func(*args, **kwargs)
+
+
+def _joined(rows: Rows, func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Instead:
+    """Stacked or joined along another dimension than the rows'."""
+    dim = next(iter((*args, *kwargs.values())), 1 if func in (torch.hstack, torch.column_stack, torch.dstack) else 0)
+    dims, count = max(x.dim() for x in tensors), tensors[0].shape[:1]
+    if dim in (0, -dims - (func is torch.stack)) or dims < 2 or any(x.shape[:1] != count for x in tensors):
+        return None
+    sources = [(x, rows.source(x)) for x in tensors]
+    activations = [x if source is None else rows.own(source) for x, source in sources]
+    return lambda: func(activations, *args, **kwargs)
+
+
+def _masked_scatter(rows: Rows, func: Any, input: Tensor, mask: Tensor, source: Tensor) -> Instead:
+    if rows.source(source) is not None:
+        raise Refused("hands the entries of a parameter to samples in turn", "use torch.where with a mask")
+    return None
 
 
 def _cell(rows: Rows, func: Any, input: Tensor, hx: Any, *params: Any) -> Instead:
@@ -145,7 +168,7 @@ def _set(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Inste
     first = index[0] if isinstance(index, tuple) and index else index
     masked = isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() > 0 and len(first) == len(target)
     masked = masked and (first is index or len(index) == 1)
-    whole = first is Ellipsis and isinstance(index, tuple) and len(index) <= target.dim()
+    whole = first is Ellipsis and (first is index or len(index) <= target.dim())
     whole = whole or (isinstance(first, slice) and first == slice(None))
     source = rows.source(value)
     if source is not None and masked:
@@ -202,17 +225,21 @@ def _methods(*names: str) -> set[Any]:
     return found - {None}
 
 
-LIKE = _methods("expand_as", "view_as", "reshape_as", "type_as")
+LIKE = _methods("expand_as", "view_as", "reshape_as", "type_as", "to")
 """Operations that read of their second operand only what it looks like; `to` may be one."""
 BROADCAST_IN_PLACE = _methods(
     *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "copy_", "pow_"),
     *("lerp_", "addcmul_", "addcdiv_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "atan2_", "hypot_"),
 )
 ALONG = _methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add", "index_copy")
+ALONG |= _methods("scatter_", "scatter_add_", "index_add_", "index_copy_")
 """Operations that move entries along one dimension, their second argument."""
-PAIRED = _methods("bmm", "baddbmm", "where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
-PAIRED |= _methods("maximum", "minimum", "true_divide")
-PAIRED |= ALONG | {F.grid_sample, F.bilinear}
+STACKS = _methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
+"""Operations on stacks of matrices: one matrix has no row for each sample."""
+PAIRED = _methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
+PAIRED |= _methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
+PAIRED |= _methods("remainder", "copysign") | {torch.linalg.cross, F.bilinear, F.grid_sample} | ALONG | STACKS
+JOINED = {torch.stack, torch.hstack, torch.column_stack, torch.dstack, torch.concatenate}
 
 MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
 """Operations that are refused for what they do to data, whether parameters take part or not."""
@@ -221,8 +248,10 @@ REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(LIKE, _like),
     torch.Tensor.to: _to,
     torch.broadcast_tensors: _broadcast_tensors,
-    **dict.fromkeys(_methods("matmul", "mm"), _matmul),
+    **dict.fromkeys(_methods("matmul", "mm", "mv"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
+    **dict.fromkeys(JOINED, _joined),
+    **dict.fromkeys(_methods("masked_scatter"), _masked_scatter),
     **dict.fromkeys(_methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
     **dict.fromkeys(MIXING, _batch_norm),
     **dict.fromkeys(BROADCAST_IN_PLACE, _broadcast_in_place),
