@@ -55,6 +55,7 @@ class Occasions:
     def __init__(self) -> None:
         self._graphs: set[int] = set()
         self._shapes: set[str] = set()
+        self._shape = ""
         self._random = random.Random(0)
 
     def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
@@ -64,31 +65,38 @@ class Occasions:
             batch_size: B.
             graph: the same number for graphs of the same nodes.
         """
-        due, half = self._random.random() < RATE, self._half(batch_size)
-        first, new = not self._graphs, graph not in self._graphs and len(self._graphs) < KNOWN
+        due = self._random.random() < RATE
         if batch_size < 2:
             return ()
-        if new:
-            self._graphs.add(graph)
-            return separating(batch_size) if first else (half, ~half)
-        return (half,) if due else ()
+        if graph not in self._graphs and len(self._graphs) < KNOWN:
+            half = self._half(batch_size)
+            return (half, ~half) if self._graphs else separating(batch_size)
+        return (self._half(batch_size),) if due else ()
 
-    def others(self, batch_size: int, *trees: Any) -> Tensor | None:
-        """S, [B] bool, all other samples than which are to be replaced in this step's repetition; None for most steps.
+    def rows_passed(self, graph: int) -> None:
+        """What mixes is looked at again, if somebody goes on with it."""
+        if len(self._graphs) < KNOWN:
+            self._graphs.add(graph)
+
+    def others(self, batch_size: int, *trees: Any) -> Sequence[Tensor]:
+        """Sets S, [B] bool, all samples outside of which are to be replaced in a repetition; none for most steps.
 
         Args:
             batch_size: B.
             trees: the batch's tensors [B, ...], and numbers about it.
         """
-        due, half = self._random.random() < RATE, self._half(batch_size)
+        due = self._random.random() < RATE
         if batch_size < 2:
-            return None
+            return ()
         shapes: list[Any] = [tree for tree in trees if isinstance(tree, (bool, int))]
         map_tensors(lambda x: shapes.append((x.dtype, *x.shape[1:])) or x, trees)  # type: ignore[func-returns-value]
-        key = repr(shapes if len(self._shapes) < KNOWN else [_rough(shape) for shape in shapes])
-        new = key not in self._shapes
-        self._shapes.add(key)
-        return half if due or new else None
+        self._shape = repr(shapes if len(self._shapes) < KNOWN else [_rough(shape) for shape in shapes])
+        half = self._half(batch_size)
+        return (half, ~half) if self._shape not in self._shapes else (half,) if due else ()
+
+    def others_passed(self) -> None:
+        """In the last step that was asked about."""
+        self._shapes.add(self._shape)
 
     def _half(self, batch_size: int) -> Tensor:
         chosen = torch.zeros(batch_size, dtype=torch.bool)
@@ -117,7 +125,9 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
         occasions: None for never.
     """
     batch_size = len(losses)
-    for half in () if occasions is None else occasions.rows(batch_size, tape.arrivals.graph):
+    if occasions is None:
+        return None
+    for half in occasions.rows(batch_size, tape.arrivals.graph):
         inside = half.to(losses.device)
         largest: dict[Use, Tensor] = {}
 
@@ -139,23 +149,24 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
                 f"{row}",
                 REMEDY,
             )
+    if batch_size > 1:
+        occasions.rows_passed(tape.arrivals.graph)
     return None
 
 
 def called_twice(
-    backend: Backend, half: Tensor, parameters: Parameters, inputs: Any, targets: Any, batch_size: int
+    backend: Backend, halves: Sequence[Tensor], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
 ) -> ClippedGradient:
-    """A call of `backend`, and the same with all samples replaced that are not in `half`.
+    """A call of `backend`, and for each of `halves` the same with all samples replaced that are not in it.
 
     Raises:
-        UnsupportedModel: losses or norms of `half` are not the same.
+        UnsupportedModel: losses or norms of those in it are not the same.
     """
     draws = Draws()
     result = backend._clipped(parameters, inputs, targets, batch_size)
 
     def numbers(result: ClippedGradient) -> list[Tensor]:
-        assert result.norms is not None
-        return [result.losses, result.norms]
+        return [result.losses] if result.norms is None else [result.losses, result.norms]
 
     def run(batch: Any) -> list[Tensor]:
         inputs, targets = batch
@@ -164,11 +175,13 @@ def called_twice(
     tolerance = tolerance_of([result.losses, *parameters.values()])
     occasions, backend.occasions = backend.occasions, None
     try:
-        sample = changed(backend.model, run, (inputs, targets), half, draws, numbers(result), tolerance)
+        sample = changed(backend.model, run, (inputs, targets), halves, draws, numbers(result), tolerance)
     finally:
         backend.occasions = occasions
     if sample is not None:
         raise UnsupportedModel(backend.name, [mixing(sample, "loss or the norm of the gradient")])
+    if occasions is not None:
+        occasions.others_passed()
     return result
 
 
@@ -176,12 +189,12 @@ def changed(
     model: nn.Module,
     run: Callable[[Any], Sequence[Tensor]],
     batch: Any,
-    half: Tensor,
+    halves: Sequence[Tensor],
     draws: Draws,
     before: Sequence[Tensor],
     tolerance: float,
 ) -> int | None:
-    """A sample of `half` for which `run` gives something else where all others are replaced; None if there is none.
+    """A sample for which `run` gives something else where those outside of its half are replaced; None if none is.
 
     What differs must differ in float64, too, if the model can be cast: experts are chosen by numbers that may be within
     a rounding of one another.
@@ -190,15 +203,19 @@ def changed(
         model: what is run, with its buffers as they were.
         run: of a batch, tensors [B·k, ...].
         batch: every tensor [B, ...].
-        half: [B] bool.
+        halves: [B] bool each.
         draws: before the run that gave `before`.
         before: what it gave.
         tolerance: relative to the largest number in each tensor.
     """
 
     def differs(batch: Any, before: Sequence[Tensor], tolerance: float) -> int | None:
-        with repeated(model, draws):
-            return differing(before, run(with_others_replaced(batch, half)), half, tolerance)
+        for half in halves:
+            with repeated(model, draws):
+                sample = differing(before, run(with_others_replaced(batch, half)), half, tolerance)
+            if sample is not None:
+                return sample
+        return None
 
     sample = differs(batch, before, tolerance)
     if sample is None or tolerance <= CAST_TOLERANCE:
@@ -212,12 +229,14 @@ def changed(
 
 
 def with_others_replaced(tree: Any, half: Tensor) -> Any:
-    """The batch with each sample outside of `half` replaced by the first one in it."""
+    """Tensors [B·k, ...] with each sample outside of `half` replaced by the first one in it; others as they are."""
     first = int(half.nonzero()[0])
 
     def replaced(x: Tensor) -> Tensor:
         x = x.detach().clone()
-        x[~half.to(x.device)] = x[first].clone()
+        if x.dim() and len(x) and len(x) % len(half) == 0:
+            samples = x.unflatten(0, (len(half), -1))
+            samples[~half.to(x.device)] = samples[first].clone()
         return x
 
     return map_tensors(replaced, tree)

@@ -30,7 +30,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     The tape is told which of its uses are in this graph: so many gradients must arrive. (A use of a forward pass that
     came to nothing is not.) And it is told the number of the graph, which is that of other graphs of the same nodes.
     """
-    made = [s.tensor.grad_fn for s in tape.sources() if not s.is_parameter]
+    used = [source for use in tape.uses for source, _ in use.rules]  # some were changed in place since
+    made = [s.node for s in {*tape.sources(), *used} if not s.is_parameter]
     inside = set(nodes(made))
     known = {id(p): name for name, p in parameters.items()}
     known |= {id(s.tensor): name for s in tape.sources() if s.is_parameter for name in s.parameters}

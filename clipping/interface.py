@@ -171,9 +171,9 @@ class Backend(ABC):
             if self.occasions is not None:
                 from clipping.apart import called_twice
 
-                half = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))
-                if half is not None:
-                    return called_twice(self, half, parameters, inputs, targets, batch_size)
+                halves = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))
+                if halves:
+                    return called_twice(self, halves, parameters, inputs, targets, batch_size)
             return self._clipped(parameters, inputs, targets, batch_size)
 
     @abstractmethod

@@ -199,17 +199,37 @@ def test_others_are_replaced_and_nothing_else():
     assert x[0, 0] == 0
 
 
+def looked(occasions, graph, shape):
+    """How many looks a step takes, all of which pass."""
+    rows = occasions.rows(8, graph)
+    occasions.rows_passed(graph)
+    others = occasions.others(8, torch.zeros(8, shape))
+    occasions.others_passed()
+    return bool(rows) + bool(others)
+
+
 def test_how_often_is_looked():
     occasions, n = Occasions(), 40_000
-    found = [bool(occasions.rows(8, 1)) + (occasions.others(8, torch.zeros(8, 3)) is not None) for _ in range(n)]
+    found = [looked(occasions, 1, 3) for _ in range(n)]
     assert found[0] == 2
     assert sum(found[1:]) / n == pytest.approx(2 * RATE, rel=0.2)
-    assert not occasions.rows(1, 77) and occasions.others(1, torch.zeros(1, 9)) is None
+    assert not occasions.rows(1, 77) and not occasions.others(1, torch.zeros(1, 9))
 
 
 def test_shapes_without_end_are_not_looked_at_without_end():
     occasions = Occasions()
-    found = sum(occasions.others(8, torch.zeros(8, length)) is not None for length in range(1, 3000))
-    assert found < 32 + 12 + 3 * 3000 * RATE
-    graphs = sum(bool(occasions.rows(8, number)) for number in range(3000))
-    assert graphs < 32 + 3 * 3000 * RATE
+    assert sum(looked(occasions, 0, length) for length in range(1, 3000)) < 1 + 32 + 12 + 3 * 3000 * 2 * RATE
+    assert sum(looked(occasions, number, 5) for number in range(3000)) < 32 + 3 * 3000 * 2 * RATE
+
+
+@pytest.mark.parametrize("how", ["attention over the batch", "detached statistics"])
+def test_what_mixes_is_refused_again(how):
+    """Whoever catches the refusal, and goes on, is refused in the next step, too."""
+    model = Mixes(WAYS[how], lambda module, x: module.late)
+    model.late = False
+    with load_backend("ghost")(model, squares) as b:
+        b(*batch())
+        model.late = True
+        for _ in range(3):
+            with pytest.raises(UnsupportedModel, match="samples mix"):
+                b(*batch(T + 1))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import Occasions, changed, mixing, tolerance_of
+from clipping.apart import Occasions, changed, mixing, separating, tolerance_of
 from clipping.draws import Draws
 from clipping.interface import (
     Backend,
@@ -57,7 +57,7 @@ class Recorder:
         self._buffers = Buffers(model)
         self._told_of_buffers = False
         self._occasions = None if backend.sharded else Occasions()
-        self._others: Tensor | None = None
+        self._others: Sequence[Tensor] = ()
         self._trace: Trace | None = None
         self._second: _Second | None = None
 
@@ -101,11 +101,14 @@ class Recorder:
             self._unwind()
         if isinstance(losses, Tensor):
             sample = None
-            if self._trace is not None and self._others is not None:
-                sample = self._trace.mixed(losses, self._others)
+            if self._trace is not None and len(losses.shape) == 1:
+                sample = self._trace.mixed(losses, separating(len(losses)))
             self._end_trace()
             if sample is not None:
+                self.drop()  # what is recorded next is looked at, too
                 raise UnsupportedModel(self._backend.name, [mixing(sample, "loss")])
+            if self._occasions is not None and self._others:
+                self._occasions.others_passed()
             losses = plain(losses)
         self._check(losses)
         if drawn is not None:
@@ -185,11 +188,11 @@ class Recorder:
             self._dropped = True
         if self._recording is None:
             self._recording = Recording(self._backend, (args, kwargs), batch_size, _by_hand, self._occasions)
-            self._others = None
+            self._others = ()
             if self._occasions is not None:
                 trainable = sum(p.requires_grad for p in module.parameters())
                 self._others = self._occasions.others(batch_size, args, kwargs, trainable)
-            self._trace = None if self._others is None else Trace()
+            self._trace = Trace() if self._others else None
         else:
             self._recording.again((args, kwargs))
             if self._recording.passes == MANY_PASSES:
@@ -200,7 +203,7 @@ class Recorder:
                     stacklevel=2,
                 )
         self._buffers.look()
-        self._second = None if self._others is None else _Second(module, args, kwargs, self._others)
+        self._second = _Second(module, args, kwargs, self._others) if self._others else None
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -247,8 +250,8 @@ class _Second:
     Made before the first run, whose random numbers it repeats.
     """
 
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, half: Tensor) -> None:
-        self._model, self._batch, self._half, self._draws = model, (args, kwargs), half, Draws()
+    def __init__(self, model: nn.Module, args: Any, kwargs: Any, halves: Sequence[Tensor]) -> None:
+        self._model, self._batch, self._halves, self._draws = model, (args, kwargs), halves, Draws()
 
     def changed(self, output: Any) -> int | None:
         """A sample whose output is another then; None if there is none."""
@@ -262,7 +265,7 @@ class _Second:
                 return list(tensors_in(self._model(*args, **kwargs)))
 
         tolerance = tolerance_of([*before, *self._model.parameters()])
-        return changed(self._model, run, self._batch, self._half, self._draws, before, tolerance)
+        return changed(self._model, run, self._batch, self._halves, self._draws, before, tolerance)
 
 
 class _Hook:

@@ -1,9 +1,10 @@
 """The losses once more, with the outputs of other samples replaced: does what the caller computes mix samples?
 
 The engine sees no loss function. So in the steps in which it looks whether samples stay apart, it hands out the model's
-outputs as tensors that note each operation on them. At `optimizer.step` what was noted runs twice, without gradients:
-on the outputs as they were, and on outputs of which all samples but those of S are replaced by one of S. The losses of
-S must be the same. (A gradient tells of most mixing, but not of a detached mean of the losses, nor of trimming them.)
+outputs as tensors that note each operation on them. At `optimizer.step` what was noted runs again, without gradients:
+on the outputs as they were, and on outputs of which all samples but those of S are replaced by one of S, for several S.
+The losses of S must be the same. (A gradient tells of most mixing, but not of a detached mean of the losses, nor of
+trimming them.)
 
 What was made of numbers that left torch (`.item()`) is a constant here. Losses that come back as other tensors, of a
 custom function, say, are not looked at.
@@ -11,6 +12,7 @@ custom function, say, are not looked at.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,30 +46,30 @@ class Trace:
         """The same output of the model, in the same containers, of tensors that note what is done with them."""
         return mapped(lambda x: self._begun(x) if x.is_floating_point() else x, output)
 
-    def mixed(self, losses: Tensor, half: Tensor) -> int | None:
-        """A sample of `half` whose loss changes where the outputs of all others are replaced; None if there is none.
+    def mixed(self, losses: Tensor, halves: Sequence[Tensor]) -> int | None:
+        """A sample whose loss changes where the outputs outside of its half are replaced; None if there is none.
 
         Args:
             losses: [B], as the caller handed them back.
-            half: [B] bool.
+            halves: [B] bool each.
         """
-        if (
-            not isinstance(losses, Traced)
-            or losses.noted_by is not self
-            or not self._open
-            or losses.shape != half.shape
-        ):
+        if not self._open or not isinstance(losses, Traced) or losses.noted_by is not self:
             return None
         draws = Draws()
-        found = []
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            tolerance = tolerance_of([*self._outputs, losses])
             try:
-                for replaced in (False, True):
+                with draws.again():
+                    before = self._again(None)[id(losses)]
+                for half in halves:
                     with draws.again():
-                        found.append(self._again(half if replaced else None)[id(losses)])
+                        after = self._again(half)[id(losses)]
+                    sample = differing([before], [after], half, tolerance)
+                    if sample is not None:
+                        return sample
             except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):  # it runs once, and not again
                 return None
-            return differing(found[:1], found[1:], half, tolerance_of([*self._outputs, losses]))
+        return None
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the caller's, and keep it if it gives tensors or changes one; those are traced, too."""
@@ -100,8 +102,7 @@ class Trace:
         """Identity of each traced tensor -> its value now."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
         for x in self._outputs:
-            per_sample = half is not None and x.dim() and x.shape[0] == len(half)
-            values[id(x)] = with_others_replaced(x, half) if per_sample else x.detach().clone()  # type: ignore[arg-type]
+            values[id(x)] = x.detach().clone() if half is None else with_others_replaced(x, half)
         for note in self._notes:
             args, kwargs = mapped(lambda x: values.get(id(x), x), (note.args, note.kwargs))
             _pair(note.result, note.operation(*args, **kwargs), values)
