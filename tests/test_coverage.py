@@ -324,7 +324,7 @@ def test_the_figure_has_a_bar_for_each_backend_in_each_group(records):
     widths = [bar.get_width() for bar in bars]
     assert [sum(widths[i : i + 4]) for i in range(0, len(widths), 4)] == pytest.approx([1.0] * len(frame))
     said = [text.get_text() for axes in drawn.axes for text in axes.texts]
-    assert "all libraries: 4 of 5 built" in said and "50.0 %  1 wrong" in said
+    assert "all libraries: 4 of 5 built" in said and "50.0 %  1 wrong  1 crashed" in said
 
 
 def test_a_backend_that_is_not_there_is_in_no_share(tmp_path):

@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest, one_of
 from dpbench.models import ModelError, Workload
-from dpbench.models.adapt import adapt
+from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.external import needs
 from dpbench.models.language import built, without_dropout
 from dpbench.models.losses import alignment_loss, classification_loss, token_loss
@@ -67,7 +68,7 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
     mapping, make = (getattr(auto, name) for name in HEADS[one_of("a head", head, HEADS)])
     if kind not in mapping:
         raise ModelError(f"a model type that transformers has for the head {head}", kind, nearest(kind, mapping))
-    with built(reference):
+    with unset_fake_temporarily() as mode, built(reference):
         default = AutoConfig.for_model(kind)
         known = {*default.to_dict(), *default.attribute_map, "attn_implementation", "experts_implementation"}
         for key in options:
@@ -83,7 +84,8 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
         if count > MAX_PARAMETERS:
             raise ModelError(f"at most {MAX_PARAMETERS:,} parameters once it is made small", f"{count:,}")
         model = adapt(make.from_config(config))
-    return Workload(model, loss_of(head), taken(reference, head, model))
+        batch = taken(reference, head, model)
+    return Workload(to_fake(model, mode), loss_of(head), batch)
 
 
 def taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:

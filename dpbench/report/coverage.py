@@ -31,7 +31,7 @@ NOT_BUILT = "not built"
 ALL = "all libraries"
 _COLUMNS = ("library", "task", "backend", "listed", "built", *PARTS, "exact_share")
 _LIBRARIES = {"tiny": "transformers"}
-_ROW, _HEADING, _TOP, _AXIS, _NAMES, _NUMBERS, _GAP, _MARGIN = 0.165, 0.24, 0.34, 0.42, 1.0, 0.95, 0.25, 0.12
+_ROW, _HEADING, _TOP, _AXIS, _NAMES, _NUMBERS, _GAP, _MARGIN = 0.165, 0.24, 0.34, 0.42, 1.0, 1.65, 0.25, 0.12
 
 Verdict = tuple[Record, str, str, str]
 """(record, backend, status, reason)."""
@@ -146,7 +146,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """Shares as bars, a group for each library and task, in two columns."""
     groups = list(frame.groupby(["library", "task"], sort=False))
     depths = [_HEADING + _ROW * len(rows) for _, rows in groups]
-    left = next((i + 1 for i in range(len(groups)) if sum(depths[: i + 1]) >= sum(depths) / 2), len(groups))
+    left = next((i + 1 for i in range(len(groups)) if 2 * sum(depths[: i + 1]) > sum(depths) - _ROW), len(groups))
     depth = max(sum(depths[:left]), sum(depths[left:]), _ROW)
     figure, height = sheet(_TOP + depth + _AXIS, caption)
     width = (WIDTH - 2 * _MARGIN - _GAP) / 2
@@ -185,7 +185,8 @@ def _bars(axes: Any, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) ->
                     Rectangle((at, y + 0.1 * _ROW), share, 0.8 * _ROW, facecolor=color, linewidth=0, zorder=2)
                 )
                 at += share
-            numbers = f"{_share(row.exact_share)}" + (f"  {row.wrong} wrong" if row.wrong else "")
+            faults = ((row.wrong, "wrong"), (row.crash, "crashed"))
+            numbers = "  ".join([_share(row.exact_share), *(f"{count} {word}" for count, word in faults if count)])
             beside: dict[str, Any] = {"va": "center", "fontsize": 7.6, "textcoords": "offset points"}
             axes.annotate(numbers, (1, y + _ROW / 2), (5, -0.5), **beside)
             y += _ROW
@@ -198,7 +199,10 @@ def _bars(axes: Any, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) ->
 
 
 def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each backend, status and reason: how many models, and which. Numbers in a reason are as one (#)."""
+    """A row for each backend, status and reason: how many models, and which.
+
+    What differs in numbers and quoted names alone is one reason, but not where an answer is wrong.
+    """
     found: dict[tuple[str, str, str], list[str]] = {}
     first: dict[tuple[str, str, str], str] = {}
     for record in records:
@@ -207,7 +211,7 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 continue
             short = first_problem(said) if status == "refused" else said
             of = "" if status == NOT_BUILT else backend
-            key = (of, status, re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short))
+            key = (of, status, short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short))
             models = found.setdefault(key, [])
             first.setdefault(key, short)
             if record.trial["model"] not in models:
