@@ -220,9 +220,9 @@ def test_each_backend_is_exact_refuses_is_wrong_or_crashes():
 
 
 def test_an_answer_on_a_model_that_mixes_samples_is_wrong_whatever_it_is():
-    result = judged("Mixes", "ghost", "microbatch", "Refuses")
+    result = judged("Mixes", "microbatch", "ghost", "Refuses")
     assert result["mixes"]
-    assert [row["status"] for row in result["rows"]] == ["wrong", "wrong", "refused"]
+    assert [row["status"] for row in result["rows"]] == ["wrong", "refused", "refused"]
     assert "mixes samples" in result["rows"][0]["reason"]
 
 

@@ -120,7 +120,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     if narrow:
         said.append(f"In float64, but for {narrow} that cannot be trained in it: in float32, to 1e-3.")
     if mixing := sum(r.result["mixes"] for r in built):
-        said.append(f"{mixing} mix the samples of a batch, so that to refuse is all that is right.")
+        said.append(f"{mixing} mix the samples of a batch: there it is on, and to refuse is all that is right.")
     packages = [r.environment.get("packages", {}) for r in records]
     found = sorted(
         {f"{n} {p[n]}" for p in packages for n in ("timm", "torchvision", "transformers", "opacus") if p.get(n)}
