@@ -242,6 +242,11 @@ def test_a_mixture_of_experts_that_has_no_float64_is_judged_in_float32():
     assert (result["dtype"], result["rows"][0]["status"]) == ("float32", "exact")
 
 
+def test_a_mixture_of_experts_without_experts_shows_nothing():
+    result = run(CoverageTrial(model="tiny:causal/gpt2", task=coverage.KERNEL, backends=["microbatch"]))
+    assert (result["built"], result["reason"]) == (False, "made small, none of its layers has experts")
+
+
 def test_a_backend_that_is_not_installed_is_unavailable(monkeypatch):
     monkeypatch.setattr(Microbatch, "unavailable", classmethod(lambda cls: "no package"))
     assert judged("small", "microbatch")["rows"][0]["status"] == "unavailable"

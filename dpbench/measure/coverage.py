@@ -30,7 +30,7 @@ from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, com
 from clipping.interface import forward, map_tensors
 from clipping.verification import CAST_TOLERANCE
 from dpbench.conformance.references import backend_class
-from dpbench.coverage import CoverageTrial
+from dpbench.coverage import KERNEL, LOOP, CoverageTrial
 from dpbench.measure.bench import UnavailableBackend
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
 from dpbench.models import ModelError, Workload, load_workload
@@ -68,6 +68,9 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
     torch.set_num_threads(1)
     try:
         model = opened(trial)
+        experts = any("Experts" in type(module).__name__ for module in model.workload.model.modules())
+        if trial.task in (KERNEL, LOOP) and not experts:
+            raise Unusable("made small, none of its layers has experts")
         drawn = is_random(model)
         with seeded(model.workload, drawn):
             truth = Truth(model, drawn)
@@ -80,7 +83,6 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
         "dtype": model.dtype,
         "image_size": model.image_size,
         "parameters": sum(p.numel() for p in module.parameters()),
-        "experts": any("expert" in name.lower() for name, _ in module.named_modules()),
         "random": drawn,
         "mixes": truth.mixes,
         "tolerance": truth.tolerance,

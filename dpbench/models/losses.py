@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 def _logits(outputs: Any) -> Tensor:
-    return getattr(outputs, "logits", outputs)  # transformers wrap them
+    """Transformers wrap them, most often under this name, else as the first of what they give."""
+    found = getattr(outputs, "logits", outputs)
+    return found if isinstance(found, Tensor) else found[0]
 
 
 def classification_loss(outputs: Any, targets: Tensor) -> Tensor:

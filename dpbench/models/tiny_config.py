@@ -142,6 +142,7 @@ HYBRID = {
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 #: Type -> fields that have to fit each other, or that are lists of another kind.
 FITTING: dict[str, dict[str, Any]] = {
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
     "bit": {"num_groups": 4},
     "cohere_compass_text": {
         "layer_types": ["full_attention", "full_attention"],
@@ -150,9 +151,15 @@ FITTING: dict[str, dict[str, Any]] = {
     "cvt": {"depth": [1, 2, 3]},
     "donut-swin": WINDOWS,
     "efficientnet": {"hidden_dim": 320, "width_coefficient": 0.25, "depth_coefficient": 0.25},
+    "flint": {"mlp_only_layers": []},
     "funnel": {"block_sizes": [1, 1], "block_repeats": [1, 1], "num_decoder_layers": 1},
-    "gemma4": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 64,
+    },
     "gemma4_unified_text": {"num_kv_shared_layers": 0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
     "hgnet_v2": {"hidden_sizes": (128, 512, 1024, 2048)},
