@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpbench.errors import UsageError
 from dpbench.models import BUILTIN, ModelError, load_workload, required_modules, validate_reference
-from dpbench.models.loading import classification_loss, next_token_loss
+from dpbench.models.losses import classification_loss, token_loss
 from dpbench.reference import load_object
 
 # Parameters with ten classes at 32x32. ResNets and VGGs: as published for the same networks with BatchNorm, whose
@@ -105,7 +105,7 @@ def test_samples_do_not_influence_each_other(name):
     [
         ("resnet18x", "did you mean 'resnet18'?"),
         ("vgg", "got 'vgg'; did you mean 'vgg1"),
-        ("zzz", "or timm:NAME, torchvision:NAME, transformers:NAME or path/file.py:factory, got 'zzz'"),
+        ("zzz", "or timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory, got 'zzz'"),
         ("tim:resnet18", "got 'tim:resnet18'; did you mean 'timm'?"),
         ("timm:", "expected a model's name after timm:, got 'timm:'"),
         ("nowhere.py:factory", "expected path/file.py:factory of an existing file, got 'nowhere.py:factory'"),
@@ -176,11 +176,11 @@ def test_classification_loss_is_the_negative_log_probability_of_each_label():
     torch.testing.assert_close(classification_loss(logits, targets), expected)
 
 
-def test_next_token_loss_is_the_mean_over_each_samples_tokens():
+def test_token_loss_is_the_mean_over_each_samples_tokens():
     logits = torch.randn(2, 3, 5, dtype=torch.float64)
     targets = torch.tensor([[0, 4, 2], [1, 1, 3]])
     expected = torch.stack([classification_loss(logits[i], targets[i]).mean() for i in range(2)])
-    torch.testing.assert_close(next_token_loss(logits, targets), expected)
+    torch.testing.assert_close(token_loss(logits, targets), expected)
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet18", "timm:vit_tiny_patch16_224"])

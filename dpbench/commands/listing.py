@@ -23,7 +23,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"{kind}:")
         for entry in entries:
             print(f"  {entry['name']:<{width}}  {entry['doc']}")
-    print("\nmodels may also be timm:NAME, torchvision:NAME, transformers:NAME and path/file.py:factory")
+    print(
+        "\nmodels may also be timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE and path/file.py:factory"
+    )
     return 0
 
 

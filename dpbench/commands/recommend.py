@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME or path/file.py:factory",
+        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory",
     )
     parser.add_argument(
         "--batch-size",

@@ -7,6 +7,7 @@ A reference is one string:
 ``timm:NAME``            ``timm.create_model``, random weights
 ``torchvision:NAME``     a classification model of torchvision, random weights
 ``transformers:NAME``    a model built from its configuration; ``transformers:NAME@T`` for sequences of T tokens
+``tiny:HEAD/TYPE``       a type of transformers made small, for what it is trained (`dpbench.models.tiny`)
 ``path/file.py:factory`` ``factory()`` returns an ``nn.Module`` over images [B, 3, H, W], or a `Workload`
 =======================  ==========================================================================================
 
@@ -57,8 +58,9 @@ SCHEMES: dict[str, tuple[str, ...]] = {
     "torchvision": ("torchvision",),
     # the first model's module brings what all of them share, which takes longer than transformers itself
     "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
+    "tiny": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
 }
-_FORMS = "timm:NAME, torchvision:NAME, transformers:NAME or path/file.py:factory"
+_FORMS = "timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory"
 
 
 class ModelError(UsageError, ValueError):

@@ -75,9 +75,9 @@ def transformers_model(reference: str, *, num_classes: int, image_size: int) -> 
         raise ModelError("a model type that transformers knows", plain, nearest(plain, known))
     ours = {"num_labels": num_classes, "use_cache": False}
     refuse_taken(f"transformers:{plain}", options, ours)
-    with _built(plain):
+    with built(plain):
         config = AutoConfig.for_model(kind, **ours, **changes | _checked(plain, AutoConfig.for_model(kind), options))
-    _without_dropout(config)
+    without_dropout(config)
 
     heads = (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING)
     is_encoder = type(config) in auto.MODEL_FOR_MASKED_LM_MAPPING
@@ -103,12 +103,12 @@ def transformers_model(reference: str, *, num_classes: int, image_size: int) -> 
         raise ModelError(f"at most {longest} tokens for transformers:{plain}", length)
     build = (auto.AutoModelForCausalLM if language else auto.AutoModelForSequenceClassification).from_config
     _refuse_large(plain, build, config, options)
-    with _built(plain):
+    with built(plain):
         model = adapt(build(config))
     return TextModel(model, config.vocab_size, length, None if language else num_classes)
 
 
-def _without_dropout(config: Any) -> None:
+def without_dropout(config: Any) -> None:
     """Every probability of dropping something, whatever the type calls it (attn_pdrop, layerdrop, ...).
 
     Some types read it from the configuration in each forward pass, where `remove_dropout` does not see it.
@@ -119,7 +119,7 @@ def _without_dropout(config: Any) -> None:
 
 
 @contextmanager
-def _built(name: str) -> Iterator[None]:
+def built(name: str) -> Iterator[None]:
     """What the body raises about a configuration, in one line."""
     try:
         yield
@@ -149,7 +149,7 @@ def _checked(name: str, default: Any, options: dict[str, Any]) -> dict[str, Any]
 def _refuse_large(name: str, build: Any, config: Any, options: dict[str, Any]) -> None:
     if name in SIZES and not options:
         return
-    with torch.device("meta"), _built(name):
+    with torch.device("meta"), built(name):
         parameters = sum(p.numel() for p in build(config).parameters())
     if parameters > MAX_PARAMETERS:
         raise ModelError(

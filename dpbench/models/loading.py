@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from dpbench import data as datasets
 from dpbench.errors import one_of
@@ -14,6 +13,8 @@ from dpbench.models import BUILTIN, Workload, split_reference
 from dpbench.models.adapt import place
 from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
 from dpbench.models.language import TextModel, transformers_model
+from dpbench.models.losses import classification_loss, token_loss
+from dpbench.models.tiny import tiny_model
 from dpbench.reference import load_object
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
@@ -39,7 +40,7 @@ def load(ref: str, *, image_size: int, num_classes: int, data: str, device: str,
         datasets.refuse_images(data, f"the text model {ref}")
         tokens = functools.partial(datasets.tokens, vocabulary=built.vocabulary, length=built.length)
         batch = tokens(num_classes=built.classes, device=device, seed=seed)
-        return Workload(model, next_token_loss if built.classes is None else classification_loss, batch)
+        return Workload(model, token_loss if built.classes is None else classification_loss, batch)
     batch = datasets.images(
         data, image_size=image_size, num_classes=built.classes, device=device, dtype=kind, seed=seed
     )
@@ -54,27 +55,10 @@ def _build(scheme: str, name: str, *, num_classes: int, image_size: int) -> Clas
         "timm": timm_model,
         "torchvision": torchvision_model,
         "transformers": transformers_model,
+        "tiny": tiny_model,
         "file": file_model,
     }[scheme]
     return make(name, num_classes=num_classes, image_size=image_size)
-
-
-def _logits(outputs: Any) -> torch.Tensor:
-    return getattr(outputs, "logits", outputs)  # transformers wrap them
-
-
-def classification_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of each sample: logits [B, K] (or an object that has them as `logits`), labels [B] -> [B]."""
-    return F.cross_entropy(_logits(outputs), targets, reduction="none")
-
-
-def next_token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy over the T tokens of each sample: logits [B, T, V], next tokens [B, T] -> [B].
-
-    The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T.
-    """
-    losses = F.cross_entropy(_logits(outputs).flatten(0, 1), targets.flatten(), reduction="none")
-    return losses.reshape(targets.shape).mean(1)
 
 
 def _moved(value: Any, device: str, dtype: torch.dtype) -> Any:

@@ -23,6 +23,7 @@ from dpbench.report import (
     beside,
     captions,
     claims,
+    coverage,
     decisions,
     distributed,
     files,
@@ -245,6 +246,8 @@ FIGURES = {
         scorecard.plot,
         finding=findings.scorecard,
     ),
+    "coverage": coverage.SHARES,
+    "coverage_reasons": coverage.REASONS,
     "utility": FigureKind(
         "accuracy against ε by model and clipping function, beside ordinary training",
         ("utility",),

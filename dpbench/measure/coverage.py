@@ -1,0 +1,278 @@
+"""Body of a `CoverageTrial`: several backends on one model, each beside autograd's own per-sample gradients.
+
+The model is in train mode, in float64, with dropout off. Two references, which agree on a model that treats each sample
+by itself and draws nothing:
+
+- *alone*: the gradient of each sample in a batch of its own, which is the definition;
+- *together*: the gradients of ℓ_0 ... ℓ_{B-1} of one forward pass over the whole batch.
+
+Where they differ, either the model draws random numbers in train mode (two passes from different seeds say so): then
+the seed is set before every pass and *together* is what a backend must give. Or it mixes samples (routing with a
+capacity, statistics of the batch): then no per-sample gradient exists, to refuse is right, and every answer is wrong.
+
+Each backend answers two batches: all samples, and then the last and the first of them alone, so that what it keeps of
+the first batch shows. The threshold lies between two norms: some samples are clipped. Its own verification is off, but
+for a model that mixes samples: nothing else can tell.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
+from clipping.interface import forward, map_tensors
+from clipping.verification import CAST_TOLERANCE
+from dpbench.conformance.references import backend_class
+from dpbench.coverage import KERNEL, LOOP, CoverageTrial
+from dpbench.measure.bench import UnavailableBackend
+from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
+from dpbench.models import ModelError, Workload, load_workload
+
+#: Height and width of images, tried in turn.
+IMAGE_SIZES: tuple[int | None, ...] = (64, 128, 224, 256, 240, 288, 384)
+#: The dtypes that are tried in turn, and the largest relative error that rounding in them explains.
+TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
+MOST = 1e-3
+"""No error above this is ever taken for rounding."""
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that can be trained on a batch, the gradients of that, and in which dtype and on images of which size."""
+
+    workload: Workload
+    batch: tuple[Any, Any]
+    samples: list[ClippedGradient]
+    dtype: str
+    image_size: int | None
+
+
+class Unusable(Exception):
+    """The model is built, and there is nothing to compare with: why, in one line."""
+
+
+def run(trial: CoverageTrial) -> dict[str, Any]:
+    """{"built": False, "reason"}, or {"built": True, ..., "rows"}, a row a backend.
+
+    A row: {"backend", "status", "norm_error", "grad_error", "coverage", "reason"}, the status one of
+    `dpbench.coverage.STATUSES`.
+    """
+    torch.set_num_threads(1)
+    try:
+        model = opened(trial)
+        experts = any("Experts" in type(module).__name__ for module in model.workload.model.modules())
+        if trial.task in (KERNEL, LOOP) and not experts:
+            raise Unusable("made small, none of its layers has experts")
+        drawn = is_random(model)
+        with seeded(model.workload, drawn):
+            truth = Truth(model, drawn)
+            rows = [judged(name, truth) for name in trial.backends]
+    except (ModelError, Unusable) as error:
+        return {"built": False, "reason": str(error)}
+    module = model.workload.model
+    return {
+        "built": True,
+        "dtype": model.dtype,
+        "image_size": model.image_size,
+        "parameters": sum(p.numel() for p in module.parameters()),
+        "random": drawn,
+        "mixes": truth.mixes,
+        "tolerance": truth.tolerance,
+        "rows": rows,
+    }
+
+
+def opened(trial: CoverageTrial) -> Opened:
+    """The model on images of the smallest size, and in the widest dtype, in which it can be trained.
+
+    Raises:
+        ModelError: it does not build, with the reason of the last size.
+        Unusable: it cannot be trained.
+    """
+    own = [trial.image_size] if trial.image_size or trial.model.startswith("tiny:") else IMAGE_SIZES
+    last: Exception = Unusable("no size of images to try")
+    for size in own:
+        for dtype in TOLERANCES:
+            try:
+                return trained(trial, size, dtype)
+            except ModelError as error:
+                last = error
+                break  # it is built in float32 whatever is asked for
+            except Unusable as error:
+                last = error
+    raise last
+
+
+def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
+    """Build the model, and take the gradients of one batch in ordinary training.
+
+    Raises:
+        ModelError: it does not build.
+        Unusable: ordinary training fails, or its gradients are no numbers.
+    """
+    settings: dict[str, Any] = {"device": trial.device, "seed": trial.seed}
+    workload = load_workload(trial.model, image_size=size or 32, data="synthetic", dtype=dtype, **settings)
+    try:
+        batch = workload.batch(trial.batch_size)
+        samples = together(workload, batch)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise Unusable(f"ordinary training fails in {dtype}: {said(error)}") from error
+    norms = norms_of(samples)
+    if not bool(torch.isfinite(norms).all()) or not bool((norms > 0).any()):
+        raise Unusable(f"ordinary training in {dtype} has gradients whose norms are {norms.tolist()}")
+    return Opened(workload, batch, samples, dtype, size)
+
+
+def together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
+    """The gradient of each sample's loss through one forward pass of all; of `share` of the loss, divided by it."""
+    inputs, targets = batch
+    named = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
+    losses = workload.loss_fn(forward(workload.model, inputs), targets)
+    if losses.dim() != 1:
+        raise Unusable(f"losses of shape {list(losses.shape)}")
+    return [_gradient(losses[i], named, share) for i in range(len(losses))]
+
+
+def _gradient(loss: Tensor, named: dict[str, Any], share: float) -> ClippedGradient:
+    found = torch.autograd.grad(loss * share, list(named.values()), retain_graph=True, allow_unused=True)
+    grads = {n: torch.zeros_like(p) if g is None else g / share for (n, p), g in zip(named.items(), found, strict=True)}
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in grads.values()]))
+    return ClippedGradient(grads, norm[None], loss.detach()[None])
+
+
+def alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
+    """The gradient of each sample in a batch of its own."""
+    return [together(workload, one, share)[0] for one in one_by_one(batch)]
+
+
+def difference(found: list[ClippedGradient], reference: list[ClippedGradient]) -> float:
+    """The largest relative error of samples' gradients."""
+    return max(compare(a, b).grad_error for a, b in zip(found, reference, strict=True))
+
+
+def is_random(model: Opened) -> bool:
+    """Whether two passes from different seeds give different losses."""
+    inputs, targets = model.batch
+    workload, losses = model.workload, []
+    for number in (1, 2):
+        seed(number)
+        with torch.no_grad():
+            losses.append(workload.loss_fn(forward(workload.model, inputs), targets))
+    return not torch.equal(*losses)
+
+
+def seed(number: int) -> None:
+    """Every generator that a model may draw from on a CPU."""
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(number)
+
+
+@contextmanager
+def seeded(workload: Workload, drawn: bool) -> Iterator[None]:
+    """The same seed before every forward pass, if the model is random."""
+    if not drawn:
+        yield
+        return
+    handle = workload.model.register_forward_pre_hook(lambda *_: seed(0))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class Truth:
+    """What every backend must give on the two batches.
+
+    Attributes:
+        mixes: whether a sample's gradient depends on the others, without any random number.
+        tolerance: the largest relative error that rounding explains, in casts of the model's own too: those show in
+            the gradient of a third of a loss, which is a third of the gradient but for rounding.
+
+    Raises:
+        Unusable: the same pass from the same seed gives other gradients, or rounding explains any error.
+    """
+
+    def __init__(self, model: Opened, drawn: bool) -> None:
+        self.workload, self.batch, self.random = model.workload, model.batch, drawn
+        self.samples = together(self.workload, self.batch) if drawn else model.samples
+        again = (together if drawn else alone)(self.workload, self.batch)
+        apart = difference(again, self.samples)
+        if drawn and apart > MOST:
+            raise Unusable(f"it draws random numbers that no seed fixes: gradients differ by {apart:.1e}")
+        one = one_by_one(self.batch)[0]
+        whole = together(self.workload, one) if drawn else again[:1]
+        rounding = difference(together(self.workload, one, 1 / 3), whole)
+        self.tolerance = TOLERANCES[model.dtype]
+        if rounding > self.tolerance / 10:
+            self.tolerance = max(CAST_TOLERANCE, 10 * rounding)
+        if self.tolerance > MOST:
+            raise Unusable(f"a third of a loss has a gradient that is off by {rounding:.1e}")
+        self.mixes = not drawn and not apart <= self.tolerance
+        self.clip = Flat(max_grad_norm=between(norms_of(self.samples).tolist()))
+
+    def batches(self) -> Iterator[tuple[tuple[Any, Any], ClippedGradient]]:
+        """((inputs, targets), what is right)."""
+        count = len(self.samples)
+        for chosen in (list(range(count)), [count - 1, 0]):
+            batch = self.only(chosen)
+            samples = self.samples if len(chosen) == count else [self.samples[i] for i in chosen]
+            if self.random and len(chosen) < count:
+                samples = together(self.workload, batch)
+            case = Case("", list(range(len(chosen))), [1.0] * len(chosen), self.clip.max_grad_norm)
+            yield batch, expected(case, samples, self.clip)
+
+    def only(self, chosen: list[int]) -> tuple[Any, Any]:
+        """(inputs, targets) of some samples."""
+        inputs, targets = map_tensors(lambda x: x[chosen], self.batch)
+        return inputs, targets
+
+
+def judged(name: str, truth: Truth) -> Row:
+    """The row of one backend."""
+    row: Row = {
+        "backend": name,
+        "status": "exact",
+        "norm_error": None,
+        "grad_error": None,
+        "coverage": {},
+        "reason": None,
+    }
+    try:
+        checked = backend_class(name)
+        with checked(truth.workload.model, truth.workload.loss_fn, clip=truth.clip, verify=truth.mixes) as backend:
+            found = [compare(backend(*batch), right) for batch, right in truth.batches()]
+            row["coverage"] = dict(backend.coverage)
+    except UnavailableBackend as error:
+        return row | {"status": "unavailable", "reason": said(error)}
+    except (UnsupportedModel, WrongGradient) as error:
+        return row | {"status": "refused", "reason": str(error)}
+    except Exception as error:
+        return row | {"status": "crash", "reason": said(error)}
+    row["norm_error"], row["grad_error"] = worst(f.norm_error for f in found), worst(f.grad_error for f in found)
+    wrong = [one for one in found if not one.within(truth.tolerance)]
+    if wrong or truth.mixes:
+        one = wrong[0] if wrong else found[0]
+        why = "the model mixes samples, and it answered" if truth.mixes else f"gradient of {one.parameter!r}"
+        errors = f"relative error {one.norm_error:.1e} in the norms, {one.grad_error:.1e} in the gradient"
+        return row | {"status": "wrong", "reason": f"{why}; {errors}"}
+    return row
+
+
+def said(error: BaseException) -> str:
+    """Type and text of an error, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:600]

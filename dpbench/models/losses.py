@@ -1,0 +1,41 @@
+"""Losses of samples, without a reduction over them: (what a model gives, targets) -> [B]."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def _logits(outputs: Any) -> Tensor:
+    """Transformers wrap them, most often under this name, else as the first of what they give."""
+    found = getattr(outputs, "logits", outputs)
+    return found if isinstance(found, Tensor) else found[0]
+
+
+def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Cross entropy of each sample: logits [B, K] (or an object that has them as `logits`), labels [B] -> [B]."""
+    return F.cross_entropy(_logits(outputs), targets, reduction="none")
+
+
+def token_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """Mean cross entropy over the tokens of each sample: logits [B, T, V], tokens [B, T] -> [B].
+
+    The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T. Of a model that reads
+    more or fewer places, those that have both logits and a token.
+    """
+    logits = _logits(outputs)
+    if logits.shape[1] != targets.shape[1]:
+        length = min(logits.shape[1], targets.shape[1])
+        logits, targets = logits[:, :length], targets[:, :length]
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return losses.reshape(targets.shape).mean(1)
+
+
+def alignment_loss(outputs: Any, targets: Tensor) -> Tensor:
+    """-log of the probability of the labels under every alignment: logits [B, T, V], targets [B, L] -> [B]."""
+    logits = _logits(outputs)
+    frames, labels = (torch.full((len(logits),), length) for length in (logits.shape[1], targets.shape[1]))
+    return F.ctc_loss(F.log_softmax(logits, -1).transpose(0, 1), targets, frames, labels, reduction="none")

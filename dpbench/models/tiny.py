@@ -1,0 +1,205 @@
+"""Models of transformers made small: ``tiny:HEAD/TYPE``, every model type under every head that a person trains.
+
+A type's default configuration is shrunk by one rule (`shrunk`): each field of a known name gets a small value, in the
+configurations within it too, and a few types whose fields have to fit each other say how (`FITTING`). Random weights,
+no download. What cannot be built so, or does not take a batch, is a `ModelError` with the reason.
+TYPE may be followed by options, fields of the configuration: ``tiny:causal/mixtral?experts_implementation=eager``.
+
+========  ==================================================  =================================================
+`HEAD`    inputs                                              loss of a sample
+========  ==================================================  =================================================
+causal    tokens [B, 16]                                      mean cross entropy of the next token
+masked    tokens [B, 16]                                      mean cross entropy of a token at each place
+sequence  tokens [B, 16], the last one the mark of the end    cross entropy of 5 classes
+seq2seq   tokens [B, 16] and the decoder's, as many           mean cross entropy of a token at each place
+image     pixels [B, channels, 64, 64]                        cross entropy of 5 classes
+audio     wave [B, 4000] or spectrum                          cross entropy of 5 classes
+ctc       the same                                            `torch.nn.functional.ctc_loss` of two labels
+========  ==================================================  =================================================
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Container, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from dpbench.errors import nearest, one_of
+from dpbench.models import ModelError, Workload
+from dpbench.models.adapt import adapt, to_fake
+from dpbench.models.external import needs
+from dpbench.models.language import built, without_dropout
+from dpbench.models.losses import alignment_loss, classification_loss, token_loss
+from dpbench.models.options import split_options
+from dpbench.models.tiny_config import (
+    CLASSES,
+    FIRST_TOKEN,
+    FRAMES,
+    HEADS,
+    IMAGE,
+    LENGTH,
+    VOCABULARY,
+    WAVE,
+    shrunk,
+)
+
+MAX_PARAMETERS = 120_000_000
+END = 2
+"""The mark of the end, as `dpbench.models.tiny_config.marks` sets it."""
+OF_TOKENS = ("causal", "masked", "seq2seq")
+
+
+def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload:
+    """The model and its batches, of HEAD/TYPE. `num_classes` and `image_size` are its own.
+
+    Raises:
+        ModelError: transformers is missing, no such head or type, it does not build, or does not take a batch.
+    """
+    del num_classes, image_size
+    with needs("transformers"):
+        from transformers import AutoConfig
+        from transformers.models.auto import modeling_auto as auto
+    name, options = split_options(reference)
+    head, _, kind = name.partition("/")
+    mapping, make = (getattr(auto, name) for name in HEADS[one_of("a head", head, HEADS)])
+    if kind not in mapping:
+        raise ModelError(f"a model type that transformers has for the head {head}", kind, nearest(kind, mapping))
+    with unset_fake_temporarily() as mode, built(reference):
+        default = AutoConfig.for_model(kind)
+        known = {*default.to_dict(), *default.attribute_map, "attn_implementation", "experts_implementation"}
+        for key in options:
+            if key not in known:
+                raise ModelError(f"a field of the configuration of tiny:{name}", key, nearest(key, known))
+        fixed = ({"decoder_start_token_id": 0} if default.is_encoder_decoder else {}) | options
+        config = shrunk(default, num_labels=CLASSES, **fixed)
+        found = mapping[kind]
+        config.architectures = [found if isinstance(found, str) else found[0]]
+        without_dropout(config)
+        with torch.device("meta"):
+            count = sum(p.numel() for p in make.from_config(config).parameters())
+        if count > MAX_PARAMETERS:
+            raise ModelError(f"at most {MAX_PARAMETERS:,} parameters once it is made small", f"{count:,}")
+        model = adapt(make.from_config(config))
+        batch = taken(reference, head, model)
+    return Workload(to_fake(model, mode), loss_of(head), batch)
+
+
+def taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
+    """batch(B) of the first form of inputs that the model takes.
+
+    Raises:
+        ModelError: it takes none; the reason is that of the first form.
+    """
+    reasons: list[str] = []
+    for inputs in forms(head, model):
+
+        def batch(batch_size: int, inputs: Any = inputs) -> tuple[Any, Any]:
+            generator = torch.Generator().manual_seed(1)
+            return inputs(batch_size, generator), targets(head, batch_size, generator)
+
+        try:
+            with torch.no_grad():
+                given, wanted = batch(2)
+                losses = loss_of(head)(model(**given), wanted)
+            if losses.shape == (2,):
+                return batch
+            reasons.append(f"losses of shape {list(losses.shape)}")
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    raise ModelError(f"tiny:{reference} to take a batch", reasons[0] if reasons else "no form of inputs is known")
+
+
+Inputs = Callable[[int, torch.Generator], dict[str, Tensor]]
+"""(B, generator) -> keyword arguments of the model."""
+
+
+def forms(head: str, model: nn.Module) -> Iterator[Inputs]:
+    """The forms that a model's inputs may have, the likeliest first."""
+    if head == "image":
+        yield from of_images(model)
+    elif head in ("audio", "ctc"):
+        yield from of_sound(model)
+    else:
+        yield of_text(head, model)
+
+
+def of_text(head: str, model: nn.Module) -> Inputs:
+    """Tokens; the last one is the mark of the end where a label is read from it, and the decoder has as many."""
+    name = "input_ids" if "input_ids" in parameters_of(model) else "inputs"
+
+    def inputs(b: int, generator: torch.Generator) -> dict[str, Tensor]:
+        given = {name: tokens(b, generator)}
+        if head == "sequence":
+            given[name][:, -1] = END
+        if head == "seq2seq":
+            given["decoder_input_ids"] = tokens(b, generator)
+        return given
+
+    return inputs
+
+
+def of_images(model: nn.Module) -> Iterator[Inputs]:
+    """Pixels; patches, where a model cuts none itself; or a token for each pixel."""
+    taken: Any = parameters_of(model)
+    vision = getattr(model.config, "vision_config", model.config)
+    name = next((name for name in ("pixel_values", "inputs") if name in taken), "input_ids")
+    channels, size = getattr(vision, "num_channels", 3), getattr(vision, "image_size", IMAGE)
+    patch = getattr(vision, "patch_size", None)
+    if name == "input_ids":
+        yield lambda b, generator: {name: tokens(b, generator)}
+        return
+    yield noise(name, channels, *((size, size) if isinstance(size, int) else size))
+    if "spatial_shapes" in taken and isinstance(patch, int):
+        side = IMAGE // patch
+        patches = noise(name, side * side, channels * patch**2)
+        yield lambda b, generator: {
+            **patches(b, generator),
+            "pixel_attention_mask": torch.ones(b, side * side, dtype=torch.long),
+            "spatial_shapes": torch.tensor([[side, side]] * b),
+        }
+
+
+def of_sound(model: nn.Module) -> Iterator[Inputs]:
+    """A wave, or a spectrum in one of three shapes."""
+    config: Any = model.config
+    name = str(model.main_input_name)
+    bands = getattr(config, "num_mel_bins", getattr(getattr(config, "encoder_config", config), "num_mel_bins", 80))
+    wide = getattr(config, "feature_projection_input_dim", None) or bands
+    if name == "input_values":
+        yield noise(name, WAVE)
+    yield noise(name, FRAMES, wide)
+    yield noise(name, wide, FRAMES)
+    yield noise(name, wide, 2 * getattr(config, "max_source_positions", FRAMES))
+
+
+def noise(name: str, *shape: int) -> Inputs:
+    """Normal values [B, *shape]."""
+    return lambda b, generator: {name: torch.randn(b, *shape, generator=generator)}
+
+
+def tokens(b: int, generator: torch.Generator) -> Tensor:
+    """[b, LENGTH], none of them a mark."""
+    return torch.randint(FIRST_TOKEN, VOCABULARY, (b, LENGTH), generator=generator)
+
+
+def parameters_of(model: nn.Module) -> Container[str]:
+    """The names of what its forward takes."""
+    return inspect.signature(model.forward).parameters
+
+
+def targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
+    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] that a blank (0) is not among."""
+    if head in OF_TOKENS:
+        return tokens(batch_size, generator)
+    if head == "ctc":
+        return torch.randint(1, 4, (batch_size, 2), generator=generator)
+    return torch.randint(CLASSES, (batch_size,), generator=generator)
+
+
+def loss_of(head: str) -> Callable[[Any, Any], Tensor]:
+    """loss_fn(outputs, targets) -> [B] of the head; see the module's docstring."""
+    return token_loss if head in OF_TOKENS else alignment_loss if head == "ctc" else classification_loss

@@ -1,0 +1,34 @@
+"""Which of the models that people load a backend is exact on: every family of timm, torchvision and transformers.
+
+Small models in float64 and train mode; one trial a model, with every backend in turn. See `dpbench.coverage`.
+"""
+
+from __future__ import annotations
+
+from dpbench.coverage import CoverageTrial, models
+from dpbench.experiment import Experiment
+
+BACKENDS = ("bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
+
+
+def cells(device: str) -> list[CoverageTrial]:
+    return [CoverageTrial(model=model, task=task, backends=BACKENDS, device=device) for model, task in models()]
+
+
+def smoke(device: str) -> list[CoverageTrial]:
+    small = ("timm:test_vit", "tiny:causal/gpt2", "tiny:masked/bert")
+    return [
+        CoverageTrial(model=model, task=task, backends=("bk_mixed", "opacus_hooks"), device=device)
+        for model, task in models()
+        if model in small
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="coverage",
+    doc="which of the models of timm, torchvision and transformers each backend is exact on",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("coverage", "coverage_reasons"),
+)
