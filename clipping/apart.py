@@ -132,7 +132,7 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
         largest: dict[Use, Tensor] = {}
 
         def arrived(use: Use, g: Tensor, largest: dict[Use, Tensor] = largest) -> None:
-            found = torch.linalg.vector_norm(g.reshape(batch_size, -1), torch.inf, dim=1)
+            found = use.largest(g, batch_size)
             largest[use] = torch.maximum(largest[use], found) if use in largest else found
 
         tape.arrivals.run(torch.where(inside, losses, torch.zeros_like(losses)), arrived)

@@ -81,7 +81,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
     """Time every way that may win, in the blocks that may, on the rule's own input."""
     count = min(rule.samples(output), MOST_SAMPLES)
     device = rule.parameter.device
-    g = torch.randn((count * rule.fold, *output.shape[1:]), dtype=output.dtype, device=device)
+    g = torch.randn((rule.output_rows(count), *output.shape[1:]), dtype=output.dtype, device=device)
     clock = _clock(device)
     single: dict[Key, float] = {}
     formulas = predicted(rule, output, kernels=True).norms
@@ -101,7 +101,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
 
 def _turn(rule: Rule, g: Tensor, keys: list[Key], clock: Clock) -> Costs:
     """The norm by each of these, the weight gradient, and the sum from what the fastest one instantiates."""
-    count = g.shape[0] // rule.fold
+    count = rule.samples(g)
     factors = torch.ones(count, device=g.device, dtype=g.dtype)
     norms = {key: clock(lambda key=key: _run(rule, g, key)) / count for key in keys}  # type: ignore[misc]
     weight_gradient = clock(lambda: rule.weighted(g, factors)) / count

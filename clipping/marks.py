@@ -6,11 +6,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from clipping.moves import GATHERS, MOVES, WRITES, Mover, Place, inherited
 from clipping.orientation import dimension_after
+from clipping.rows import Rows
 from clipping.rules import CHANGES, LIKE, MIXING
-from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data
+from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of
 
 UNUSUAL = CONSTANTS | LIKE | CHANGES | MIXING
 """Operations whose output is not made of the values of all operands, or that write into one, or mix samples."""
@@ -27,9 +30,12 @@ class Marks:
     def __init__(self, batch_size: int, mixes: Callable[[Any, Any, Any], None]) -> None:
         self._batch_size, self._mixes = batch_size, mixes
         self._marked: list[weakref.ref[Tensor]] = []
+        self._in_order = True
 
     def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
         """Mark what an operation made of `data`, and give it back."""
+        if (func in GATHERS or not self._in_order) and data and self._moved(func, args, kwargs, output, data):
+            return output
         if not data or (func in UNUSUAL and not self._is_made_of(func, args, kwargs, data)):
             return output
         for made in (output,) if isinstance(output, Tensor) else tensors((output,), None):
@@ -37,6 +43,30 @@ class Marks:
             if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
                 self._marked.append(weakref.ref(mark_data(made, at)))
         return output
+
+    def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
+        """Mark what an operation made of rows that are not in the samples' order any more; False if they are."""
+        irregular = not self._in_order and any(isinstance(samples_of(x), Rows) for x in data)
+        if func in CONSTANTS or not (irregular or func in GATHERS):
+            return False
+        mover = Mover(func, args, kwargs, output, self._batch_size)
+        move = (MOVES if irregular else GATHERS).get(func)
+        moved = None if move is None else move(mover)
+        if func in WRITES:
+            made = [args[0] if func is torch.Tensor.__setitem__ else output]
+        else:
+            made = [output] if isinstance(output, Tensor) else tensors((output,), None)
+        if moved is None and irregular and func not in WRITES:
+            moved = [inherited(data, x, mover) for x in made]
+        if moved is None:
+            return False
+        places: list[Place] = moved if isinstance(moved, list) else [moved] * len(made)
+        for x, place in zip(made, places, strict=True):
+            if irregular and isinstance(place, Rows):
+                place = place.simplest  # numbers are read only where rows have left their order
+            self._in_order &= not isinstance(place, Rows)
+            self._marked.append(weakref.ref(mark_data(x, place)))
+        return True
 
     def forget(self) -> None:
         """Take the marks from what outlives the forward pass (a buffer that it updated)."""

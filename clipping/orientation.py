@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.sources import TRANSPOSITIONS
+from clipping.sources import TRANSPOSITIONS, samples_of
 
 PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
 """Operations that say by their arguments alone where each dimension goes."""
@@ -25,22 +25,21 @@ MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 """Operations that do the same whichever of the leading dimensions holds the samples."""
 
 
-def samples_dimension(x: Tensor) -> int:
-    """The dimension that holds the samples of an activation that depends on data."""
-    return getattr(x, "_depends_on_data", 0)
-
-
 def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
     """Where the samples are in the output of an operation on `data`."""
     if func in PERMUTATIONS:
-        permutation = func, samples_dimension(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
+        permutation = func, samples_of(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
         try:
             return _permuted(*permutation)
         except TypeError:  # a list among the arguments: not hashable
             return _permuted.__wrapped__(*permutation)
     for x in data:
-        at = samples_dimension(x)
-        if at and output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
+        at = samples_of(x)
+        if not at:
+            continue
+        if output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
+            return at
+        if output.shape[: at + 1] == x.shape[: at + 1]:
             return at
     return 0
 

@@ -97,10 +97,20 @@ CONSTANTS = {
 """Operations that read their operand's shape, type and device, but none of its values."""
 
 
-def mark_data(x: Tensor, samples: int = 0) -> Tensor:
-    """Say that a tensor depends on the batch, whose samples are its dimension `samples`; the mark goes with it."""
+def mark_data(x: Tensor, samples: Any = 0) -> Tensor:
+    """Say that a tensor depends on the batch; the mark goes with it.
+
+    Args:
+        x: the tensor.
+        samples: the dimension that holds them, or the `clipping.rows.Rows` that are theirs.
+    """
     x._depends_on_data = samples  # type: ignore[attr-defined]
     return x
+
+
+def samples_of(x: Tensor) -> Any:
+    """Where an activation has its samples, as it was marked: by a dimension, the first one if nothing is known."""
+    return getattr(x, "_depends_on_data", 0)
 
 
 def is_marked(x: Tensor) -> bool:

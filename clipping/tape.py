@@ -35,7 +35,8 @@ from clipping.activations import Activations
 from clipping.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.interface import Parameters, Problem, map_tensors
 from clipping.marks import Marks, tensors
-from clipping.orientation import MOVABLE, samples_dimension, samples_first
+from clipping.orientation import MOVABLE, samples_first
+from clipping.rows import Rows
 from clipping.rules import (
     COMPOSITES,
     HANDLERS,
@@ -50,6 +51,7 @@ from clipping.rules import (
     title,
 )
 from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
+from clipping.unbatched import as_rows, whose
 from clipping.uses import Noted, Use
 
 _next_number = torch.autograd._get_sequence_nr
@@ -95,6 +97,7 @@ class Tape(TorchFunctionMode):
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
         self._mark = self._marks.mark
         self._composite: Any = None
+        self._order: Rows | None = None
         self._activations = Activations(self._sources, lambda *use: me._note(*use))
         map_tensors(mark_data, batch)
 
@@ -118,6 +121,14 @@ class Tape(TorchFunctionMode):
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
+        try:
+            at, self._order = whose(func, data)
+            if self._order is not None and self._order.owners.dim() != 1:
+                with self:
+                    return as_rows(func, args, kwargs, self._order, data)
+        except Refused as refused:
+            self._refuse(func, sources, refused)
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
         if func in REWRITTEN:
             output = self._rewritten(func, args, kwargs, sources, data)
             if output is not NotImplemented:
@@ -133,7 +144,6 @@ class Tape(TorchFunctionMode):
                 return self._mark(func, args, kwargs, func(*args, **kwargs), data)
             finally:
                 self._composite = outer
-        at = max(samples_dimension(x) for x in data)
         if at and func in MOVABLE:
             with self:
                 args, kwargs = samples_first(func, args, kwargs, at, data)
@@ -241,7 +251,9 @@ class Tape(TorchFunctionMode):
             anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
             output = anchored.apply(output, self.arrivals.anchor(output.device))
         spec = Spec(output.shape, output.dtype)
-        self._noted.append(Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine, made))
+        self._noted.append(
+            Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine, made, None, self._order)
+        )
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -322,7 +334,9 @@ class Tape(TorchFunctionMode):
         assert copies.grad_fn is not None
         number = copies.grad_fn._sequence_nr()
         made = number, number + 1
-        self._noted.append(Noted(self._composite, output, copies.grad_fn, 0, [(source, gradient)], made, copies))
+        self._noted.append(
+            Noted(self._composite, output, copies.grad_fn, 0, [(source, gradient)], made, copies, self._order)
+        )
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse an operation for what it does to data, unless this call of it is harmless."""

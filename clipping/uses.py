@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from clipping.rows import Rows, taken
 from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made, title
+from clipping.rules.gathered import gathered
 from clipping.sources import Source
 
 
@@ -21,6 +24,7 @@ class Use:
         output: shape and dtype of its output, and so of g.
         node: the number of the output's node in the order in which the forward pass made them.
         first, last: the nodes that the operation made have the numbers from `first` up to `last`, which is not one.
+        rows: whose the rows of its output are; None if they are B·k, k consecutive ones to a sample.
     """
 
     operation: str
@@ -29,6 +33,17 @@ class Use:
     node: int = 0
     first: int = 0
     last: int = 0
+    rows: Rows | None = None
+
+    @property
+    def owners(self) -> Tensor | None:
+        """The sample that each row of the output belongs to, [rows], -1 for none; None as for `rows`."""
+        return None if self.rows is None else self.rows.owners
+
+    def largest(self, g: Tensor, batch_size: int) -> Tensor:
+        """The largest magnitude in the output's gradient g, of each sample, [B]."""
+        by_sample = g.reshape(batch_size, -1) if self.rows is None else taken(g, self.rows.padded, filled=True)
+        return torch.linalg.vector_norm(by_sample.reshape(batch_size, -1), torch.inf, dim=1)
 
 
 class Noted(NamedTuple):
@@ -41,6 +56,7 @@ class Noted(NamedTuple):
         gradients: for each source what its rule is made of.
         made: `first` and `last` of the use.
         copies: the output, if its gradient is to be asked for itself.
+        order: the rows of the output, if they are not in the samples' order.
     """
 
     operation: Any
@@ -50,6 +66,7 @@ class Noted(NamedTuple):
     gradients: list[tuple[Source, Gradient]]
     made: tuple[int, int]
     copies: Tensor | None = None
+    order: Rows | None = None
 
     def settled(self, batch_size: int) -> Use:
         """With its rules, per sample.
@@ -59,6 +76,12 @@ class Noted(NamedTuple):
         """
         shape = self.output.shape
         rows = shape[0] if shape else 0
+        if self.order is not None:
+            if self.order.owners.shape != shape[:1]:
+                reason = f"its output {list(shape)} does not have the {len(self.order.owners)} rows of its input"
+                raise Refused(reason, "apply it to each row by itself, or use microbatch")
+            found = [(source, gathered(made(gradient), self.order)) for source, gradient in self.gradients]
+            return Use(title(self.operation), found, self.output, self.node._sequence_nr(), *self.made, self.order)
         if rows == 0 or rows % batch_size:
             reason = f"its output {list(shape)} does not have the batch, {batch_size}, as first dimension"
             raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")

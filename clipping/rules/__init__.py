@@ -17,10 +17,12 @@ from torch import Tensor
 
 from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, as_refused, made, title
 from clipping.rules.composite import bilinear, multi_head_attention_forward, scaled_dot_product_attention
+from clipping.rules.contraction import einsum
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
 from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag, embedding_bag_of_largest
 from clipping.rules.fallback import fallback
+from clipping.rules.grouped import grouped_mm
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
 from clipping.rules.recurrent import (
@@ -79,6 +81,8 @@ HANDLERS: dict[Any, Handler] = {
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,
     F.rms_norm: rms_norm,
+    **dict.fromkeys({getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}, grouped_mm),
+    torch.einsum: einsum,
     torch.add: add,
     torch.Tensor.add: add,
     torch.Tensor.add_: add_,

@@ -211,6 +211,10 @@ class Rule(ABC):
         """B, from the output's gradient."""
         return g.shape[0] // self.fold
 
+    def output_rows(self, count: int) -> int:
+        """Rows of the output that so many samples have."""
+        return count * self.fold
+
     def rows(self, samples: slice) -> slice:
         """Where the rows of these samples are in the output."""
         return slice(samples.start * self.fold, samples.stop * self.fold)

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Refused
-from clipping.sources import Source
+from clipping.rules.contraction import parsed
+from clipping.sources import Source, is_marked, samples_of
 
 
 class Rows(Protocol):
@@ -75,13 +76,94 @@ def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
         return lambda: torch.matmul(input, other[:, None]).squeeze(-1)
     if rows.source(input) is not None and input.dim() == 1 < other.dim():
         return lambda: torch.matmul(input[None], other).squeeze(-2)
-    return _paired(rows, func, input, other) if min(input.dim(), other.dim()) > 2 else None
+    paired = _paired(rows, func, input, other) if min(input.dim(), other.dim()) > 2 else None
+    return paired or _stacked(rows, input, other)
+
+
+def _bmm(rows: Rows, func: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Instead:
+    return _paired(rows, func, input, mat2, **kwargs) or (None if kwargs else _stacked(rows, input, mat2))
+
+
+def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
+    """A product with a stack of matrices that all rows share, or that is on the left of the data."""
+    dims = max(input.dim(), other.dim())
+    plain = rows.source(other) is not None and other.dim() == 2 and input.dim() > 1
+    if plain or min(input.dim(), other.dim()) < 2 or dims > 10 or rows.source(input) is rows.source(other):
+        return None
+    stack = "abcdefgh"[: dims - 2]
+    shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
+
+    def letters(x: Tensor) -> tuple[Tensor, str]:
+        """Without the dimensions that are broadcast."""
+        mine = stack[len(stack) - x.dim() + 2 :]
+        kept = [i for i, c in enumerate(mine) if x.shape[i] == shape[stack.index(c)]]
+        x = x.squeeze([i for i in range(len(mine)) if i not in kept]) if len(kept) < len(mine) else x
+        return x, "".join(mine[i] for i in kept)
+
+    def instead() -> Tensor:
+        (x, a), (y, b) = letters(input), letters(other)
+        return torch.einsum(f"{a}xy,{b}yz->{stack}xz", x, y)
+
+    return instead
+
+
+def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
+    """With samples first, in the data and in the output; or with a row of the weight for each sample as activations."""
+    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in flat):
+        return None
+    terms, result = parsed(equation, flat)
+    data = [(x, term) for x, term in zip(flat, terms, strict=True) if rows.source(x) is None]
+    places = [(term, samples_of(x)) for x, term in data if x.requires_grad or is_marked(x)]
+    if not places:
+        return None
+    term, place = places[0]
+    at = place if isinstance(place, int) else place.simplest
+    if not isinstance(at, int):
+        at = 0
+    letter = term[at : at + 1]
+    if not letter or letter not in result:
+        return None
+    weights = [x for x, term in zip(flat, terms, strict=True) if rows.source(x) is not None]
+    if any(letter in term for x, term in zip(flat, terms, strict=True) if rows.source(x) is not None):
+        own = {id(x): _own_along(rows, x, terms[i].find(letter)) for i, x in enumerate(flat) if rows.source(x)}
+        return lambda: torch.einsum(equation, *(own.get(id(x), x) for x in flat))
+    if len(flat) > 2 and len(weights) == 1:  # what the data make of each other first
+        (i,) = [i for i, x in enumerate(flat) if x is weights[0]]
+        others = [j for j in range(len(flat)) if j != i]
+        kept = "".join(dict.fromkeys(c for j in others for c in terms[j] if c in result + terms[i]))
+        joined = f"{','.join(terms[j] for j in others)}->{kept}"
+        return lambda: torch.einsum(
+            f"{kept},{terms[i]}->{result}", torch.einsum(joined, *(flat[j] for j in others)), weights[0]
+        )
+    if at == 0 and result[0] == letter and all(t[0] == letter for t, _ in places):
+        return None
+
+    def instead() -> Tensor:
+        moved = [x.movedim(t.index(letter), 0) if letter in t else x for x, t in zip(flat, terms, strict=True)]
+        named = [letter + t.replace(letter, "") if letter in t else t for t in terms]
+        made = torch.einsum(f"{','.join(named)}->{letter}{result.replace(letter, '')}", *moved)
+        return made.movedim(0, result.index(letter)).contiguous()
+
+    return instead
+
+
+def _own_along(rows: Rows, x: Tensor, dim: int) -> Tensor:
+    """An activation of a source whose dimension `dim` are the rows; the source itself if it has none."""
+    source = rows.source(x)
+    if source is None or dim < 0:
+        return x
+    if dim:
+        raise Refused("pairs the samples with a dimension of a parameter that is not its first", FREEZE)
+    return rows.own(source)
 
 
 def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     """With what is made of parameters, and has as many rows as the data, as activations."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
     data = [x for x in operands if rows.source(x) is None]
+    if any(isinstance(place := samples_of(x), int) and place for x in data):
+        return None  # the samples are not in the first dimension
     dims, count = max((x.dim() for x in data), default=0), max((x.shape[0] for x in data), default=0)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) if func in ALONG else 1
     if func in STACKS and dims < 3:
@@ -181,6 +263,39 @@ def _set(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Inste
     return lambda: func(target, index, value)
 
 
+def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
+    """x[index], with an index that depends on data: a part of x, or a row of a table for each row of the index."""
+    entries = index if isinstance(index, tuple) else (index,)
+    if rows.source(x) is None or not entries:
+        return None
+    if not any(isinstance(entry, Tensor) and entry.dim() for entry in entries):  # integers
+        index = tuple(int(e) if isinstance(e, Tensor) and e.dtype != torch.bool else e for e in entries)
+        return lambda: x[index]
+    first, others = entries[0], entries[1:]
+    if not isinstance(first, Tensor) or first.is_floating_point() or first.dtype in (torch.bool, torch.uint8):
+        return None
+    if others or not first.dim() or not x.dim():
+        return None
+    return _looked_up(x, first)
+
+
+def _index_select(rows: Rows, func: Any, input: Tensor, dim: int, index: Tensor) -> Instead:
+    if rows.source(input) is None or dim % max(1, input.dim()) or index.dim() != 1:
+        return None
+    return _looked_up(input, index)
+
+
+def _looked_up(x: Tensor, ids: Tensor) -> Instead:
+    """x[ids] as an embedding of ids, which may count from the end."""
+    ids, count = ids.long(), len(x)
+
+    def instead() -> Tensor:
+        found = torch.nn.functional.embedding(ids.remainder(count), x.flatten(1) if x.dim() > 1 else x.unsqueeze(1))
+        return found.unflatten(-1, x.shape[1:]) if x.dim() > 2 else found if x.dim() == 2 else found.squeeze(-1)
+
+    return instead
+
+
 def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
     """A target that is made of parameters becomes a copy of them for each row, which data may be written to."""
     source = rows.source(target)
@@ -219,26 +334,26 @@ def _spread(copies: Tensor, inner: Sequence[int], dims: int) -> Tensor:
     return copies.reshape(copies.shape[0], *[1] * (dims - 1 - len(inner)), *inner)
 
 
-def _methods(*names: str) -> set[Any]:
+def methods(*names: str) -> set[Any]:
     """The operations of these names, as functions of torch and as methods."""
     found = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in names}
     return found - {None}
 
 
-LIKE = _methods("expand_as", "view_as", "reshape_as", "type_as", "to")
+LIKE = methods("expand_as", "view_as", "reshape_as", "type_as", "to")
 """Operations that read of their second operand only what it looks like; `to` may be one."""
-BROADCAST_IN_PLACE = _methods(
+BROADCAST_IN_PLACE = methods(
     *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "copy_", "pow_"),
     *("lerp_", "addcmul_", "addcdiv_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "atan2_", "hypot_"),
 )
-ALONG = _methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add", "index_copy")
-ALONG |= _methods("scatter_", "scatter_add_", "index_add_", "index_copy_")
+ALONG = methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add", "index_copy")
+ALONG |= methods("scatter_", "scatter_add_", "index_add_", "index_copy_")
 """Operations that move entries along one dimension, their second argument."""
-STACKS = _methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
+STACKS = methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
 """Operations on stacks of matrices: one matrix has no row for each sample."""
-PAIRED = _methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
-PAIRED |= _methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
-PAIRED |= _methods("remainder", "copysign") | {torch.linalg.cross, F.bilinear, F.grid_sample} | ALONG | STACKS
+PAIRED = methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
+PAIRED |= methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
+PAIRED |= methods("remainder", "copysign") | {torch.linalg.cross, F.bilinear, F.grid_sample} | ALONG | STACKS
 JOINED = {torch.stack, torch.hstack, torch.column_stack, torch.dstack, torch.concatenate}
 
 MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
@@ -248,14 +363,18 @@ REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(LIKE, _like),
     torch.Tensor.to: _to,
     torch.broadcast_tensors: _broadcast_tensors,
-    **dict.fromkeys(_methods("matmul", "mm", "mv"), _matmul),
+    **dict.fromkeys(methods("matmul", "mm", "mv"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
+    **dict.fromkeys(methods("bmm"), _bmm),
+    torch.einsum: _einsum,
     **dict.fromkeys(JOINED, _joined),
-    **dict.fromkeys(_methods("masked_scatter"), _masked_scatter),
-    **dict.fromkeys(_methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
+    **dict.fromkeys(methods("masked_scatter"), _masked_scatter),
+    **dict.fromkeys(methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
     **dict.fromkeys(MIXING, _batch_norm),
     **dict.fromkeys(BROADCAST_IN_PLACE, _broadcast_in_place),
     torch.Tensor.__setitem__: _set,
+    torch.Tensor.__getitem__: _read,
+    **dict.fromkeys(methods("index_select"), _index_select),
 }
 """Asked for each operation that reads data and what is made of parameters."""
 

@@ -1,0 +1,162 @@
+"""A weight W of any number of dimensions in an einsum with one activation a, samples first: y = einsum("b..,..->b..").
+
+Each letter of W says what it is to the product, as in a linear layer with groups:
+
+    in a and y      a group: each has a product of its own
+    in a alone      an input, d
+    in y alone      an output, p
+    in neither      summed over: its entries have one gradient
+
+and those of a and y that W does not have are positions, T. So the per-sample gradient is G products gᵀa, and its
+squared norm the sum of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.rules.base import Bilinear, Gradient, Refused, Rule, Spec
+from clipping.rules.grams import gram_product, part
+from clipping.rules.products import products
+
+REMEDY = "write it as torch.matmul or as several einsums of two operands, or use microbatch"
+
+
+class Contraction(Bilinear):
+    """W in y = einsum("a,w->y").
+
+    Args:
+        weight: of the letters `w`.
+        x: the activation, of the letters `a`, of which the first is the samples'.
+        letters: a, w and y, each a string without repeated letters; y begins as a does.
+    """
+
+    ghosts = ("gram",)
+
+    def __init__(self, weight: Tensor, x: Tensor, letters: tuple[str, str, str], fold: int = 1) -> None:
+        a, w, y = letters
+        sizes = dict(zip(a, x.shape, strict=True)) | dict(zip(w, weight.shape, strict=True))
+        self.grouped = [c for c in w if c in a and c in y]
+        self.contracted = [c for c in w if c in a and c not in y]
+        self.made = [c for c in w if c not in a and c in y]
+        self.along = [c for c in a[1:] if c not in w and c in y]
+        self.letters, self.sizes = letters, sizes
+
+        def size(group: Sequence[str]) -> int:
+            return math.prod(sizes[c] for c in group)
+
+        super().__init__(weight, fold * size(self.along), size(self.contracted), size(self.made), size(self.grouped))
+        self.x, self.fold = x, fold
+
+    def held_input(self) -> Tensor | None:
+        return self.x
+
+    def regroup(self, fold: int) -> Rule:
+        return Contraction(self.parameter, self.x, self.letters, fold)
+
+    def shapes(self) -> tuple[object, ...]:
+        return *super().shapes(), self.letters
+
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """[b, G, T, d] and [b, G, T, p]."""
+        rows = self.rows(samples)
+        a, _, y = self.letters
+        x, g = part(self.x, rows), part(g, rows)
+        if over := [i for i, c in enumerate(a) if i and c not in y and c not in self.contracted]:
+            x, a = x.sum(over), "".join(c for i, c in enumerate(a) if i not in over)
+        x = x if x.dtype == g.dtype else x.to(g.dtype)
+        return self._arranged(x, a, self.contracted), self._arranged(g, y, self.made)
+
+    def _arranged(self, x: Tensor, letters: str, last: Sequence[str]) -> Tensor:
+        order = [letters[0], *self.grouped, *self.along, *last]
+        x = x.permute([letters.index(c) for c in order])
+        count, last_size = x.shape[0], math.prod(self.sizes[c] for c in last)
+        x = x.reshape(count // self.fold, self.fold, self.groups, self.positions // self.fold, last_size)
+        x = x[:, 0] if self.fold == 1 else x.transpose(1, 2).flatten(2, 3)
+        return x
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        x, g = self.operands(g, samples)
+        count = len(x)
+        return self._placed(products(*(each.flatten(0, 1).transpose(1, 2) for each in (x, g))), count)
+
+    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
+        x, g = (each.transpose(0, 1).flatten(1, 2).transpose(1, 2) for each in (x, g))  # [G, d, b T]
+        return self._placed(products(x, g), 1)[0]
+
+    def _placed(self, found: Tensor, count: int) -> Tensor:
+        """[b · G, d, p] to [b, *shape of W]."""
+        order = [*self.grouped, *self.contracted, *self.made]
+        _, w, _ = self.letters
+        found = found.reshape(count, *(self.sizes[c] for c in order))
+        found = found.permute(0, *(1 + order.index(c) for c in w if c in order))
+        for i, c in enumerate(w):
+            found = found if c in order else found.unsqueeze(1 + i)
+        return found.expand(count, *self.parameter.shape)
+
+    def copied(self, g: Tensor | Spec) -> int:
+        return self.groups * self.positions * min(self.inputs, self.outputs) * g.element_size()
+
+    def summing_bytes(self, g: Tensor | Spec) -> int:
+        samples, beside = self.portion(g)
+        return 2 * samples * self.copied(g) + beside
+
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        x, g = self.operands(g, samples)
+        count = len(x)
+        squares = gram_product(x.flatten(0, 1), g.flatten(0, 1), self.workspace(g)).view(count, -1).sum(1)
+        repeated = self.parameter.numel() // max(1, self.groups * self.inputs * self.outputs)
+        return squares * repeated
+
+
+def parsed(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
+    """The letters of each operand and of the output; those for "..." in capitals that it does not use.
+
+    Raises:
+        Refused: a repeated letter in one operand.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    terms = left.split(",")
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz" if c not in equation]
+    dims = [
+        x.dim() - len(term.replace("...", "")) if "..." in term else 0 for term, x in zip(terms, operands, strict=True)
+    ]
+    dots = "".join(free[: max(dims)])
+    found = [term.replace("...", dots[len(dots) - n :]) for term, n in zip(terms, dims, strict=True)]
+    if not arrow:
+        once = sorted(c for c in set(left) - set(",.") if left.count(c) == 1)
+        right = "..." + "".join(once) if "..." in left else "".join(once)
+    right = right.replace("...", dots)
+    if any(len(set(term)) < len(term) for term in [*found, right]):
+        raise Refused("an einsum that takes a diagonal has no rule", REMEDY)
+    return found, right
+
+
+def einsum(equation: Any, *operands: Any) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.einsum of an activation and a weight, in either order, whose first letter are the samples."""
+    flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
+    if not isinstance(equation, str) or len(flat) != 2:
+        raise Refused("einsum has a rule for an equation and two operands only", REMEDY)
+    terms, y = parsed(equation, flat)
+    output = torch.einsum(equation, *flat)
+    output = output.clone() if output._is_view() else output  # changed in place, it would get another node
+    gradients = []
+    for mine, other in ((0, 1), (1, 0)):
+        a, w = terms[other], terms[mine]
+        if not y or a[:1] != y[:1] or y[0] in w or any(n == 1 for n in _broadcast(flat[other], flat[mine], a, w)):
+            continue
+        gradients.append((flat[mine], Contraction, flat[other].detach(), (a, w, y)))
+    if not gradients:
+        raise Refused("einsum has a rule for samples in the first dimension of data and output only", REMEDY)
+    return output, gradients
+
+
+def _broadcast(x: Tensor, weight: Tensor, a: str, w: str) -> list[int]:
+    """Sizes of letters that are 1 in one operand, and more in the other."""
+    other = dict(zip(w, weight.shape, strict=True))
+    return [min(n, other[c]) for c, n in zip(a, x.shape, strict=True) if c in other and other[c] != n]

@@ -1,0 +1,150 @@
+"""Rules for rows that are not in the samples' order: gathered by experts, of a loop's one sample, of jagged sequences.
+
+A weight's rows are put side by side for each sample, filled up with zeros, which add nothing to any product; norms and
+gradients are then those of ordinary layers with so many positions. Their clipped sum needs no order: each row is
+scaled by its own sample's factor. Of any other rule the gradients of rows are added up by sample.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipping.blocks import blocks
+from clipping.rows import Rows, taken
+from clipping.rules.base import Rule, Spec, Work
+from clipping.rules.embedding import EmbeddingWeight
+from clipping.rules.grouped import GroupedWeight
+from clipping.rules.linear import LinearWeight
+
+
+def gathered(rule: Rule, rows: Rows) -> Rule:
+    """The rule of rows whose samples are given, from the one of as many samples as rows."""
+    if not len(rows.owners):
+        return Nothing(rule.parameter, rows)
+    if isinstance(rule, GroupedWeight):
+        return rule.of_rows(rows)
+    if type(rule) is LinearWeight:
+        return GatheredLinear(rule, rows)
+    if type(rule) is EmbeddingWeight:
+        return GatheredEmbedding(rule, rows)
+    return AddedUp(rule, rows)
+
+
+def of_rows(factors: Tensor, rows: Rows) -> Tensor:
+    """Factors of samples [B] to those of their rows [n]; 0 for rows of nobody."""
+    owners = rows.owners
+    return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
+
+
+class Nothing(Rule):
+    """No rows: an expert that nothing was routed to."""
+
+    def __init__(self, parameter: Tensor, rows: Rows) -> None:
+        super().__init__(parameter)
+        self.order = rows
+
+    def samples(self, g: Tensor | Spec) -> int:
+        return self.order.batch_size
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        return g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
+
+
+class AddedUp(Rule):
+    """Any rule: the gradients of rows, added up by sample.
+
+    Args:
+        rule: of as many samples as there are rows.
+        rows: whose they are.
+    """
+
+    def __init__(self, rule: Rule, rows: Rows) -> None:
+        super().__init__(rule.parameter, rule.positions, rule.inputs, rule.outputs, rule.groups)
+        self.rule, self.order = rule, rows
+        self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
+
+    def samples(self, g: Tensor | Spec) -> int:
+        return self.order.batch_size
+
+    def output_rows(self, count: int) -> int:
+        return len(self.order.owners)
+
+    def work(self, g: Tensor | Spec, way: str) -> Work:
+        share = max(1, -(-len(self.order.owners) // self.order.batch_size))
+        return Work(*(share * number for number in self.rule.work(g, way)))
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        owners = self.order.owners
+        mine = (owners >= samples.start) & (owners < samples.stop)
+        everything = samples.start == 0 and samples.stop >= self.order.batch_size
+        total = None
+        for each in blocks(len(owners), int(self.rule.work(g, way).workspace), self.workspace(g)):
+            if not everything and not bool(mine[each].any()):
+                continue
+            found = self.rule.instantiate(g, each, way).reshape(-1, *self.parameter.shape)
+            found = found * mine[each].view(-1, *[1] * (found.dim() - 1)) if not everything else found
+            if total is None:
+                total = found.new_zeros(samples.stop - samples.start + 1, *found.shape[1:])
+            at = torch.where(mine[each], owners[each] - samples.start, samples.stop - samples.start)
+            total.index_add_(0, at, found)
+        if total is None:
+            return g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
+        return total[:-1]
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        return self.rule.weighted(g, of_rows(factors, self.order))
+
+
+class GatheredLinear(LinearWeight):
+    """A linear layer's weight, with the rows of each sample side by side as its positions."""
+
+    def __init__(self, rule: LinearWeight, rows: Rows) -> None:
+        super().__init__(rule.parameter, rule.a, rule.transposed)
+        self.order = rows
+        of_row = rule.a.numel() // rule.inputs // len(rows.owners)
+        longest = of_row * rows.padded.shape[1]
+        if self.positions == 1 < longest:
+            self.positions = longest
+            self.offer_compiled()
+        self.positions = 1 << (longest - 1).bit_length()  # of one size in most steps: plans are made by it
+
+    def samples(self, g: Tensor | Spec) -> int:
+        return self.order.batch_size
+
+    def output_rows(self, count: int) -> int:
+        return len(self.order.owners)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        return LinearWeight(self.parameter, self.a, self.transposed).weighted(g, of_rows(factors, self.order))
+
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        index = self.order.padded[samples]
+        a, g = taken(self.a, index), taken(g, index, filled=True)
+        a = a if a.dtype == g.dtype else a.to(g.dtype)
+        return a.reshape(len(index), -1, self.inputs), g.reshape(len(index), -1, self.outputs)
+
+
+class GatheredEmbedding(EmbeddingWeight):
+    """An embedding, with what the rows of each sample read as its positions."""
+
+    def __init__(self, rule: EmbeddingWeight, rows: Rows) -> None:
+        super().__init__(rule.parameter, rule.ids, rule.padding_idx, rule.scale)
+        self.order = rows
+        longest = max(1, self.positions) * rows.padded.shape[1]
+        self.positions = 1 << (longest - 1).bit_length()
+
+    def samples(self, g: Tensor | Spec) -> int:
+        return self.order.batch_size
+
+    def output_rows(self, count: int) -> int:
+        return len(self.order.owners)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        rule = EmbeddingWeight(self.parameter, self.ids, self.padding_idx, self.scale)
+        return rule.weighted(g, of_rows(factors, self.order))
+
+    def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        index = self.order.padded[samples]
+        ids, g = super()._positions(g, slice(0, len(g)))  # of each row
+        return taken(ids, index).flatten(1), taken(g, index, filled=True).flatten(1, 2)

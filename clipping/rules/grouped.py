@@ -1,0 +1,108 @@
+"""A product in groups: rows of a, sorted by expert, each multiplied by the matrix of its own, W [E, d, p]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.rows import Rows, in_order, padded, taken
+from clipping.rules.base import Gradient, Refused, Rule, Spec
+from clipping.rules.grams import gram_product
+from clipping.rules.products import product, products
+
+
+class GroupedWeight(Rule):
+    """∂/∂W_e of one sample is Σ_t a_tᵀ g_t over its rows t that expert e takes.
+
+    A sample's squared norm is the sum of those of its experts: rows of one sample and expert are put side by side.
+
+    Args:
+        weight: [E, d, p].
+        a: [n, d], sorted by expert.
+        ends: [E], where the rows of each expert end; rows after the last belong to none.
+    """
+
+    ghosts = ("gram",)
+
+    def __init__(self, weight: Tensor, a: Tensor, ends: Tensor) -> None:
+        experts, inputs, outputs = weight.shape
+        super().__init__(weight, positions=1, inputs=inputs, outputs=outputs, groups=experts)
+        self.a, self.ends = a, ends
+        self.owners, self.count = torch.arange(len(a), device=a.device), len(a)
+
+    def regroup(self, fold: int) -> Rule:
+        return self.of_rows(Rows(in_order(len(self.a), len(self.a) // fold, self.a.device), len(self.a) // fold))
+
+    def of_rows(self, rows: Rows) -> Rule:
+        """The rule for rows of these samples."""
+        self.owners, self.count = rows.owners, rows.batch_size
+        rows_each = -(-len(self.a) // max(1, self.count * self.groups))
+        self.positions = 1 << (max(1, rows_each) - 1).bit_length()
+        return self
+
+    def held_input(self) -> Tensor | None:
+        return self.a
+
+    def samples(self, g: Tensor | Spec) -> int:
+        return self.count
+
+    def output_rows(self, count: int) -> int:
+        return len(self.a)
+
+    @cached_property
+    def _segments(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each sample and expert that have rows: the sample, the expert, and which rows they are, filled up."""
+        experts = torch.searchsorted(self.ends, torch.arange(len(self.a), device=self.a.device), right=True)
+        keys = torch.where((experts < self.groups) & (self.owners >= 0), self.owners * self.groups + experts, -1)
+        there, segment = keys.unique(return_inverse=True)
+        nobody = int(len(there) > 0 and bool(there[0] < 0))
+        there = there[nobody:]
+        return there // self.groups, there % self.groups, padded(segment - nobody, len(there))
+
+    def _side_by_side(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sample and expert of each segment of some samples, a [S, L, d] and g [S, L, p]."""
+        owners, experts, index = self._segments
+        mine = (owners >= samples.start) & (owners < samples.stop)
+        index = index[mine]
+        a, g = taken(self.a, index), taken(g, index, filled=True)
+        return owners[mine] - samples.start, experts[mine], a if a.dtype == g.dtype else a.to(g.dtype), g
+
+    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
+        owners, experts, a, g = self._side_by_side(g, samples)
+        total = g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
+        total[owners, experts] = products(a.transpose(1, 2), g.transpose(1, 2))
+        return total
+
+    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
+        owners, _, a, g = self._side_by_side(g, samples)
+        squares = gram_product(a, g, self.workspace(g)) if len(a) else a.new_zeros(0)
+        return squares.new_zeros(samples.stop - samples.start).index_add_(0, owners, squares)
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        factors = torch.where(self.owners >= 0, factors[self.owners.clamp(min=0)], torch.zeros_like(factors[:1]))
+        g = g * factors[:, None].to(g.dtype)
+        total, start = torch.zeros_like(self.parameter), 0
+        for expert, end in enumerate(self.ends.tolist()):
+            if end > start:
+                total[expert] = product(self.a[start:end].to(g.dtype), g[start:end])
+            start = end
+        return total
+
+
+def grouped_mm(
+    mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> tuple[Tensor, Sequence[Gradient]]:
+    """torch.nn.functional.grouped_mm of rows [n, d], which `offs` cuts into groups, and a matrix for each of these."""
+    if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
+        raise Refused("grouped_mm has a rule for rows [n, d] in groups times [E, d, p], without a bias", "use matmul")
+    options = {} if out_dtype is None else {"out_dtype": out_dtype}
+    return GROUPED(mat_a, mat_b, offs=offs, **options), ((mat_b, GroupedWeight, mat_a, offs),)
+
+
+GROUPED: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+"""The operation, by the name that this version of torch has for it."""
