@@ -13,6 +13,7 @@ from report_records import CUDA, GIB, RunFile
 
 from clipping import VARIANTS
 from dpbench.conformance import ConformanceTrial
+from dpbench.coverage import CoverageTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
 from dpbench.training import AuditTrial, UtilityTrial
@@ -215,6 +216,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         run.add(trial, outcome="unsupported", evidence="no valid bound")
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
     run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
+    run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), {"built": False, "reason": "no such model"})
     spread = DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=4)
     run.add(spread, outcome="timeout", evidence="still running")
     drawn, _ = draw(run, figure)
