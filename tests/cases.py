@@ -60,12 +60,12 @@ BARE_USES = (
 )
 CUSTOM = ("a custom function beside another use", "a custom function from the second step on")
 HIDDEN = (*CUSTOM, "a derivative of a derivative")
-LATE = "samples that mix: from the second step on"
+LATE = "samples mix: from the second step on"
 MIXING = (
-    "samples that mix: by statistics in training alone",
-    "samples that mix: by a detached mean",
-    "samples that mix: rolled by two",
-    "samples that mix: rows in another order",
+    "samples mix: statistics in training alone",
+    "samples mix: a detached mean",
+    "samples mix: rolled by two",
+    "samples mix: rows in another order",
 )
 """Right is a refusal, but for who gives each sample to the model alone; the last of them needs a look at the graph."""
 HOOKED = (

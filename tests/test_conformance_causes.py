@@ -29,7 +29,7 @@ PARAMETERS_OF_NO_LAYER = [
     "a power that is a parameter",
     "a custom function beside another use",
 ]
-MIXED = [f"samples that mix: {how}" for how in ("by statistics in training alone", "by a detached mean")]
+MIXED = [f"samples mix: {how}" for how in ("statistics in training alone", "a detached mean")]
 
 
 class LayersAlone(Hooked):
@@ -102,11 +102,8 @@ HOOKED: list[tuple[type[Hooked], str]] = [
     (InEvalMode, "a layer of training alone"),
     (LayersOfTheFirstStep, "a layer that a later step takes first"),
     (DerivativesUnseen, "a derivative of a derivative"),
-    *(
-        (NeverLooks, case)
-        for case in (*MIXED, "samples that mix: rolled by two", "samples that mix: rows in another order")
-    ),
-    (LooksOnce, "samples that mix: from the second step on"),
+    *((NeverLooks, case) for case in (*MIXED, "samples mix: rolled by two", "samples mix: rows in another order")),
+    (LooksOnce, "samples mix: from the second step on"),
 ]
 
 
@@ -175,9 +172,9 @@ OURS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (blind_after_the_first_step, "a custom function from the second step on", "refuses"),
     (without_leaves, "hidden state above a frozen layer", "exact"),
     (without_renewal, "a bias changed in place", "exact"),
-    (without_others, "samples that mix: rolled by two", "refuses"),
-    (without_rows, "samples that mix: from the second step on", "refuses"),
-    (without_either, "samples that mix: rows in another order", "refuses"),
+    (without_others, "samples mix: rolled by two", "refuses"),
+    (without_rows, "samples mix: from the second step on", "refuses"),
+    (without_either, "samples mix: rows in another order", "refuses"),
 ]
 
 

@@ -62,14 +62,14 @@ HIDDEN: dict[str, Callable[[], nn.Module]] = {
     "a derivative of a derivative": Forces,
 }
 MIXING: dict[str, Callable[[], nn.Module]] = {
-    "by statistics in training alone": partial(Mixing, by_statistics),
-    "by a detached mean": partial(Mixing, by_detached_mean),
+    "statistics in training alone": partial(Mixing, by_statistics),
+    "a detached mean": partial(Mixing, by_detached_mean),
     "rolled by two": partial(Mixing, by_rolling),
     "rows in another order": Sorting,
     "from the second step on": partial(Mixing, by_statistics, late=False),
 }
 REFUSALS: dict[str, Check] = {
     **{name: partial(held, make, False) for name, make in HIDDEN.items()},
-    **{f"samples that mix: {name}": partial(held, make, True) for name, make in MIXING.items()},
+    **{f"samples mix: {name}": partial(held, make, True) for name, make in MIXING.items()},
 }
 """Name -> check."""
