@@ -36,6 +36,7 @@ def not_for(refuses: Iterable[str], wrong: Iterable[str] = ()) -> dict[str, str]
     return dict.fromkeys(refuses, "refuses") | dict.fromkeys(wrong, "wrong")
 
 
+TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
 PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
 
 BAGS = ("bag of words", "bag of words mean", "bag of words padding_idx")
@@ -49,6 +50,31 @@ SAME = ("conv2d same", "conv2d same even kernel", "conv2d valid")
 PADDING_MODE = ("conv2d circular", "conv2d reflect")
 PADDING_IDX = ("embedding padding_idx", "embedding negative padding_idx")
 GROUPS = ("conv1d strided", "conv2d groups", "conv2d depthwise")
+BARE_USES = (
+    "expanded like the data",
+    "expanded like longer data",
+    "a bias changed in place",
+    "a product changed in place",
+    "a spectrum of a parameter",
+    "a power that is a parameter",
+)
+CUSTOM = ("a custom function beside another use", "a custom function from the second step on")
+HIDDEN = (*CUSTOM, "a derivative of a derivative")
+LATE = "samples mix: from the second step on"
+MIXING = (
+    "samples mix: statistics in training alone",
+    "samples mix: a detached mean",
+    "samples mix: rolled by two",
+    "samples mix: rows in another order",
+)
+"""Right is a refusal, but for who gives each sample to the model alone; the last of them needs a look at the graph."""
+HOOKED = (
+    *MIXING,
+    "a custom function from the second step on",
+    "a derivative of a derivative",
+    "a bias changed in place",
+)
+HOOKED_WRONG = ("a custom function beside another use", LATE)
 FULL_HOOKS = (
     "residual in place",
     "encoder, sequence first",
@@ -70,29 +96,48 @@ NO_FORMULA = (
 )
 
 NOT_FOR: dict[str, dict[str, str]] = {
-    "vmap": not_for((*RECURRENT, "bags of different sizes")),
+    "vmap": not_for((*RECURRENT, "bags of different sizes", *HIDDEN)),
+    **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING, LATE))),
     "opacus_hooks": not_for(
-        (*FULL_HOOKS, "layer norm without bias"),
-        wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes", "as many positions as samples", "penalised"),
+        (*FULL_HOOKS, *HOOKED, "layer norm without bias"),
+        wrong=(
+            *PADDING_MODE,
+            *PADDING_IDX,
+            *HOOKED_WRONG,
+            "bags of different sizes",
+            "as many positions as samples",
+            "penalised",
+        ),
     ),
     "opacus_functorch": not_for(
-        (*FULL_HOOKS, "bags of different sizes"), wrong=("as many positions as samples", "penalised")
+        (*FULL_HOOKS, *HOOKED, "bags of different sizes"),
+        wrong=(*HOOKED_WRONG, "as many positions as samples", "penalised"),
     ),
     "opacus_ew": not_for(
         (
             *NO_FORMULA,
             *SEQUENCE_FIRST,
+            *MIXING,
+            *CUSTOM,
+            *BARE_USES,
             "conv3d everything",
             "keyword inputs",
             "as many positions as samples",
             "windows",
             "penalised",
         ),
-        wrong=PADDING_IDX,
+        wrong=(*PADDING_IDX, "a derivative of a derivative", LATE),
     ),
     "opacus_ghost": not_for(
-        (*FULL_HOOKS, "layer norm without bias", "linear 4-D no bias", "reused", "tied head"),
-        wrong=(*PADDING_MODE, *PADDING_IDX, "bags of different sizes", "as many positions as samples", "penalised"),
+        (*FULL_HOOKS, *HOOKED, "layer norm without bias", "linear 4-D no bias", "reused", "tied head"),
+        wrong=(
+            *PADDING_MODE,
+            *PADDING_IDX,
+            *HOOKED_WRONG,
+            "bags of different sizes",
+            "as many positions as samples",
+            "penalised",
+        ),
     ),
     "private_cnn": not_for(
         (

@@ -11,6 +11,7 @@ import clipping.rules.base
 from clipping import Flat, compare, load_backend
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import TOLERANCE, judge
+from dpbench.conformance.refusals import REFUSALS
 from dpbench.conformance.suite import checks, per_layer
 
 KNOWN = checks()
@@ -152,6 +153,14 @@ ELSEWHERE = ("batch: ", "norms in ", "the model left")  # the tests above, which
 def test_the_contract(name: str, backend: str):
     """Every clipping function, the black-box sensitivity of each, a skipped layer, a loss of one column, overflow."""
     assert result(name, backend) == "exact"
+
+
+@pytest.mark.parametrize("backend", ["microbatch", *WITH_PEER])
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_few_can_be_exact_on(name: str, backend: str):
+    """Hidden reads of parameters and samples that mix: refused, but by who gives each sample to the model alone."""
+    found = result(name, backend)
+    assert found.partition(":")[0] == NOT_FOR.get(backend, {}).get(name, "exact"), found
 
 
 @pytest.mark.gpu

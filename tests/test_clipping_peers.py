@@ -23,6 +23,7 @@ from clipping import (
     compare,
     load_backend,
 )
+from dpbench.conformance.refusals import REFUSALS
 
 every_peer = pytest.mark.parametrize("backend", PEERS)
 
@@ -66,6 +67,12 @@ def test_case(case: Case, backend: str):
 @pytest.mark.parametrize("batch", ["one sample", "tied norms", "zero gradient", "empty"])
 def test_edge_batches(batch: str, backend: str):
     exact.test_exact_on_edge_batches(batch, backend)
+
+
+@every_peer
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_few_can_be_exact_on(name: str, backend: str):
+    exact.test_what_few_can_be_exact_on(name, backend)
 
 
 @every_peer

@@ -4,14 +4,16 @@
     for verdict in conformance(Mine):
         print(verdict.case, verdict.result)          # exact | refuses | wrong
 
-Three kinds of cases. *Models*: small networks, each with a habit that some library has got wrong in silence; norms,
+Four kinds of cases. *Models*: small networks, each with a habit that some library has got wrong in silence; norms,
 sums and losses beside the microbatch oracle, in float64 within 1e-9 and again in float32. *Clipping functions*: exact
 with each, and the black-box property that privacy rests on, that removing a sample moves the sum by the sensitivity at
 the most. *The contract*: batches of one sample, none, equal norms, a zero gradient, changing sizes; a loss shaped
-[B, 1]; half precision; the model left as it was found.
+[B, 1]; half precision; the model left as it was found. *Refusals*: reads of parameters that most backends cannot see,
+and samples that mix; right is the oracle's answer or a refusal.
 
-Verification on the first batch is off: what is judged is what a backend says, not whether it is found out. Not in here,
-for it is no backend's affair: noise, its scale, and the division by the nominal batch size.
+Verification is off: what is judged is what a backend says, not whether it is found out. It is on where
+samples mix, for to look for that is the interface's part. Not in here, for it is no backend's affair: noise, its scale,
+and the division by the nominal batch size.
 
 This module is for the parent process, and imports no torch.
 """

@@ -29,6 +29,15 @@ from dpbench.conformance.modules import (
     TwoInputs,
     Windows,
 )
+from dpbench.conformance.oddities import (
+    ChangedBias,
+    ChangedProduct,
+    ExpandedLike,
+    HiddenLeaf,
+    InTraining,
+    PowerMean,
+    Spectrum,
+)
 
 BATCH = 5
 
@@ -212,4 +221,13 @@ CASES = [
     Case("bags of different sizes", bags),
     Case("head registered first", lambda: images(HeadFirst(), size=(6,))),
     Case("ragged sequences", ragged),
+    Case("hidden state with a gradient", lambda: images(HiddenLeaf(), size=(4,))),
+    Case("hidden state above a frozen layer", lambda: images(HiddenLeaf(frozen=True), size=(4,))),
+    Case("a layer of training alone", lambda: images(InTraining(), size=(4,))),
+    Case("expanded like the data", lambda: images(ExpandedLike(), nn.Tanh(), size=(4,))),
+    Case("expanded like longer data", lambda: images(ExpandedLike(), nn.Tanh(), size=(3, 4))),
+    Case("a bias changed in place", lambda: images(ChangedBias(), nn.Tanh(), size=(3, 4))),
+    Case("a product changed in place", lambda: images(ChangedProduct(), nn.Tanh(), size=(3, 4))),
+    Case("a spectrum of a parameter", lambda: images(Spectrum(5), nn.Tanh(), size=(5, 4))),
+    Case("a power that is a parameter", lambda: images(PowerMean())),
 ]

@@ -149,16 +149,19 @@ def changing_sizes(backend: type[Backend], device: str) -> Measured:
     return Measured(agreement, coverage)
 
 
-def skipped_layer(backend: type[Backend], device: str) -> Measured:
-    """A layer that the second of two steps leaves out has no norm in it, whatever its norm was before."""
+def changing_path(at_first: bool, backend: type[Backend], device: str) -> Measured:
+    """A layer that one of two steps leaves out has no norm in that one, whatever its norm was before, and one in the
+    other, though it may not have been there at first.
+    """
     skipping = Skipping().double()
     x, y = torch.randn(5, 6).double(), torch.tensor([0, 1, 2, 0, 1])
     setup = model, x, y, loss = placed((skipping, x, y, cross_entropy), device)
     clip = Flat(median(setup))
     with opened(backend, model, loss, clip) as b:
-        agreement = hold(b(x, y), oracle(setup, clip), TOLERANCE)
-        skipping.all_of_it = False
-        agreement = worse(agreement, hold(b(x, y), oracle(setup, clip), TOLERANCE, " of the step without the layer"))
+        agreement = NONE
+        for skipping.all_of_it in (at_first, not at_first):
+            where = f" of the step {'with' if skipping.all_of_it else 'without'} the layer"
+            agreement = worse(agreement, hold(b(x, y), oracle(setup, clip), TOLERANCE, where))
         return Measured(agreement, dict(b.coverage))
 
 
@@ -272,7 +275,8 @@ CHECKS: dict[str, Check] = {
     "batch: zero gradient": zero_gradient,
     "batch: empty": empty,
     "batch: changing sizes": changing_sizes,
-    "a layer skipped in a later step": skipped_layer,
+    "a layer skipped in a later step": partial(changing_path, True),
+    "a layer that a later step takes first": partial(changing_path, False),
     "a loss shaped [B, 1]": column_of_losses,
     **{f"norms in {str(dtype).removeprefix('torch.')}": partial(precision, dtype) for dtype in HALF},
     "norms beyond float16": overflow,

@@ -96,9 +96,9 @@ def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup
     return model.to(device, dtype), inputs, targets, loss_fn
 
 
-def opened(backend: type[Backend], model: nn.Module, loss_fn: Any, clip: ClipFunction) -> Backend:
-    """The backend without its own verification."""
-    return backend(model, loss_fn, clip=clip, verify=False)
+def opened(backend: type[Backend], model: nn.Module, loss_fn: Any, clip: ClipFunction, verify: bool = False) -> Backend:
+    """The backend, without its own verification if that is not asked for."""
+    return backend(model, loss_fn, clip=clip, verify=verify)
 
 
 def oracle(setup: Setup, clip: ClipFunction, together: int = 1) -> ClippedGradient:

@@ -14,6 +14,7 @@ from dpbench.conformance.cases import CASES, Case
 from dpbench.conformance.contract import CHECKS, median
 from dpbench.conformance.judging import TOLERANCE, Check, Measured, Verdict, answered, hold, judge, oracle, placed
 from dpbench.conformance.references import backend_class
+from dpbench.conformance.refusals import REFUSALS
 
 SINGLE = 1e-3
 """Relative, of a model in float32 beside the oracle in float64: the cases have no activation that jumps."""
@@ -40,7 +41,7 @@ def checks(backend: type[Backend] = Backend) -> dict[str, Check]:
     of the checks of what clipping per sample promises.
     """
     models: dict[str, Check] = {case.name: partial(exact_on, case, "flat") for case in CASES}
-    return models | (CHECKS if backend.together == 1 else {})
+    return models | (CHECKS | REFUSALS if backend.together == 1 else {})
 
 
 def conformance(backend: type[Backend], device: str = "cpu", only: Iterable[str] | None = None) -> Iterator[Verdict]:

@@ -38,7 +38,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     said = [
         f"{len(frame) - 1} cases: small models in float64 and float32, clipping functions, batches, side effects.",
         "Exact: norms and clipped sums are the microbatch oracle's. Refuses: says so, with a reason. Wrong: neither;",
-        "verification of the first batch, which finds such a backend out, is off here.",
+        "verification of the first batch, which finds such a backend out, is off here, but where samples mix.",
     ]
     return captions.caption(said, records, left_out, setting=False)
 
