@@ -200,8 +200,9 @@ def _permuted(it: Mover) -> Moved:
     place = samples_of(x)
     if not isinstance(place, Rows) or place.unknown:
         return place if isinstance(place, Rows) else None
-    if not place.owners.dim():
-        return place
+    if not place.owners.dim():  # one sample's, of which a first dimension makes a batch of one
+        first = it.func in UNSQUEEZES and it.option(1, "dim") in (0, -1 - x.dim())
+        return it.rows(place.owners[None]) if first else place
     owners = it.owners(x, x.dim())
     assert owners is not None
     return _all(it, it.func(owners, *it.args[1:], **it.kwargs))
@@ -293,6 +294,7 @@ def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
     return it.unknown() if known else places[0] if places else 0
 
 
+UNSQUEEZES = methods("unsqueeze")
 SINGLE = methods("select", "unbind")
 VIEWS = methods("view", "reshape", "flatten", "unflatten", "squeeze", "contiguous", "clone", "detach", "ravel")
 VIEWS |= {torch.Tensor.view, torch.Tensor.unflatten}

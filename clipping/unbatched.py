@@ -20,6 +20,7 @@ from clipping.sources import samples_of
 
 OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
 """Operations on the last dimension or two, whatever is before."""
+OF_FEATURES = OF_ROWS - {F.embedding}
 OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 """Operations that do the same without a batch."""
 BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
@@ -41,10 +42,9 @@ def whose(func: Any, data: Sequence[Tensor]) -> tuple[int, Rows | None]:
     for x in data:
         place = samples_of(x)
         if isinstance(place, Rows):
-            if func in OTHERWISE:
-                continue
-            if not x.dim() and not x.is_floating_point():
-                continue  # the number of an expert, say: it belongs to no sample
+            numbers = not (x.is_floating_point() or x.is_complex())
+            if func in OTHERWISE or (numbers and (not x.dim() or any(y.is_floating_point() for y in data))):
+                continue  # the number of an expert, say, or where its rows end: they belong to no sample
             place = place.simplest
             if isinstance(place, Rows):
                 if place.unknown:
@@ -52,7 +52,13 @@ def whose(func: Any, data: Sequence[Tensor]) -> tuple[int, Rows | None]:
                 rows.append(place)
                 continue
         at = max(at, place)
-    return (0, max(rows, key=lambda each: each.owners.dim())) if rows else (at, None)
+    if not rows:
+        return at, None
+    order = max(rows, key=lambda each: each.owners.dim())
+    dims = order.owners.dim()
+    if dims and func in OF_FEATURES and any(x.dim() <= dims for x in data):
+        raise Refused("numbers of several samples stand in one row", GATHER)
+    return 0, order
 
 
 def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor]) -> Any:

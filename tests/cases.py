@@ -97,7 +97,7 @@ NO_FORMULA = (
 
 NOT_FOR: dict[str, dict[str, str]] = {
     "vmap": not_for((*RECURRENT, "bags of different sizes", *HIDDEN)),
-    **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING, LATE))),
+    **dict.fromkeys(TAPE, not_for((*HIDDEN, *MIXING[:-1], LATE))),  # rows in another order they follow
     "opacus_hooks": not_for(
         (*FULL_HOOKS, *HOOKED, "layer norm without bias"),
         wrong=(

@@ -159,12 +159,6 @@ def without_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(clipping.apart, "changed", lambda *step: None)
 
 
-def without_either(patch: pytest.MonkeyPatch) -> None:
-    """Both."""
-    without_rows(patch)
-    without_others(patch)
-
-
 OURS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (blind_to_reads, "a custom function beside another use", "refuses"),
     (blind_to_reads, "a custom function from the second step on", "refuses"),
@@ -174,7 +168,6 @@ OURS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [
     (without_renewal, "a bias changed in place", "exact"),
     (without_others, "samples mix: rolled by two", "refuses"),
     (without_rows, "samples mix: from the second step on", "refuses"),
-    (without_either, "samples mix: rows in another order", "refuses"),
 ]
 
 

@@ -84,6 +84,15 @@ def _bmm(rows: Rows, func: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> I
     return _paired(rows, func, input, mat2, **kwargs) or (None if kwargs else _stacked(rows, input, mat2))
 
 
+def _baddbmm(
+    rows: Rows, func: Any, input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Instead:
+    paired = _paired(rows, func, input, batch1, batch2, beta=beta, alpha=alpha)
+    if paired or beta != 1 or alpha != 1:
+        return paired
+    return lambda: torch.add(input, torch.bmm(batch1, batch2))
+
+
 def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
     """A product with a stack of matrices that all rows share, or that is on the left of the data."""
     dims = max(input.dim(), other.dim())
@@ -125,9 +134,15 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
     if not letter or letter not in result:
         return None
     weights = [x for x, term in zip(flat, terms, strict=True) if rows.source(x) is not None]
-    if any(letter in term for x, term in zip(flat, terms, strict=True) if rows.source(x) is not None):
-        own = {id(x): _own_along(rows, x, terms[i].find(letter)) for i, x in enumerate(flat) if rows.source(x)}
-        return lambda: torch.einsum(equation, *(own.get(id(x), x) for x in flat))
+    paired = [i for i, (x, term) in enumerate(zip(flat, terms, strict=True)) if rows.source(x) and letter in term]
+    if paired:  # with a row for each sample, which comes first
+        firsts = {i: terms[i].index(letter) for i in paired}
+        named = [letter + t.replace(letter, "") if i in paired else t for i, t in enumerate(terms)]
+        if any(firsts.values()):
+            moved = f"{','.join(named)}->{result}"
+            return lambda: torch.einsum(moved, *(x.movedim(firsts.get(i, 0), 0) for i, x in enumerate(flat)))
+        own = {i: rows.own(source) for i in paired if (source := rows.source(flat[i])) is not None}
+        return lambda: torch.einsum(equation, *(own.get(i, x) for i, x in enumerate(flat)))
     if len(flat) > 2 and len(weights) == 1:  # what the data make of each other first
         (i,) = [i for i, x in enumerate(flat) if x is weights[0]]
         others = [j for j in range(len(flat)) if j != i]
@@ -146,16 +161,6 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
         return made.movedim(0, result.index(letter)).contiguous()
 
     return instead
-
-
-def _own_along(rows: Rows, x: Tensor, dim: int) -> Tensor:
-    """An activation of a source whose dimension `dim` are the rows; the source itself if it has none."""
-    source = rows.source(x)
-    if source is None or dim < 0:
-        return x
-    if dim:
-        raise Refused("pairs the samples with a dimension of a parameter that is not its first", FREEZE)
-    return rows.own(source)
 
 
 def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
@@ -366,6 +371,8 @@ REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(methods("matmul", "mm", "mv"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
     **dict.fromkeys(methods("bmm"), _bmm),
+    torch.baddbmm: _baddbmm,
+    torch.Tensor.baddbmm: _baddbmm,
     torch.einsum: _einsum,
     **dict.fromkeys(JOINED, _joined),
     **dict.fromkeys(methods("masked_scatter"), _masked_scatter),

@@ -1,0 +1,451 @@
+"""Rows that are not the batch's, and weights in products of any layout: each pattern in a module of a few lines.
+
+Against the definition in float64, in every backend of the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from clipping import Flat, PerLayer, UnsupportedModel, compare, load_backend
+
+TAPE = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+B, T, D, P, E = 5, 4, 6, 3, 3
+FAST = {"bk_mixed": {"timing": False}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`forward(module, x)` of x [B, T, D]; `parts` are the module's parameters and layers."""
+
+    name: str
+    forward: Callable[[Any, Tensor], Tensor]
+    parts: Callable[[], dict[str, Any]]
+    says: str = ""
+    """What the refusal says, where there is no rule."""
+
+
+class Model(nn.Module):
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.forward_of = case.forward
+        for name, part in case.parts().items():
+            setattr(self, name, part if isinstance(part, nn.Module) else nn.Parameter(part))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_of(self, x)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """[B, T, D], of whose first numbers some are positive; none of one sample's, all of another's."""
+    torch.manual_seed(1)
+    x = torch.randn(B, T, D).double()
+    x[1, :, 0], x[2, :, 0] = -x[1, :, 0].abs(), x[2, :, 0].abs()
+    return x, torch.randn(B).double()
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.tanh().flatten(1).mean(1) - targets).square()
+
+
+# Mixtures of experts
+
+
+def routed(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [B T, D], the weights of their experts [B T, 2] and which these are."""
+    tokens = x.reshape(-1, D)
+    weights, chosen = m.router(tokens).softmax(-1).topk(2)
+    return tokens, weights, chosen
+
+
+def experts_by_index(m: Any, x: Tensor) -> Tensor:
+    """Slices of a 3-d parameter, as Mixtral and its family."""
+    tokens, weights, chosen = routed(m, x)
+    result = torch.zeros_like(tokens)
+    mask = F.one_hot(chosen, E).permute(2, 1, 0)
+    for expert in mask.sum((-1, -2)).nonzero():
+        expert = expert[0]
+        which, token = torch.where(mask[expert])
+        h = F.linear(tokens[token], m.up[expert]) + m.bias[expert]
+        h = F.linear(F.silu(h), m.down[expert]) * weights[token, which, None]
+        result.index_add_(0, token, h)
+    return result.view(x.shape)
+
+
+def experts_as_modules(m: Any, x: Tensor) -> Tensor:
+    """A layer for each expert, some of which nothing is routed to; results are written by a mask."""
+    tokens = x.reshape(-1, D)
+    chosen = m.router(tokens).argmax(-1)
+    result = torch.zeros_like(tokens)
+    for number, expert in enumerate(m.experts):
+        mask = chosen == number
+        result[mask] = expert(tokens[mask])
+    return result.view(x.shape) * m.router(x).softmax(-1).amax(-1, keepdim=True)
+
+
+def experts_by_index_select(m: Any, x: Tensor) -> Tensor:
+    tokens, weights, chosen = routed(m, x)
+    result = tokens
+    for number in range(E):
+        token, which = (chosen == number).nonzero(as_tuple=True)
+        h = torch.index_select(tokens, 0, token) @ m.up[number].t()
+        h = F.layer_norm(h, (2 * P,), m.scale) @ m.down[number].t()
+        result = result.index_add(0, token, h * weights[token, which].unsqueeze(-1))
+    return result.unflatten(0, x.shape[:2])
+
+
+def experts_sorted(m: Any, x: Tensor) -> Tensor:
+    """Tokens sorted by expert, cut up, joined and put back, as JetMoe and DeepSeek's own code."""
+    tokens, weights, chosen = routed(m, x)
+    order = chosen.flatten().argsort()
+    sizes = torch.bincount(chosen.flatten(), minlength=E).tolist()
+    parts = tokens[order // 2].split(sizes)
+    made = torch.cat([layer(part) for layer, part in zip(m.experts, parts, strict=True)])
+    back = torch.empty_like(made)
+    back[order] = made
+    return (back.view(*chosen.shape, D) * weights.unsqueeze(-1)).sum(1).view(x.shape)
+
+
+def experts_of_each_token(m: Any, x: Tensor) -> Tensor:
+    """A matrix read for each token, and a batched product."""
+    tokens, weights, chosen = routed(m, x)
+    h = torch.bmm(m.up[chosen[:, 0]], tokens.unsqueeze(-1)).squeeze(-1) + m.bias[chosen[:, 0]]
+    h = torch.bmm(h.tanh().unsqueeze(1), m.down[chosen[:, 0]].transpose(1, 2)).squeeze(1)
+    return (h * weights[:, :1]).view(x.shape)
+
+
+def experts_all(m: Any, x: Tensor) -> Tensor:
+    """Every token to every expert, in a product with a stack of matrices, as Llama 4."""
+    tokens = x.reshape(-1, D)
+    scores = m.router(tokens).sigmoid()
+    h = (tokens.repeat(E, 1) * scores.t().reshape(-1, 1)).view(E, -1, D)
+    h = torch.bmm(torch.bmm(h, m.up.transpose(1, 2)).relu(), m.down.transpose(1, 2)) + m.shift[:, None]
+    return h.reshape(E, -1, D).sum(0).view(x.shape)
+
+
+def experts_grouped(m: Any, x: Tensor) -> Tensor:
+    """The grouped product of torch, of rows sorted by expert; the last token is nobody's."""
+    tokens, weights, chosen = routed(m, x)
+    ids, order = chosen.flatten().sort()
+    ends = torch.bincount(ids, minlength=E).cumsum(0).to(torch.int32)
+    h = GROUPED(tokens[order // 2], m.up.transpose(1, 2), offs=ends) + m.bias[ids]
+    h = GROUPED(h.relu(), m.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
+    return h[order.argsort()].view(*chosen.shape, D).sum(1).view(x.shape)
+
+
+def capacity(m: Any, x: Tensor) -> Tensor:
+    """Dispatched by one-hot products within each sample, as GShard."""
+    chosen = F.one_hot(m.router(x).argmax(-1), E).to(x)
+    slots = F.one_hot((chosen.cumsum(1) * chosen).sum(-1).long() - 1, T).to(x)
+    dispatch = torch.einsum("bte,btc->btec", chosen, slots)
+    h = torch.einsum("btec,btd->becd", dispatch, x)
+    h = torch.einsum("becd,efd->becf", h, m.up).relu()
+    dispatch = dispatch * m.router(x).softmax(-1).unsqueeze(-1)
+    return torch.einsum("btec,becf,edf->btd", dispatch, h, m.down)
+
+
+class Wide(TorchFunctionMode):
+    """grouped_mm, which torch does not have in float64, by a loop."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in (GROUPED, torch._grouped_mm):
+            return func(*args, **kwargs)
+        ends = kwargs["offs"].tolist()
+        parts = zip([0, *ends], ends, args[1].unbind(), strict=False)
+        return torch.cat([args[0][start:end] @ weight for start, end, weight in parts])
+
+
+GROUPED: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
+
+
+def moe() -> dict[str, Any]:
+    return {
+        "router": nn.Linear(D, E),
+        "up": torch.randn(E, 2 * P, D),
+        "bias": torch.randn(E, 2 * P),
+        "down": torch.randn(E, D, 2 * P),
+    }
+
+
+def without(*names: str, **more: Any) -> Callable[[], dict[str, Any]]:
+    def parts() -> dict[str, Any]:
+        made = {name: part() if callable(part) else part for name, part in more.items()}
+        return {name: part for name, part in moe().items() if name not in names} | made
+
+    return parts
+
+
+def layers() -> dict[str, Any]:
+    return {"router": nn.Linear(D, E), "experts": nn.ModuleList(nn.Linear(D, D) for _ in range(E + 1))[:E]}
+
+
+EXPERTS = [
+    Case("experts by index", experts_by_index, moe),
+    Case("experts as modules", experts_as_modules, layers),
+    Case("experts by index_select", experts_by_index_select, without("bias", scale=lambda: torch.randn(2 * P))),
+    Case("experts, sorted", experts_sorted, layers),
+    Case("experts, a matrix for each token", experts_of_each_token, moe),
+    Case("experts, all of them", experts_all, without("bias", shift=lambda: torch.randn(E, D))),
+    Case("experts, grouped", experts_grouped, moe),
+    Case("experts with a capacity", capacity, without("bias")),
+]
+
+# Rows of other orders
+
+
+def jagged(m: Any, x: Tensor) -> Tensor:
+    """Sequences of different lengths end to end, one of which is empty."""
+    inside = x[..., 0] > 0
+    flat = m.layer(m.norm(x[inside])) * m.p
+    samples = inside.nonzero()[:, 0]
+    sums = flat.new_zeros(len(x), 3).index_add(0, samples, flat)
+    return m.head(sums)
+
+
+def jagged_back(m: Any, x: Tensor) -> Tensor:
+    inside = x[..., 0] > 0
+    h = torch.zeros(*x.shape[:2], 3).to(x)
+    h[inside] = m.layer(x[inside]) + m.p
+    return m.head(h)
+
+
+def split_up(m: Any, x: Tensor) -> Tensor:
+    inside = x[..., 0] > -9
+    flat = m.norm(x)[inside]
+    parts = flat.split(inside.sum(1).tolist())
+    return m.head(torch.stack([m.layer(part).mean(0) for part in parts]) * m.p)
+
+
+def one_by_one(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.head(m.layer(m.norm(x[i])) * m.p + m.p) for i in range(len(x))])
+
+
+def unbound(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m.head(m.layer(m.norm(row))).unsqueeze(0) for row in x])
+
+
+def vectors(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.head(m.layer(m.norm(row[0])) * m.p) for row in x.unbind()])
+
+
+def batches_of_one(m: Any, x: Tensor) -> Tensor:
+    return torch.cat([m.head(m.layer(m.norm(part)) * m.p) for part in x.split(1)])
+
+
+def images_one_by_one(m: Any, x: Tensor) -> Tensor:
+    return torch.stack([m.conv(image) for image in x.unsqueeze(1)])
+
+
+def tokens_one_by_one(m: Any, x: Tensor) -> Tensor:
+    ids = (x[..., 0] > 0).long()
+    return (
+        torch.stack([m.embedding(row) for row in ids]) + m.embedding(ids.flatten()[ids.flatten().argsort()]).sum() * 0
+    )
+
+
+def two_views(m: Any, x: Tensor) -> Tensor:
+    one, other = m.layer(torch.cat([x, -x])).chunk(2)
+    return one * other
+
+
+def time_major(m: Any, x: Tensor) -> Tensor:
+    steps = m.layer(torch.cat([x[:, t] for t in range(T)])) * m.p
+    return torch.stack(steps.chunk(T), 1)
+
+
+def reversed_rows(m: Any, x: Tensor) -> Tensor:
+    return m.layer(m.norm(x.flip(0))).flip(0)
+
+
+def by_length(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return m.head(m.layer(x[order]) * m.p)[order.argsort()]
+
+
+def some_rows(m: Any, x: Tensor) -> Tensor:
+    """A branch that the samples with a positive first number alone take."""
+    chosen = x[:, 0, 0] > 0
+    h = m.layer(x)
+    h[chosen] = h[chosen] + m.head(h[chosen])
+    return h
+
+
+def row() -> dict[str, Any]:
+    return {"layer": nn.Linear(D, 3), "norm": nn.LayerNorm(D), "p": torch.randn(3), "head": nn.Linear(3, 3)}
+
+
+def only(*names: str) -> Callable[[], dict[str, Any]]:
+    return lambda: {name: part for name, part in row().items() if name in names}
+
+
+ROWS = [
+    Case("jagged, added up", jagged, row),
+    Case("jagged, put back", jagged_back, only("layer", "p", "head")),
+    Case("jagged, split", split_up, row),
+    Case("one by one", one_by_one, row),
+    Case("unbound", unbound, only("layer", "norm", "head")),
+    Case("vectors, one by one", vectors, row),
+    Case("batches of one", batches_of_one, row),
+    Case("images, one by one", images_one_by_one, lambda: {"conv": nn.Conv2d(1, 2, 3)}),
+    Case("tokens, one by one", tokens_one_by_one, lambda: {"embedding": nn.Embedding(2, 3)}),
+    Case("two views", two_views, only("layer")),
+    Case("time-major", time_major, only("layer", "p")),
+    Case("reversed", reversed_rows, only("layer", "norm")),
+    Case("by length", by_length, only("layer", "p", "head")),
+    Case("a branch of some samples", some_rows, only("layer", "head")),
+]
+
+# Weights in products of any layout
+
+
+def learned_queries(m: Any, x: Tensor) -> Tensor:
+    h = m.layer(x)
+    weights = (m.queries @ h.transpose(1, 2)).softmax(-1)
+    return weights @ h
+
+
+def probe(m: Any, x: Tensor) -> Tensor:
+    queries = m.queries.repeat(len(x), 1, 1)
+    return m.attention(queries, x, x)[0]
+
+
+def positions_first(m: Any, x: Tensor) -> Tensor:
+    """XLNet's."""
+    h = torch.einsum("ibh,hnd->ibnd", x.transpose(0, 1), m.w)
+    scores = torch.einsum("ibnd,jnd->bnij", h + m.p, m.r)
+    return torch.einsum("bnij,jbnd,hnd->bih", scores.softmax(-1), h[:2], m.w)
+
+
+W = {"w": (D, 2, 3), "p": (3,), "r": (2, 2, 3)}
+
+
+def shaped(**shapes: tuple[int, ...]) -> Callable[[], dict[str, Any]]:
+    return lambda: {name: torch.randn(*shape) for name, shape in shapes.items()}
+
+
+LAYOUTS = [
+    Case("on the left", lambda m, x: m.w @ x.transpose(1, 2), shaped(w=(3, D))),
+    Case("on the left, one vector", lambda m, x: (m.w @ x[:, 0].t()).t(), shaped(w=(3, D))),
+    Case("heads", lambda m, x: x.unflatten(-1, (2, 3)).transpose(1, 2) @ m.w, shaped(w=(2, 3, 4))),
+    Case("heads, on the left", lambda m, x: m.w @ x.unflatten(-1, (2, 3)).permute(0, 2, 3, 1), shaped(w=(2, 4, 3))),
+    Case("one stack for all heads", lambda m, x: x.unflatten(-1, (2, 3)).transpose(1, 2) @ m.w, shaped(w=(1, 3, 4))),
+    Case(
+        "bmm of heads first",
+        lambda m, x: (
+            torch.bmm(x.unflatten(-1, (2, 3)).flatten(0, 1).transpose(0, 1), m.w).transpose(0, 1).unflatten(0, (-1, T))
+        ),
+        shaped(w=(2, 3, 4)),
+    ),
+    Case(
+        "baddbmm of heads first",
+        lambda m, x: torch.baddbmm(m.b, x.view(-1, 2, 3).permute(1, 0, 2), m.w).permute(1, 0, 2).reshape(len(x), T, 8),
+        shaped(w=(2, 3, 4), b=(2, 1, 4)),
+    ),
+    Case("bmm of an expanded one", lambda m, x: torch.bmm(x, m.w.expand(len(x), D, 3)), shaped(w=(D, 3))),
+    Case("bmm of an expanded one, on the left", lambda m, x: torch.bmm(m.w.expand(len(x), 3, T), x), shaped(w=(3, T))),
+    Case("learned queries", learned_queries, lambda: {"layer": nn.Linear(D, 3), "queries": torch.randn(2, 3)}),
+    Case(
+        "learned queries of an attention",
+        probe,
+        lambda: {"queries": torch.randn(1, 2, D), "attention": nn.MultiheadAttention(D, 2, batch_first=True)},
+    ),
+    Case("einsum", lambda m, x: torch.einsum("btd,de->bte", x, m.w), shaped(w=(D, 3))),
+    Case("einsum, weight first", lambda m, x: torch.einsum("ed,btd->bet", m.w, x), shaped(w=(3, D))),
+    Case("einsum with dots", lambda m, x: torch.einsum("...d,de->...e", x, m.w), shaped(w=(D, 3))),
+    Case("einsum of a group", lambda m, x: torch.einsum("btd,td->bt", x, m.w), shaped(w=(T, D))),
+    Case(
+        "einsum, samples last", lambda m, x: torch.einsum("btd,dnk->tnkb", x, m.w).movedim(-1, 0), shaped(w=(D, 2, 3))
+    ),
+    Case("einsum that sums the data", lambda m, x: torch.einsum("btd,ne->bne", x, m.w), shaped(w=(2, 3))),
+    Case("einsum that sums the weight", lambda m, x: torch.einsum("btd,dne->bt", x, m.w), shaped(w=(D, 2, 3))),
+    Case("einsum without an arrow", lambda m, x: torch.einsum("btd,de", x, m.w), shaped(w=(D, 3))),
+    Case("einsum of three", lambda m, x: torch.einsum("btd,bsd,dn->btsn", x, x.sin(), m.w), shaped(w=(D, 2))),
+    Case(
+        "einsum with rows of an expanded one",
+        lambda m, x: torch.einsum("btd,bde->bte", x, m.w.expand(len(x), D, 3)),
+        shaped(w=(D, 3)),
+    ),
+    Case("positions first", positions_first, shaped(**W)),
+]
+
+CASES = [*EXPERTS, *ROWS, *LAYOUTS]
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_exact(case: Case, backend: str, verify: bool) -> None:
+    held(case, backend, Flat(0.05), verify=verify)
+
+
+@pytest.mark.parametrize("backend", ["ghost", "bk_mixed"])
+@pytest.mark.parametrize("case", [*EXPERTS, *ROWS], ids=lambda case: case.name)
+def test_exact_per_layer(case: Case, backend: str) -> None:
+    held(case, backend, PerLayer(0.05), verify=False)
+
+
+def merged(m: Any, x: Tensor) -> Tensor:
+    """Two rows joined to one, which may be of two samples."""
+    flat = x[x[..., 0] > 0]
+    flat = flat[: len(flat) // 2 * 2]
+    return x.sum(-1) + m.layer(flat.reshape(-1, 2 * D)).sum()
+
+
+REFUSED = [
+    Case(
+        "rows of two samples joined",
+        merged,
+        lambda: {"layer": nn.Linear(2 * D, 3)},
+        "layer.weight: linear: numbers of several samples stand in one row (remedy: gather and scatter rows by",
+    ),
+    Case(
+        "rows that an operation without a name moved",
+        lambda m, x: x.sum(-1) + m.layer(torch.kron(x[x[..., 0] > 0], torch.ones(2, 1).double())).sum(),
+        lambda: {"layer": nn.Linear(D, 3)},
+        "layer.weight: linear: it is not known which samples its rows belong to after kron (remedy: gather and",
+    ),
+    Case(
+        "one sample in an operation without a rule",
+        lambda m, x: torch.stack([F.prelu(x[i], m.p) for i in range(len(x))]),
+        lambda: {"p": torch.randn(D)},
+        "p: prelu: no exact rule for one sample without a batch (remedy: apply it to a batch, as x[i : i + 1], or use",
+    ),
+    Case(
+        "a diagonal",
+        lambda m, x: torch.einsum("btt,td->btd", x[..., :T], m.p),
+        lambda: {"p": torch.randn(T, D)},
+        "p: einsum: an einsum that takes a diagonal has no rule (remedy: write it as torch.matmul or",
+    ),
+]
+
+
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_refused_by_name(case: Case, backend: str) -> None:
+    torch.manual_seed(0)
+    with load_backend(backend)(Model(case).double(), loss, verify=False) as b, pytest.raises(UnsupportedModel) as error:
+        b(*batch())
+    assert case.says in str(error.value)
+
+
+def held(case: Case, backend: str, clip: Any, *, verify: bool) -> None:
+    torch.manual_seed(0)
+    model = Model(case).double().train()
+    x, y = batch()
+    with Wide():
+        with load_backend("microbatch")(model, loss, clip=clip) as b:
+            reference = b(x, y)
+        assert all(g.any() for g in reference.grads.values())
+        with load_backend(backend)(model, loss, clip=clip, verify=verify, **FAST.get(backend, {})) as b:
+            agreement = compare(b(x, y), reference)
+    assert agreement.within(1e-9), agreement
+    assert b.coverage["fallback"] == 0
