@@ -223,7 +223,10 @@ def test_a_backend_of_ones_own_runs_every_case(mine, capsys):
     assert code == 0
     assert [row["model"] for row in rows] == list(checks())
     refused = {row["model"] for row in rows if row["status"] != "ok"}
-    assert refused == set(REFUSALS) and {row["status"] for row in rows if row["model"] in refused} == {"unsupported"}
+    exact = {"samples mix: rows in another order"}  # which bk_mixed follows
+    assert refused == set(REFUSALS) - exact and {row["status"] for row in rows if row["model"] in refused} == {
+        "unsupported"
+    }
     assert {row["backend"] for row in rows} == {f"{mine}/mine.py:Mine"}
     assert all(list(row) == FIELDS for row in rows)
     assert max(row["max_grad_error"] for row in rows if row["model"] == "conv2d groups") <= 1e-9
