@@ -242,7 +242,7 @@ class Book(_WholeNorms):
             sizes = [source.tensor.numel() for source in sources]
             parts = torch.ops.aten.split_with_sizes_copy.default(weighted_sum(factors, joined), sizes)
             for source, gradient in zip(sources, parts, strict=True):
-                grads |= source.pull_back_one(gradient)
+                source.add_to(grads, gradient)
             del joined
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
@@ -250,7 +250,7 @@ class Book(_WholeNorms):
             self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
             while self._entries:  # a large gradient (an embedding's) waits until others have let go of what they kept
                 source, weigh = self._entries.pop()
-                grads |= source.pull_back_one(weigh(factors))
+                source.add_to(grads, weigh(factors))
         return total, grads
 
 
@@ -262,10 +262,10 @@ class LayerByLayer(Norms):
         self._grads: dict[str, Tensor] = {}
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        if not source.rearranged:  # each of its parameters has factors of its own
+        if not source.rearranged or source.part is not None:  # factors are those of whole parameters
             return self._several(source, rule, g)
         factors = self._factors(self._squared_norms(source, rule, g))
-        self._grads |= source.pull_back_one(rule.weighted(g, factors))
+        source.add_to(self._grads, rule.weighted(g, factors))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():

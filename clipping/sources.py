@@ -13,7 +13,7 @@ graph that it had then.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -73,6 +73,19 @@ COPIES = (
     }
 )
 """Operations each entry of whose result is an entry of an operand, whatever that is."""
+
+PIECES = {
+    torch.Tensor.__getitem__,
+    torch.Tensor.select,
+    torch.Tensor.narrow,
+    torch.Tensor.unbind,
+    torch.unbind,
+    torch.Tensor.chunk,
+    torch.chunk,
+    torch.Tensor.split,
+    torch.split,
+}
+"""Operations whose results may be parts of an operand."""
 
 EXPANSIONS = {torch.Tensor.expand, torch.Tensor.broadcast_to, torch.broadcast_to, torch.Tensor.repeat}
 """Operations whose rows along a new or singleton first dimension are copies of one another."""
@@ -136,12 +149,13 @@ class Source:
     Attributes:
         tensor: the parameter itself, or what became of it; held, so that its identity stays its own.
         parameters: the trainable parameters that it is made of, by name.
-        rearranged: its entries are those of one parameter, each exactly once.
+        rearranged: its entries are those of one parameter, or of a part that nothing else reads, each exactly once.
         row: the source whose copies its rows are, if it was made by expanding along the first dimension.
         lookup: (ids, table, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
         copied: (operation, args, kwargs, its operands that are sources) if it did no more than copy their entries.
         version: of the tensor as it was made.
         node, output_nr: its place in the graph then; None for a parameter.
+        part: (start, stop) of the entries of one parameter that it has, rearranged, if these are consecutive.
     """
 
     tensor: Tensor
@@ -153,6 +167,7 @@ class Source:
     version: int = 0
     node: Any = None
     output_nr: int = 0
+    part: tuple[int, int] | None = None
 
     @property
     def is_parameter(self) -> bool:
@@ -165,6 +180,18 @@ class Source:
             shape = self.tensor.shape
             return {name: gradient if gradient.shape == shape else gradient.reshape(shape)}
         return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
+
+    def add_to(self, grads: dict[str, Tensor], gradient: Tensor) -> None:
+        """Add to those of each parameter what a gradient [*shape of tensor] is to them."""
+        if self.part is None or not self.tensor.is_contiguous() or not self.tensor._is_view():
+            for name, found in self.pull_back_one(gradient).items():
+                grads[name] = found + grads[name] if name in grads else found
+            return
+        ((name, p),) = self.parameters.items()
+        if name not in grads:
+            grads[name] = torch.zeros_like(p, dtype=gradient.dtype, memory_format=torch.contiguous_format)
+        start, stop = self.part
+        grads[name].view(-1)[start:stop] += gradient.reshape(-1)
 
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
         """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter]."""
@@ -237,8 +264,32 @@ def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Sour
     row = _row(func, first, output)
     copied = (func, args, kwargs, origins) if func in COPIES else None
     rearranged = alone and first.rearranged and func in REARRANGEMENTS
+    part = first.part if alone and func in REARRANGEMENTS else _part(first, output) if func in PIECES else None
     version, node, output_nr = output._version, output.grad_fn, output.output_nr
-    return Source(output, parameters, rearranged, row, None, copied, version, node, output_nr)
+    return Source(output, parameters, rearranged, row, None, copied, version, node, output_nr, part)
+
+
+def _part(whole: Source, piece: Tensor) -> tuple[int, int] | None:
+    """Which entries of a contiguous parameter a piece of it has, if they are consecutive."""
+    p = whole.tensor
+    if not (whole.is_parameter and piece._base is p and p.is_contiguous() and piece.is_contiguous()):
+        return None
+    start = int(piece.storage_offset() - p.storage_offset())
+    return start, start + piece.numel()
+
+
+def mark_disjoint(readings: list[Source]) -> bool:
+    """Whether all that is read of a parameter are parts of it that do not overlap: then each has a norm of its own.
+
+    Args:
+        readings: the sources of all its uses.
+    """
+    parts = sorted(source.part for source in readings if source.part is not None and len(source.parameters) == 1)
+    if len(parts) < len(readings) or any(a[1] > b[0] for a, b in pairwise(parts)):
+        return False
+    for source in readings:
+        source.rearranged = True
+    return True
 
 
 def _row(func: Any, first: Source, output: Tensor) -> Source | None:

@@ -50,7 +50,7 @@ from clipping.rules import (
     fallback,
     title,
 )
-from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
+from clipping.sources import Source, depends_on_data, derive, mark_data, mark_disjoint, parameter_source, remade
 from clipping.unbatched import as_rows, whose
 from clipping.uses import Noted, Use
 
@@ -175,6 +175,14 @@ class Tape(TorchFunctionMode):
                 for name in source.parameters:
                     self.counts[name] += 1
             self.arrivals.hook(use, each)
+        self._count_parts()
+
+    def _count_parts(self) -> None:
+        """Uses of disjoint parts of a parameter (experts) are one use of it."""
+        sources = [source for use in self.uses for source, _ in use.rules]
+        for name in {name for s in sources if s.part is not None and self._stand_in is None for name in s.parameters}:
+            if self.counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):
+                self.counts[name] = 1
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.

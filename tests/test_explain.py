@@ -295,8 +295,9 @@ def subclasses(cls: type) -> set[type]:
 def watched(method, name: str, names: dict[int, str], seen: set[tuple[str, str]]):
     @functools.wraps(method)
     def watch(self, *args, **kwargs):
-        if id(self.parameter) in names:
-            seen.add((names[id(self.parameter)], name))
+        for tensor in (self.parameter, self.parameter._base):  # or the part of it that was read
+            if id(tensor) in names:
+                seen.add((names[id(tensor)], name))
         return method(self, *args, **kwargs)
 
     return watch
