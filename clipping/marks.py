@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.moves import GATHERS, MOVES, WRITES, Mover, Place, inherited
+from clipping.moves import GATHERS, MOVES, VIEWS, WRITES, Mover, Place, inherited, of_later_dimension
 from clipping.orientation import dimension_after
 from clipping.rows import Rows
 from clipping.rules import CHANGES, LIKE, MIXING
@@ -39,7 +39,10 @@ class Marks:
         if not data or (func in UNUSUAL and not self._is_made_of(func, args, kwargs, data)):
             return output
         for made in (output,) if isinstance(output, Tensor) else tensors((output,), None):
-            at = dimension_after(func, args, kwargs, data, made, self._batch_size)
+            at: Place = dimension_after(func, args, kwargs, data, made, self._batch_size)
+            if not at and func in VIEWS and samples_of(args[0]):
+                at = of_later_dimension(Mover(func, args, kwargs, made, self._batch_size))
+                self._in_order &= not isinstance(at, Rows)
             if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
                 self._marked.append(weakref.ref(mark_data(made, at)))
         return output

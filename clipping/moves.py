@@ -185,7 +185,17 @@ def _viewed(it: Mover) -> Moved:
     place = samples_of(x)
     if not isinstance(place, Rows) or place.unknown or not isinstance(it.output, Tensor):
         return place if isinstance(place, Rows) else None
-    owners, shape = place.owners, it.output.shape
+    return _in_other_dimensions(it, place.owners)
+
+
+def of_later_dimension(it: Mover) -> Place:
+    """Of a view of an activation whose samples come after positions, which may become one dimension with them."""
+    owners = it.owners(it.args[0], 0) if isinstance(it.output, Tensor) else None
+    return 0 if owners is None else _in_other_dimensions(it, owners).simplest
+
+
+def _in_other_dimensions(it: Mover, owners: Tensor) -> Rows:
+    x, shape = it.args[0], it.output.shape
     each = x.shape[owners.dim() :].numel()
     for dims in range(len(shape) + 1):
         rest = shape[dims:].numel()

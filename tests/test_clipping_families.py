@@ -252,6 +252,11 @@ def tokens_one_by_one(m: Any, x: Tensor) -> Tensor:
     )
 
 
+def positions_first(m: Any, x: Tensor) -> Tensor:
+    rows = m.layer(x.transpose(0, 1).reshape(-1, D))
+    return rows.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+
 def two_views(m: Any, x: Tensor) -> Tensor:
     one, other = m.layer(torch.cat([x, -x])).chunk(2)
     return one * other
@@ -298,6 +303,7 @@ ROWS = [
     Case("images, one by one", images_one_by_one, lambda: {"conv": nn.Conv2d(1, 2, 3)}),
     Case("tokens, one by one", tokens_one_by_one, lambda: {"embedding": nn.Embedding(2, 3)}),
     Case("two views", two_views, only("layer")),
+    Case("positions before samples, in one dimension", positions_first, only("layer")),
     Case("time-major", time_major, only("layer", "p")),
     Case("reversed", reversed_rows, only("layer", "norm")),
     Case("by length", by_length, only("layer", "p", "head")),
