@@ -219,7 +219,7 @@ def test_every_problem_of_a_refused_model_is_listed():
             self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
 
         def forward(self, x):
-            return self.b(self.a(nn.functional.pad(x, (0, 0, 0, 1))))[:-1]
+            return self.b(self.a(nn.functional.pad(x, (0, 0, 0, 0, 0, 1))))[:-1]
 
     with pytest.raises(UnsupportedModel) as refused:
         rows(OneRowMore(), 5, 4)
