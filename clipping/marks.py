@@ -47,6 +47,12 @@ class Marks:
                 self._marked.append(weakref.ref(mark_data(made, at)))
         return output
 
+    def put(self, x: Tensor, place: Place) -> Tensor:
+        """Mark a tensor as one whose samples are there, and give it back."""
+        self._in_order &= not isinstance(place, Rows)
+        self._marked.append(weakref.ref(mark_data(x, place)))
+        return x
+
     def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
         """Mark what an operation made of rows that are not in the samples' order any more; False if they are."""
         irregular = not self._in_order and any(isinstance(samples_of(x), Rows) for x in data)
@@ -67,8 +73,7 @@ class Marks:
         for x, place in zip(made, places, strict=True):
             if irregular and isinstance(place, Rows):
                 place = place.simplest  # numbers are read only where rows have left their order
-            self._in_order &= not isinstance(place, Rows)
-            self._marked.append(weakref.ref(mark_data(x, place)))
+            self.put(x, place)
         return True
 
     def forget(self) -> None:

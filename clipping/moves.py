@@ -142,18 +142,20 @@ def _joined(it: Mover) -> Moved:
     tensors: Sequence[Tensor] = it.option(0, "tensors")
     dim = it.option(1, "dim", 0)
     stacked = it.func is torch.stack
-    dims = tensors[0].dim() + stacked
+    dims = max(x.dim() for x in tensors) + stacked
     dim %= max(1, dims)
+    if not stacked:
+        tensors = [x for x in tensors if x.dim() == dims]  # what has one dimension and no entries joins nothing
     places = [samples_of(x) for x in tensors]
     irregular = any(isinstance(place, Rows) for place in places)
     if not irregular:
         at = max(places)
+        if stacked and it.batch_size == 1:
+            return None  # all is the one sample's, wherever it stands
         if stacked:
             return at + 1 if dim <= at else at
         if dim or at:
             return None
-    if not stacked:
-        tensors = [x for x in tensors if x.dim() == dims]
     known = max([dim + 1 - stacked, *(place.owners.dim() for place in places if isinstance(place, Rows))])
     owners = [it.owners(x, known) for x in tensors]
     if any(each is None for each in owners):

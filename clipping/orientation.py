@@ -18,6 +18,9 @@ from clipping.sources import TRANSPOSITIONS, samples_of
 PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
 """Operations that say by their arguments alone where each dimension goes."""
 
+FLATTENINGS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
+"""Operations that may put a dimension of one index before the samples."""
+
 ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
 CATENATIONS = {torch.cat, torch.concat}
 POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
@@ -36,12 +39,20 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
     for x in data:
         at = samples_of(x)
         if not at:
+            if func in FLATTENINGS and output.shape[:1] == (1,) != x.shape[:1]:
+                return _first_of_several(output, batch_size)
             continue
         if output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at
         if output.shape[: at + 1] == x.shape[: at + 1]:
             return at
     return 0
+
+
+def _first_of_several(x: Tensor, batch_size: int) -> int:
+    """The first dimension with more than one index, if it may be the samples': others were put before it."""
+    at = next((i for i, size in enumerate(x.shape) if size > 1), 0)
+    return at if x.shape[at] % batch_size == 0 else 0
 
 
 @functools.cache

@@ -208,7 +208,7 @@ class Source:
                 rows = gradients.reshape(len(gradients), -1).to(norm_dtype(gradients.dtype))
                 total = rows.new_zeros(len(rows), end + 1).index_add_(1, numbers.flatten(), rows)
                 parts = zip(self.parameters.items(), total[:, :-1].split(sizes, 1), strict=True)
-                return {name: part.reshape(-1, *p.shape) for (name, p), part in parts}
+                return {name: part.reshape(len(part), *p.shape) for (name, p), part in parts}
         gradients = gradients.to(self.tensor.dtype)
         changed = self.tensor._version != self.version
         found = torch.autograd.grad(

@@ -122,10 +122,12 @@ class Tape(TorchFunctionMode):
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
         try:
-            at, self._order = whose(func, data)
-            if self._order is not None and self._order.owners.dim() != 1:
+            at, order = whose(func, data, self._batch_size)
+            if order is not None and order.owners.dim() != 1:
                 with self:
-                    return as_rows(func, args, kwargs, self._order, data)
+                    output = as_rows(func, args, kwargs, order, data)
+                return self._marks.put(output, order)
+            self._order = order
         except Refused as refused:
             self._refuse(func, sources, refused)
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)

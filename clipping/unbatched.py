@@ -31,7 +31,7 @@ GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microba
 REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
 
 
-def whose(func: Any, data: Sequence[Tensor]) -> tuple[int, Rows | None]:
+def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
     """The dimension of a use's activations that holds the samples; or their rows, if it is not as simple as that.
 
     Raises:
@@ -53,7 +53,8 @@ def whose(func: Any, data: Sequence[Tensor]) -> tuple[int, Rows | None]:
                 continue
         at = max(at, place)
     if not rows:
-        return at, None
+        vectors = batch_size == 1 and func in OF_FEATURES and all(x.dim() == 1 for x in data)
+        return (0, Rows(torch.zeros((), dtype=torch.long), 1)) if vectors else (at, None)
     order = max(rows, key=lambda each: each.owners.dim())
     dims = order.owners.dim()
     if dims and func in OF_FEATURES and any(x.dim() <= dims for x in data):

@@ -61,7 +61,7 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 def routed(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [B T, D], the weights of their experts [B T, 2] and which these are."""
-    tokens = x.reshape(-1, D)
+    tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = m.router(tokens).softmax(-1).topk(2)
     return tokens, weights, chosen
 
@@ -138,7 +138,7 @@ def experts_grouped(m: Any, x: Tensor) -> Tensor:
     ends = torch.bincount(ids, minlength=E).cumsum(0).to(torch.int32)
     h = GROUPED(tokens[order // 2], m.up.transpose(1, 2), offs=ends) + m.bias[ids]
     h = GROUPED(h.relu(), m.down.transpose(1, 2), offs=ends) * weights.flatten()[order, None]
-    return h[order.argsort()].view(*chosen.shape, D).sum(1).view(x.shape)
+    return h[order.argsort()].view(*chosen.shape, -1).sum(1).view(x.shape)
 
 
 def capacity(m: Any, x: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ class Wide(TorchFunctionMode):
 GROUPED: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
-def moe() -> dict[str, Any]:
+def moe(d: int = D, p: int = 2 * P) -> dict[str, Any]:
     return {
-        "router": nn.Linear(D, E),
-        "up": torch.randn(E, 2 * P, D),
-        "bias": torch.randn(E, 2 * P),
-        "down": torch.randn(E, D, 2 * P),
+        "router": nn.Linear(d, E),
+        "up": torch.randn(E, p, d),
+        "bias": torch.randn(E, p),
+        "down": torch.randn(E, d, p),
     }
 
 
@@ -397,6 +397,34 @@ def test_exact(case: Case, backend: str, verify: bool) -> None:
 @pytest.mark.parametrize("case", [*EXPERTS, *ROWS], ids=lambda case: case.name)
 def test_exact_per_layer(case: Case, backend: str) -> None:
     held(case, backend, PerLayer(0.05), verify=False)
+
+
+@pytest.mark.parametrize("backend", TAPE)
+def test_the_grouped_product_of_torch_itself(backend: str) -> None:
+    """In float32, which it has, for rows of sixteen bytes or more."""
+    torch.manual_seed(0)
+    model = Model(Case("", experts_grouped, lambda: moe(8, 4))).train()
+    x, y = torch.randn(B, T, 8), torch.randn(B)
+    with load_backend("microbatch")(model, loss, clip=Flat(0.05)) as b:
+        reference = b(x, y)
+    with load_backend(backend)(model, loss, clip=Flat(0.05), **FAST.get(backend, {})) as b:
+        assert compare(b(x, y), reference).within(1e-4)
+
+
+@pytest.mark.parametrize("case", [*EXPERTS[:6], *ROWS], ids=lambda case: case.name)
+def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
+    """Each time other rows go to other experts; the second step is timed."""
+    torch.manual_seed(0)
+    model = Model(case).double().train()
+    clip = Flat(0.05)
+    with (
+        load_backend("microbatch")(model, loss, clip=clip) as oracle,
+        load_backend("bk_mixed")(model, loss, clip=clip) as b,
+    ):
+        for count in (B, B, 2, 7, 1):
+            x, y = torch.randn(count, T, D).double(), torch.randn(count).double()
+            agreement = compare(b(x, y), oracle(x, y))
+            assert agreement.within(1e-9), (count, agreement)
 
 
 def merged(m: Any, x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ of a model is changed but what every run of dpbench changes (BatchNorm for Group
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -338,3 +338,86 @@ UNSEEN = [
 @pytest.mark.parametrize("real", UNSEEN, ids=lambda real: real.name)
 def test_unseen_models_are_exact(real: Real, backend: str):
     assert sum(held(real, backend).values()) == pytest.approx(1)
+
+
+# Rows in another order than the batch's, and weights in products of other layouts
+
+EXPERTS = {**LLAMA, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "state_size": 4}
+
+
+def encoded_text() -> tuple[Any, Tensor]:
+    source, labels = next_tokens()
+    first = torch.zeros_like(labels)
+    first[:, 0] = 1
+    return {**source, "global_attention_mask": first}, labels
+
+
+def on_float32_too(real: Real) -> Real:
+    return replace(real, tolerance=IN_FLOAT32)
+
+
+ROUTED = [
+    Real("mixtral", transformers("MixtralForCausalLM", "MixtralConfig", num_local_experts=3, **EXPERTS), next_tokens),
+    Real(
+        "mixtral, a matrix for each token",
+        transformers(
+            "MixtralForCausalLM",
+            "MixtralConfig",
+            num_local_experts=3,
+            **(EXPERTS | {"experts_implementation": "batched_mm"}),
+        ),
+        next_tokens,
+    ),
+    Real(
+        "qwen3-moe",
+        transformers("Qwen3MoeForCausalLM", "Qwen3MoeConfig", num_experts=3, moe_intermediate_size=12, **EXPERTS),
+        next_tokens,
+    ),
+    Real("gpt-oss", transformers("GptOssForCausalLM", "GptOssConfig", num_local_experts=3, **EXPERTS), next_tokens),
+    Real(
+        "llama 4",
+        transformers(
+            "Llama4ForCausalLM",
+            "Llama4TextConfig",
+            num_local_experts=3,
+            intermediate_size_mlp=24,
+            head_dim=8,
+            **(LLAMA | {"num_experts_per_tok": 1}),
+        ),
+        next_tokens,
+    ),
+    Real(
+        "switch",
+        transformers(
+            "SwitchTransformersForConditionalGeneration",
+            "SwitchTransformersConfig",
+            num_experts=3,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            router_jitter_noise=0.0,
+            **T5,
+        ),
+        translation,
+        by_fallback="relative_attention_bias",
+    ),
+    Real("mamba", transformers("MambaForCausalLM", "MambaConfig", **SMALL), next_tokens),
+    Real(
+        "xlnet",
+        transformers("XLNetLMHeadModel", "XLNetConfig", n_layer=2, n_head=2, d_model=24, d_inner=24),
+        next_tokens,
+    ),
+    Real(
+        "longformer, globally",
+        transformers("LongformerForMaskedLM", "LongformerConfig", attention_window=4, **ENCODER),
+        encoded_text,
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize("real", map(on_float32_too, ROUTED), ids=lambda real: real.name)
+def test_models_that_route_rows_are_exact(real: Real, backend: str):
+    coverage = held(real, backend, **({"timing": False} if backend == "bk_mixed" else {}))
+    assert coverage["fallback"] <= (0.1 if real.by_fallback != "nothing" else 0)

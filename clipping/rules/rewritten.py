@@ -358,7 +358,12 @@ STACKS = methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
 """Operations on stacks of matrices: one matrix has no row for each sample."""
 PAIRED = methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
 PAIRED |= methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
-PAIRED |= methods("remainder", "copysign") | {torch.linalg.cross, F.bilinear, F.grid_sample} | ALONG | STACKS
+PAIRED |= (
+    methods("remainder", "copysign")
+    | {torch.linalg.cross, F.scaled_dot_product_attention, F.bilinear, F.grid_sample}
+    | ALONG
+    | STACKS
+)
 JOINED = {torch.stack, torch.hstack, torch.column_stack, torch.dstack, torch.concatenate}
 
 MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
