@@ -78,8 +78,8 @@ def _read(it: Mover) -> Moved:
     single = isinstance(first, int) or (isinstance(first, Tensor) and not first.dim() and first.dtype != torch.bool)
     if place == 0 and single and (x.shape[0] != it.batch_size or _is_stack(x)):
         return None
-    if not isinstance(place, Rows) and place and not isinstance(first, (Tensor, list)):
-        return None  # of positions before samples
+    if not isinstance(place, Rows) and place and not any(isinstance(entry, (Tensor, list)) for entry in entries):
+        return _left(entries, place, x.dim())
     if Ellipsis in [entry for entry in entries if not isinstance(entry, Tensor)]:
         return None
     dims = sum(_width(entry) for entry in entries)
@@ -88,6 +88,22 @@ def _read(it: Mover) -> Moved:
         return it.unknown() if isinstance(place, Rows) else None
     at = owners[tuple(entry.to(owners.device) if isinstance(entry, Tensor) else entry for entry in entries)]
     return it.rows(at)
+
+
+def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
+    """Where dimension `place` is after an index of integers and slices; None if that reads some of it."""
+    dim, after = 0, place
+    for entry in entries:
+        if entry is None:
+            after += dim <= place
+        elif entry is Ellipsis:
+            dim += dims - sum(other is not None for other in entries) + 1
+        else:
+            if dim == place and entry != slice(None):
+                return None
+            after -= isinstance(entry, int) and dim < place
+            dim += 1
+    return after
 
 
 def _width(entry: Any) -> int:
@@ -294,6 +310,11 @@ def _scattered(it: Mover, target: Tensor, index: tuple[Any, ...], values: Tensor
     return it.rows(after)
 
 
+def _recurrent(it: Mover) -> Moved:
+    """Sequences, and the last states [layers, B, H]."""
+    return None if isinstance(samples_of(it.args[0]), Rows) else [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+
+
 def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
     """Of an operation that leaves rows where they are: those of the operand whose rows the output has."""
     places = [place for x in data if isinstance(place := samples_of(x), Rows)]
@@ -325,6 +346,7 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(methods("sort", "argsort"), _ordered),
     **dict.fromkeys(methods("index_add", "index_add_", "index_copy", "index_copy_"), _added),
     torch.Tensor.__setitem__: _set,
+    **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
 }
 """Operations that may take rows out of their order."""
 

@@ -18,8 +18,9 @@ from clipping.sources import TRANSPOSITIONS, samples_of
 PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
 """Operations that say by their arguments alone where each dimension goes."""
 
-FLATTENINGS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape}
-"""Operations that may put a dimension of one index before the samples."""
+VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten}
+VIEWS |= {torch.Tensor.unflatten}
+"""Operations that give the same entries in the same order other dimensions."""
 
 ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
 CATENATIONS = {torch.cat, torch.concat}
@@ -36,11 +37,13 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
             return _permuted(*permutation)
         except TypeError:  # a list among the arguments: not hashable
             return _permuted.__wrapped__(*permutation)
+    if func in VIEWS:
+        x = data[0]
+        if (at := samples_of(x)) or output.shape[:1] == (1,) != x.shape[:1]:
+            return _viewed(x.shape, output.shape, at, batch_size)
     for x in data:
         at = samples_of(x)
         if not at:
-            if func in FLATTENINGS and output.shape[:1] == (1,) != x.shape[:1]:
-                return _first_of_several(output, batch_size)
             continue
         if output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at
@@ -49,10 +52,14 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
     return 0
 
 
-def _first_of_several(x: Tensor, batch_size: int) -> int:
-    """The first dimension with more than one index, if it may be the samples': others were put before it."""
-    at = next((i for i, size in enumerate(x.shape) if size > 1), 0)
-    return at if x.shape[at] % batch_size == 0 else 0
+def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> int:
+    """Where dimension `at` is in a view: after as many entries as before, but for dimensions of one index."""
+    count, entries = 1, before[:at].numel()
+    for dim, size in enumerate(after):
+        if count == entries and size % batch_size == 0:
+            return dim
+        count *= size
+    return 0
 
 
 @functools.cache

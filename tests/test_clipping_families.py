@@ -284,6 +284,20 @@ def some_rows(m: Any, x: Tensor) -> Tensor:
     return h
 
 
+def last_states(m: Any, x: Tensor) -> Tensor:
+    """Of as many layers as samples, say, as people read them."""
+    states = m.rnn(x)[1][0]
+    h = states.view(m.rnn.num_layers, 2, len(x), 3)[-1]
+    return m.head(torch.cat([h[0], h[1]], dim=1) + torch.stack([states[0], states[1]])[-1].repeat(1, 2))
+
+
+def recurrent(frozen: bool) -> Callable[[], dict[str, Any]]:
+    return lambda: {
+        "rnn": nn.LSTM(D, 3, B, batch_first=True, bidirectional=True).requires_grad_(not frozen),
+        "head": nn.Linear(6, 3),
+    }
+
+
 def row() -> dict[str, Any]:
     return {"layer": nn.Linear(D, 3), "norm": nn.LayerNorm(D), "p": torch.randn(3), "head": nn.Linear(3, 3)}
 
@@ -307,6 +321,8 @@ ROWS = [
     Case("time-major", time_major, only("layer", "p")),
     Case("reversed", reversed_rows, only("layer", "norm")),
     Case("by length", by_length, only("layer", "p", "head")),
+    Case("last states", last_states, recurrent(frozen=False)),
+    Case("last states, frozen", last_states, recurrent(frozen=True)),
     Case("a branch of some samples", some_rows, only("layer", "head")),
 ]
 
