@@ -54,6 +54,8 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
 
 def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> int:
     """Where dimension `at` is in a view: after as many entries as before, but for dimensions of one index."""
+    if batch_size == 1:
+        return 0  # all rows are one sample's, and a dimension of one index cannot be found again
     count, entries = 1, before[:at].numel()
     for dim, size in enumerate(after):
         if count == entries and size % batch_size == 0:
