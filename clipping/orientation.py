@@ -55,7 +55,7 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
 def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> int:
     """Where dimension `at` is in a view: after as many entries as before, but for dimensions of one index."""
     count, entries = 1, before[:at].numel()
-    for dim, size in enumerate(after):
+    for dim, size in enumerate(after if batch_size > 1 else ()):  # a single sample is wherever one looks
         if count == entries and size % batch_size == 0:
             return dim
         count *= size
