@@ -57,7 +57,7 @@ def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> 
     if batch_size == 1:
         return 0  # all rows are one sample's, and a dimension of one index cannot be found again
     count, entries = 1, before[:at].numel()
-    for dim, size in enumerate(after if batch_size > 1 else ()):  # a single sample is wherever one looks
+    for dim, size in enumerate(after):
         if count == entries and size % batch_size == 0:
             return dim
         count *= size
