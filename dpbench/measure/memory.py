@@ -67,31 +67,31 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     torch.cuda.reset_peak_memory_stats(device)
     peaks = {FORWARD: 0, BACKWARD: 0}
     now = FORWARD
+    active = reserved = 0
 
     def entered(phase: str) -> None:
         """The allocator's books are kept where memory is asked for, on the host: no need to wait for the device."""
-        nonlocal now
-        peaks[now] = max(peaks[now], torch.cuda.max_memory_allocated(device))
+        nonlocal now, active, reserved
+        stats = torch.cuda.memory_stats(device)
+        peaks[now] = max(peaks[now], stats["allocated_bytes.all.peak"])
+        active = max(active, stats["active_bytes.all.peak"])
+        reserved = max(reserved, stats["reserved_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats(device)
         now = phase
 
-    active = reserved = 0
     if phases is not None:
         phases.entered = entered
     step()
     torch.cuda.synchronize(device)
-    stats = torch.cuda.memory_stats(device)
-    if phases is not None:
-        entered(BACKWARD)
-    else:
-        active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
+    entered(BACKWARD)
     return Memory(
         "cuda_allocator",
-        peak_bytes=stats["allocated_bytes.all.peak"] if phases is None else max(peaks.values()),
+        peak_bytes=max(peaks.values()),
         baseline_bytes=baseline,
         active_bytes=active or None,
         reserved_bytes=reserved or None,
-        alloc_retries=stats["num_alloc_retries"],
+        alloc_retries=retries,
         phases=peaks if phases is not None else None,
     )
 

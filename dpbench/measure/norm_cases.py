@@ -68,7 +68,9 @@ def cases(family: str, small: bool) -> list[Case]:
 
 
 def _linear(small: bool) -> list[Case]:
-    sizes = [(3, 17, 20, 33), (2, 1, 5, 7)] if small else [(32, 128, 384, 1536), (4, 1024, 768, 768), (16, 197, 192, 577)]
+    sizes = (
+        [(3, 17, 20, 33), (2, 1, 5, 7)] if small else [(32, 128, 384, 1536), (4, 1024, 768, 768), (16, 197, 192, 577)]
+    )
     found = []
     for n, t, d, p in sizes:
         said = f"{n}×{t}, {d} to {p}"
@@ -167,6 +169,11 @@ def _normalisations(small: bool) -> list[Case]:
             lambda x, w, b: F.layer_norm(x, [d], w, b),
         ),
         Case(
-            "rms norm", said, (n, t, d), ((d,),), lambda x, w: rms_norm(x, [d], w, 1e-5), lambda x, w: F.rms_norm(x, [d], w, 1e-5)
+            "rms norm",
+            said,
+            (n, t, d),
+            ((d,),),
+            lambda x, w: rms_norm(x, [d], w, 1e-5),
+            lambda x, w: F.rms_norm(x, [d], w, 1e-5),
         ),
     ]
