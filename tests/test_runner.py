@@ -277,3 +277,10 @@ def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):
     again = fake.run()
     assert "recorded 2 trials (2 ok)" in again.stderr and len(read_runs(clone)) == 2
     assert "nothing is left to run" in fake.run().stderr
+
+
+def test_plan_says_how_many_runs_of_so_many_minutes_are_left(tmp_path):
+    fake = Fake(tmp_path, sleepers(4, 0.0))
+    assert fake.run("--minutes", "9", command="plan").stdout.endswith("time left not known yet\n")
+    fake.run("--only", "number=0")
+    assert fake.run("--minutes", "9", command="plan").stdout.endswith(" left, 1 or more runs of --minutes 9\n")

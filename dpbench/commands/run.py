@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
+from dpbench.allowance import check_minutes
 from dpbench.environment import DEVICES
 from dpbench.errors import UsageError, one_of
 from dpbench.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
@@ -61,6 +62,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="run trials again that ended so: error,timeout,crash,mismatch",
     )
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, help="start no trial that would end later; the same line goes on"
+    )
     parser.add_argument("--smoke", action="store_true", help="the same in miniature: seconds, records apart")
 
 
@@ -72,6 +76,7 @@ def request_from(args: argparse.Namespace) -> Request:
     """
     retry = [name for name in args.retry.split(",") if name]
     check(args.rounds, retry)
+    check_minutes(args.minutes)
     return Request(
         experiment=load_experiment(args.experiment),
         results=args.output,
@@ -82,6 +87,7 @@ def request_from(args: argparse.Namespace) -> Request:
         smoke=args.smoke,
         reference=args.experiment,
         cluster=cluster_from(args) if hasattr(args, "executor") else None,
+        minutes=args.minutes,
     )
 
 
@@ -122,7 +128,9 @@ def run(args: argparse.Namespace) -> int:
     if done.signum is not None:
         _say("stopped; everything that ended is recorded, and the same command continues from there")
         return 128 + done.signum
-    if not done.outcomes:
+    for line in done.left:
+        _say(line)
+    if not done.outcomes and not done.left:
         _say(f"nothing is left to run; records in {request.folder}")
     if request.cluster is not None:
         _say_devices(request.folder)

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench import environment
 from dpbench.executors import Cluster
-from dpbench.executors.blocks import Block, blocks_of
+from dpbench.executors.blocks import Block
 from dpbench.executors.ray_cluster import connect, cpus_of, device_of
 from dpbench.executors.worker import Job, run_trial
 from dpbench.isolation import Answer, Place
@@ -67,7 +67,7 @@ def run(request: Request, progress: Progress) -> Report:
                 tolerant=True,
             )
             plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
-            blocks = blocks_of(plan.schedule.name, plan.cells, plan.rounds, plan.schedule.history)
+            blocks = plan.blocks()
             report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
     finally:
         ray.shutdown()
