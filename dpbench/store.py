@@ -12,13 +12,14 @@ import json
 import math
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from dpbench.host import host_name
 
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
@@ -87,7 +88,7 @@ class Store:
         self._environment = environment
         self._file: int | None = None
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        self.path = folder / f"{stamp}-{slug(host or socket.gethostname())}-{os.getpid()}.jsonl"
+        self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk."""

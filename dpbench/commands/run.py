@@ -17,6 +17,11 @@ from dpbench.outcome import RETRYABLE
 from dpbench.runner import Request
 from dpbench.selection import parse_only
 
+_VARIABLES = """\
+DPBENCH_HOST=NAME      what this machine is called in records; machines of one name are taken for one, so that what one
+                       has recorded another goes on with, wherever the records were copied to
+DPBENCH_COMMIT=SHA     the commit that runs, where git does not say; SHA-dirty if sources differ from it"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_request_arguments(parser)
@@ -43,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--jobs", metavar="N", type=int, help="slurm: so many jobs at once (16)")
     group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
+    parser.add_argument_group("environment variables", _VARIABLES)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
