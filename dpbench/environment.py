@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, ClassVar
 from dpbench import __version__
 from dpbench.errors import UsageError
 from dpbench.forked import available_cpus
+from dpbench.host import host_name
 from dpbench.isolation import Answer, Isolation
 from dpbench.outcome import Outcome
 from dpbench.store import utc_now
@@ -28,8 +28,22 @@ from dpbench.trials import Trial
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("auto", "cpu", "cuda")
+#: Says which commit runs where git does not.
+COMMIT = "DPBENCH_COMMIT"
 _PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
-_VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "KMP_", "MKL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_", "MALLOC_")
+_VARIABLES = (
+    "CUDA_",
+    "CUBLAS_",
+    "CUDNN_",
+    "KMP_",
+    "MKL_",
+    "NVIDIA_TF32",
+    "OMP_",
+    "PYTORCH_",
+    "TORCH_",
+    "MALLOC_",
+    "DPBENCH_HOST",
+)
 _GPU_STATE = (
     "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw,utilization.gpu,memory.used"
 )
@@ -105,7 +119,7 @@ def host_facts(device: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "utc": utc_now(),
         "dpbench": __version__,
-        "host": socket.gethostname(),
+        "host": host_name(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "device": device,
@@ -265,9 +279,14 @@ def _read(path: str) -> str | None:
 
 
 def _git() -> tuple[str | None, bool | None]:
-    """(commit, whether sources differ from it) of the clone that runs; (None, None) where it is no clone."""
+    """(commit, whether sources differ from it) of the clone that runs; where it is no clone, what DPBENCH_COMMIT says.
+
+    That is a commit, with "-dirty" after it if sources differ.
+    """
+    told = os.environ.get(COMMIT, "").strip()
+    said = (told.removesuffix("-dirty"), told.endswith("-dirty")) if told else (None, None)
     if not (ROOT / ".git").exists():
-        return None, None
+        return said
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -277,4 +296,5 @@ def _git() -> tuple[str | None, bool | None]:
             return None
 
     changes = git("status", "--porcelain", "--", ".", ":(exclude)results")
-    return git("rev-parse", "HEAD"), None if changes is None else bool(changes)
+    commit = git("rev-parse", "HEAD")
+    return said if commit is None else (commit, None if changes is None else bool(changes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 
 import pytest
 
@@ -92,6 +93,49 @@ def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
         patch.setattr(machines, "version_of", lambda name: "0.0")
         assert fingerprint(STEP, "cpu") != before
     assert fingerprint(STEP, "cpu") == before
+
+
+def elsewhere(monkeypatch, results) -> str:
+    """The fingerprint of a machine that the network calls otherwise, for a folder of results of its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        FolderName(results).give()
+        return Machines("cpu", folder=FolderName(results).read()).fingerprint(STEP)
+
+
+def test_machines_that_a_person_gives_one_name_are_one_in_every_folder(monkeypatch, tmp_path):
+    FolderName(tmp_path).give()
+    own = Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP)
+    assert elsewhere(monkeypatch, tmp_path / "other") != own
+    monkeypatch.setenv("DPBENCH_HOST", "pool")
+    named = Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP)
+    assert named == elsewhere(monkeypatch, tmp_path / "third") != own
+    assert not (tmp_path / "third").exists()  # the name is said, and needs no file
+    assert environment.host_facts("cpu")["host"] == "pool"
+    monkeypatch.setenv("DPBENCH_HOST", "another pool")
+    assert elsewhere(monkeypatch, tmp_path / "third") != named
+    monkeypatch.setenv("DPBENCH_HOST", " ")
+    assert Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP) == own
+
+
+@pytest.mark.parametrize(
+    ("told", "recorded"),
+    [("", (None, None)), ("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True))],
+)
+def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkeypatch, told, recorded):
+    monkeypatch.setenv("DPBENCH_COMMIT", told)
+    facts = environment.host_facts("cpu")
+    assert (facts["git_sha"], facts["git_dirty"]) == recorded
+    (root / ".git").mkdir()  # a clone that git cannot read
+    facts = environment.host_facts("cpu")
+    assert (facts["git_sha"], facts["git_dirty"]) == recorded
+
+
+def test_git_is_believed_before_the_environment(root, monkeypatch):
+    monkeypatch.setenv("DPBENCH_COMMIT", "abc123")
+    for command in ("init -q", "-c user.name=x -c user.email=x commit -q --allow-empty -m one"):
+        subprocess.run(["git", "-C", str(root), *command.split()], check=True)
+    assert len(environment.host_facts("cpu")["git_sha"]) == 40
 
 
 def test_the_version_of_opacus_matters_to_opacus_alone(monkeypatch):
