@@ -52,7 +52,7 @@ class NormsTrial(Trial):
     device: str = "cpu"
     small: bool = False
     seed: int = 0
-    timeout: float = 180.0
+    timeout: float = 300.0
 
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
@@ -79,6 +79,11 @@ class _StepTrial(Trial):
     seed: int = 0
     steps: int = 5
     timeout: float = 300.0
+
+    @property
+    def dtype(self) -> str:
+        """Of parameters and floating inputs."""
+        return "bfloat16" if self.precision == "bfloat16" else "float32"
 
     def label(self) -> str:
         return f"{super().label()}, {self.precision}"

@@ -24,7 +24,7 @@ import torch
 
 from dpbench.evidence_trials import DeviceTrial
 from dpbench.measure.bench import device_of
-from dpbench.measure.precision import dtype_of, in_precision
+from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.measure.timing import stopwatch_for
 
 REPEATS = 10
@@ -102,7 +102,7 @@ def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
     for precision in ("float32", "tf32", "bfloat16") if device.type == "cuda" else ("float32", "bfloat16"):
         a = torch.randn(size, size, device=device).to(dtype_of(precision))
         b, out = a.t().contiguous(), torch.empty_like(a)
-        with in_precision(precision, device):
+        with arithmetic(precision):
             seconds = _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
         rate = 2 * size**3 / seconds
         yield {"size": size, "precision": precision, "seconds": seconds, "flops_per_second": rate}

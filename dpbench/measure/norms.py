@@ -24,14 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping import Flat, UnsupportedModel, kernels, load_backend
+from clipping import Flat, kernels, load_backend
 from clipping.interface import norm_dtype
 from clipping.rules import Route, made
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
 from dpbench.evidence_trials import NormsTrial
-from dpbench.measure.bench import device_of
+from dpbench.measure.bench import NotHere, device_of
 from dpbench.measure.norm_cases import Case, cases
-from dpbench.measure.precision import dtype_of, in_precision
+from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
 
 LIMITS = {"float32": 2e-5, "tf32": 2.0**-9, "bfloat16": 2.0**-6}
@@ -40,14 +40,6 @@ KERNEL_LIMITS = {"float32": 1e-5, "tf32": 1e-5, "bfloat16": 1e-4}
 GROUP_NORM_BATCHES, GROUPS = (2047, 2048, 4096), 32
 _PROGRAMS = (GRAM_KERNEL, NORM_KERNEL)
 Row = dict[str, Any]
-
-
-class NotHere(UnsupportedModel):
-    """What is to be measured does not run on this machine, whatever the model."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__("", [])
-        self.args = (reason,)
 
 
 def run(trial: NormsTrial) -> dict[str, Any]:
@@ -63,7 +55,7 @@ def run(trial: NormsTrial) -> dict[str, Any]:
         raise ValueError(f"expected a precision, one of {', '.join(LIMITS)}, got {trial.precision!r}")
     if trial.precision == "tf32" and device.type != "cuda":
         raise NotHere(f"TF32 is a format of CUDA's tensor cores, and {device.type} has none: run on --device cuda")
-    with torch.no_grad(), in_precision(trial.precision, device):
+    with torch.no_grad(), arithmetic(trial.precision):
         rows = list(_rows(trial, device))
     wrong = [row for row in rows if row["outcome"] == Outcome.MISMATCH]
     failed = [row for row in rows if row["outcome"] not in (Outcome.OK, Outcome.MISMATCH, Outcome.UNSUPPORTED)]

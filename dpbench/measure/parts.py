@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import time
 import warnings
 from collections import Counter
@@ -34,19 +35,25 @@ from clipping.interface import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine import engine as engine_module
 from dpbench.evidence_trials import PartsTrial
-from dpbench.measure.bench import device_of, open_workload, parameter_count
-from dpbench.measure.precision import in_precision
+from dpbench.measure.bench import NotHere, device_of, open_workload, parameter_count
+from dpbench.measure.precision import arithmetic, autocast
 from dpbench.measure.traces import traced, within
 
 #: A first step is verified and compiles, a second may look at whether samples mix, and an allocator settles.
 WARM = 4
 REST = "rest"
-PARTS = {"plain": ("forward", "backward", "optimizer", REST)}
-PARTS["private"] = ("forward", "clip", "finite", "noise", "optimizer", REST)
+PARTS: dict[str, tuple[str, ...]] = {
+    "plain": ("forward", "backward", "optimizer", REST),
+    "private": ("forward", "clip", "finite", "noise", "optimizer", REST),
+}
 #: Steps in a trace: launches differ from step to step by rounding at most.
 TRACED = 2
 _MARK = "dpbench part: "
 _NUMBERS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+
+
+Counts = tuple[Counter[str], Counter[str]]
+"""Launches, and waits of the host, of each part in `TRACED` steps."""
 
 
 class Parts:
@@ -96,19 +103,25 @@ def run(trial: PartsTrial) -> dict[str, Any]:
         UnsupportedModel: the engine's backend refuses the model.
     """
     device = device_of(trial.device)
-    steps = {}
+    steps: dict[str, Any] = {}
+    counted = "kernel launches" if device.type == "cuda" else "operations that torch dispatches"
     for name, opened in (("plain", plain), ("private", private)):
-        with opened(trial, device) as whole:
+        with arithmetic(trial.precision), opened(trial, device) as whole:
             for _ in range(WARM):
                 whole.step()
             gc.collect()
-            steps[name] = measured(whole, PARTS[name], trial.steps, device)
+            seconds = [_seconds(whole, device) for _ in range(trial.steps)]
+            try:
+                counts = (_launches if device.type == "cuda" else _dispatched)(whole, device)
+            except NotHere as reason:
+                counts, counted = None, str(reason)
+            steps[name] = entry(PARTS[name], seconds, counts)
         gc.collect()
     workload = open_workload(trial, "cpu")
     return {
         "tensors": sum(p.requires_grad for p in workload.model.parameters()),
         "parameters": parameter_count(workload.model),
-        "counted": "kernel launches" if device.type == "cuda" else "operations that torch dispatches",
+        "counted": counted,
         "steps": steps,
     }
 
@@ -121,7 +134,7 @@ def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
 
     def step() -> None:
-        with in_precision(trial.precision, device), parts.part("forward"):
+        with parts.part("forward"), autocast(trial.precision, device):
             losses = workload.loss_fn(forward(workload.model, inputs), targets)
         with parts.part("backward"):
             losses.mean().backward()
@@ -149,10 +162,9 @@ def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     )
 
     def step() -> None:
-        with in_precision(trial.precision, device):
-            with parts.part("forward"):
-                losses = workload.loss_fn(forward(workload.model, inputs), targets)
-            optimizer.step(loss=losses)  # type: ignore[call-arg]
+        with parts.part("forward"), autocast(trial.precision, device):
+            losses = workload.loss_fn(forward(workload.model, inputs), targets)
+        optimizer.step(loss=losses)
         optimizer.zero_grad(set_to_none=True)
 
     with warnings.catch_warnings():
@@ -179,21 +191,14 @@ def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) 
         yield
 
 
-def measured(whole: Whole, names: tuple[str, ...], steps: int, device: torch.device) -> dict[str, Any]:
-    """The entry of one kind of step."""
-    seconds = [_seconds(whole, device) for _ in range(steps)]
-    launches, waits = (_launches if device.type == "cuda" else _dispatched)(whole, device)
-    return {
-        "parts": {
-            name: {
-                "seconds": [each.get(name, 0.0) for each in seconds],
-                "launches": launches[name] / TRACED,
-                "waits": waits[name] / TRACED,
-            }
-            for name in names
-        },
-        "step_seconds": [sum(each.values()) for each in seconds],
-    }
+def entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Counts | None) -> dict[str, Any]:
+    """The entry of one kind of step: of each part its seconds in every step, and of one step what was counted."""
+    parts: dict[str, Any] = {}
+    for name in names:
+        launches, waits = (None, None) if counts is None else (each[name] / TRACED for each in counts)
+        taken = [each.get(name, 0.0) for each in seconds]
+        parts[name] = {"seconds": taken, "launches": launches, "waits": waits}
+    return {"parts": parts, "step_seconds": [sum(each.values()) for each in seconds]}
 
 
 def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
@@ -221,13 +226,13 @@ def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
     if cuda:
         torch.cuda.synchronize(device)
     found: dict[str, float] = {}
-    for (_, before), (name, after) in zip(borders, borders[1:], strict=False):
+    for (_, before), (name, after) in itertools.pairwise(borders):
         taken = before.elapsed_time(after) / 1000 if cuda else after - before
         found[name] = found.get(name, 0.0) + taken
     return found
 
 
-def _launches(whole: Whole, device: torch.device) -> tuple[Counter[str], Counter[str]]:
+def _launches(whole: Whole, device: torch.device) -> Counts:
     """(kernels launched, waits of the host) of each part in `TRACED` steps, from a trace with a mark at each border."""
 
     def left(name: str) -> None:
@@ -245,7 +250,7 @@ def _launches(whole: Whole, device: torch.device) -> tuple[Counter[str], Counter
 
     trace = traced(step, device, TRACED)
     marks, found = trace.marks(_MARK), (Counter[str](), Counter[str]())
-    for (begin, _), (end, name) in zip(marks, marks[1:], strict=False):
+    for (begin, _), (end, name) in itertools.pairwise(marks):
         for counter, times in zip(found, (trace.launches(), trace.waits()), strict=True):
             counter[name] += within(times, begin, end) if name else 0
     return found
@@ -265,7 +270,7 @@ class _Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _dispatched(whole: Whole, device: torch.device) -> tuple[Counter[str], Counter[str]]:
+def _dispatched(whole: Whole, device: torch.device) -> Counts:
     """(operations, numbers read by the host) of each part in `TRACED` steps."""
     with _Dispatched(whole.parts) as counted:
         for _ in range(TRACED):

@@ -14,13 +14,17 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 @contextmanager
-def in_precision(precision: str, device: torch.device) -> Iterator[None]:
-    """The profile's arithmetic, while this lasts."""
+def arithmetic(precision: str) -> Iterator[None]:
+    """Products of float32 on CUDA with TF32 in the profile of that name, and in full in any other, while this lasts."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
     try:
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16-autocast"):
-            yield
+        yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """What goes around a forward pass and its losses."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16-autocast")

@@ -18,6 +18,7 @@ import torch
 from clipping import Flat
 from dpbench.evidence_trials import ProfileTrial
 from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
+from dpbench.measure.precision import arithmetic, autocast
 from dpbench.measure.traces import Trace, traced
 from dpbench.models import Workload
 from dpbench.outcome import FINAL, Outcome, PartlyFailed, classify
@@ -58,10 +59,11 @@ def _entry(
             workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False
         ) as backend:
             step = Step(backend, *workload.batch(trial.batch_size))
-            for _ in range(WARM):
-                step()
-            gc.collect()
-            trace = traced(step, device, trial.steps)
+            with arithmetic(trial.precision), autocast(trial.precision, device):
+                for _ in range(WARM):
+                    step()
+                gc.collect()
+                trace = traced(step, device, trial.steps)
         entry |= summary(trace, trial.steps, device)
         if len(trace.compressed) <= trial.most_bytes:
             files[f"{name.replace(':', '-')}.json.gz"] = base64.b64encode(trace.compressed).decode()
@@ -74,17 +76,8 @@ def _entry(
 
 
 def summary(trace: Trace, steps: int, device: torch.device) -> dict[str, Any]:
-    """What an entry says of a trace, each number of one step.
-
-    Raises:
-        RuntimeError: on CUDA, where the profiler saw nothing of the device.
-    """
+    """What an entry says of a trace, each number of one step."""
     cuda = device.type == "cuda"
-    if cuda and not trace.saw_the_device:
-        raise RuntimeError(
-            "expected kernels in the profiler's trace, got none: CUPTI may not be permitted to this user "
-            "(NVreg_RestrictProfilingToAdminUsers), or another profiler is attached"
-        )
     operations = trace.operations()
     seconds = sum(operation.seconds for operation in operations)
     return {

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dpbench.measure.bench import NotHere
+
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _OF_HOST = ("cuda_runtime", "cuda_driver")
 #: cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernelEx, cudaGraphLaunch, ...
@@ -81,10 +83,6 @@ class Trace:
         found = (e for e in self.events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix))
         return sorted((e["ts"], e["name"].removeprefix(prefix)) for e in found)
 
-    def count(self, category: str) -> int:
-        """Events of a category."""
-        return sum(event.get("cat") == category for event in self.events)
-
     def _kernels(self) -> list[Operation]:
         asked = {
             event["args"]["External id"]: event["name"]
@@ -122,7 +120,11 @@ class Trace:
 
 
 def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trace:
-    """The trace of `steps` steps; on CUDA after one that starts the profiler up, and with all that they launched."""
+    """The trace of `steps` steps; on CUDA after one that starts the profiler up, and with all that they launched.
+
+    Raises:
+        NotHere: on CUDA, where the profiler saw nothing of the device.
+    """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to standard error, which is a trial's evidence
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -139,7 +141,13 @@ def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trac
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         data = path.read_bytes()
-    return Trace([e for e in json.loads(data)["traceEvents"] if e.get("ph") == "X"], gzip.compress(data, mtime=0))
+    trace = Trace([e for e in json.loads(data)["traceEvents"] if e.get("ph") == "X"], gzip.compress(data, mtime=0))
+    if device.type == "cuda" and not trace.saw_the_device:
+        raise NotHere(
+            "expected kernels in the profiler's trace, got none: CUPTI may not be permitted to this user "
+            "(NVreg_RestrictProfilingToAdminUsers), or another profiler is attached"
+        )
+    return trace
 
 
 def within(times: Iterable[float], begin: float, end: float) -> int:

@@ -125,9 +125,9 @@ def _error(value: Any) -> str:
 def norms_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     """What was compared with what."""
     said = [
-        "Every way to a per-sample norm, and each clipped sum, beside autograd's in float64 of the very numbers that it "
-        "was given (rounded to the profile's dtype): the largest relative error of any sample. A limit is what rounding "
-        "in the profile explains; Triton's programs add up in float32 in every profile, and are held to that."
+        "Every way to a per-sample norm, and each clipped sum, beside autograd's in float64 of the very numbers that "
+        "it was given (rounded to the profile's dtype): the largest relative error of any sample. A limit is what "
+        "rounding in the profile explains; Triton's programs add up in float32 in every profile, and are held to that."
     ]
     if len(frame) and frame.small.astype(bool).all():
         said.append("Small sizes: of a CPU, or a smoke run.")
@@ -175,7 +175,10 @@ def _part(entry: dict[str, Any], name: str) -> Row:
     if name != WHOLE:
         part = entry["parts"][name]
         return {"seconds": median(part["seconds"]), "launches": part["launches"], "waits": part["waits"]}
-    counts = {unit: sum(part[unit] for part in entry["parts"].values()) for unit in ("launches", "waits")}
+    counts: Row = {}
+    for unit in ("launches", "waits"):
+        each = [part[unit] for part in entry["parts"].values()]
+        counts[unit] = None if None in each else sum(each)
     return {"seconds": median(entry["step_seconds"]), **counts}
 
 
@@ -222,7 +225,8 @@ def parts_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Left
             "Nothing is launched on a CPU: where a GPU would wait, the host reads a number off a tensor here (an "
             "optimizer's counter of steps, which lies on the host everywhere, among them)."
         )
-    models = {f"{style.model(r.model)}: {r.tensors} tensors, {r.optimizer}" for r in frame.itertuples()}
+    rows: Any = frame.itertuples()
+    models = {f"{style.model(r.model)}: {r.tensors} tensors, {r.optimizer}" for r in rows}
     return captions.caption([*said, *(f"{line}." for line in sorted(models))], records, left_out, setting=False)
 
 
