@@ -55,9 +55,9 @@ RESNET18 = Model("resnet18", 256)
 MODELS = (
     RESNET18,
     GPT2,
-    Model("timm:vit_base_patch16_224", 32, 224, 1000),
+    Model("timm:vit_base_patch16_224", 64, 224, 1000),
     Model("resnet50", 256),
-    Model("transformers:roberta@128", 32, None),
+    Model("transformers:roberta@128", 64, None),
     Model("vgg11", 256),
 )
 _TINY = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
