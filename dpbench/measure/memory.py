@@ -103,7 +103,10 @@ def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, 
         with torch.profiler.record_function(_MARK + phase):
             pass
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events: there is one cycle alone, of which torch 2.11 would else warn that it clears the events of others
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         if phases is not None:
             phases.entered = entered
         step()
