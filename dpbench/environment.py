@@ -47,8 +47,23 @@ _VARIABLES = (
 _GPU_STATE = (
     "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw,utilization.gpu,memory.used"
 )
-#: What the process that measures is told of the device: to number GPUs as nvidia-smi does, to look without touching.
-SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: To number GPUs as nvidia-smi does, and to look without touching.
+_SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: What torch reads of how its allocator of CUDA memory is to work, by its names from old to new.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def server_variables(device: str) -> dict[str, str]:
+    """What the process that measures on `device` is told of it.
+
+    On CUDA, unless a person has said how memory is to be allocated: in segments that grow where they lie. A budget is
+    on what the allocator has reserved. Cut from segments of fixed sizes, that has holes which no later tensor fits in,
+    and the largest batch would be that of the holes.
+    """
+    if device == "cpu":
+        return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
+    said = any(name in os.environ for name in _ALLOCATOR)
+    return _SERVER_VARIABLES | ({} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +95,14 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
     }
     if trial.device == "cuda" and facts["cuda_available"]:
         properties = torch.cuda.get_device_properties(0)
+        torch.zeros(1, device="cuda")  # a device that gives no memory is told of here, once, and not by every trial
         facts |= {
+            "allocator": next((os.environ[name] for name in _ALLOCATOR if name in os.environ), ""),
             "device_name": properties.name,
             "device_memory": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
+            "l2_cache": properties.L2_cache_size,
             "cudnn": torch.backends.cudnn.version(),
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "cudnn_deterministic": torch.backends.cudnn.deterministic,

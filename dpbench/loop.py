@@ -131,7 +131,8 @@ class Loop:
                     self._wait(interruption)
             self._shards.end()
             paths = self._shards.paths() if self._outcomes else []
-            left = self._allowance.farewell() if self._allowance is not None else []
+            given = self._allowance if interruption.signum is None else None
+            left = given.farewell() if given is not None else []
             return Report(self._outcomes, paths, interruption.signum, unrecorded=self._shards.unrecorded, left=left)
         finally:
             self._progress.close()

@@ -199,7 +199,7 @@ def _rows(record: Record) -> list[dict[str, Any]]:
             row[name] = result[name]
     if isinstance(memory := result.get("memory"), Mapping):
         row |= {"memory": memory["source"], "peak_bytes": memory["peak_bytes"]}
-        row["baseline_bytes"] = memory.get("baseline_bytes")
+        row |= {name: memory[name] for name in ("baseline_bytes", "reserved_bytes") if name in memory}
     for part, names in (
         ("verification", ("max_norm_error", "max_grad_error")),
         ("coverage", ("ghost", "instantiated", "fallback")),

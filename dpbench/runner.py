@@ -147,11 +147,8 @@ def run(request: Request, progress: Progress) -> Report:
     if request.sweep is None and not FolderName(request.results).read():
         FolderName(request.results).give()
         plan = make_plan(request, plan.device)
-    variables = dict(environment.SERVER_VARIABLES)
-    if plan.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     with_torch = any("torch" in trial.modules() for trial, _ in plan.schedule.remaining())
-    with Isolation(variables) as isolation:
+    with Isolation(environment.server_variables(plan.device)) as isolation:
         try:
             where = environment.gather(plan.device, isolation, with_torch=with_torch)
         except UsageError as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dpbench import environment, machines
 from dpbench.errors import UsageError
@@ -199,18 +201,51 @@ def test_cuda_where_there_is_none_is_one_line(gpus):
 
 
 def test_the_environment_says_what_is_needed_to_read_the_numbers():
-    with Isolation(environment.SERVER_VARIABLES) as isolation:
+    with Isolation(environment.server_variables("cuda")) as isolation:
         found = environment.gather("cpu", isolation)
     wanted = {"device", "device_name", "host", "torch", "python", "cpu_count", "threads", "git_sha", "git_dirty"}
     wanted |= {"platform", "packages", "utc", "memory_total", "load_average", "float32_matmul_precision"}
     assert wanted <= set(found)
-    assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["opacus"]
+    assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["numpy"]
 
 
 def test_cuda_that_torch_cannot_use_is_one_line(gpus):
     gpus("A card that is not there")
     with (
-        Isolation({**environment.SERVER_VARIABLES, "CUDA_VISIBLE_DEVICES": ""}) as isolation,
+        Isolation(environment.server_variables("cpu")) as isolation,
         pytest.raises(UsageError, match="a CUDA device that torch"),
     ):
         environment.gather("cuda", isolation)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_cuda_is_in_segments_that_grow_unless_a_person_said_otherwise(monkeypatch, name):
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    assert environment.server_variables("cuda")["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    cpu = environment.server_variables("cpu")
+    assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "PYTORCH_ALLOC_CONF" not in cpu
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert "PYTORCH_ALLOC_CONF" not in environment.server_variables("cuda")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device as far as `torch_facts` asks."""
+    card = {"name": "NVIDIA H100", "total_memory": 80, "major": 9, "minor": 0, "multi_processor_count": 132}
+    properties = SimpleNamespace(**card, L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    given: list[str] = []
+    monkeypatch.setattr(torch, "zeros", lambda size, device: given.append(device))
+    return given
+
+
+@pytest.mark.parametrize("said", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}])
+def test_the_record_says_how_memory_was_allocated_and_how_large_the_cache_is(monkeypatch, cuda, said):
+    for name, value in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | said).items():
+        monkeypatch.setenv(name, value)
+    facts = environment.torch_facts(environment.TorchFacts(device="cuda"))
+    assert facts["allocator"] == (said.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True")
+    assert facts["l2_cache"] == 50 * 2**20 and cuda == ["cuda"]

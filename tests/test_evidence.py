@@ -17,8 +17,7 @@ from report_records import CUDA, RunFile
 from dpbench.engine import engine as engine_module
 from dpbench.evidence_trials import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.experiment import MaxBatch, load_experiment
-from dpbench.measure import device, memory, norms, parts, profile
-from dpbench.measure.phases import Phases
+from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
 from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
 from dpbench.report import evidence as tables
@@ -258,24 +257,6 @@ def test_files_lie_beside_the_records(tmp_path):
     assert first["result"]["other"] == 1 and second["result"] is None
     name = first["result"]["files"]["a b.json.gz"]
     assert (tmp_path / name).read_bytes() == b"hallo" and name.startswith(store.path.stem)
-
-
-def test_what_is_reserved_on_a_gpu_is_known_where_the_parts_of_a_step_are_watched(monkeypatch):
-    peaks = iter([(10, 100), (30, 400), (20, 300)])
-    now = {}
-
-    def reset(*_):
-        now["allocated_bytes.all.peak"], now["reserved_bytes.all.peak"] = next(peaks, (0, 0))
-
-    now |= {"active_bytes.all.peak": 5, "num_alloc_retries": 0}
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda *_: dict(now))
-    phases = Phases()
-    found = memory._cuda_peak(lambda: phases.entered("backward"), 3, torch.device("cuda"), phases)
-    assert found.phases == {"forward": 10, "backward": 30}
-    assert (found.peak_bytes, found.reserved_bytes) == (30, 400)
 
 
 def test_tables_of_a_gpus_records_say_what_does_not_hold(tmp_path):

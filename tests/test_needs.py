@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from processor import PATIENCE
 
+from dpbench.experiment import experiment_names
+from dpbench.outcome import FINAL
 from dpbench.store import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -120,6 +122,14 @@ def test_an_accountant_whose_package_is_missing_has_no_answer_and_the_others_hav
     assert missing and {record["outcome"] for record in missing} == {"unsupported"}
     assert all("No module named 'dp_accounting'" in record["evidence"] for record in missing)
     assert {record["outcome"] for record in records if record not in missing} == {"ok"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("evidence" not in experiment_names(), reason="there is no such experiment")
+def test_the_figures_for_a_gpu_need_nothing_else_either(bare, tmp_path):
+    """In miniature and on a CPU: every trial ends, and none by an exception."""
+    outcomes = {record["outcome"] for record in run(bare, tmp_path, "evidence")}
+    assert "ok" in outcomes <= FINAL
 
 
 @pytest.mark.skipif("opacus" not in installed(), reason="opacus is not installed")

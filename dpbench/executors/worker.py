@@ -49,10 +49,7 @@ class _Node:
         self.visible = visible
         if os.path.isdir(job.folder):
             os.chdir(job.folder)  # a model may be named by a path beside which the run was started
-        variables = dict(environment.SERVER_VARIABLES)
-        if job.device == "cpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        self.isolation = Isolation(variables)
+        self.isolation = Isolation(environment.server_variables(job.device))
         with own_cpus(job.cpus) as cpus:
             self.isolation.pin(cpus)
             facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))

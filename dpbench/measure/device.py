@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from dpbench.evidence_trials import DeviceTrial
+from dpbench.measure import gpu
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.measure.timing import stopwatch_for
@@ -56,11 +57,12 @@ def run(trial: DeviceTrial) -> dict[str, Any]:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Name and size of the device."""
+    """Name and size of the device; on CUDA its clocks, power and temperature as well, before it has much to do."""
     if device.type != "cuda":
         return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
-    return {"name": properties.name} | {name: read(properties) for name, read in _PROPERTIES.items()}
+    known = {name: read(properties) for name, read in _PROPERTIES.items()}
+    return {"name": properties.name} | known | (gpu.sample(device) or {})
 
 
 def versions(device: torch.device) -> dict[str, Any]:

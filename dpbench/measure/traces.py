@@ -129,10 +129,11 @@ def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trac
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities):
+        with torch.profiler.profile(activities=activities, acc_events=True):
             step()
             torch.cuda.synchronize(device)
-    with torch.profiler.profile(activities=activities) as profiler:
+    # acc_events: there is one cycle alone, of which torch 2.11 would else warn that it clears the events of others
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
             step()
         if device.type == "cuda":
