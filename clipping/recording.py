@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
 from clipping.compiled import compiled_modules
-from clipping.formats import coarsest
+from clipping.formats import coarsest, formats
 from clipping.functions import ClipFunction
 from clipping.ghost import BkMixed, TapeBackend
 from clipping.graph import unrecorded
@@ -32,7 +32,7 @@ from clipping.samples import factors_by_name
 from clipping.sources import mark_data
 from clipping.spread import reshard
 from clipping.tape import Tape
-from clipping.verification import Agreement, WrongGradient, compare
+from clipping.verification import Agreement, Limit, WrongGradient, compare, limit_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Of a verification in one graph, by the formats that it computed in: only how sums are formed differs."""
@@ -131,6 +131,7 @@ class Recording:
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)
         tolerance = coarsest([losses, *self.parameters.values()], TOLERANCE)
+        limit = Limit(min(tolerance, limit_of(formats(losses)).norm), tolerance)
         assert result.norms is not None
         few = min(2, self.batch_size)
         reference = one_by_one(losses[:few], self.parameters, clip, keep_graph=True)
@@ -141,8 +142,8 @@ class Recording:
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
-        if not agreement.within(tolerance):
-            raise WrongGradient(self.backend.name, agreement, tolerance)
+        if not agreement.within(limit):
+            raise WrongGradient(self.backend.name, agreement, limit)
 
 
 def recordable(cls: type[Backend]) -> bool:

@@ -84,12 +84,11 @@ def _limit_of(dtype: torch.dtype) -> Limit:
 class WrongGradient(Exception):
     """A backend's first batch differs from the microbatch oracle: it must not be used on this model."""
 
-    def __init__(self, backend: str, agreement: Agreement, limit: Limit | float) -> None:
+    def __init__(self, backend: str, agreement: Agreement, limit: Limit) -> None:
         self.agreement = agreement
-        said = limit if isinstance(limit, Limit) else Limit(limit, limit)
         super().__init__(
             f"{backend} is not exact on this model: relative error {agreement.norm_error:.1e} in the norms and "
-            f"{agreement.grad_error:.1e} in the gradient of {agreement.parameter!r}, expected at most {said}; "
+            f"{agreement.grad_error:.1e} in the gradient of {agreement.parameter!r}, expected at most {limit}; "
             "use the microbatch or vmap backend, and please report the model"
         )
 

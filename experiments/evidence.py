@@ -16,7 +16,7 @@ Batch sizes on CUDA let every backend run in 80 GB. On a CPU all of it runs in m
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from dpbench.evidence_trials import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
@@ -82,7 +82,7 @@ def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARIT
 def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], **options: Any) -> list[OverheadTrial]:
     shared: dict[str, Any] = {"device": device, "rounds": 9, "max_seconds": 4.0, "timeout": 900.0} | options
     return [
-        OverheadTrial(backends=BACKENDS, **model.settings(), **in_(precision, OverheadTrial), **shared)
+        OverheadTrial(backends=BACKENDS, precision=precision, **model.settings(), **shared)
         for precision in precisions
         for model in models
     ]
@@ -98,7 +98,7 @@ def profiles(device: str, models: Iterable[Model], precision: str) -> list[Profi
 
 def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequence[str] = FORETOLD) -> list[PeakTrial]:
     return [
-        PeakTrial(backend=backend, device=device, simulated=simulated, **model.settings(), **in_(precision, PeakTrial))
+        PeakTrial(backend=backend, device=device, simulated=simulated, precision=precision, **model.settings())
         for model in models
         for backend in backends
         for simulated in (True, False)
@@ -107,10 +107,6 @@ def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequen
 
 def largest(device: str, models: Iterable[str], budget: int = BUDGET, limit: int = 16384) -> Sequence[Cell]:
     return searches(device, models, BACKENDS, budget=budget, limit=limit)
-
-
-def in_(precision: str, kind: type) -> dict[str, Any]:
-    return {"precision": precision} if "precision" in {f.name for f in fields(kind)} else {"dtype": "float32"}
 
 
 def cells(device: str) -> list[Cell]:

@@ -16,12 +16,15 @@ from torch import nn
 import clipping
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.formats import coarsest, formats
+from clipping.ghost import BkMixed
 from clipping.oracle import Microbatch
+from clipping.recording import Recording, for_recording
 from clipping.verification import (
     GRADIENTS,
     ROUNDINGS,
     Agreement,
     Limit,
+    WrongGradient,
     agreement_in_own_arithmetic,
     agreement_with_oracle,
     limit_of,
@@ -36,6 +39,7 @@ from dpbench.measure.not_here import NotHere
 from dpbench.models import Workload
 from dpbench.outcome import Mismatch, Outcome, classify
 from dpbench.precision import PROFILES, with_profile
+from dpbench.recommend.agenda import Agenda, Question
 from dpbench.report import write_report
 from dpbench.selection import select
 from dpbench.trials import LargestTrial, OverheadTrial, PeakTrial, RecommendTrial, StepTrial
@@ -394,6 +398,32 @@ def test_autocast_around_the_call_counts_as_well_where_float64_is_not_to_be_had(
         assert agreement_with_oracle(opened, x, y)[1] == limit_of([torch.float32])
 
 
+class Astray(BkMixed):
+    """On the tape, and 5 % off in one norm."""
+
+    def clipped(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().clipped(*args, **kwargs)
+        out.norms[0] *= 1.05
+        return out
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", small_models())
+def test_in_one_graph_it_is_found_too_wherever_autocast_was_entered(name, inside):
+    """As the engine verifies its first step: the script's own autocast, or one inside the model."""
+    workload, x, y = under_autocast(name)
+    model = workload.model if inside else small_models()[name][0]
+
+    def recorded(backend):
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside), Recording(backend, x, 2) as recording:
+            losses = nn.functional.cross_entropy(model(x), y, reduction="none")
+        return recording.finish(losses, verify=True)
+
+    assert recorded(for_recording(BkMixed, model, Flat(1e6))).norms.isfinite().all()
+    with pytest.raises(WrongGradient, match=r"relative error 5\.0e-02 in the norms"):
+        recorded(for_recording(Astray, model, Flat(1e6)))
+
+
 def test_a_backend_that_is_wrong_in_the_arithmetic_that_runs_is_not_timed():
     for name in ("float32", "bfloat16-autocast", "bfloat16"):
         with pytest.raises(Mismatch, match=f"rounded differs from the microbatch oracle in {name}: ") as caught:
@@ -454,3 +484,21 @@ def test_each_profile_has_a_figure_whose_caption_says_it(tmp_path, figure):
     for name in ("float32", "bfloat16-autocast", "tf32"):
         caption = (folder / f"{figure}-precision-{name}.md").read_text()
         assert f"; {name}; 32×32 inputs" in caption
+
+
+def test_recommend_takes_a_precision_and_refuses_one_that_the_device_has_not(capsys):
+    assert main(["recommend", "cnn", "--device", "cpu", "--precision", "tf32"]) == 2
+    assert capsys.readouterr().err == "dpbench: expected a precision that cpu has, as float32, got 'tf32'\n"
+    said = {}
+
+    class Machine:
+        """Takes the first trial, and has no time for a second."""
+
+        def submit(self, trial):
+            said.setdefault(trial.kind, trial.precision)
+            raise KeyError
+
+    asked = Question(model="cnn", batch_size=4, memory_budget=2**30, precision="bfloat16", seconds=60.0)
+    with pytest.raises(KeyError):
+        Agenda(asked, Machine(), lambda line: None).carry_out()
+    assert said == {"recommend": "bfloat16"}

@@ -114,9 +114,9 @@ def test_a_larger_batch_is_not_tried_where_a_smaller_one_does_not_fit(outcome):
 
 
 def test_pruning_says_why_and_asks_for_all_other_fields_to_be_equal():
-    cells = grid(StepTrial, model="cnn", backend="ghost", batch_size=[8, 16], dtype=["float32", "float64"])
+    cells = grid(StepTrial, model="cnn", backend="ghost", batch_size=[8, 16], precision=["float32", "float64"])
     plan = schedule(cells, [record_of(Run(cells[1], 0), "oom")], rounds=1)
-    assert (cells[1].batch_size, cells[1].dtype) == (8, "float64")
+    assert (cells[1].batch_size, cells[1].precision) == (8, "float64")
     assert plan.history.pruned_by(Run(cells[3], 0)) == "oom at batch 8"
     assert plan.history.pruned_by(Run(cells[2], 0)) is None
 

@@ -21,6 +21,7 @@ from dpbench.errors import UsageError
 from dpbench.forked import available_cpus
 from dpbench.isolation import Isolation
 from dpbench.models import split_reference, validate_reference
+from dpbench.precision import PROFILES
 from dpbench.recommend.agenda import UNUSED, Agenda, Question
 from dpbench.recommend.findings import ORDINARY, Finding, in_order
 from dpbench.recommend.verdict import Verdict, verdict
@@ -53,6 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="SIZE", default="16GiB", help="the budget of the largest batch (default: %(default)s)"
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--precision",
+        choices=PROFILES,
+        default="float32",
+        help="in which formats steps compute (default: %(default)s)",
+    )
     parser.add_argument(
         "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
     )
@@ -107,12 +114,15 @@ def question_from(args: argparse.Namespace) -> Question:
     if not _FEWEST_SECONDS <= args.seconds < float("inf"):
         raise UsageError(f"at least {_FEWEST_SECONDS:g} for --seconds", args.seconds)
     device = resolve_device(args.device)
+    if PROFILES[args.precision].tf32 and device != "cuda":
+        raise UsageError(f"a precision that {device} has, as float32", args.precision)
     batch_size = args.batch_size or default_batch_size(args.model, args.image_size, device)
     return Question(
         model=args.model,
         batch_size=batch_size,
         memory_budget=parse_size(args.memory),
         device=device,
+        precision=args.precision,
         image_size=args.image_size,
         num_classes=args.num_classes,
         seconds=args.seconds,
@@ -160,6 +170,7 @@ def as_json(question: Question, found: Sequence[Finding], advice: Verdict, secon
         "memory_budget": question.memory_budget,
         "max_batch_size_source": "simulated",
         "device": question.device,
+        "precision": question.precision,
         "device_name": device_name(question.device),
         "seconds": seconds,
     }
@@ -171,7 +182,7 @@ def table(question: Question, agenda: Agenda, found: Sequence[Finding], advice: 
     size = f"{agenda.parameters / 1e6:.3g}M parameters, " if agenda.parameters else ""
     budget = size_in_words(question.memory_budget)
     header = (*_HEADER, f"batch in {budget}", "")
-    where = f"on {question.device} ({device_name(question.device)})"
+    where = f"on {question.device} ({device_name(question.device)}), {question.precision}"
     return [
         f"{question.model}: {size}inputs {inputs or 'not known'}, {where}",
         "",

@@ -81,6 +81,7 @@ class Question:
     batch_size: int
     memory_budget: int
     device: str = "cpu"
+    precision: str = "float32"
     image_size: int | None = None
     num_classes: int | None = None
     seconds: float = 114.0
@@ -150,6 +151,7 @@ class Agenda:
             backends=(ORDINARY, *group.backends),
             batch_size=asked.batch_size,
             device=asked.device,
+            precision=asked.precision,
             image_size=asked.image_size,
             num_classes=asked.num_classes,
             rounds=group.rounds,
@@ -195,6 +197,7 @@ class Agenda:
             backend=found.backend,
             batch_size=found.predicted_batch(asked.batch_size, asked.memory_budget),
             device=asked.device,
+            precision=asked.precision,
             image_size=asked.image_size,
             num_classes=asked.num_classes,
             memory_budget=asked.memory_budget,
