@@ -39,6 +39,7 @@ from dpbench.report import (
     readable,
     scheme_plot,
     scorecard,
+    sensitivity,
     style,
     tables,
     time_to,
@@ -248,6 +249,7 @@ FIGURES = {
     ),
     "coverage": coverage.SHARES,
     "coverage_reasons": coverage.REASONS,
+    "sensitivity": sensitivity.KIND,
     "utility": FigureKind(
         "accuracy against ε by model and clipping function, beside ordinary training",
         ("utility",),
