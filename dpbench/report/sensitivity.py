@@ -39,7 +39,7 @@ COLUMNS = {
 _KEPT = "#E7F1E7"
 _LEAST = 0.35
 """In units of C: what moves the sum by less stands here."""
-_TOP, _LANE, _GAP, _NAMES, _WORDS = 0.78, 0.078, 0.1, 2.75, 0.56
+_TOP, _LANE, _GAP, _NAMES, _WORDS = 0.78, 0.08, 0.1, 2.7, 0.56
 _ROW = _LANE * len(DTYPES) + _GAP
 
 
@@ -67,7 +67,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
         [
             {
                 "Backend": style.backend(part.backend.iloc[0]).name,
-                "Dtype": part.dtype.iloc[0],
+                "Dtype": part["dtype"].iloc[0],
                 "Furthest": in_units(None if most is None else most.excess),
                 "Case": "" if most is None else most.case,
                 "Record": "" if most is None or most.outcome != "exceeds" else most.record,
@@ -130,7 +130,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     handles = [
         Line2D([], [], marker=marker, color=color, linestyle="", markersize=size, label=dtype)
         for dtype, (color, marker, size) in LOOKS.items()
-        if dtype in set(frame.dtype)
+        if dtype in set(frame["dtype"])
     ]
     corner = (0.12 / WIDTH - 0.005, 1 - 0.26 / height)
     looks = {"frameon": False, "fontsize": 8, "handletextpad": 0.1, "columnspacing": 1.1, "borderpad": 0.2}
@@ -149,22 +149,24 @@ def _scale(axes: Axes, most: float, depth: float) -> None:
     axes.set_ylim(depth, 0)
     axes.axvspan(0.25, 1.05, color=_KEPT, linewidth=0, zorder=0)
     axes.axvline(1.0, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=1.5)
-    axes.xaxis.set_major_locator(LogLocator(numticks=20))
+    axes.xaxis.set_major_locator(LogLocator(numticks=14))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(_power))
-    axes.set_xlabel("the computed sum moves by, logarithmic; noise hides C", fontsize=8.5, labelpad=3)
+    axes.set_xlabel(
+        "the computed sum moves by, in units of C, logarithmic; the noise hides C", fontsize=8.5, labelpad=3
+    )
     axes.grid(axis="x", color=style.GRID, linewidth=0.7)
     axes.set_yticks([])
     axes.tick_params(length=0, labelsize=8)
 
 
 def _power(value: float, _: int) -> str:
-    """'C', '10 C', '100,000 C', '10⁷ C'."""
+    """'C', '10', '1,000', '10⁷'."""
     if value < 0.99:
         return ""
     power = round(math.log10(value))
     digits = str(power).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
-    return "C" if power == 0 else f"{10**power:,} C" if power < 5 else f"10{digits} C"
+    return "C" if power == 0 else f"{10**power:,}" if power < 4 else f"10{digits}"
 
 
 def _row(axes: Axes, part: pd.DataFrame, top: float) -> None:
@@ -173,12 +175,12 @@ def _row(axes: Axes, part: pd.DataFrame, top: float) -> None:
     for lane, dtype in enumerate(DTYPES):
         color, marker, size = LOOKS[dtype]
         y = top + _GAP / 2 + (lane + 0.5) * _LANE
-        own = part[(part.dtype == dtype) & part.excess.notna()]
+        own = part[(part["dtype"] == dtype) & part.excess.notna()]
         far = own.outcome == "exceeds"
         for rows, looks in ((own[~far], {"alpha": 0.35, "zorder": 2}), (own[far], {"alpha": 0.9, "zorder": 3})):
             xs = [max(_LEAST, float(value)) for value in rows.excess]
-            edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.4, "clip_on": False}
-            axes.plot(xs, [y] * len(xs), marker, color=color, markersize=size, **edge, **looks)
+            edge: dict[str, Any] = {"markeredgecolor": "white", "markeredgewidth": 0.4, "clip_on": False, **looks}
+            axes.plot(xs, [y] * len(xs), marker, color=color, markersize=size, **edge)
 
 
 def _names(axes: Axes, part: pd.DataFrame, top: float) -> None:
@@ -196,8 +198,8 @@ def _names(axes: Axes, part: pd.DataFrame, top: float) -> None:
 
 def _furthest(part: pd.DataFrame) -> Any:
     """The row with the largest excess; None if there is none."""
-    known = part[part.excess.notna()]
-    return None if known.empty else known.loc[known.excess.astype(float).idxmax()]
+    known: list[Any] = [row for row in part.itertuples(index=False) if not style.missing(row.excess)]
+    return max(known, key=lambda row: float(row.excess), default=None)
 
 
 def _cases(part: pd.DataFrame, name: str) -> int:

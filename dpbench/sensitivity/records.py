@@ -32,6 +32,7 @@ from dpbench.sensitivity.problems import (
     ordinary,
     power_of_two,
 )
+from dpbench.sensitivity.search import FOUND
 
 Make = Callable[[torch.finfo], Problem]
 SPREADS = (0.3, 1.0, 3.0)
@@ -123,9 +124,9 @@ def of_a_bias(numbers: torch.finfo) -> Problem:
 
 def large(numbers: torch.finfo, positions: int, channels: int) -> Iterator[tuple[str, Tensor]]:
     """(words, weights [1, T, p] of several sizes whose sum over positions is what rounding leaves)."""
-    for share, seed in itertools.product((0.1, 0.2, 0.35), SEEDS):
-        size = power_of_two(numbers, share)
-        yield f"weights {size:g}·N(0, 1) less their mean, seed {seed}", size * centred(positions, channels, seed)
+    sizes = dict.fromkeys(min(share / numbers.eps, numbers.max / 64) for share in (1.0, 1e3, 1e6))
+    for size, seed in itertools.product(sizes, SEEDS):
+        yield f"weights of {size:.2g} less their mean, seed {seed}", size * centred(positions, channels, seed)
 
 
 def one_sample(scales: Callable[[torch.finfo], list[tuple[float, float]]], layer: Callable[[], nn.Module]) -> Make:
@@ -258,6 +259,16 @@ def plain(numbers: torch.finfo) -> Problem:
 
 def linear() -> nn.Module:
     return nn.Linear(D, P, bias=False)
+
+
+def found(kind: str) -> Make:
+    """What a search has found to be worst, of one kind."""
+
+    def make(numbers: torch.finfo) -> Problem:
+        problems = [point.problem(numbers) for point in FOUND if point.kind == kind]
+        return Problem(problems[0].model, [batch for problem in problems for batch in problem.batches])
+
+    return make
 
 
 UP_TO_SINGLE = tuple(dtype for dtype in DTYPES if dtype != "float64")
