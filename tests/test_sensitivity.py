@@ -15,10 +15,11 @@ from clipping import BACKENDS, ClippedGradient, Flat, Problem, UnsupportedModel,
 from clipping.oracle import Microbatch
 from dpbench.cli import main
 from dpbench.commands import check
+from dpbench.conformance import ConformanceTrial
 from dpbench.isolation import Answer, Isolation
 from dpbench.measure.sensitivity import measured, names_place, sensitivity
 from dpbench.outcome import Outcome
-from dpbench.report import LeftOut, write_report
+from dpbench.report import LeftOut, scorecard, write_report
 from dpbench.report import sensitivity as figure
 from dpbench.report.select import read
 from dpbench.sensitivity import DTYPES, LIMITS, SensitivityTrial
@@ -310,8 +311,9 @@ def test_options_that_do_not_go_together(arguments, said, capsys, monkeypatch):
 
 
 def test_excess_in_words():
-    values = (None, 0.0, 1.0034, 16.2, 48_731.0, 3.77e7)
-    assert [in_units(value) for value in values] == ["-", "0.000 C", "1.003 C", "16 C", "49,000 C", "3.8e+07 C"]
+    values = (None, 0.0, 1.0034, 16.2, 48_731.0, 999_999.0, 3.77e7, 4.5e11, 9.6e93)
+    words = ["-", "0.000 C", "1.003 C", "16 C", "49,000 C", "1 million C", "38 million C", "450 billion C", "9.6e+93 C"]
+    assert [in_units(value) for value in values] == words
 
 
 # The figure
@@ -322,7 +324,10 @@ def records(tmp_path):
     written = RunFile(tmp_path / "records" / "a.jsonl", experiment="sensitivity")
     far = [row("cancels", "exceeds", 52_000.0), row("plain", "within", 1.0), row("nan", "not a number")]
     written.add(SensitivityTrial(backend="opacus_ghost"), {"rows": far})
-    written.add(SensitivityTrial(backend="opacus_ghost", dtype="bfloat16"), {"rows": [row("tied", "unsupported")]})
+    written.add(
+        SensitivityTrial(backend="opacus_ghost", dtype="bfloat16"),
+        {"rows": [row("tied", "unsupported"), row("many", "exceeds", 2.0)]},
+    )
     near = [row("cancels", "within", 0.5), row("plain", "within", 1.0), row("nan", "refused", reason="record 0 is NaN")]
     written.add(SensitivityTrial(backend="bk_mixed"), {"rows": near})
     written.add(
@@ -334,13 +339,13 @@ def records(tmp_path):
 def test_the_table_has_a_row_a_case_and_the_words_name_the_furthest(records):
     left_out = LeftOut()
     frame = figure.table(read(records.path.parent), left_out)
-    assert list(frame.backend) == ["bk_mixed"] * 3 + ["opacus_ghost"] * 4  # ours before the peers
+    assert list(frame.backend) == ["bk_mixed"] * 3 + ["opacus_ghost"] * 5  # ours before the peers
     assert left_out == {"fastDP, float32: unsupported": 1}
     said = figure.text(frame)
-    assert said["Furthest"].tolist() == ["1.000 C", "52,000 C", "-"]
-    assert said["Case"].tolist() == ["plain", "cancels", ""]
+    assert said["Furthest"].tolist() == ["1.000 C", "52,000 C", "2.000 C"]
+    assert said["Case"].tolist() == ["plain", "cancels", "many"]
     columns = ["Too far", "Not a number", "Record refused", "Model refused", "Within"]
-    assert said[columns].values.tolist() == [list("00102"), list("11001"), list("00010")]
+    assert said[columns].values.tolist() == [list("00102"), list("11001"), list("10010")]
     assert figure.finding(frame) == (
         "One record moves the computed sum by up to: BK mixed 1.000 C; Opacus ghost 52,000 C (cancels)."
     )
@@ -361,4 +366,23 @@ def test_the_report_draws_it(records, tmp_path):
     written = write_report(records.path.parent, tmp_path / "out")
     assert {path.suffix for path in written} == {".png", ".svg", ".pdf", ".csv", ".md", ".tex", ".html"}
     caption = next(path for path in written if path.suffix == ".md").read_text()
-    assert "1 fastDP, float32: unsupported" in caption and "4 hard cases" in caption
+    assert "1 fastDP, float32: unsupported" in caption and "5 hard cases" in caption
+
+
+def test_the_scorecard_says_how_far_a_record_moves_the_sum(records):
+    verdict = {"case": "conv2d", "result": "exact", "raised": False, "norm_error": None, "grad_error": None}
+    verdict |= {"coverage": {}, "reason": None}
+    for backend in ("bk_mixed", "opacus_ghost", "vmap"):
+        records.add(ConformanceTrial(backend=backend), {"rows": [verdict]})
+    kept, left_out = read(records.path.parent), LeftOut()
+    frame = scorecard.table(kept, left_out)
+    assert list(frame.columns) == ["case", "vmap", "bk_mixed", "opacus_ghost"]
+    assert scorecard.moves(frame).values.tolist() == [
+        ["one record moves the sum by, float32", "-", "1.000 C", "52,000 C"],
+        ["one record moves the sum by, bfloat16", "-", "-", "2.000 C"],
+    ]
+    assert list(scorecard.cases(frame)["case"]) == ["conv2d"]
+    said = scorecard.caption(kept, frame, left_out)
+    assert "1 cases" in said and "the furthest that a hard record moves the sum" in said
+    words = [text.get_text() for text in scorecard.plot(frame, said).axes[0].texts]
+    assert "52,000" in words

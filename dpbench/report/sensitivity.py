@@ -16,6 +16,7 @@ from dpbench.report import captions, style
 from dpbench.report.cells import frame_of
 from dpbench.report.curves import box
 from dpbench.report.figures import AXIS, WIDTH, sheet
+from dpbench.report.findings import PEERS
 from dpbench.report.parts import FigureKind
 from dpbench.report.select import LeftOut, Record
 from dpbench.sensitivity import DTYPES, FAILURES
@@ -171,7 +172,8 @@ def _power(value: float, _: int) -> str:
 
 def _row(axes: Axes, part: pd.DataFrame, top: float) -> None:
     """The marks of one backend; what is too far stands out, the rest lies on the green ground."""
-    axes.axhline(top, color=style.GRID, linewidth=0.8, zorder=1)
+    first = part.backend.iloc[0] == PEERS[0] and top > 0
+    axes.axhline(top, color=style.INK if first else style.GRID, linewidth=0.8, zorder=1)
     for lane, dtype in enumerate(DTYPES):
         color, marker, size = LOOKS[dtype]
         y = top + _GAP / 2 + (lane + 0.5) * _LANE
@@ -217,7 +219,7 @@ KIND = FigureKind(
     "how far hard records move the clipped sum, in units of C, by library and dtype",
     ("sensitivity",),
     lambda r: (r.trial["backend"], r.trial["dtype"]),
-    {"experiment": ("sensitivity",)},
+    {},
     table,
     text,
     caption,

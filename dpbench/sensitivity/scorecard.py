@@ -7,9 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpbench.conformance.scorecard import aligned
-from dpbench.sensitivity import FAILURES, OUTCOMES
+from dpbench.sensitivity import DTYPES, FAILURES, OUTCOMES
 
 _HEADER = ("case", "backend", "dtype", "excess", "outcome", "the worst record")
+FURTHEST = "one record moves the sum by, "
+"""Before the dtype."""
 FIELDS = ("case", "backend", "dtype", "outcome", "excess", "limit", "batch_size", "record", "reason")
 
 
@@ -37,16 +39,30 @@ def count(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def in_units(excess: float | None) -> str:
-    """'11,000 C', '1.003 C', '3.2e+07 C'; "-" where there is no number."""
+    """'1.003 C', '11,000 C', '77 million C', '9.6e+13 C'; "-" where there is no number."""
     if excess is None:
         return "-"
-    value = float(excess)
-    return f"{value:.3f} C" if value < 10 else f"{float(f'{value:.2g}'):,.0f} C" if value < 1e6 else f"{value:.1e} C"
+    value = float(f"{float(excess):.2g}") if excess >= 10 else float(excess)
+    for size, word in ((1e12, ""), (1e9, " billion"), (1e6, " million")):
+        if value >= size:
+            return f"{value / size:.3g}{word} C" if word else f"{value:.1e} C"
+    return f"{value:,.0f} C" if value >= 10 else f"{value:.3f} C"
+
+
+def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[list[str]]:
+    """For a table with a column a backend: a line for each dtype, of how far the furthest record moves the sum."""
+    rows = list(rows)
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    found = []
+    for dtype in dtypes:
+        most = [worst(r for r in rows if (r["backend"], r["dtype"]) == (name, dtype)) for name in backends]
+        found.append([f"{FURTHEST}{dtype}", *(in_units(row["excess"]) if row else "-" for row in most)])
+    return found
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows for a person, and under them how many of each backend met what."""
-    lines = [
+    told = [
         [
             row["case"],
             row["backend"],
@@ -63,4 +79,4 @@ def text(rows: Sequence[Mapping[str, Any]]) -> str:
         most = worst(own)
         said = f"; furthest {in_units(most['excess'])}, {most['case']}" if most else ""
         totals.append(f"{backend}, {dtype}: {count(own)}{said}")
-    return "\n".join([*aligned([list(_HEADER), *lines]), "", *totals])
+    return "\n".join([*aligned([list(_HEADER), *told]), "", *totals])
