@@ -82,7 +82,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     for y, line in enumerate(further.itertuples(index=False), len(names)):
         for x, said in enumerate(line[1:]):
             axes.text(x, y, said.removesuffix(" C"), ha="center", va="center", fontsize=6)
-    labels = [*names, *(name.removeprefix(sensitivity.FURTHEST) + ", in C" for name in further["case"])]
+    labels = [*names, *(f"hard record, {name.removeprefix(sensitivity.FURTHEST)}, in C" for name in further["case"])]
     axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
     axes.set_xticks(range(len(backends)), [style.backend(b).name for b in backends], rotation=35, ha="left")
     axes.xaxis.tick_top()

@@ -32,7 +32,7 @@ from dpbench.sensitivity.problems import (
     ordinary,
     power_of_two,
 )
-from dpbench.sensitivity.search import FOUND
+from dpbench.sensitivity.search import FOUND, KINDS
 
 Make = Callable[[torch.finfo], Problem]
 SPREADS = (0.3, 1.0, 3.0)
@@ -294,6 +294,7 @@ RECORDS = [
         "cancels in a tied table", "the same in a table that is the head, too", of_one_id(lambda: Tied(IDS, 16), IDS)
     ),
     HardRecord("cancels in a bias", "a bias alone, whose positions cancel", of_a_bias),
+    *(HardRecord(f"found by search, {kind}", "the worst of thousands of points", found(kind)) for kind in KINDS),
     HardRecord(
         "squares overflow", "gradients that are numbers, with squares that are none", one_sample(squares, dense)
     ),
