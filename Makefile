@@ -2,12 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+MINUTES ?= 9
 BIN := $(VENV)/bin
 
-.PHONY: install stress_test test lint types unit slow smoke clean
+.PHONY: install stress_test gpu test lint types unit slow smoke clean
 
 stress_test: install
 	$(BIN)/python -m dpbench run stress_test $(ARGS)
+
+# The figures that a GPU is to give, the most telling first, with PYTHON as it is: nothing is installed. Once more goes on.
+gpu:
+	$(PYTHON) -m dpbench run evidence --device cuda --minutes $(MINUTES) $(ARGS)
 
 test: lint types unit
 

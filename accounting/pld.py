@@ -36,6 +36,19 @@ def _rounding(steps: float) -> float:
     return 2e-13 + 2e-15 * steps
 
 
+def _library() -> Any:
+    """
+    Raises:
+        NoAnswer: it is not installed, or fails when imported.
+    """
+    try:
+        from dp_accounting.pld import privacy_loss_distribution
+    except Exception as error:  # whatever another package may raise
+        why = f"{type(error).__name__}: {error}"
+        raise NoAnswer(f"dp-accounting cannot be imported ({why}); pip install dp-accounting") from error
+    return privacy_loss_distribution
+
+
 class Pld(Accountant):
     """ε by dp-accounting. The detail has h (`discretization`) and what it adds to ε, about (`discretization_error`)."""
 
@@ -51,8 +64,7 @@ class Pld(Accountant):
         interval, losses = self._interval(sigma, q, steps, wanted)
         if steps * math.sqrt(losses) * 2e-16 > 0.01 * interval:
             raise NoAnswer(f"losses {interval:.2g} apart have too few digits for {steps:g} steps")
-        from dp_accounting.pld import privacy_loss_distribution as library
-
+        library = _library()
         try:
             with np.errstate(all="ignore"):  # what is no number is no answer (`accounting.base`)
                 one = library.from_gaussian_mechanism(

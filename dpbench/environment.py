@@ -11,7 +11,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, ClassVar
 from dpbench import __version__
 from dpbench.errors import UsageError
 from dpbench.forked import available_cpus
+from dpbench.host import host_name
 from dpbench.isolation import Answer, Isolation
 from dpbench.outcome import Outcome
 from dpbench.store import utc_now
@@ -28,13 +28,42 @@ from dpbench.trials import Trial
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("auto", "cpu", "cuda")
+#: Says which commit runs where git does not.
+COMMIT = "DPBENCH_COMMIT"
 _PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
-_VARIABLES = ("CUDA_", "CUBLAS_", "CUDNN_", "KMP_", "MKL_", "NVIDIA_TF32", "OMP_", "PYTORCH_", "TORCH_", "MALLOC_")
+_VARIABLES = (
+    "CUDA_",
+    "CUBLAS_",
+    "CUDNN_",
+    "KMP_",
+    "MKL_",
+    "NVIDIA_TF32",
+    "OMP_",
+    "PYTORCH_",
+    "TORCH_",
+    "MALLOC_",
+    "DPBENCH_HOST",
+)
 _GPU_STATE = (
     "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw,utilization.gpu,memory.used"
 )
-#: What the process that measures is told of the device: to number GPUs as nvidia-smi does, to look without touching.
-SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: To number GPUs as nvidia-smi does, and to look without touching.
+_SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: What torch reads of how its allocator of CUDA memory is to work, by its names from old to new.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def server_variables(device: str) -> dict[str, str]:
+    """What the process that measures on `device` is told of it.
+
+    On CUDA, unless a person has said how memory is to be allocated: in segments that grow where they lie. A budget is
+    on what the allocator has reserved. Cut from segments of fixed sizes, that has holes which no later tensor fits in,
+    and the largest batch would be that of the holes.
+    """
+    if device == "cpu":
+        return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
+    said = any(name in os.environ for name in _ALLOCATOR)
+    return _SERVER_VARIABLES | ({} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +95,14 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
     }
     if trial.device == "cuda" and facts["cuda_available"]:
         properties = torch.cuda.get_device_properties(0)
+        torch.zeros(1, device="cuda")  # a device that gives no memory is told of here, once, and not by every trial
         facts |= {
+            "allocator": next((os.environ[name] for name in _ALLOCATOR if name in os.environ), ""),
             "device_name": properties.name,
             "device_memory": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
+            "l2_cache": properties.L2_cache_size,
             "cudnn": torch.backends.cudnn.version(),
             "cudnn_benchmark": torch.backends.cudnn.benchmark,
             "cudnn_deterministic": torch.backends.cudnn.deterministic,
@@ -105,7 +137,7 @@ def host_facts(device: str) -> dict[str, Any]:
     facts: dict[str, Any] = {
         "utc": utc_now(),
         "dpbench": __version__,
-        "host": socket.gethostname(),
+        "host": host_name(),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "device": device,
@@ -265,9 +297,14 @@ def _read(path: str) -> str | None:
 
 
 def _git() -> tuple[str | None, bool | None]:
-    """(commit, whether sources differ from it) of the clone that runs; (None, None) where it is no clone."""
+    """(commit, whether sources differ from it) of the clone that runs; where it is no clone, what DPBENCH_COMMIT says.
+
+    That is a commit, with "-dirty" after it if sources differ.
+    """
+    told = os.environ.get(COMMIT, "").strip()
+    said = (told.removesuffix("-dirty"), told.endswith("-dirty")) if told else (None, None)
     if not (ROOT / ".git").exists():
-        return None, None
+        return said
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(ROOT), *arguments]
@@ -277,4 +314,5 @@ def _git() -> tuple[str | None, bool | None]:
             return None
 
     changes = git("status", "--porcelain", "--", ".", ":(exclude)results")
-    return git("rev-parse", "HEAD"), None if changes is None else bool(changes)
+    commit = git("rev-parse", "HEAD")
+    return said if commit is None else (commit, None if changes is None else bool(changes))

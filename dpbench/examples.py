@@ -32,6 +32,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("memory_speed --smoke", "in seconds: does everything work here?"),
         ("overhead --only model=cnn,vgg11 --rounds 5", "a part of it; killed or not, the same line continues it"),
         ("stress_test --retry error,timeout", "and once more what ended so"),
+        ("overhead --minutes 9", "what can be done in nine minutes; the same line goes on"),
         ("my/experiment.py --output out", "your own: EXPERIMENT = Experiment(...) in a file, records in ./out"),
     ),
     "check": (

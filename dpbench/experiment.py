@@ -46,7 +46,8 @@ class Experiment:
     """What is measured, how often, and which figures are drawn of it.
 
     `cells(device)` and `smoke(device)` take ``"cpu"`` or ``"cuda"``; `smoke` is the same in miniature, done in seconds.
-    `figures` names what `dpbench.report` draws.
+    `figures` names what `dpbench.report` draws. `in_order`: each round runs the cells as they are declared, and not in
+    an order of its own: for an experiment whose first cells tell most, and which may be given little time.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Experiment:
     smoke: Callable[[str], Sequence[Cell]]
     rounds: int = 3
     figures: tuple[str, ...] = ()
+    in_order: bool = False
 
 
 def experiment_names() -> list[str]:

@@ -72,12 +72,15 @@ class Isolation:
         self._unread = b""
         self._keys = 0
 
-    def submit(self, trial: Sendable) -> int:
-        """Start `trial`; its answer will carry the key that is returned."""
+    def submit(self, trial: Sendable, until: float | None = None) -> int:
+        """Start `trial`; its answer will carry the key that is returned.
+
+        `until`: when it is ended if it still runs, by `time.monotonic`, though its own time is not up.
+        """
         server = self._server or self._start()
         self._keys += 1
         self._in_flight.add(self._keys)
-        request = json.dumps({"key": self._keys, "trial": trial.to_wire()}) + "\n"
+        request = json.dumps({"key": self._keys, "trial": trial.to_wire(), "until": until}) + "\n"
         assert server.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is gone: `wait` says so, of every trial in flight
             server.stdin.write(request.encode())

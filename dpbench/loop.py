@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from dpbench.allowance import Allowance
 from dpbench.executors.blocks import Block
 from dpbench.executors.worker import refusal
 from dpbench.isolation import Answer, Isolation
@@ -52,18 +53,22 @@ class Executor(Protocol):
 
 @dataclass
 class Here:
-    """The processes of this machine. `refuse` says why a trial cannot run here, which then is its answer."""
+    """The processes of this machine. `refuse` says why a trial cannot run here, which then is its answer.
+
+    `until`: when all trials are ended, by `time.monotonic`.
+    """
 
     isolation: Isolation
     workers: int
     blocks: int = 1
+    until: float | None = None
     refuse: Callable[[Trial], str | None] = lambda _: None
     _refused: list[Answer] = field(default_factory=list)
 
     def submit(self, trial: Trial, block: Block) -> int:
         trouble = self.refuse(trial)
         if trouble is None:
-            return self.isolation.submit(trial)
+            return self.isolation.submit(trial, self.until)
         self._refused.append(refusal(next(_REFUSED), trouble))
         return self._refused[-1].key
 
@@ -81,7 +86,8 @@ class Here:
 class Report:
     """What a run came to: how many trials ended how, the files they are in, the signal that ended it early, where.
 
-    `unrecorded` counts trials that ended, and whose record could not be written: the next run does them again.
+    `unrecorded` counts trials that ended, and whose record could not be written: the next run does them again. `left`
+    says in words what remains because the time of the run was over.
     """
 
     outcomes: Counter[str]
@@ -89,6 +95,7 @@ class Report:
     signum: int | None = None
     device: str = "cpu"
     unrecorded: int = 0
+    left: Sequence[str] = ()
 
     @property
     def path(self) -> Path | None:
@@ -96,7 +103,7 @@ class Report:
 
 
 class Loop:
-    """Run what remains of `schedule`, whose parts are `blocks`, on `executor`."""
+    """Run what remains of `schedule`, whose parts are `blocks`, on `executor`; of it what `allowance` has time for."""
 
     def __init__(
         self,
@@ -107,9 +114,10 @@ class Loop:
         progress: Progress,
         fingerprint: Callable[[Trial], str],
         clock: Any,
+        allowance: Allowance | None = None,
     ) -> None:
         self._schedule, self._executor, self._shards, self._progress = schedule, executor, shards, progress
-        self._fingerprint, self._clock = fingerprint, clock
+        self._fingerprint, self._clock, self._allowance = fingerprint, clock, allowance
         self._waiting = list(reversed(blocks))
         self._open: dict[str, Block] = {}
         self._running: dict[int, tuple[Run, Block]] = {}
@@ -123,7 +131,9 @@ class Loop:
                     self._wait(interruption)
             self._shards.end()
             paths = self._shards.paths() if self._outcomes else []
-            return Report(self._outcomes, paths, interruption.signum, unrecorded=self._shards.unrecorded)
+            given = self._allowance if interruption.signum is None else None
+            left = given.farewell() if given is not None else []
+            return Report(self._outcomes, paths, interruption.signum, unrecorded=self._shards.unrecorded, left=left)
         finally:
             self._progress.close()
             self._shards.close()
@@ -131,11 +141,12 @@ class Loop:
     def _fill(self, blocks: Sequence[Block] = ()) -> None:
         """Start all that may run now: of these blocks, and of the next ones as far as more may be open."""
         todo = list(blocks)
+        may = self._allowance.admits if self._allowance is not None else (lambda _: True)
         while todo or (self._waiting and len(self._open) < self._executor.blocks):
             block = todo.pop() if todo else self._waiting.pop()
             self._open[block.key] = block
             while len(block.running) < self._executor.workers:
-                run = block.schedule.next(block.running)
+                run = block.schedule.next(block.running, may)
                 if run is None:
                     break
                 block.running.append(run)
@@ -159,6 +170,10 @@ class Loop:
         run, block = self._running.pop(answer.key)
         block.running.remove(run)
         shard = self._shards.of(answer)
+        if self._allowance is not None and (line := self._allowance.cut(run, answer)) is not None:
+            self._shards.append(line, answer)
+            self._progress.cut(run, answer.seconds)
+            return block
         record = make_record(self._schedule.name, run, self._fingerprint(run.trial), answer, shard.libraries)
         self._shards.append(record, answer)
         self._schedule.history.add(record)

@@ -2,7 +2,8 @@
 
 A fingerprint holds the machine that measured, and the folder of results that it measured for, which has a name of its
 own (`FolderName`): only such records count. Whoever clones a folder of results measures anew, also on a machine that is
-called as that one was, and never takes committed records for their own.
+called as that one was, and never takes committed records for their own. Who names the machine (DPBENCH_HOST) says that
+all machines of that name are one, whatever folder: what one of them has recorded, another goes on with.
 
 A sweep over a cluster is one measurement on many machines, so there a record counts if it was written by a machine of
 the same sweep: one that was driven from here, or that belongs to the same cluster; by the sources of today, and while
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 from dpbench import environment
 from dpbench.environment import device_name, libraries_of, seal, sources_of, version_of
+from dpbench.host import VARIABLE, host_name, named_host
 from dpbench.store import Run
 from dpbench.trials import Trial
 
@@ -70,7 +71,10 @@ class FolderName:
         self._path = results / self.FILE
 
     def read(self) -> str:
-        """The name; "" if it has none yet, and so no records that count."""
+        """The name; "" if it has none yet, and so no records that count. A machine that was named has that name's."""
+        named = named_host()
+        if named is not None:
+            return f"{VARIABLE}={named}"
         try:
             return self._path.read_text(encoding="ascii", errors="replace").strip()
         except FileNotFoundError:
@@ -95,7 +99,7 @@ class Machines:
     """Those whose records count in a run on `device`; `add` new ones as they appear."""
 
     def __init__(self, device: str, machines: Iterable[Machine] = (), folder: str | None = None) -> None:
-        self._here = Machine(socket.gethostname(), device_name(device), folder=folder)
+        self._here = Machine(host_name(), device_name(device), folder=folder)
         self._machines = dict.fromkeys([self._here, *machines])
         self._known: dict[Trial, dict[str, str]] = {}
 
@@ -133,7 +137,7 @@ class Sweep:
 
     @staticmethod
     def begun_here(name: str, cluster: str, trials: Iterable[Trial]) -> Sweep:
-        return Sweep(name, cluster, socket.gethostname(), _versions(trials))
+        return Sweep(name, cluster, host_name(), _versions(trials))
 
     def describe(self) -> dict[str, Any]:
         return {"name": self.name, "cluster": self.cluster, "driver": self.driver, "versions": dict(self.versions)}
@@ -152,13 +156,13 @@ def machines_of(
     """
     found = []
     if sweep is not None and folder:
-        found.append(Machine(socket.gethostname(), device_name(device), folder=folder))
+        found.append(Machine(host_name(), device_name(device), folder=folder))
     versions: Versions | None = None
     for run in runs:
         where, theirs = run.environment, run.environment.get("executor")
         if not theirs or where.get("device") != device:
             continue
-        ours = theirs["driver"] == socket.gethostname() or (sweep is not None and theirs["cluster"] == sweep["cluster"])
+        ours = theirs["driver"] == host_name() or (sweep is not None and theirs["cluster"] == sweep["cluster"])
         versions = _versions(trials) if versions is None else versions
         today = sweep["versions"] if sweep is not None else versions
         if ours and all(theirs["versions"].get(name, version) == version for name, version in today.items()):

@@ -88,6 +88,7 @@ def run(
     only: Mapping[str, object] | None = None,
     rounds: int | None = None,
     retry: Collection[str] = (),
+    minutes: float | None = None,
     smoke: bool = False,
     quiet: bool = False,
     name: str = "notebook",
@@ -101,6 +102,7 @@ def run(
         only: field -> value or values, as ``--only``.
         rounds: how often each trial is run; the experiment's own number if not given (5 for a list of trials).
         retry: outcomes that are run again, as ``--retry``.
+        minutes: no trial is started that would end later, as ``--minutes``; the same call goes on.
         smoke: in miniature.
         quiet: without a line for each trial on standard error.
         name: of the folder in `output` for the records of a list of trials.
@@ -129,8 +131,12 @@ def run(
         rounds=rounds,
         retry=retry,
         smoke=smoke,
+        minutes=minutes,
     )
-    done = run_request(request, Progress(io.StringIO() if quiet else None))
+    progress = Progress(io.StringIO() if quiet else None)
+    done = run_request(request, progress)
+    for line in done.left:
+        progress.say(f"dpbench: {line}")
     if done.signum is not None:
         raise KeyboardInterrupt(signal.Signals(done.signum).name)
     history = make_plan(dataclasses.replace(request, retry=()), done.device).schedule.recorded()
@@ -193,7 +199,7 @@ def _rows(record: Record) -> list[dict[str, Any]]:
             row[name] = result[name]
     if isinstance(memory := result.get("memory"), Mapping):
         row |= {"memory": memory["source"], "peak_bytes": memory["peak_bytes"]}
-        row["baseline_bytes"] = memory.get("baseline_bytes")
+        row |= {name: memory[name] for name in ("baseline_bytes", "reserved_bytes") if name in memory}
     for part, names in (
         ("verification", ("max_norm_error", "max_grad_error")),
         ("coverage", ("ghost", "instantiated", "fallback")),

@@ -64,6 +64,11 @@ class Progress:
             line += f"\n    {told[:300]}"
         self.say(line)
 
+    def cut(self, run: Run, seconds: float) -> None:
+        """Tell that a trial was ended, after so many seconds, because the time of the run was over."""
+        self._started.pop(run, None)
+        self.say(f"{_words(run)}: cut off after {seconds:.1f} s, for the time is over; it is run again")
+
     def now(self, running: Collection[Run], done: int, left: float, seconds: float | None) -> None:
         """Show what runs at this moment."""
         clock = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from dpbench import environment
+from dpbench.allowance import Allowance, check_minutes
 from dpbench.errors import UsageError
 from dpbench.executors import Cluster
-from dpbench.executors.blocks import Block, key_of
+from dpbench.executors.blocks import Block, blocks_of, key_of
 from dpbench.executors.worker import different
 from dpbench.experiment import Cell, Experiment, MaxBatch
 from dpbench.forked import available_cpus
@@ -40,7 +42,7 @@ class Request:
     `cluster`: where it is measured, if not on this machine. `blocks`: a part of the experiment by the keys of
     `dpbench.executors.blocks`, as a job of a cluster is given it, in the `sweep` that its records belong to.
     `reference` is how the experiment was named, by which another process finds it. `retry_before`: of what ended before
-    that time alone, `retry` counts nothing as done.
+    that time alone, `retry` counts nothing as done. `minutes`: no trial is started that would end later.
     """
 
     experiment: Experiment
@@ -55,6 +57,7 @@ class Request:
     sweep: Mapping[str, Any] | None = None
     reference: str | None = None
     retry_before: str | None = None
+    minutes: float | None = None
 
     @property
     def folder(self) -> Path:
@@ -79,6 +82,12 @@ class Plan:
     machines: Machines
     rounds: int
     cells: Sequence[Cell]
+    cuts: Sequence[Mapping[str, Any]] = ()
+
+    def blocks(self) -> list[Block]:
+        """The schedule in the parts that a cluster gives to its nodes."""
+        schedule = self.schedule
+        return blocks_of(schedule.name, self.cells, self.rounds, schedule.history, in_order=schedule.in_order)
 
     def trials(self) -> list[Trial]:
         """Every kind of trial that the cells can come to, at whatever batch size."""
@@ -109,20 +118,26 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
         records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]
         retry = ()
     history = History(records, machines.fingerprint, retry, machines.accepted)
-    schedule = Schedule(request.experiment.name, cells, rounds, history)
+    experiment = request.experiment
+    schedule = Schedule(experiment.name, cells, rounds, history, in_order=experiment.in_order)
     workers = min(available_cpus(), MAX_WORKERS)
     alike = (r for r in records if r["trial"].get("device", device) == device)
-    return Plan(device, schedule, Clock(alike, workers), machines.fingerprint, workers, machines, rounds, cells)
+    cuts = [line for run in runs for line in run.cuts]
+    return Plan(device, schedule, Clock(alike, workers), machines.fingerprint, workers, machines, rounds, cells, cuts)
 
 
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains. Every trial is recorded before another one starts in its place.
 
     Raises:
-        UsageError: before anything is measured: the device, the selection, the cluster.
+        UsageError: before anything is measured: the device, the selection, the cluster, the minutes.
         OSError: the results folder cannot be written to.
     """
+    begun = time.monotonic()
+    check_minutes(request.minutes)
     if request.cluster is not None:
+        if request.minutes is not None:  # when a trial starts there is the cluster's business, not known here
+            raise UsageError("--minutes with --executor local", f"--executor {request.cluster.name}")
         report: Report = importlib.import_module(_CLUSTERS[request.cluster.name]).run(request, progress)
         return report
     plan = make_plan(request, environment.resolve_device(request.device))
@@ -132,11 +147,8 @@ def run(request: Request, progress: Progress) -> Report:
     if request.sweep is None and not FolderName(request.results).read():
         FolderName(request.results).give()
         plan = make_plan(request, plan.device)
-    variables = dict(environment.SERVER_VARIABLES)
-    if plan.device == "cpu":
-        variables["CUDA_VISIBLE_DEVICES"] = ""
     with_torch = any("torch" in trial.modules() for trial, _ in plan.schedule.remaining())
-    with Isolation(variables) as isolation:
+    with Isolation(environment.server_variables(plan.device)) as isolation:
         try:
             where = environment.gather(plan.device, isolation, with_torch=with_torch)
         except UsageError as error:
@@ -145,11 +157,17 @@ def run(request: Request, progress: Progress) -> Report:
             progress.say(f"dpbench: {error}; measuring on the CPU")
             plan = make_plan(request, "cpu")
             where = environment.gather("cpu", isolation)
-        return _run_here(request, plan, isolation, progress, where)
+        return _run_here(request, plan, isolation, progress, where, begun)
 
 
-def _run_here(request: Request, plan: Plan, isolation: Isolation, progress: Progress, where: dict[str, Any]) -> Report:
+def _run_here(
+    request: Request, plan: Plan, isolation: Isolation, progress: Progress, where: dict[str, Any], begun: float
+) -> Report:
     executor = Here(isolation, plan.workers)
+    allowance = None
+    if request.minutes is not None:
+        allowance = Allowance(request.minutes, begun, plan.schedule, plan.clock, plan.fingerprint, plan.cuts)
+        executor.until = allowance.until
     where["results_folder"] = FolderName(request.results).read()
     if request.sweep is not None:
         libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
@@ -159,7 +177,7 @@ def _run_here(request: Request, plan: Plan, isolation: Isolation, progress: Prog
     if any(trial.alone for trial, _ in plan.schedule.remaining()):
         shards.of().watch.begin()
     blocks = [Block("", plan.schedule, together=True)]
-    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock)
+    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)
     report = loop.run()
     report.device = plan.device
     return report

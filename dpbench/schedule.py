@@ -3,7 +3,8 @@
 Searches come first; their seeds and probes belong to round 0 and are not timed. Then the trials, and what follows each
 search, round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method
 alike. The order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and
-when only a part is selected.
+when only a part is selected. An experiment may ask for the order in which it declares its cells instead (`in_order`),
+searches among them: where time is short, what tells most goes first.
 
 A record counts if its key (trial id, round, fingerprint) is the one that would be written today. Whatever its outcome,
 it counts as done, except the outcomes that are to be retried.
@@ -12,6 +13,7 @@ it counts as done, except the outcomes that are to be retried.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -157,40 +159,61 @@ class Schedule:
         cells: trials and searches; a trial that is declared twice is run once.
         rounds: how often each trial is run.
         history: the records so far; `add` new ones to it as they come.
+        in_order: run the cells of each round as they are declared, a search where it stands.
     """
 
-    def __init__(self, name: str, cells: Sequence[Cell], rounds: int, history: History) -> None:
+    def __init__(
+        self, name: str, cells: Sequence[Cell], rounds: int, history: History, *, in_order: bool = False
+    ) -> None:
         self.name = name
-        self._trials = {cell.id: cell for cell in cells if isinstance(cell, Trial)}
+        self._cells = list(cells)
         self.searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
         self.rounds = rounds
         self.history = history
+        self.in_order = in_order
 
-    def next(self, running: Collection[Run] = ()) -> Run | None:
-        """What can be started beside what is running; None if nothing can (or nothing is left)."""
+    def next(self, running: Collection[Run] = (), may: Callable[[Trial], bool] = lambda _: True) -> Run | None:
+        """What can be started beside what is running; None if nothing can (or nothing is left).
+
+        `may`: whether a trial may be started now; one that may not is passed over.
+        """
         if any(run.trial.alone for run in running):
             return None
-        run = self._next_probe(running) or next((run for run in self._left() if run not in running), None)
+        waiting = self._as_declared() if self.in_order else itertools.chain(self._probes(running), self._left())
+        run = next((run for run in waiting if run not in running and may(run.trial)), None)
         return None if run is None or (run.trial.alone and running) else run
 
-    def _next_probe(self, running: Collection[Run]) -> Run | None:
+    def _probes(self, running: Collection[Run]) -> Iterator[Run]:
+        """The next probe of each search, but those that must wait until nothing is running."""
         for search in self.searches:
-            state = step_search(search, self.history)
-            if state.next is not None:
-                seed = search.seed if state.seeding else None
-                run = Run(seed or search.probe_at(state.next), 0)
-                if run not in running and not (run.trial.alone and running):
-                    return run
-        return None
+            run = self._probe(search)
+            if run is not None and not (run.trial.alone and running):
+                yield run
+
+    def _probe(self, search: MaxBatch) -> Run | None:
+        """What the search runs next, its seed or a probe; None if it has ended."""
+        state = step_search(search, self.history)
+        if state.next is None:
+            return None
+        seed = search.seed if state.seeding else None
+        return Run(seed or search.probe_at(state.next), 0)
+
+    def _as_declared(self) -> Iterator[Run]:
+        """What is left, cell by cell in each round; of a search that has not ended, its next probe."""
+        for number in range(self.rounds):
+            for cell in self._cells:
+                probe = self._probe(cell) if isinstance(cell, MaxBatch) else None
+                if probe is not None:
+                    yield probe
+                    continue
+                trial = self._then(cell) if isinstance(cell, MaxBatch) else cell
+                if trial is not None and self._is_left(Run(trial, number)):
+                    yield Run(trial, number)
 
     def trials(self) -> list[Trial]:
         """Every trial that is known to be run in each round: the declared ones, and what follows the ended searches."""
-        found = dict(self._trials)
-        for search in self.searches:
-            then = self._then(search)
-            if then is not None:
-                found[then.id] = then
-        return list(found.values())
+        known = (self._then(cell) if isinstance(cell, MaxBatch) else cell for cell in self._cells)
+        return list({trial.id: trial for trial in known if trial is not None}.values())
 
     def _then(self, search: MaxBatch) -> Trial | None:
         state = step_search(search, self.history)
@@ -203,13 +226,22 @@ class Schedule:
         """Every run of the trials known so far, done or not, in order."""
         trials = self.trials()
         for number in range(self.rounds):
-            yield from sorted((Run(trial, number) for trial in trials), key=self._place)
+            runs = [Run(trial, number) for trial in trials]
+            yield from runs if self.in_order else sorted(runs, key=self._place)
 
     def _place(self, run: Run) -> bytes:
         return hashlib.sha256(f"{self.name}/{run.round}/{run.trial.id}".encode()).digest()
 
     def _left(self) -> Iterator[Run]:
-        return (run for run in self.runs() if self.history.of(run) is None and not self.history.pruned_by(run))
+        return (run for run in self.runs() if self._is_left(run))
+
+    def _is_left(self, run: Run) -> bool:
+        return self.history.of(run) is None and not self.history.pruned_by(run)
+
+    def waiting(self) -> list[Run]:
+        """What is left and known by its trial: the runs, and the next probe of each search that has not ended."""
+        probes = (self._probe(search) for search in self.searches)
+        return [run for run in probes if run is not None] + list(self._left())
 
     def recorded(self) -> list[Record]:
         """The records so far of these cells, their searches' probes among them, in their present version."""
@@ -252,11 +284,16 @@ class Clock:
         """Seconds; None if nothing has been recorded to judge by."""
         total = 0.0
         for trial, count in remaining:
-            known = next((self._sums[key] for key in _likeness(trial.describe()) if key in self._sums), None)
-            if known is None:
+            seconds = self.of(trial)
+            if seconds is None:
                 return None
-            total += count * known[0] / known[1] / (1 if trial.alone else self._workers)
+            total += count * seconds / (1 if trial.alone else self._workers)
         return total / self.nodes
+
+    def of(self, trial: Trial) -> float | None:
+        """Seconds that a trial takes, by the mean of those that are most like it; None if nothing has been recorded."""
+        known = next((self._sums[key] for key in _likeness(trial.describe()) if key in self._sums), None)
+        return None if known is None else known[0] / known[1]
 
 
 def _likeness(trial: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -6,7 +6,7 @@ a pool of OpenMP threads does not survive a fork.
 
 JSON lines on standard input and output::
 
-    -> {"key": 7, "trial": {"class": "dpbench.trials:StepTrial", "fields": {...}}}
+    -> {"key": 7, "trial": {"class": "dpbench.trials:StepTrial", "fields": {...}}, "until": null}
     <- {"key": 7, "outcome": "ok", "evidence": null, "result": {...}, "seconds": 1.25, "stolen": 0.02}
 
 It ends, and takes every trial with it, when its standard input ends, on SIGTERM, and when its parent dies.
@@ -131,7 +131,10 @@ class Server:
         os.close(write)
         os.set_blocking(read, False)
         answer = os.fdopen(read, "rb", buffering=0)
-        running = Running(request["key"], pid, trial.timeout, started, found, started + trial.timeout, answer, log)
+        # the clock of the process that asks: it is the same in all processes of a machine
+        until = math.inf if request.get("until") is None else request["until"]
+        timeout = max(0.0, min(trial.timeout, until - started))
+        running = Running(request["key"], pid, timeout, started, found, started + timeout, answer, log)
         self._running[pid] = running
         self._selector.register(answer, selectors.EVENT_READ, running)
 

@@ -12,13 +12,14 @@ import json
 import math
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from dpbench.host import host_name
 
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
@@ -28,8 +29,10 @@ from typing import Any
 #      fingerprint is not); null if not known. The environment of a run on a cluster has `executor`.
 #   4  a trial line has `stolen`: the share of the CPUs' time that other guests of the same host had while it ran, of
 #      that in which there was something to run; null if not known.
+#   5  a line of type `cut` {id, round, fingerprint, trial, seconds, utc}: how long a trial had run when the time given
+#      to its run was over. It is no record of the trial, which is run again.
 # The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
-SCHEMA = 4
+SCHEMA = 5
 
 Line = dict[str, Any]
 #: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
@@ -37,6 +40,7 @@ UPGRADES: dict[int, Callable[[Line], Line]] = {
     1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
     2: lambda line: line | {"version": None} if line["type"] == "trial" else line,
     3: lambda line: line | {"stolen": None} if line["type"] == "trial" else line,
+    4: lambda line: line,
 }
 
 
@@ -84,10 +88,10 @@ class Store:
         self._environment = environment
         self._file: int | None = None
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-        self.path = folder / f"{stamp}-{slug(host or socket.gethostname())}-{os.getpid()}.jsonl"
+        self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one trial's record; when this returns, it is on the disk."""
+        """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk."""
         if self._file is None:
             stem, number = self.path.stem, 1
             while self.path.exists():  # a process may run twice within a second
@@ -128,6 +132,7 @@ class Run:
     path: Path
     environment: Line
     records: list[Line] = field(default_factory=list)
+    cuts: list[Line] = field(default_factory=list)
 
 
 def _say(warning: str) -> None:
@@ -149,6 +154,8 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
                 runs.append(run)
             elif line["type"] == "trial" and run is not None:
                 run.records.append(line)
+            elif line["type"] == "cut" and run is not None:
+                run.cuts.append(line)
             else:
                 warn(f"{path}:{number}: a {line['type']!r} line where none is expected; passed over")
     return runs
@@ -175,7 +182,7 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
 
 def _upgrade(line: Line) -> Line:
     """A line of any schema known here as one of today's."""
-    if line["type"] not in ("environment", "trial"):
+    if line["type"] not in ("environment", "trial", "cut"):
         raise ValueError(f"type {line['type']!r}")
     while (schema := line["schema"]) != SCHEMA:
         if schema not in UPGRADES:

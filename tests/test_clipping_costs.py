@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -232,3 +233,10 @@ def test_training_needs_no_folder(tmp_path, monkeypatch):
         for _ in range(2):
             out = backend(torch.randn(5, 4), torch.zeros(5))
     assert out.norms is not None
+
+
+def test_what_empties_the_caches_exceeds_what_all_cores_of_a_gpu_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
+    assert costs._more_than_caches(torch.device("cuda")) == 100 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4 * 2**20))
+    assert costs._more_than_caches(torch.device("cuda")) == costs._more_than_caches(torch.device("cpu")) == costs.CACHES

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from dpbench import environment, machines
 from dpbench.errors import UsageError
@@ -94,6 +97,49 @@ def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
     assert fingerprint(STEP, "cpu") == before
 
 
+def elsewhere(monkeypatch, results) -> str:
+    """The fingerprint of a machine that the network calls otherwise, for a folder of results of its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        FolderName(results).give()
+        return Machines("cpu", folder=FolderName(results).read()).fingerprint(STEP)
+
+
+def test_machines_that_a_person_gives_one_name_are_one_in_every_folder(monkeypatch, tmp_path):
+    FolderName(tmp_path).give()
+    own = Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP)
+    assert elsewhere(monkeypatch, tmp_path / "other") != own
+    monkeypatch.setenv("DPBENCH_HOST", "pool")
+    named = Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP)
+    assert named == elsewhere(monkeypatch, tmp_path / "third") != own
+    assert not (tmp_path / "third").exists()  # the name is said, and needs no file
+    assert environment.host_facts("cpu")["host"] == "pool"
+    monkeypatch.setenv("DPBENCH_HOST", "another pool")
+    assert elsewhere(monkeypatch, tmp_path / "third") != named
+    monkeypatch.setenv("DPBENCH_HOST", " ")
+    assert Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP) == own
+
+
+@pytest.mark.parametrize(
+    ("told", "recorded"),
+    [("", (None, None)), ("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True))],
+)
+def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkeypatch, told, recorded):
+    monkeypatch.setenv("DPBENCH_COMMIT", told)
+    facts = environment.host_facts("cpu")
+    assert (facts["git_sha"], facts["git_dirty"]) == recorded
+    (root / ".git").mkdir()  # a clone that git cannot read
+    facts = environment.host_facts("cpu")
+    assert (facts["git_sha"], facts["git_dirty"]) == recorded
+
+
+def test_git_is_believed_before_the_environment(root, monkeypatch):
+    monkeypatch.setenv("DPBENCH_COMMIT", "abc123")
+    for command in ("init -q", "-c user.name=x -c user.email=x commit -q --allow-empty -m one"):
+        subprocess.run(["git", "-C", str(root), *command.split()], check=True)
+    assert len(environment.host_facts("cpu")["git_sha"]) == 40
+
+
 def test_the_version_of_opacus_matters_to_opacus_alone(monkeypatch):
     peer = STEP.replace(backend="opacus_hooks")
     before = fingerprint(STEP, "cpu"), fingerprint(peer, "cpu")
@@ -155,18 +201,51 @@ def test_cuda_where_there_is_none_is_one_line(gpus):
 
 
 def test_the_environment_says_what_is_needed_to_read_the_numbers():
-    with Isolation(environment.SERVER_VARIABLES) as isolation:
+    with Isolation(environment.server_variables("cuda")) as isolation:
         found = environment.gather("cpu", isolation)
     wanted = {"device", "device_name", "host", "torch", "python", "cpu_count", "threads", "git_sha", "git_dirty"}
     wanted |= {"platform", "packages", "utc", "memory_total", "load_average", "float32_matmul_precision"}
     assert wanted <= set(found)
-    assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["opacus"]
+    assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["numpy"]
 
 
 def test_cuda_that_torch_cannot_use_is_one_line(gpus):
     gpus("A card that is not there")
     with (
-        Isolation({**environment.SERVER_VARIABLES, "CUDA_VISIBLE_DEVICES": ""}) as isolation,
+        Isolation(environment.server_variables("cpu")) as isolation,
         pytest.raises(UsageError, match="a CUDA device that torch"),
     ):
         environment.gather("cuda", isolation)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_cuda_is_in_segments_that_grow_unless_a_person_said_otherwise(monkeypatch, name):
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    assert environment.server_variables("cuda")["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    cpu = environment.server_variables("cpu")
+    assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "PYTORCH_ALLOC_CONF" not in cpu
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert "PYTORCH_ALLOC_CONF" not in environment.server_variables("cuda")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device as far as `torch_facts` asks."""
+    card = {"name": "NVIDIA H100", "total_memory": 80, "major": 9, "minor": 0, "multi_processor_count": 132}
+    properties = SimpleNamespace(**card, L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    given: list[str] = []
+    monkeypatch.setattr(torch, "zeros", lambda size, device: given.append(device))
+    return given
+
+
+@pytest.mark.parametrize("said", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}])
+def test_the_record_says_how_memory_was_allocated_and_how_large_the_cache_is(monkeypatch, cuda, said):
+    for name, value in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | said).items():
+        monkeypatch.setenv(name, value)
+    facts = environment.torch_facts(environment.TorchFacts(device="cuda"))
+    assert facts["allocator"] == (said.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True")
+    assert facts["l2_cache"] == 50 * 2**20 and cuda == ["cuda"]

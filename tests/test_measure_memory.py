@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 from dpbench.measure import memory
 from dpbench.measure.bench import Memory, device_of, storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
+from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 from dpbench.outcome import OverBudget
 from dpbench.trials import PeakTrial
 
@@ -147,6 +149,46 @@ def test_the_body_of_a_peak_trial(simulated):
 def test_a_budget_is_no_business_of_the_cpu():
     set_budget(1, CPU)
     mebibytes(1)
+
+
+class Books:
+    """What CUDA's allocator has on its books, by hand: current and peak of each kind, in MiB."""
+
+    KINDS = ("allocated", "active", "reserved")
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = dict.fromkeys(self.KINDS, 0)
+        self.peak = dict(self.now)
+        for name in ("synchronize", "empty_cache"):
+            monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.update(self.now))
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: self._stats())
+
+    def _stats(self) -> dict[str, int]:
+        return {f"{kind}_bytes.all.peak": self.peak[kind] * MIB for kind in self.KINDS} | {"num_alloc_retries": 3}
+
+    def be(self, allocated: int, active: int, reserved: int) -> None:
+        self.now = {"allocated": allocated, "active": active, "reserved": reserved}
+        self.peak = {kind: max(self.peak[kind], self.now[kind]) for kind in self.KINDS}
+
+
+@pytest.mark.parametrize("by_phase", [False, True])
+def test_on_cuda_what_was_reserved_stands_beside_what_was_allocated(monkeypatch, by_phase):
+    books = Books(monkeypatch)
+    phases = Phases() if by_phase else None
+
+    def step() -> None:
+        for phase, states in ((FORWARD, [(4, 5, 20), (9, 10, 20)]), (BACKWARD, [(7, 8, 24), (6, 6, 24)])):
+            if phases is not None:
+                phases.entered(phase)
+            for state in states:
+                books.be(*state)
+        books.be(2, 2, 12)
+
+    measured = measured_peak(step, [], torch.device("cuda", 0), phases)
+    known = Memory("cuda_allocator", 9 * MIB, 0, active_bytes=10 * MIB, reserved_bytes=24 * MIB, alloc_retries=3)
+    by_part = {FORWARD: 9 * MIB, BACKWARD: 9 * MIB}  # what the forward pass has left is there when backward begins
+    assert measured == dataclasses.replace(known, phases=by_part if by_phase else None)
 
 
 @pytest.mark.gpu

@@ -113,6 +113,14 @@ def test_trials_that_failed_are_rows_and_are_run_again_when_asked_for(tmp_path):
     assert list(kept.utc) == list(first.utc) and renewed.utc[0] > first.utc[0]
 
 
+def test_what_its_time_is_too_short_for_is_no_row_and_the_same_call_goes_on(tmp_path, capsys):
+    bodies = load_module(str(Path(__file__).with_name("bodies.py")))
+    trial = bodies.Act(action="sleep", seconds=3.0)
+    assert len(dpbench.run(trial, output=tmp_path, rounds=1, minutes=0.04)) == 0
+    assert "dpbench: --minutes 0.04 is too little for what is passed over: act (" in capsys.readouterr().err
+    assert list(dpbench.run(trial, output=tmp_path, rounds=1, minutes=1).outcome) == ["ok"]
+
+
 def test_a_thread_that_is_not_the_main_one_can_run_too(tmp_path):
     found = []
     thread = threading.Thread(
@@ -130,6 +138,7 @@ def test_a_thread_that_is_not_the_main_one_can_run_too(tmp_path):
         ({"experiment": []}, "trials"),
         ({"experiment": [1]}, "trials"),
         ({"experiment": TRIALS, "rounds": 0}, "at least 1"),
+        ({"experiment": TRIALS, "minutes": 0}, "a positive number for --minutes"),
         ({"experiment": TRIALS, "retry": ["ok"]}, "an outcome for --retry"),
         ({"experiment": TRIALS, "device": "tpu"}, "a device, one of auto, cpu, cuda"),
         ({"experiment": TRIALS, "only": {"acountant": "simple"}}, "did you mean 'accountant'"),

@@ -277,3 +277,33 @@ def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):
     again = fake.run()
     assert "recorded 2 trials (2 ok)" in again.stderr and len(read_runs(clone)) == 2
     assert "nothing is left to run" in fake.run().stderr
+
+
+def test_plan_says_how_many_runs_of_so_many_minutes_are_left(tmp_path):
+    fake = Fake(tmp_path, sleepers(4, 0.0))
+    assert fake.run("--minutes", "9", command="plan").stdout.endswith("time left not known yet\n")
+    fake.run("--only", "number=0")
+    assert fake.run("--minutes", "9", command="plan").stdout.endswith(" left, 1 or more runs of --minutes 9\n")
+
+
+def test_machines_of_one_name_go_on_with_each_other_s_records(tmp_path, monkeypatch):
+    """The second has another name in the network, and a copy of the records alone: neither git nor results/.folder."""
+    fake = Fake(tmp_path, sleepers(3, 0.0))
+    monkeypatch.setenv("DPBENCH_HOST", "Pool of H100")
+    monkeypatch.setenv("DPBENCH_COMMIT", "abc123-dirty")
+    fake.run("--only", "number=0")
+    other = tmp_path / "sitecustomize.py"
+    other.write_text("import socket\nsocket.gethostname = lambda: 'elsewhere'\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    copy = tmp_path / "copy" / "fake"
+    copy.mkdir(parents=True)
+    (records,) = (fake.output / "fake").glob("*.jsonl")
+    assert "-pool-of-h100-" in records.name
+    shutil.copy(records, copy)
+    fake.output = copy.parent
+    assert "recorded 2 trials (2 ok)" in fake.run().stderr
+    assert sorted(fake.trace("begun")) == [0, 1, 2] and "nothing is left to run" in fake.run().stderr
+    assert {run.environment["host"] for run in read_runs(copy)} == {"Pool of H100"}
+    monkeypatch.delenv("DPBENCH_HOST")
+    assert "recorded 3 trials (3 ok)" in fake.run().stderr
+    assert {run.environment["host"] for run in read_runs(copy)} == {"Pool of H100", "elsewhere"}

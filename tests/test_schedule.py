@@ -261,3 +261,42 @@ def test_what_remains_counts_a_search_that_has_not_ended():
     remaining = schedule([SEARCH]).remaining()
     assert {trial.kind: count for trial, count in remaining} == {"peak": 5, "step": 3}
     assert Clock([record_of(Run(PROBE, 0))], workers=2).left([(PROBE, 4)]) == 4  # 4 x 2 s, two at a time
+
+
+def declared(cells, records=(), rounds=2) -> Schedule:
+    return Schedule("e", cells, rounds, History(records, lambda trial: "f", ()), in_order=True)
+
+
+def test_an_experiment_may_have_its_trials_in_the_order_of_their_declaration():
+    ran = carry_out(declared([*CELLS, CELLS[0]]))
+    assert ran == [Run(trial, number) for number in range(2) for trial in CELLS]
+    for done in (1, 7):
+        records = [record_of(run) for run in ran[:done]]
+        assert carry_out(declared(CELLS, records)) == ran[done:]
+
+
+def test_in_that_order_a_search_has_its_place_and_what_follows_it_comes_at_once():
+    cells = [CELLS[0], SEARCH, CELLS[1]]
+    ran = carry_out(declared(cells), outcome=fits, peak=linear)
+    probes = [run for run in ran if run.trial.kind == "peak"]
+    then = SEARCH.then_at(90)
+    assert len(probes) > 1 and ran == [
+        *(Run(CELLS[0], 0), *probes, Run(then, 0), Run(CELLS[1], 0)),
+        *(Run(CELLS[0], 1), Run(then, 1), Run(CELLS[1], 1)),
+    ]
+
+
+def test_in_that_order_what_must_run_alone_is_waited_for_and_not_overtaken():
+    probes = [MaxBatch(probe=PROBE.replace(model=model)) for model in ("vgg11", "vgg13")]
+    plan = declared([probes[0], CELLS[0], probes[1]])
+    first = plan.next([])
+    assert first.trial.model == "vgg11" and plan.next([first]) is None
+    assert declared([*probes, CELLS[0]]).next([first]).trial.model == "vgg13"
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_may_not_start_is_passed_over(in_order):
+    plan = Schedule("e", [SEARCH, *CELLS], 1, History((), lambda trial: "f", ()), in_order=in_order)
+    assert plan.next(may=lambda trial: trial == CELLS[3]) == Run(CELLS[3], 0)
+    assert plan.next(may=lambda trial: False) is None
+    assert {run.trial.kind for run in plan.waiting()} == {"peak", "step"}

@@ -19,7 +19,7 @@ from clipping import BACKENDS
 from dpbench.conformance import ConformanceTrial, ResolveTrial
 from dpbench.conformance.references import UnusableBackend, is_file, validate_backend
 from dpbench.conformance.scorecard import RESULTS, as_row, count, text
-from dpbench.environment import SERVER_VARIABLES, resolve_device
+from dpbench.environment import resolve_device, server_variables
 from dpbench.errors import UsageError
 from dpbench.forked import available_cpus
 from dpbench.isolation import Answer, Isolation
@@ -180,9 +180,8 @@ def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
     """Each trial with its answer, in the order in which they end."""
     waiting, running = list(trials)[::-1], dict[int, AnyTrial]()
     on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in waiting)
-    variables = SERVER_VARIABLES if on_cuda else SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
     at_once = 1 if on_cuda else room()
-    with Isolation(variables) as isolation:
+    with Isolation(server_variables("cuda" if on_cuda else "cpu")) as isolation:
         while waiting or running:
             while waiting and len(running) < at_once:
                 trial = waiting.pop()

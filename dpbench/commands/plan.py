@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from dpbench.commands.run import add_request_arguments, request_from
 from dpbench.environment import device_name, resolve_device
+from dpbench.errors import UsageError
 from dpbench.experiment import MaxBatch
 from dpbench.outcome import FINAL, Outcome
 from dpbench.progress import duration
@@ -34,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
     request = request_from(args)
     plan = make_plan(request, resolve_device(args.device))
     if args.cluster is not None:
+        if request.minutes is not None:
+            raise UsageError("--minutes without --cluster", f"--cluster {args.cluster}")
         from dpbench.commands import plan_cluster
 
         plan_cluster.show(request, plan, args.cluster, args.format)
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"what these nodes of a sweep (run --executor ray or slurm) have recorded counts: {', '.join(others)}")
     for line in table(rows):
         print(line)
-    print(summary(plan, rows))
+    print(summary(plan, rows, request.minutes))
     return 0
 
 
@@ -156,11 +160,15 @@ def _justify(text: str, width: int, right: bool) -> str:
     return text.rjust(width) if right else text.ljust(width)
 
 
-def summary(plan: Plan, rows: Iterable[Row]) -> str:
+def summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
+    """What is done and left, in a line; `minutes`: and how many runs of so many it takes."""
     rows = list(rows)
     done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))
     text = f"done {done}, remaining {left}, pruned {pruned}, failed {failed}"
     if not left:
         return f"{text}: nothing is left to run"
     seconds = plan.clock.left(plan.schedule.remaining())
-    return f"{text}; " + ("time left not known yet" if seconds is None else f"about {duration(seconds)} left")
+    if seconds is None:
+        return f"{text}; time left not known yet"
+    runs = "" if minutes is None else f", {math.ceil(seconds / (60 * minutes))} or more runs of --minutes {minutes:g}"
+    return f"{text}; about {duration(seconds)} left{runs}"

@@ -16,7 +16,7 @@ from typing import Any
 
 from dpbench.commands.explain import aligned
 from dpbench.conditions import overload
-from dpbench.environment import DEVICES, SERVER_VARIABLES, device_name, resolve_device
+from dpbench.environment import DEVICES, device_name, resolve_device, server_variables
 from dpbench.errors import UsageError
 from dpbench.forked import available_cpus
 from dpbench.isolation import Isolation
@@ -81,9 +81,7 @@ def run(args: argparse.Namespace) -> int:
         _say(f"batch size {question.batch_size} (--batch-size says another)")
     if wrong := overload(os.getloadavg()[0], available_cpus()):
         _say(f"warning: {wrong}")
-    variables = SERVER_VARIABLES | {"DPBENCH_CACHE": "off"}  # nothing is left behind
-    if question.device == "cpu":
-        variables |= {"CUDA_VISIBLE_DEVICES": ""}
+    variables = server_variables(question.device) | {"DPBENCH_CACHE": "off"}  # nothing is left behind
     with Isolation(variables) as isolation:
         agenda = Agenda(question, isolation, _say, begun=begun)
         found = in_order(agenda.carry_out().values())

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection
 from pathlib import Path
 
+from dpbench.allowance import check_minutes
 from dpbench.environment import DEVICES
 from dpbench.errors import UsageError, one_of
 from dpbench.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
@@ -15,6 +16,11 @@ from dpbench.experiment import load_experiment
 from dpbench.outcome import RETRYABLE
 from dpbench.runner import Request
 from dpbench.selection import parse_only
+
+_VARIABLES = """\
+DPBENCH_HOST=NAME      what this machine is called in records; machines of one name are taken for one, so that what one
+                       has recorded another goes on with, wherever the records were copied to
+DPBENCH_COMMIT=SHA     the commit that runs, where git does not say; SHA-dirty if sources differ from it"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--jobs", metavar="N", type=int, help="slurm: so many jobs at once (16)")
     group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
+    parser.add_argument_group("environment variables", _VARIABLES)
 
 
 def add_request_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,6 +68,9 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="run trials again that ended so: error,timeout,crash,mismatch",
     )
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, help="start no trial that would end later; the same line goes on"
+    )
     parser.add_argument("--smoke", action="store_true", help="the same in miniature: seconds, records apart")
 
 
@@ -72,6 +82,7 @@ def request_from(args: argparse.Namespace) -> Request:
     """
     retry = [name for name in args.retry.split(",") if name]
     check(args.rounds, retry)
+    check_minutes(args.minutes)
     return Request(
         experiment=load_experiment(args.experiment),
         results=args.output,
@@ -82,6 +93,7 @@ def request_from(args: argparse.Namespace) -> Request:
         smoke=args.smoke,
         reference=args.experiment,
         cluster=cluster_from(args) if hasattr(args, "executor") else None,
+        minutes=args.minutes,
     )
 
 
@@ -122,7 +134,9 @@ def run(args: argparse.Namespace) -> int:
     if done.signum is not None:
         _say("stopped; everything that ended is recorded, and the same command continues from there")
         return 128 + done.signum
-    if not done.outcomes:
+    for line in done.left:
+        _say(line)
+    if not done.outcomes and not done.left:
         _say(f"nothing is left to run; records in {request.folder}")
     if request.cluster is not None:
         _say_devices(request.folder)

@@ -35,11 +35,17 @@ def key_of(cell: Cell) -> tuple[str, bool]:
     return (family(described) if isinstance(cell, MaxBatch) else trial.id), False
 
 
-def blocks_of(name: str, cells: Sequence[Cell], rounds: int, history: History) -> list[Block]:
-    """The blocks of an experiment, in the order of their first cells; together they are its schedule."""
+def blocks_of(
+    name: str, cells: Sequence[Cell], rounds: int, history: History, *, in_order: bool = False
+) -> list[Block]:
+    """The blocks of an experiment, in the order of their first cells; together they are its schedule.
+
+    `in_order`: as `Schedule` takes it, in each of them.
+    """
     found: dict[tuple[str, bool], list[Cell]] = {}
     for cell in cells:
         found.setdefault(key_of(cell), []).append(cell)
     return [
-        Block(key, Schedule(name, members, rounds, history), together) for (key, together), members in found.items()
+        Block(key, Schedule(name, members, rounds, history, in_order=in_order), together)
+        for (key, together), members in found.items()
     ]

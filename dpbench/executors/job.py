@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from dpbench.environment import take_sources
 from dpbench.errors import UsageError
 from dpbench.executors.cpus import own_cpus
 from dpbench.experiment import load_experiment
+from dpbench.host import host_name
 from dpbench.progress import Progress
 from dpbench.runner import Request, run
 
@@ -48,5 +48,5 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
         )
         done = run(request, Progress())
     except (UsageError, OSError) as error:
-        return {"error": f"node {socket.gethostname()}, {spec['results']}: " + " ".join(str(error).split())}
+        return {"error": f"node {host_name()}, {spec['results']}: " + " ".join(str(error).split())}
     return {"error": None, "signum": done.signum}

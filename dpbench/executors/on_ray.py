@@ -8,7 +8,6 @@ one GPU, or every CPU of a node. This process keeps the records: nodes need no f
 from __future__ import annotations
 
 import os
-import socket
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from typing import Any
 
 from dpbench import environment
 from dpbench.executors import Cluster
-from dpbench.executors.blocks import Block, blocks_of
+from dpbench.executors.blocks import Block
 from dpbench.executors.ray_cluster import connect, cpus_of, device_of
 from dpbench.executors.worker import Job, run_trial
+from dpbench.host import host_name
 from dpbench.isolation import Answer, Place
 from dpbench.loop import Loop, Report
 from dpbench.machines import Sweep
@@ -51,7 +51,7 @@ def run(request: Request, progress: Progress) -> Report:
         device = device_of(request.device, nodes)
         cpus = cpus_of(cluster, device, nodes, progress.say)
         plan = make_plan(request, device)
-        sweep = Sweep.begun_here("ray", address or socket.gethostname(), plan.trials()).describe()
+        sweep = Sweep.begun_here("ray", address or host_name(), plan.trials()).describe()
         plan = make_plan(request, device, sweep)
         if plan.schedule.next() is None:
             return Report(Counter(), device=device)
@@ -67,7 +67,7 @@ def run(request: Request, progress: Progress) -> Report:
                 tolerant=True,
             )
             plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
-            blocks = blocks_of(plan.schedule.name, plan.cells, plan.rounds, plan.schedule.history)
+            blocks = plan.blocks()
             report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
     finally:
         ray.shutdown()

@@ -20,7 +20,6 @@ from typing import Any
 from dpbench import environment
 from dpbench.errors import UsageError
 from dpbench.executors import Cluster
-from dpbench.executors.blocks import blocks_of
 from dpbench.executors.slurm_queue import JOBS, Queue
 from dpbench.loop import Interruption, Report
 from dpbench.machines import Sweep
@@ -84,7 +83,7 @@ def run(request: Request, progress: Progress) -> Report:
 
 def _parts(plan: Plan, most: int) -> list[list[str]]:
     """What remains as the blocks of each job: one that must stay together has its own, the others share `most`."""
-    blocks = blocks_of(plan.schedule.name, plan.cells, plan.rounds, plan.schedule.history)
+    blocks = plan.blocks()
     left = [block for block in blocks if block.schedule.next() is not None]
     together = [[block.key] for block in left if block.together]
     loose = [block.key for block in left if not block.together]

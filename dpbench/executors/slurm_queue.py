@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 from dpbench.errors import UsageError
 from dpbench.executors import Cluster, missing
 from dpbench.executors.job import run_blocks
+from dpbench.host import host_name
 from dpbench.isolation import our_path
 
 #: Minutes that a job may take, and jobs at once, where nothing else is asked for.
@@ -56,7 +56,7 @@ class Queue:
         if not self.local and shutil.which("sbatch") is None:
             raise UsageError("a machine that submits to SLURM (sbatch), or --cluster local", "none")
         self.patience = _ASK_HERE if self.local else _ASK_SLURM
-        self.cluster = socket.gethostname() if self.local else _cluster_name()
+        self.cluster = host_name() if self.local else _cluster_name()
         self._waiting: list[dict[str, Any]] = []
         self._jobs: list[Any] = []
         self._ledger: Path | None = None

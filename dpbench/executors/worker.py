@@ -7,13 +7,13 @@ server that has imported torch: so a trial is a fork, and not an ``import torch`
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dpbench import environment
 from dpbench.executors.cpus import own_cpus
+from dpbench.host import host_name
 from dpbench.isolation import Answer, Isolation, our_path
 from dpbench.machines import NodeFacts
 from dpbench.outcome import Outcome
@@ -49,10 +49,7 @@ class _Node:
         self.visible = visible
         if os.path.isdir(job.folder):
             os.chdir(job.folder)  # a model may be named by a path beside which the run was started
-        variables = dict(environment.SERVER_VARIABLES)
-        if job.device == "cpu":
-            variables["CUDA_VISIBLE_DEVICES"] = ""
-        self.isolation = Isolation(variables)
+        self.isolation = Isolation(environment.server_variables(job.device))
         with own_cpus(job.cpus) as cpus:
             self.isolation.pin(cpus)
             facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))
@@ -102,7 +99,7 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
 
 def refusal(key: int, trouble: str) -> Answer:
     """The answer to a trial that this node cannot run."""
-    return Answer(key, Outcome.ERROR, f"node {socket.gethostname()}: {trouble}", None, 0.0)
+    return Answer(key, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
 
 
 def different(sources: Mapping[str, str]) -> str | None:

@@ -66,32 +66,31 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     torch.cuda.empty_cache()  # or the peak of `reserved` would be that of the steps before
     torch.cuda.reset_peak_memory_stats(device)
     peaks = {FORWARD: 0, BACKWARD: 0}
+    highest = {"active": 0, "reserved": 0}
     now = FORWARD
 
     def entered(phase: str) -> None:
         """The allocator's books are kept where memory is asked for, on the host: no need to wait for the device."""
         nonlocal now
-        peaks[now] = max(peaks[now], torch.cuda.max_memory_allocated(device))
+        stats = torch.cuda.memory_stats(device)
+        peaks[now] = max(peaks[now], stats["allocated_bytes.all.peak"])
+        for kind, peak in highest.items():
+            highest[kind] = max(peak, stats[f"{kind}_bytes.all.peak"])
         torch.cuda.reset_peak_memory_stats(device)
         now = phase
 
-    active = reserved = 0
     if phases is not None:
         phases.entered = entered
     step()
     torch.cuda.synchronize(device)
-    stats = torch.cuda.memory_stats(device)
-    if phases is not None:
-        entered(BACKWARD)
-    else:
-        active, reserved = stats["active_bytes.all.peak"], stats["reserved_bytes.all.peak"]
+    entered(BACKWARD)
     return Memory(
         "cuda_allocator",
-        peak_bytes=stats["allocated_bytes.all.peak"] if phases is None else max(peaks.values()),
+        peak_bytes=max(peaks.values()),
         baseline_bytes=baseline,
-        active_bytes=active or None,
-        reserved_bytes=reserved or None,
-        alloc_retries=stats["num_alloc_retries"],
+        active_bytes=highest["active"],
+        reserved_bytes=highest["reserved"],
+        alloc_retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
         phases=peaks if phases is not None else None,
     )
 
@@ -104,7 +103,10 @@ def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, 
         with torch.profiler.record_function(_MARK + phase):
             pass
 
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events: there is one cycle alone, of which torch 2.11 would else warn that it clears the events of others
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         if phases is not None:
             phases.entered = entered
         step()

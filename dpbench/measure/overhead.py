@@ -7,7 +7,9 @@ taken within a round. In order:
 1. Each backend is opened on the one model, verified, and warmed up until it settles, two steps at the least: a first
    step pays for kernels, a second one still calibrates a planner.
 2. Rounds of turns. A turn is one step, or as many as fill a fifth of a second. What an earlier turn left in reference
-   cycles is collected before the next one begins, on nobody's time.
+   cycles is collected before the next one begins, on nobody's time. Caches are not emptied: training does not empty
+   them between its steps either, and a step moves many times what the largest cache of a GPU holds (60 MB), so what an
+   earlier turn left there is gone in its first fraction of a millisecond.
 3. The memory of one more step of each, of the very backend that was timed, and then it is closed.
 
 The backends share the model: each takes its hooks off between two calls (`clipping.Peer`), and none holds a copy. What
@@ -16,13 +18,15 @@ a backend keeps of its own from step to step is part of its own peak and of no o
 The result is ``{"parameters", "backends": {name: entry}}``, the entries in the order of the trial. An entry has
 ``outcome`` and ``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``,
 ``turns``, ``loss``, ``memory``. A turn is ``{"round", "position", "step_seconds"}``, with the position within its
-round's order. A backend that is refused, wrong, out of memory or broken ends there; the others go on. If an entry's
-outcome is not final, it is the record's too (`PartlyFailed`), so that ``--retry`` finds it.
+round's order; on CUDA also ``gpu``, its clocks, power and temperature as the turn ended (`dpbench.measure.gpu`). A
+backend that is refused, wrong, out of memory or broken ends there; the others go on. If an entry's outcome is not
+final, it is the record's too (`PartlyFailed`), so that ``--retry`` finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import math
 import random
@@ -36,7 +40,7 @@ import torch
 
 from clipping import Backend, Flat
 from dpbench.conformance.references import backend_class
-from dpbench.measure import verify
+from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
@@ -145,7 +149,8 @@ class Entry:
         gc.collect()
         with self._guarded():
             seconds = stopwatch_for(self.device)(self._step, self.steps, math.inf)
-            self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds})
+            told = {"gpu": gpu.sample(self.device)} if self.device.type == "cuda" else {}
+            self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds} | told)
 
     def take_memory(self) -> None:
         """The peak of one more step; then it is closed.
@@ -166,8 +171,7 @@ class Entry:
             del watched
             self._close()
             if self.device.type == "cuda":
-                others = torch.cuda.memory_allocated(self.device) - memory.baseline_bytes
-                memory = Memory(memory.source, memory.peak_bytes - others, memory.baseline_bytes)
+                memory = without(torch.cuda.memory_allocated(self.device) - memory.baseline_bytes, memory)
             self.record["memory"] = memory.as_record()
 
     @contextlib.contextmanager
@@ -190,6 +194,13 @@ class Entry:
             self._step.backend.close()
         self._step = None
         gc.collect()
+
+
+def without(others: int, memory: Memory) -> Memory:
+    """A peak of a CUDA device less the bytes that the others have there, which are in all that its allocator counts."""
+    kinds = ("peak_bytes", "active_bytes", "reserved_bytes")
+    own = {kind: size - others for kind in kinds if (size := getattr(memory, kind)) is not None}
+    return dataclasses.replace(memory, **own)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import gc
 from typing import Any
 
 from clipping import Flat
-from dpbench.measure import verify
+from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
 from dpbench.measure.timing import stopwatch_for, time_steps
@@ -20,6 +20,8 @@ from dpbench.trials import StepTrial
 
 def run(trial: StepTrial) -> dict[str, Any]:
     """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory"}; see the README.
+
+    On CUDA also "gpu": its clocks, power and temperature as the last timed step ended.
 
     Raises:
         Mismatch: the answer on the first samples is not the oracle's; nothing was timed.
@@ -46,6 +48,8 @@ def run(trial: StepTrial) -> dict[str, Any]:
         set_budget(trial.memory_budget, device)
         timed = Step(backend, inputs, targets)
         timing = time_steps(timed, stopwatch=stopwatch_for(device), steps=trial.steps, max_seconds=trial.max_seconds)
+        if device.type == "cuda":
+            result["gpu"] = gpu.sample(device)
         assert timed.losses is not None
         loss = float(timed.losses.double().mean())
         watched = Step(backend, inputs, targets)  # a fresh one: there is nothing of an earlier step that it releases

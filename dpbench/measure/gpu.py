@@ -1,0 +1,55 @@
+"""A GPU's clocks, power and temperature at a moment, as its driver says (NVML).
+
+A step's time means little without the clock that it ran at: a card at its power limit slows down from turn to turn. The
+driver's library is called by itself, for torch's own functions need a package beside it, and nvidia-smi is a process
+that takes longer than a turn. It is asked between turns, never while something is timed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+_LIBRARY = "libnvidia-ml.so.1"
+_SM, _MEMORY = 1, 2  # nvmlClockType_t
+_CORE = 0  # nvmlTemperatureSensors_t
+
+
+def sample(device: torch.device) -> dict[str, float | None] | None:
+    """{"sm_mhz", "memory_mhz", "watts", "celsius"} now, None for what the driver does not say; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    found = _handle(device)
+    if found is None:
+        return dict.fromkeys(("sm_mhz", "memory_mhz", "watts", "celsius"))
+    nvml, handle = found
+    milliwatts = _asked(nvml.nvmlDeviceGetPowerUsage, handle)
+    return {
+        "sm_mhz": _asked(nvml.nvmlDeviceGetClockInfo, handle, _SM),
+        "memory_mhz": _asked(nvml.nvmlDeviceGetClockInfo, handle, _MEMORY),
+        "watts": None if milliwatts is None else milliwatts / 1000,
+        "celsius": _asked(nvml.nvmlDeviceGetTemperature, handle, _CORE),
+    }
+
+
+def _asked(function: Any, handle: Any, *which: int) -> int | None:
+    value = ctypes.c_uint()
+    return None if function(handle, *map(ctypes.c_uint, which), ctypes.byref(value)) else value.value
+
+
+@functools.cache
+def _handle(device: torch.device) -> tuple[Any, Any] | None:
+    """(the library, its name for the device); None where there is no such library, or it does not know the device."""
+    try:
+        nvml = ctypes.CDLL(_LIBRARY)
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+    except (OSError, AttributeError):
+        return None
+    handle = ctypes.c_void_p()
+    name = (uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}").encode()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
+        return None
+    return nvml, handle

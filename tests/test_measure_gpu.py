@@ -1,0 +1,119 @@
+"""Clocks, power and temperature of a GPU, from a driver that a test plays; on a machine with a GPU, from its own."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dpbench.measure import gpu, overhead
+from dpbench.measure.bench import Memory
+from dpbench.trials import OverheadTrial
+
+CUDA = torch.device("cuda", 0)
+NOTHING = {"sm_mhz": None, "memory_mhz": None, "watts": None, "celsius": None}
+UUID = "01234567-89ab-cdef-0123-456789abcdef"
+
+
+class Driver:
+    """NVML with one GPU, whose functions return 0 or, as `fails` says, an error."""
+
+    def __init__(self, fails: tuple[str, ...] = ()) -> None:
+        self._fails = fails
+
+    def _answer(self, name: str, out: object, value: int) -> int:
+        if name in self._fails:
+            return 3  # NVML_ERROR_NOT_SUPPORTED
+        out._obj.value = value
+        return 0
+
+    def nvmlInit_v2(self) -> int:
+        return 1 if "nvmlInit_v2" in self._fails else 0
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: object) -> int:
+        return self._answer("handle", handle, 77) if name == f"GPU-{UUID}".encode() else 6
+
+    def nvmlDeviceGetClockInfo(self, handle: ctypes.c_void_p, kind: ctypes.c_uint, out: object) -> int:
+        assert handle.value == 77
+        return self._answer("clock", out, {1: 1980, 2: 2619}[kind.value])
+
+    def nvmlDeviceGetPowerUsage(self, handle: ctypes.c_void_p, out: object) -> int:
+        return self._answer("power", out, 412_345)
+
+    def nvmlDeviceGetTemperature(self, handle: ctypes.c_void_p, sensor: ctypes.c_uint, out: object) -> int:
+        assert sensor.value == 0
+        return self._answer("temperature", out, 61)
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    def play(driver: Driver | None, uuid: str = UUID) -> None:
+        def load(name: str) -> Driver:
+            if driver is None:
+                raise OSError(f"{name}: cannot open shared object file")
+            return driver
+
+        monkeypatch.setattr(gpu.ctypes, "CDLL", load)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=uuid))
+
+    gpu._handle.cache_clear()
+    yield play
+    gpu._handle.cache_clear()
+
+
+def test_what_the_driver_says(driver):
+    driver(Driver())
+    assert gpu.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": 412.345, "celsius": 61}
+
+
+def test_what_it_does_not_say_is_none_and_the_rest_is_there(driver):
+    driver(Driver(fails=("power",)))
+    assert gpu.sample(CUDA) == {"sm_mhz": 1980, "memory_mhz": 2619, "watts": None, "celsius": 61}
+
+
+@pytest.mark.parametrize("silent", [None, Driver(fails=("nvmlInit_v2",)), Driver(fails=("handle",))])
+def test_without_a_driver_that_answers_everything_is_none(driver, silent):
+    driver(silent)
+    assert gpu.sample(CUDA) == NOTHING
+
+
+def test_a_gpu_that_the_driver_does_not_know_is_not_taken_for_another(driver):
+    driver(Driver(), uuid="ffffffff-89ab-cdef-0123-456789abcdef")
+    assert gpu.sample(CUDA) == NOTHING
+
+
+def test_a_cpu_has_none():
+    assert gpu.sample(torch.device("cpu")) is None
+
+
+def test_a_turn_on_cuda_says_them_and_asks_when_its_time_is_taken(monkeypatch):
+    events: list[str] = []
+
+    def stopwatch(step, count, max_seconds):
+        events.append("timed")
+        return [0.5] * count
+
+    monkeypatch.setattr(overhead, "stopwatch_for", lambda device: stopwatch)
+    monkeypatch.setattr(gpu, "sample", lambda device: events.append("asked") or {"sm_mhz": 1980})
+    trial = OverheadTrial(model="cnn", backends=["nonprivate"], batch_size=2)
+    entry = overhead.Entry("nonprivate", trial, CUDA, _step=object())
+    entry.record["turns"] = []
+    entry.turn(0, 1)
+    assert entry.record["turns"] == [{"round": 0, "position": 1, "step_seconds": [0.5], "gpu": {"sm_mhz": 1980}}]
+    assert events == ["timed", "asked"]
+
+
+def test_what_the_others_hold_is_in_no_peak_of_a_backend():
+    memory = Memory("cuda_allocator", 100, 10, active_bytes=110, reserved_bytes=160, alloc_retries=2)
+    own = overhead.without(40, memory)
+    assert own == Memory("cuda_allocator", 60, 10, active_bytes=70, reserved_bytes=120, alloc_retries=2)
+    assert overhead.without(40, Memory("cuda_allocator", 100, 10)) == Memory("cuda_allocator", 60, 10)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_real_gpu_has_a_clock_and_a_temperature():
+    found = gpu.sample(CUDA)
+    assert found["sm_mhz"] > 100 and found["memory_mhz"] > 100 and 0 < found["celsius"] < 120
