@@ -148,7 +148,7 @@ def _scale(axes: Axes, most: float, depth: float) -> None:
     axes.set_xscale("log")
     axes.set_xlim(0.25, 10 ** (math.ceil(math.log10(most)) + 0.15))
     axes.set_ylim(depth, 0)
-    axes.axvspan(0.25, 1.05, color=_KEPT, linewidth=0, zorder=0)
+    axes.fill_betweenx((0, depth), 0.25, 1.05, color=_KEPT, linewidth=0, zorder=0)
     axes.axvline(1.0, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=1.5)
     axes.xaxis.set_major_locator(LogLocator(numticks=14))
     axes.xaxis.set_minor_locator(NullLocator())
