@@ -153,13 +153,7 @@ def add_to_flat(
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
     if kernels.supported(labels):
-        if not isinstance(flat, FakeTensor):
-            program = importlib.import_module("clipping.kernels.noise_program").noisy
-            words = [_signed(word) for word in (*state[4:12], *state[13:15])]
-            with torch.cuda.device_of(flat):
-                program[(-(-groups * BLOCKS // 2 // _LANES),)](
-                    flat, labels, numbers, groups, _bits(deviation), _bits(grid), _bits(1 / grid), *words, LANES=_LANES
-                )
+        _launch(flat, labels, numbers, (deviation, grid, 1 / grid), state)
         return
     chunk = (_CHUNK if device.type == "cpu" else _LARGE) // NORMALS
     rows = flat.view(-1, NORMALS)
@@ -168,6 +162,17 @@ def add_to_flat(
         drawn = _normals(_words(state, labels[start : start + len(part)], numbers[start : start + len(part)]))
         total = part.to(device).double() + drawn.view(-1, NORMALS) * deviation
         part.copy_((torch.round(total / grid) * grid).to(flat.dtype))
+
+
+def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float], state: Sequence[int]) -> None:
+    """The Triton program, once. `state`: of the cipher, of which blocks and labels are the tables'."""
+    if isinstance(flat, FakeTensor):
+        return
+    program = importlib.import_module("clipping.kernels.noise_program").noisy
+    words = [_signed(word) for word in (*state[4:12], *state[13:15])]
+    programs = -(-len(flat) // NORMALS * BLOCKS // 2 // _LANES)
+    with torch.cuda.device_of(flat):
+        program[(programs,)](flat, labels, numbers, len(labels), *map(_bits, scale), *words, LANES=_LANES)
 
 
 def _compiled(

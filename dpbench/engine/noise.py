@@ -119,12 +119,15 @@ class Pseudo(Noise):
         return [total + self._drawn(total) * deviation for total in wide]
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        flat.add_(self._drawn(flat), alpha=deviation)
+        """One draw of all on a GPU's generator; on a CPU's one after the other, as `added_to_all` does."""
+        drawn = torch.zeros_like(flat, device=self._given.device)
+        for part in segments.parts(drawn) if drawn.device.type == "cpu" else [drawn]:
+            part.copy_(self._drawn(part))
+        flat.add_(drawn.to(flat.device), alpha=deviation)
 
     def _drawn(self, like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=self._given, device=self._given.device, dtype=like.dtype).to(
-            like.device
-        )
+        where = self._given.device
+        return torch.randn(like.shape, generator=self._given, device=where, dtype=like.dtype).to(like.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "pseudo", "given": self._given.get_state()}
