@@ -171,3 +171,31 @@ def test_a_count_that_grows_is_found(triton, copies, monkeypatch):
 def test_waiting_for_a_value_is_found():
     with FakeTensorMode(), pytest.raises((AssertionError, RuntimeError)), Launches():
         bool(torch.zeros(3, device="cuda").isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
+@pytest.mark.parametrize("count", [5, 101])
+def test_on_a_gpu_a_step_takes_as_few_and_waits_for_nothing(count):
+    """By CUDA's own word: a synchronisation is an error, and the profiler counts."""
+    model = of_layers(count, torch.float32)
+    engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    losses = torch.zeros(4, device="cuda")
+    engine._recorder.finish = lambda *given: ClippedGradient(dict(grads), losses, losses)
+    engine._patch.inner_step = lambda: None
+    for _ in range(3):
+        optimizer.step(loss=losses)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step(loss=losses)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    kernels_run = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels_run) <= MOST, [event.name for event in kernels_run]
+    assert engine.privacy_spent().steps == 4
