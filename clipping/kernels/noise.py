@@ -244,7 +244,7 @@ def _filled(state: Sequence[int], counts: Tensor) -> Tensor:
     """[16, blocks] int32: the state of the cipher before its rounds, with these numbers of blocks."""
     filled = torch.empty(WORDS, len(counts), dtype=torch.int32, device=counts.device)
     for word, value in enumerate(state):
-        filled[word] = _signed(value)
+        filled[word].fill_(_signed(value))
     filled[12] = _wrapped(counts)
     return filled
 
