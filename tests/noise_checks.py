@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,35 @@ def counters_of_many_groups(device: str) -> None:
         assert float((flat.cpu() - normals(KEY, (*PLACE, 5), number, 1, "cpu")).abs().max()) < 2**-48, number
 
 
+def a_program_that_fails_or_errs_is_not_taken(device: str) -> None:
+    """Said once, and torch's operations draw the same."""
+    launch, wanted = noise._launch, [x.to(device) for x in flat_of(torch.float32, "cpu")[2]]
+
+    def failing(*given: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    def erring(flat: Tensor, *given: Any) -> None:
+        launch(flat, *given)
+        flat[-1] += 1e-9
+
+    expected = noisy(wanted, 1.5, 2.0**-20, KEY, [(*PLACE, label) for label in LABELS])
+    for broken, reason in ((failing, "RuntimeError: no C compiler"), (erring, "it draws other numbers")):
+        noise._agrees.cache_clear()
+        noise._launch = broken
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    segments, flat, _ = flat_of(torch.float32, device)
+                    add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
+        finally:
+            noise._launch = launch
+            noise._agrees.cache_clear()
+        assert [reason in str(each.message) for each in said] == [True], [str(each.message) for each in said]
+        for part, one in zip(segments.parts(flat), expected, strict=True):
+            assert torch.equal(part.cpu(), one.cpu())
+
+
 def the_engine_with_sums_in_one_tensor(device: str) -> None:
     """A step of the engine, noise and all, is that of a CPU: gradients bit for bit."""
     found, before = [], sums.lies_flat
@@ -119,6 +149,7 @@ CHECKS = {
         normals_to_the_last_bits,
         the_same_as_on_a_cpu,
         counters_of_many_groups,
+        a_program_that_fails_or_errs_is_not_taken,
         the_engine_with_sums_in_one_tensor,
     )
 }

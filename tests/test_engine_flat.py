@@ -136,6 +136,13 @@ def test_sums_of_another_layout_in_memory_are_taken_as_they_are(flat):
     assert torch.equal(found["bias"], grads["bias"]) and not found["weight"].any() and len(found) == 2
 
 
+def test_in_portions_of_any_size_the_noise_is_the_same(monkeypatch):
+    wanted = train()
+    for portion in (1, 50, 250):
+        monkeypatch.setattr("dpbench.engine.release.PORTION", portion)
+        assert all(torch.equal(p, wanted[name]) for name, p in train().items())
+
+
 # what is not finite
 
 

@@ -21,6 +21,7 @@ NAMES = (
     "normals_to_the_last_bits",
     "the_same_as_on_a_cpu",
     "counters_of_many_groups",
+    "a_program_that_fails_or_errs_is_not_taken",
     "the_engine_with_sums_in_one_tensor",
 )
 

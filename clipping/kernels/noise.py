@@ -25,6 +25,7 @@ import importlib
 import itertools
 import math
 import struct
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -152,7 +153,7 @@ def add_to_flat(
         state = _state(key, 0, (*nonce, label))
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
-    if kernels.supported(labels):
+    if kernels.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
         _launch(flat, labels, numbers, (deviation, grid, 1 / grid), state)
         return
     chunk = (_CHUNK if device.type == "cpu" else _LARGE) // NORMALS
@@ -162,6 +163,30 @@ def add_to_flat(
         drawn = _normals(_words(state, labels[start : start + len(part)], numbers[start : start + len(part)]))
         total = part.to(device).double() + drawn.view(-1, NORMALS) * deviation
         part.copy_((torch.round(total / grid) * grid).to(flat.dtype))
+
+
+@functools.cache
+def _agrees(device: torch.device) -> bool:
+    """Does the Triton program run on this device, and draw what torch's operations do? Looked at once, and said if not.
+
+    (Triton needs a C compiler to launch, and noise that is none would be seen by nobody.)
+    """
+    state = _state(bytes(range(32)), 0, (1, 2, 0))
+    labels, numbers = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, -4], [0, 2**28 - 1]))
+    found = torch.zeros(2 * NORMALS, dtype=torch.float64, device=device)
+    try:
+        _launch(found, labels, numbers, (1.0, 2.0**-48, 2.0**48), state)
+        if float((found - _normals(_words(state, labels, numbers))).abs().max()) < 2.0**-40:
+            return True
+        reason = "it draws other numbers"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    warnings.warn(
+        f"expected Triton's program to draw the noise on {device}, but {reason}; torch's operations draw it, slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
 
 
 def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float], state: Sequence[int]) -> None:

@@ -1,14 +1,14 @@
 """From the sums of a logical batch to gradients: over all processes, with noise, once, and divided by b.
 
 On a GPU all of it is some twenty launches, and nothing is awaited on the host: see `dpbench.engine.sums`, and for sums
-that are not finite `dpbench.engine.finite`. Elsewhere noise is drawn for all parameters in one call. In several
+that are not finite `dpbench.engine.finite`. Elsewhere noise is drawn for many parameters in one call. In several
 processes reductions to the first are all begun before the first is waited for, and each result is on its way to the
 others while the noise of the next is drawn: what crosses is one sum there and one back, after the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
 from dpbench.engine.sharded import as_sharded, everywhere, replicas, shard_of
 from dpbench.engine.sums import Block, Sums, gathered
+
+PORTION = 2**24
+"""Coordinates that noise is drawn for at once, roughly, where sums do not lie in one tensor: enough for all cores."""
 
 
 @torch.no_grad()
@@ -101,11 +104,23 @@ def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, step: in
             noise.add_to_flat(block.data, block.segments, deviation, step, rank)
         else:
             alone.append(block)
-    if alone:
-        places = [At(step, rank, block.indices[0]) for block in alone]
-        found = noise.added_to_all([block.data for block in alone], deviation, places)
-        for block, data in zip(alone, found, strict=True):
+    for portion in _portions(alone):
+        places = [At(step, rank, block.indices[0]) for block in portion]
+        found = noise.added_to_all([block.data for block in portion], deviation, places)
+        for block, data in zip(portion, found, strict=True):
             block.data, block.own = data, True
+
+
+def _portions(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    """In turn so many of them that their sums and what takes their place are not all in memory at once."""
+    portion: list[Block] = []
+    for block in blocks:
+        if portion and sum(each.data.numel() for each in portion) + block.data.numel() > PORTION:
+            yield portion
+            portion = []
+        portion.append(block)
+    if portion:
+        yield portion
 
 
 def _from_first_replica(blocks: Sequence[Block]) -> None:

@@ -59,16 +59,21 @@ class Sums(Mapping[str, Tensor]):
     blocks: list[Block] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> Tensor:
-        for block in self.blocks:
-            if name in block.parameters:
-                return as_sharded(block.parts()[name], block.parameters[name])
-        raise KeyError(name)
+        return self._parts[name]
 
     def __iter__(self) -> Iterator[str]:
         return (name for block in self.blocks for name in block.parameters)
 
     def __len__(self) -> int:
         return sum(len(block.parameters) for block in self.blocks)
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        return {
+            name: as_sharded(part, block.parameters[name])
+            for block in self.blocks
+            for name, part in block.parts().items()
+        }
 
     def add(self, older: Sums) -> None:
         """Add those of another piece, of the same parameters; `older` is not changed."""
