@@ -19,11 +19,11 @@ and plain doubling and bisection end the search. Whatever was predicted, the ans
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dpbench.trials import PeakTrial, StepTrial, Trial
+from dpbench.trials import LargestTrial, PeakTrial, StepTrial, Trial
 
 PATIENCE = 6
 #: Two probes closer than this say little about the slope between them.
@@ -184,3 +184,40 @@ class MaxBatch:
         if len(failing) >= 2:
             return (failing[0], peaks[failing[0]]), (failing[1], peaks[failing[1]])
         return None
+
+
+def searches(
+    device: str,
+    models: Iterable[str],
+    backends: Iterable[str],
+    *,
+    budget: int,
+    limit: int = 16384,
+    limits: Mapping[str, int] | None = None,
+) -> list[MaxBatch]:
+    """The largest batch of each model and backend, as in Figure 3 of arXiv:2205.10683.
+
+    On CUDA it is measured, from where a simulated search ended, and then the step at that batch; on a CPU simulated.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: references, the first outermost.
+        backends: names.
+        budget: bytes.
+        limit: the largest batch that is tried.
+        limits: of a backend, where it is smaller.
+    """
+    found = []
+    backends = list(backends)
+    for model in models:
+        for backend in backends:
+            largest = min(limit, (limits or {}).get(backend, limit))
+            shared: dict[str, Any] = {"model": model, "backend": backend, "device": device, "memory_budget": budget}
+            probe = PeakTrial(**shared, batch_size=8, simulated=device == "cpu")
+            search = MaxBatch(probe=probe, max_batch_size=largest, start=32)
+            if device != "cpu":
+                then = StepTrial(**shared, batch_size=8, steps=10, max_seconds=15.0)
+                seed = LargestTrial(**shared, batch_size=32, max_batch_size=largest)
+                search = replace(search, then=then, seed=seed)
+            found.append(search)
+    return found

@@ -4,10 +4,14 @@ One file a run, ``RESULTS/<experiment>/<utc>-<host>-<pid>.jsonl``; its first lin
 line one trial. A line is on the disk (fsync) before the next trial starts, so that a run can be killed at any instant.
 A file comes into being with its first trial, and is never rewritten. Raw samples are stored in order; derived numbers
 never.
+
+What is too large for a line lies in files beside it, of the same stem: a result's ``files``, name -> base64 of the
+content, becomes name -> the file's name in this folder.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import os
@@ -101,7 +105,21 @@ class Store:
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
             self._write(head | {"environment": self._environment})
             _sync_folder(self.path.parent)
-        self._write({"type": "trial", "schema": SCHEMA} | dict(record))
+        self._write({"type": "trial", "schema": SCHEMA} | self._detached(record))
+
+    def _detached(self, record: Mapping[str, Any]) -> Line:
+        """The record with its files on the disk, and their names in place of what they hold."""
+        files = (record.get("result") or {}).get("files")
+        if not files:
+            return dict(record)
+        stem, names = f"{self.path.stem}-{record['id']}-{record['round']}", {}
+        for name, content in files.items():
+            names[name] = f"{stem}-{slug(name)}"
+            with open(self.path.with_name(names[name]), "wb") as file:
+                file.write(base64.b64decode(content))
+                file.flush()
+                os.fsync(file.fileno())
+        return dict(record) | {"result": dict(record["result"]) | {"files": names}}
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None

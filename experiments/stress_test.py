@@ -7,57 +7,20 @@ one process. The batch is large enough to show what a backend costs, and the who
 two cores. The two kinds of number never share a bar without a label.
 
 `microbatch` loops over samples, and its memory grows by no more than the batch itself, so memory sets it no limit that
-would say anything: its search ends at `MICROBATCH_LIMIT`.
+would say anything: its search ends where `LIMITS` says.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from dpbench.experiment import Cell, Experiment, MaxBatch, grid
-from dpbench.trials import LargestTrial, OverheadTrial, PeakTrial, StepTrial
+from dpbench.experiment import Cell, Experiment, grid
+from dpbench.search import searches
+from dpbench.trials import OverheadTrial
 
 BUDGET = 16 * 2**30
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]
 RESNETS = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152"]
 VGGS = ["vgg11", "vgg13", "vgg16", "vgg19"]
-MICROBATCH_LIMIT = 256
-
-
-def searches(device: str, models: list[str], budget: int = BUDGET, limit: int = 16384) -> list[Cell]:
-    """The largest batch of each model and backend; on CUDA, then the step at that batch."""
-    found: list[Cell] = []
-    for probe in grid(
-        PeakTrial,
-        model=models,
-        backend=BACKENDS,
-        batch_size=8,
-        device=device,
-        simulated=device == "cpu",
-        memory_budget=budget,
-    ):
-        largest = min(limit, MICROBATCH_LIMIT) if probe.backend == "microbatch" else limit
-        then = StepTrial(
-            model=probe.model,
-            backend=probe.backend,
-            batch_size=8,
-            device=device,
-            memory_budget=budget,
-            steps=10,
-            max_seconds=15.0,
-        )
-        # the search that measures begins where the simulated one ended
-        seed = LargestTrial(
-            model=probe.model,
-            backend=probe.backend,
-            batch_size=32,
-            device=device,
-            memory_budget=budget,
-            max_batch_size=largest,
-        )
-        search = MaxBatch(probe=probe, max_batch_size=largest, start=32)
-        found.append(search if device == "cpu" else replace(search, then=then, seed=seed))
-    return found
+LIMITS = {"microbatch": 256}
 
 
 def in_turns(models: list[str], rounds: int = 7, max_seconds: float = 3.0) -> list[Cell]:
@@ -67,12 +30,12 @@ def in_turns(models: list[str], rounds: int = 7, max_seconds: float = 3.0) -> li
 
 
 def cells(device: str) -> list[Cell]:
-    found = searches(device, RESNETS + VGGS)
+    found: list[Cell] = [*searches(device, RESNETS + VGGS, BACKENDS, budget=BUDGET, limits=LIMITS)]
     return found if device == "cuda" else found + in_turns(RESNETS[:3])
 
 
 def smoke(device: str) -> list[Cell]:
-    found = searches(device, ["cnn"], budget=2**29, limit=64)
+    found: list[Cell] = [*searches(device, ["cnn"], BACKENDS, budget=2**29, limit=64, limits=LIMITS)]
     return found if device == "cuda" else found + in_turns(["cnn"], rounds=2, max_seconds=0.3)
 
 

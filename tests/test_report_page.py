@@ -12,6 +12,7 @@ from report_records import CPU, CUDA, GIB, RunFile
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.coverage import CoverageTrial
+from dpbench.evidence_trials import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
 from dpbench.report.page import svg
 from dpbench.training import AuditTrial, UtilityTrial
@@ -154,7 +155,30 @@ def everything(run, name="net.py:make"):
         result = {"claimed_epsilon": 4.0, "epsilon_lower_bound": bound, "violated": False}
         result |= {"guesses": 100, "correct": 60, "delta": 1e-6}
         run.add(AuditTrial(backend=backend, seed=0), result)
-    return run
+    return evidence(run, name)
+
+
+def evidence(run, name):
+    """A record of each kind that the experiment of that name has of its own; `name` is a model's."""
+    rate = [{"what": "copy on the device", "bytes": 4, "seconds": 1e-9, "bytes_per_second": 4e9}]
+    product = [{"size": 64, "precision": "tf32", "seconds": 1e-6, "flops_per_second": 5e11}]
+    facts = {"facts": {"name": name}, "versions": {"torch": "2.15.0"}, "bandwidth": rate, "products": product}
+    run.add(DeviceTrial(), facts | {"latency": [{"what": "one operation to the next", "seconds": 2e-6}]})
+    row = {"operation": "linear", "sizes": "2×3", "parameter": "weight", "route": "ghost", "way": "gram"}
+    row |= {"error": 1e-7, "limit": 2e-5, "outcome": "ok", "evidence": None}
+    run.add(NormsTrial(family="linear"), {"rows": [row]})
+    part = {"seconds": [0.1, 0.2], "launches": 3.0, "waits": 0.0}
+    names = {"plain": ("forward", "backward", "optimizer", "rest")}
+    names["private"] = ("forward", "clip", "finite", "noise", "optimizer", "rest")
+    steps = {which: {"parts": dict.fromkeys(own, part), "step_seconds": [1.0]} for which, own in names.items()}
+    run.add(
+        PartsTrial(model=name, batch_size=8), {"tensors": 2, "parameters": 9, "counted": "launches", "steps": steps}
+    )
+    top = [{"name": f"aten::{name}", "asked_by": "", "calls": 2.0, "seconds": 0.1, "share": 1.0}]
+    told = {"outcome": "ok", "evidence": None, "launches": 5.0, "waits": 0.0, "operations": 2.0, "device_seconds": 0.1}
+    files = {"nonprivate.json.gz": "a-nonprivate.json.gz"}
+    profile = {"parameters": 9, "counted": "kernels", "backends": {"nonprivate": told | {"top": top}}, "files": files}
+    return run.add(ProfileTrial(model=name, batch_size=8), profile)
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,24 @@ from torch import Tensor, nn
 
 from clipping import Backend, UnsupportedModel, load_backend
 from clipping.interface import map_tensors
+from dpbench.evidence_trials import PartsTrial, ProfileTrial
 from dpbench.models import Workload, load_workload
 from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial
 
 
-class UnavailableBackend(UnsupportedModel):
-    """The backend needs something that this machine lacks (a package), whatever the model."""
+class NotHere(UnsupportedModel):
+    """What is to be measured does not run on this machine, whatever the model."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__("", [])
+        self.args = (reason,)
+
+
+class UnavailableBackend(NotHere):
+    """The backend needs something that this machine lacks: a package."""
 
     def __init__(self, backend: str, reason: str) -> None:
-        super().__init__(backend, [])
-        self.args = (f"{backend} is not available here: {reason}",)
+        super().__init__(f"{backend} is not available here: {reason}")
 
 
 def available_backend(name: str) -> type[Backend]:
@@ -36,7 +44,9 @@ def available_backend(name: str) -> type[Backend]:
     return backend_class
 
 
-def open_workload(trial: StepTrial | OverheadTrial | PeakTrial | CheckTrial, device: str | None = None) -> Workload:
+def open_workload(
+    trial: StepTrial | OverheadTrial | PeakTrial | CheckTrial | PartsTrial | ProfileTrial, device: str | None = None
+) -> Workload:
     """The model and data of a trial, on its device or on another."""
     wanted = ("image_size", "num_classes", "data", "dtype", "seed")
     settings = {name: getattr(trial, name) for name in wanted if getattr(trial, name, None) is not None}

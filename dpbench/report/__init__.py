@@ -26,6 +26,7 @@ from dpbench.report import (
     coverage,
     decisions,
     distributed,
+    evidence,
     files,
     findings,
     growth,
@@ -300,6 +301,7 @@ FIGURES = {
         distributed.caption,
         distributed.plot,
     ),
+    **evidence.FIGURES,
 }
 
 

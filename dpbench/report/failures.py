@@ -10,7 +10,15 @@ from dpbench.report import style
 from dpbench.report.cells import DOES_NOT_FIT, is_probe
 from dpbench.report.select import Record
 
-_SHOWN = {"model": "", "backend": "", "accountant": "", "batch_size": "B=", "sample_rate": "q=", "delta": "δ="}
+_SHOWN = {
+    "family": "",
+    "model": "",
+    "backend": "",
+    "accountant": "",
+    "batch_size": "B=",
+    "sample_rate": "q=",
+    "delta": "δ=",
+}
 _NO_EVIDENCE = "no evidence recorded"
 
 

@@ -28,6 +28,7 @@ _COLUMNS = (
     "batch_size",
     "backend",
     *(f"{part}_{how}_bytes" for part in PARTS for how in ("simulated", "measured")),
+    "reserved_bytes",
     "error",
     "note",
 )
@@ -62,6 +63,8 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             how = "simulated" if record.trial["simulated"] else "measured"
             phases = record.result["memory"].get("phases", {}) | {"step": record.result["memory"]["peak_bytes"]}
             row |= {f"{part}_{how}_bytes": phases.get(part) for part in PARTS}
+            if "reserved_bytes" in record.result["memory"]:
+                row["reserved_bytes"] = record.result["memory"]["reserved_bytes"]
         if "step_simulated_bytes" in row and "step_measured_bytes" in row:
             row["error"] = row["step_simulated_bytes"] / row["step_measured_bytes"] - 1
         row["note"] = why([r for r in group if r.outcome != "ok"], at_batch=False)
@@ -70,7 +73,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
-    """`table` for people: bytes as measured, and the simulated ones as a difference."""
+    """`table` for people: bytes as measured, and the simulated ones as a difference; reserved ones on CUDA."""
 
     def of(part: str, r: Any) -> str:
         measured, simulated = getattr(r, f"{part}_measured_bytes"), getattr(r, f"{part}_simulated_bytes")
@@ -78,6 +81,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
             return "–"
         return style.size(measured) if missing(simulated) else f"{style.size(measured)} {simulated / measured - 1:+.1%}"
 
+    reserved = {"Reserved": lambda r: "" if missing(r.reserved_bytes) else style.size(r.reserved_bytes)}
     return readable.texts(
         frame,
         {
@@ -85,6 +89,7 @@ def text(frame: pd.DataFrame) -> pd.DataFrame:
             "B": lambda r: str(r.batch_size),
             "Backend": lambda r: style.backend(r.backend).name,
             **{_TITLES.get(part, part.capitalize()): partial(of, part) for part in PARTS},
+            **(reserved if frame.reserved_bytes.notna().any() else {}),
             "Note": lambda r: "" if missing(r.note) else r.note,
         },
     )

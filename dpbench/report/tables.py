@@ -79,6 +79,11 @@ def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.Dat
         time ratio is beside ordinary training in the same process, where they took turns in one.
     """
     records = entries(records)
+    models = {r.trial["model"] for r in records if is_probe(r)}
+    if models:  # others took steps for another figure
+        others = [r for r in records if r.trial["model"] not in models]
+        left_out["of a model without a search"] += len(others)
+        records = [r for r in records if r.trial["model"] in models]
     wrong = {r.cell for r in records if r.outcome == "mismatch"}
     searched = {r.cell for r in records if r.kind == "peak"}
     # A search's own probes decide; a timed step says whether its batch fits only where nobody searched.

@@ -1,0 +1,248 @@
+"""Body of a `NormsTrial`: every way to a per-sample norm beside the norm in float64, and the clipped sum beside it.
+
+What is right: for each sample autograd's gradient of torch's own function in float64, of the very numbers (rounded to
+the profile's dtype) that the ways are given. So a row's error is of the way's arithmetic, and of nothing else.
+
+- A *ghost* or *instantiated* row is one way of one rule of `clipping.rules`, the Triton programs among them where they
+  run: max_i |n_i - ‖g_i‖| / ‖g_i‖.
+- A *sum* row is the weighted gradient Σ_i c_i g_i: ‖Δ‖ / ‖reference‖.
+- A *kernel* row calls a Triton program itself, on strides of its own as well.
+- A *group norm* row is of a backend's step at the batch sizes at which CUDA's backward pass reaches a limit of 65,535
+  groups of all samples.
+
+`limit` is what rounding explains: four units of the coarsest number in between (2⁻¹¹ for TF32, 2⁻⁸ for bfloat16), and
+2e-5 in float32, where what is added up decides. A program of Triton's adds up in float32 and multiplies float32 in
+full in every profile: it is held to 1e-5, and to 1e-4 of bfloat16, where tensor cores cut off what they add.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping import Flat, kernels, load_backend
+from clipping.interface import norm_dtype
+from clipping.rules import Route, made
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
+from dpbench.evidence_trials import NormsTrial
+from dpbench.measure.bench import NotHere, device_of
+from dpbench.measure.norm_cases import Case, cases
+from dpbench.measure.precision import arithmetic, dtype_of
+from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
+
+LIMITS = {"float32": 2e-5, "tf32": 2.0**-9, "bfloat16": 2.0**-6}
+KERNEL_LIMITS = {"float32": 1e-5, "tf32": 1e-5, "bfloat16": 1e-4}
+#: 32 groups: 65,504, 65,536 and 131,072 of them in all samples.
+GROUP_NORM_BATCHES, GROUPS = (2047, 2048, 4096), 32
+_PROGRAMS = (GRAM_KERNEL, NORM_KERNEL)
+Row = dict[str, Any]
+
+
+def run(trial: NormsTrial) -> dict[str, Any]:
+    """{"rows": [{"operation", "sizes", "parameter", "route", "way", "error", "limit", "outcome", "evidence"}]}.
+
+    Raises:
+        Mismatch: an error is beyond its limit; with all rows.
+        PartlyFailed: a way raised something; with all rows.
+        NotHere: no Triton program runs here; TF32 on a device that has none.
+    """
+    device = device_of(trial.device)
+    if trial.precision not in LIMITS:
+        raise ValueError(f"expected a precision, one of {', '.join(LIMITS)}, got {trial.precision!r}")
+    if trial.precision == "tf32" and device.type != "cuda":
+        raise NotHere(f"TF32 is a format of CUDA's tensor cores, and {device.type} has none: run on --device cuda")
+    with torch.no_grad(), arithmetic(trial.precision):
+        rows = list(_rows(trial, device))
+    wrong = [row for row in rows if row["outcome"] == Outcome.MISMATCH]
+    failed = [row for row in rows if row["outcome"] not in (Outcome.OK, Outcome.MISMATCH, Outcome.UNSUPPORTED)]
+    if wrong:
+        worst = max(wrong, key=lambda row: row["error"] / row["limit"])
+        said = f"{worst['operation']} ({worst['sizes']}), {worst['route']} {worst['way']}"
+        raise Mismatch(
+            {"rows": rows},
+            f"{len(wrong)} of {len(rows)} norms differ from float64's; the worst: {said}, relative error "
+            f"{worst['error']:.1e}, expected at most {worst['limit']:.1e}",
+        )
+    if failed:
+        raise PartlyFailed(failed[0]["outcome"], {"rows": rows}, f"{len(failed)} ways failed: {failed[0]['evidence']}")
+    return {"rows": rows}
+
+
+def _rows(trial: NormsTrial, device: torch.device) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(trial.seed)
+    if trial.family == "kernels":
+        yield from _kernel_rows(trial, generator, device)
+    elif trial.family == "group_norm":
+        for batch_size in GROUP_NORM_BATCHES:
+            yield from _group_norm_rows(trial, batch_size, generator, device)
+    else:
+        for case in cases(trial.family, trial.small):
+            yield from _case_rows(case, trial.precision, generator, device)
+            gc.collect()
+
+
+def _case_rows(case: Case, precision: str, generator: torch.Generator, device: torch.device) -> Iterator[Row]:
+    """Every way of the rule of every parameter."""
+    x, *parameters = case.tensors(generator, device, dtype_of(precision))
+    output, found = case.handler(x, *parameters)
+    g = torch.randn(output.shape, generator=generator).to(device, output.dtype)
+    factors = torch.rand(len(g), generator=generator).to(device)
+    references = per_sample(case.function, x, parameters, g)
+    rules = {id(gradient[0]): made(gradient) for gradient in found if gradient[0] is not None}
+    for index, (parameter, expected) in enumerate(zip(parameters, references, strict=True)):
+        rule = rules[id(parameter)]
+        norms = expected.flatten(1).norm(dim=1)
+        said = {"operation": case.operation, "sizes": case.sizes, "parameter": "weight" if not index else "bias"}
+        for ghost, way in _ways(rule):
+            limit = (KERNEL_LIMITS if way in _PROGRAMS else LIMITS)[precision]
+
+            def norm_error(ghost: bool = ghost, way: str = way, rule: Rule = rule, norms: Tensor = norms) -> float:
+                return relative(rule.squared_norms(g, Route(ghost=ghost, way=way)).clamp(min=0).sqrt(), norms)
+
+            yield _judged(said | {"route": "ghost" if ghost else "instantiated", "way": way}, norm_error, limit)
+
+        def sum_error(rule: Rule = rule, expected: Tensor = expected) -> float:
+            right = torch.tensordot(factors.double(), expected, 1)
+            summed = rule.weighted(g, factors.to(norm_dtype(g.dtype))).double()
+            return float((summed.reshape(right.shape) - right).norm() / right.norm())
+
+        yield _judged(said | {"route": "sum", "way": ""}, sum_error, LIMITS[precision])
+
+
+def _ways(rule: Rule) -> list[tuple[bool, str]]:
+    """(ghost, way): torch's own operations first, for what a program of ours breaks stays broken."""
+    ghosts = sorted(rule.ghosts, key=lambda way: way in _PROGRAMS)
+    return [*((False, way) for way in rule.instantiations), *((True, way) for way in ghosts)]
+
+
+def per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
+    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample after the other."""
+    wide = [p.double() for p in parameters]
+    found: list[list[Tensor]] = []
+    for i in range(len(x)):
+        with torch.enable_grad():
+            leaves = [p.detach().requires_grad_() for p in wide]
+            one = x[i : i + 1]
+            output = function(one.double() if one.is_floating_point() else one, *leaves)
+            found.append(list(torch.autograd.grad(output, leaves, g[i : i + 1].double())))
+    return [torch.stack(each) for each in zip(*found, strict=True)]
+
+
+def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.device) -> Iterator[Row]:
+    """The Triton programs themselves: features or positions last in memory, odd sizes, and one of several tiles."""
+    dtype = dtype_of(trial.precision)
+    if not kernels.supported(torch.empty(1, dtype=dtype, device=device)):
+        raise NotHere(
+            f"no Triton program runs on {device.type} here: it needs Triton and a CUDA device of capability "
+            f"{kernels.CAPABILITY[0]}.{kernels.CAPABILITY[1]} (or TRITON_INTERPRET=1)"
+        )
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    limit = KERNEL_LIMITS[trial.precision]
+    sizes = [(2, 17, 5, 33)] if trial.small else [(4, 1024, 768, 768), (32, 128, 384, 1536), (2, 131, 5, 70)]
+    for n, t, d, p in sizes:
+        a, g = draw(n, t, d), draw(n, t, p)
+        norms = torch.einsum("ntp,ntd->npd", g.double(), a.double()).flatten(1).norm(dim=1)
+        ids = torch.randint(0, max(2, t // 2), (n, t), generator=generator).to(device)
+        hot = torch.zeros(n, t, int(ids.max()) + 1, dtype=torch.float64, device=device).scatter_(2, ids[..., None], 1)
+        read = torch.einsum("ntp,ntv->npv", g.double(), hot).flatten(1).norm(dim=1)
+        del hot
+        columns = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, g)]
+        for layout, (left, right) in {"features last": (a, g), "positions last": columns}.items():
+            said = {"operation": layout, "sizes": f"{n}×{t}, {d} to {p}", "parameter": "weight", "route": "kernel"}
+            for norm in (kernels.gram_norm, kernels.instantiated_norm):
+                yield _judged(
+                    said | {"way": norm.__name__},
+                    lambda n=norm, a=left, g=right, r=norms: relative(_root(n(a, g)), r),  # type: ignore[misc]
+                    limit,
+                )
+            yield _judged(
+                said | {"way": "embedding_gram_norm"},
+                lambda i=ids, g=right, r=read: relative(_root(kernels.embedding_gram_norm(i, g)), r),  # type: ignore[misc]
+                limit,
+            )
+    for case in cases("convolution", trial.small):
+        if "transposed" not in case.operation and case.parameters[0][1] > 1:
+            yield _convolution_kernel_row(case, generator, device, dtype, limit)
+
+
+def _convolution_kernel_row(
+    case: Case, generator: torch.Generator, device: torch.device, dtype: torch.dtype, limit: float
+) -> Row:
+    x, *parameters = case.tensors(generator, device, dtype)
+    output, found = case.handler(x, *parameters)
+    g = torch.randn(output.shape, generator=generator).to(device, dtype)
+    rule: Any = made(found[0])
+    norms = per_sample(case.function, x, parameters, g)[0].flatten(1).norm(dim=1)
+
+    def error() -> float:
+        found = kernels.convolution_norm(x, g, rule.kernel, rule.stride, rule.padding, rule.dilation, rule.groups)
+        return relative(_root(found), norms)
+
+    said = {"operation": case.operation, "sizes": case.sizes, "parameter": "weight", "route": "kernel"}
+    return _judged(said | {"way": "convolution_norm"}, error, limit)
+
+
+def _group_norm_rows(
+    trial: NormsTrial, batch_size: int, generator: torch.Generator, device: torch.device
+) -> Iterator[Row]:
+    """By a backend's step: γ and β of a group norm have rules of their own only as a part of the tape's."""
+    dtype, channels = dtype_of(trial.precision), GROUPS if trial.small else 2 * GROUPS
+    size = 2 if trial.small else 4
+    x, g = (torch.randn(batch_size, channels, size, size, generator=generator).to(device, dtype) for _ in range(2))
+    weight, bias = (torch.randn(channels, generator=generator).to(device, dtype) for _ in range(2))
+    model = nn.GroupNorm(GROUPS, channels).to(device, dtype)
+    model.weight.copy_(weight)
+    model.bias.copy_(bias)
+    grouped = x.double().reshape(batch_size, GROUPS, -1)
+    mean, variance = grouped.mean(2, keepdim=True), grouped.var(2, keepdim=True, unbiased=False)
+    normalised = ((grouped - mean) / (variance + model.eps).sqrt()).view(x.shape)
+    squares = (normalised * g.double()).sum((2, 3)).square().sum(1) + g.double().sum((2, 3)).square().sum(1)
+    norms = squares.sqrt()
+    for name in ("nonprivate", "ghost", "bk_mixed"):
+
+        def error(name: str = name) -> float:
+            def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+                return (outputs * targets).flatten(1).sum(1)
+
+            with torch.enable_grad(), load_backend(name)(model, loss_fn, clip=Flat(1.0), verify=False) as backend:
+                found = backend(x, g)
+            if found.norms is not None:
+                return relative(found.norms, norms)
+            right = (normalised * g.double()).sum((0, 2, 3))  # ordinary training's own gradient, unclipped
+            return float((found.grads["weight"].double() - right).norm() / right.norm())
+
+        said = {"operation": "group norm", "sizes": f"B={batch_size}, {GROUPS} groups of {channels} channels"}
+        route = "ordinary training" if name == "nonprivate" else "backend"
+        yield _judged(said | {"parameter": "both", "route": route, "way": name}, error, LIMITS[trial.precision])
+
+
+def relative(found: Tensor, norms: Tensor) -> float:
+    """max_i |found_i - norms_i| / norms_i; infinite for what is not finite, or of another shape."""
+    if found.shape != norms.shape or not bool(found.isfinite().all()):
+        return float("inf")
+    return float(((found.double() - norms).abs() / norms.clamp(min=1e-30)).max())
+
+
+def _root(squares: Tensor) -> Tensor:
+    return squares.clamp(min=0).sqrt()
+
+
+def _judged(said: Row, error: Callable[[], float], limit: float) -> Row:
+    """A row with its outcome: what one way raises ends that way, and the others go on."""
+    row = said | {"error": None, "limit": limit, "outcome": Outcome.OK, "evidence": None}
+    try:
+        row["error"] = error()
+        if not row["error"] <= limit:
+            row["outcome"] = Outcome.MISMATCH
+    except Exception as raised:
+        outcome, evidence, _ = classify(raised)
+        row |= {"outcome": outcome, "evidence": evidence}
+        raised.__traceback__ = None  # its frames hold tensors
+    return row

@@ -1,0 +1,282 @@
+"""Body of a `PartsTrial`: a whole step of `PrivacyEngine` taken apart, beside the plain step of the same optimizer.
+
+The parts of a private step: ``forward`` (model and losses), ``clip`` (backward pass, norms, clipped sum), ``finite``
+(are the sums finite), ``noise`` (noise, division, to the parameters' gradients), ``optimizer``, and ``rest`` (what the
+engine does between). Those of a plain one: ``forward``, ``backward``, ``optimizer``, ``rest``. Each part's time is its
+own, without the parts inside of it, so that they add up to the step.
+
+Three passes over warm steps, of which each would disturb the others:
+
+- seconds: on CUDA an event at every border, on the device's clock; on a CPU the host's.
+- launches and waits: on CUDA from a trace of torch.profiler. On a CPU the operations that torch dispatches are counted
+  in their place, and the numbers that the host reads off tensors (`item`), which on CUDA would be waits; `counted` says
+  which. (A library's own kernel, as the noise's, is no operation of torch.)
+
+The result is ``{"tensors", "parameters", "counted", "steps": {"plain": entry, "private": entry}}``; an entry is
+``{"parts": {name: {"seconds": [one a step], "launches", "waits"}}, "step_seconds": [...]}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clipping.interface import forward
+from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.engine import engine as engine_module
+from dpbench.evidence_trials import PartsTrial
+from dpbench.measure.bench import NotHere, device_of, open_workload, parameter_count
+from dpbench.measure.precision import arithmetic, autocast
+from dpbench.measure.traces import traced, within
+
+#: A first step is verified and compiles, a second may look at whether samples mix, and an allocator settles.
+WARM = 4
+REST = "rest"
+PARTS: dict[str, tuple[str, ...]] = {
+    "plain": ("forward", "backward", "optimizer", REST),
+    "private": ("forward", "clip", "finite", "noise", "optimizer", REST),
+}
+#: Steps in a trace: launches differ from step to step by rounding at most.
+TRACED = 2
+_MARK = "dpbench part: "
+_NUMBERS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
+
+
+Counts = tuple[Counter[str], Counter[str]]
+"""Launches, and waits of the host, of each part in `TRACED` steps."""
+
+
+class Parts:
+    """Which part of a step runs, told to whoever listens at every border.
+
+    Attributes:
+        left: called with the name of the part that ends, or is interrupted by one inside of it.
+    """
+
+    def __init__(self) -> None:
+        self.inside = [REST]
+        self.left: Callable[[str], None] = _nobody
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What runs meanwhile is this part's."""
+        self.left(self.inside[-1])
+        self.inside.append(name)
+        try:
+            yield
+        finally:
+            self.left(name)
+            self.inside.pop()
+
+    def of(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The function, whose calls are this part's."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.part(name):
+                return function(*args, **kwargs)
+
+        return run
+
+
+class Whole(NamedTuple):
+    """A step, and the parts that it tells of."""
+
+    step: Callable[[], None]
+    parts: Parts
+
+
+def run(trial: PartsTrial) -> dict[str, Any]:
+    """See the module's text.
+
+    Raises:
+        UnsupportedModel: the engine's backend refuses the model.
+    """
+    device = device_of(trial.device)
+    steps: dict[str, Any] = {}
+    counted = "kernel launches" if device.type == "cuda" else "operations that torch dispatches"
+    for name, opened in (("plain", plain), ("private", private)):
+        with arithmetic(trial.precision), opened(trial, device) as whole:
+            for _ in range(WARM):
+                whole.step()
+            gc.collect()
+            seconds = [_seconds(whole, device) for _ in range(trial.steps)]
+            try:
+                counts = (_launches if device.type == "cuda" else _dispatched)(whole, device)
+            except NotHere as reason:
+                counts, counted = None, str(reason)
+            steps[name] = entry(PARTS[name], seconds, counts)
+        gc.collect()
+    workload = open_workload(trial, "cpu")
+    return {
+        "tensors": sum(p.requires_grad for p in workload.model.parameters()),
+        "parameters": parameter_count(workload.model),
+        "counted": counted,
+        "steps": steps,
+    }
+
+
+@contextlib.contextmanager
+def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
+    """The ordinary step: the mean of the losses, backward, the optimizer."""
+    workload, parts = open_workload(trial), Parts()
+    inputs, targets = workload.batch(trial.batch_size)
+    optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        with parts.part("forward"), autocast(trial.precision, device):
+            losses = workload.loss_fn(forward(workload.model, inputs), targets)
+        with parts.part("backward"):
+            losses.mean().backward()
+        with parts.part("optimizer"):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    yield Whole(step, parts)
+
+
+@contextlib.contextmanager
+def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
+    """The engine's step, on batches of the caller's: what the loader does is no part of it."""
+    workload, parts = open_workload(trial), Parts()
+    inputs, targets = workload.batch(trial.batch_size)
+    optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
+    engine = PrivacyEngine(
+        workload.model,
+        batch_size=trial.batch_size,
+        sample_size=100 * trial.batch_size,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        backend=trial.backend,
+        sampling="shuffled",
+    )
+
+    def step() -> None:
+        with parts.part("forward"), autocast(trial.precision, device):
+            losses = workload.loss_fn(forward(workload.model, inputs), targets)
+        optimizer.step(loss=losses)
+        optimizer.zero_grad(set_to_none=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        with told(parts, engine, optimizer):
+            yield Whole(step, parts)
+
+
+@contextlib.contextmanager
+def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Attach the engine, and make its parts tell, from outside: the engine itself knows nothing of being watched."""
+    optimizer.step = parts.of(optimizer.step, "optimizer")  # type: ignore[method-assign]
+    with contextlib.ExitStack() as stack:
+        engine.attach(optimizer)
+        stack.callback(engine.detach)
+        for owner, name, part in (
+            (engine._recorder, "finish", "clip"),
+            (engine_module, "require_finite", "finite"),
+            (engine_module, "release_gradients", "noise"),
+        ):
+            own = getattr(owner, name)
+            setattr(owner, name, parts.of(own, part))
+            stack.callback(setattr, owner, name, own)
+        yield
+
+
+def entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Counts | None) -> dict[str, Any]:
+    """The entry of one kind of step: of each part its seconds in every step, and of one step what was counted."""
+    parts: dict[str, Any] = {}
+    for name in names:
+        launches, waits = (None, None) if counts is None else (each[name] / TRACED for each in counts)
+        taken = [each.get(name, 0.0) for each in seconds]
+        parts[name] = {"seconds": taken, "launches": launches, "waits": waits}
+    return {"parts": parts, "step_seconds": [sum(each.values()) for each in seconds]}
+
+
+def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
+    """Of each part in one step."""
+    cuda = device.type == "cuda"
+    borders: list[tuple[str, Any]] = []
+
+    def left(name: str) -> None:
+        if cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            borders.append((name, event))
+        else:
+            borders.append((name, time.perf_counter()))
+
+    if cuda:
+        torch.cuda.synchronize(device)
+    left("")
+    whole.parts.left = left
+    try:
+        whole.step()
+    finally:
+        whole.parts.left = _nobody
+    left(REST)
+    if cuda:
+        torch.cuda.synchronize(device)
+    found: dict[str, float] = {}
+    for (_, before), (name, after) in itertools.pairwise(borders):
+        taken = before.elapsed_time(after) / 1000 if cuda else after - before
+        found[name] = found.get(name, 0.0) + taken
+    return found
+
+
+def _launches(whole: Whole, device: torch.device) -> Counts:
+    """(kernels launched, waits of the host) of each part in `TRACED` steps, from a trace with a mark at each border."""
+
+    def left(name: str) -> None:
+        with torch.profiler.record_function(_MARK + name):
+            pass
+
+    def step() -> None:
+        left("")
+        whole.parts.left = left
+        try:
+            whole.step()
+        finally:
+            whole.parts.left = _nobody
+        left(REST)
+
+    trace = traced(step, device, TRACED)
+    marks, found = trace.marks(_MARK), (Counter[str](), Counter[str]())
+    for (begin, _), (end, name) in itertools.pairwise(marks):
+        for counter, times in zip(found, (trace.launches(), trace.waits()), strict=True):
+            counter[name] += within(times, begin, end) if name else 0
+    return found
+
+
+class _Dispatched(TorchDispatchMode):
+    """Counts operations, and numbers that the host reads, by the part that runs."""
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        self.parts, self.operations, self.numbers = parts, Counter[str](), Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        part = self.parts.inside[-1]
+        self.operations[part] += 1
+        self.numbers[part] += func._schema.name in _NUMBERS
+        return func(*args, **(kwargs or {}))
+
+
+def _dispatched(whole: Whole, device: torch.device) -> Counts:
+    """(operations, numbers read by the host) of each part in `TRACED` steps."""
+    with _Dispatched(whole.parts) as counted:
+        for _ in range(TRACED):
+            whole.step()
+    return counted.operations, counted.numbers
+
+
+def _nobody(_: str) -> None:
+    pass

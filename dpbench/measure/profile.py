@@ -1,0 +1,98 @@
+"""Body of a `ProfileTrial`: where the time of a step goes, for each backend, on one model and batch.
+
+After warm steps, some are traced. The result is ``{"parameters", "counted", "backends": {name: entry}, "files"}``. An
+entry has ``outcome`` and ``evidence``, and of a step ``launches`` and ``waits`` (None on a CPU, which has none),
+``operations`` and ``device_seconds`` (all kernels, or all operations of a CPU), and ``top``, the largest operations:
+``{"name", "asked_by", "calls", "seconds", "share"}``. ``files``: name -> the Chrome trace, gzip in base64, which the
+store lays beside the records (`dpbench.store`).
+"""
+
+from __future__ import annotations
+
+import base64
+import gc
+from typing import Any
+
+import torch
+
+from clipping import Flat
+from dpbench.evidence_trials import ProfileTrial
+from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
+from dpbench.measure.precision import arithmetic, autocast
+from dpbench.measure.traces import Trace, traced
+from dpbench.models import Workload
+from dpbench.outcome import FINAL, Outcome, PartlyFailed, classify
+
+TOP = 15
+#: Steps before the traced ones: a first pays for kernels, a second may time a planner's routes, a third settles.
+WARM = 4
+
+
+def run(trial: ProfileTrial) -> dict[str, Any]:
+    """See the module's text.
+
+    Raises:
+        PartlyFailed: a backend's entry is an `error`; with the whole result.
+    """
+    device = device_of(trial.device)
+    workload = open_workload(trial)
+    files: dict[str, str] = {}
+    entries = {name: _entry(name, trial, workload, device, files) for name in trial.backends}
+    result = {
+        "parameters": parameter_count(workload.model),
+        "counted": "kernels, by their time on the device" if device.type == "cuda" else "operations, by their own time",
+        "backends": entries,
+        "files": files,
+    }
+    for name, entry in entries.items():
+        if entry["outcome"] not in FINAL:
+            raise PartlyFailed(entry["outcome"], result, f"{name}: {entry['evidence']}")
+    return result
+
+
+def _entry(
+    name: str, trial: ProfileTrial, workload: Workload, device: torch.device, files: dict[str, str]
+) -> dict[str, Any]:
+    entry: dict[str, Any] = {"outcome": Outcome.OK, "evidence": None}
+    try:
+        with available_backend(name)(
+            workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False
+        ) as backend:
+            step = Step(backend, *workload.batch(trial.batch_size))
+            with arithmetic(trial.precision), autocast(trial.precision, device):
+                for _ in range(WARM):
+                    step()
+                gc.collect()
+                trace = traced(step, device, trial.steps)
+        entry |= summary(trace, trial.steps, device)
+        if len(trace.compressed) <= trial.most_bytes:
+            files[f"{name.replace(':', '-')}.json.gz"] = base64.b64encode(trace.compressed).decode()
+    except Exception as error:
+        outcome, evidence, _ = classify(error)
+        entry |= {"outcome": outcome, "evidence": evidence}
+        error.__traceback__ = None  # its frames hold the tensors of the step
+    gc.collect()
+    return entry
+
+
+def summary(trace: Trace, steps: int, device: torch.device) -> dict[str, Any]:
+    """What an entry says of a trace, each number of one step."""
+    cuda = device.type == "cuda"
+    operations = trace.operations()
+    seconds = sum(operation.seconds for operation in operations)
+    return {
+        "launches": len(trace.launches()) / steps if cuda else None,
+        "waits": len(trace.waits()) / steps if cuda else None,
+        "operations": sum(operation.calls for operation in operations) / steps,
+        "device_seconds": seconds / steps,
+        "top": [
+            {
+                "name": operation.name,
+                "asked_by": operation.asked_by,
+                "calls": operation.calls / steps,
+                "seconds": operation.seconds / steps,
+                "share": operation.seconds / seconds if seconds else 0.0,
+            }
+            for operation in operations[:TOP]
+        ],
+    }

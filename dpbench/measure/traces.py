@@ -1,0 +1,156 @@
+"""A trace of some steps by torch.profiler, read as data: operations, kernels, launches, and waits of the host.
+
+The trace is Kineto's, in the Chrome format. What is read of it, by category:
+
+    kernel, gpu_memcpy, gpu_memset    what ran on the device, with its time there
+    cuda_runtime, cuda_driver         what the host asked of the device: launches, copies, waits
+    cpu_op                            operations, nested; an operation's own time is less that of those inside of it
+    user_annotation                   marks of ours
+
+The profiler slows a step down: counts and shares are taken from it, and never the time of a step.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import tempfile
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dpbench.measure.bench import NotHere
+
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_OF_HOST = ("cuda_runtime", "cuda_driver")
+#: cudaLaunchKernel, cudaLaunchKernelExC, cuLaunchKernelEx, cudaGraphLaunch, ...
+_LAUNCH = re.compile(r"cu(da)?(\w*LaunchKernel\w*|GraphLaunch\w*)$")
+_WAIT = re.compile(r"cu(da)?\w*Synchronize\w*$")
+_LONGEST = 160
+
+Event = dict[str, Any]
+
+
+class Operation(NamedTuple):
+    """All calls of one name: kernels by their device time, or operations of a CPU by their own time, in seconds.
+
+    `asked_by` is the torch operation that launched it most often, of a kernel.
+    """
+
+    name: str
+    calls: int
+    seconds: float
+    asked_by: str = ""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What was recorded: the events, and the file as it is kept, compressed."""
+
+    events: Sequence[Event]
+    compressed: bytes
+
+    def operations(self) -> list[Operation]:
+        """The largest first."""
+        found = self._kernels() or self._own_times()
+        return sorted(found, key=lambda operation: (-operation.seconds, operation.name))
+
+    @property
+    def saw_the_device(self) -> bool:
+        """Whether anything ran on a GPU that the profiler could see."""
+        return any(event.get("cat") in _ON_DEVICE for event in self.events)
+
+    def times_of(self, pattern: re.Pattern[str]) -> list[float]:
+        """When the host called what matches, in the trace's microseconds."""
+        return sorted(e["ts"] for e in self.events if e.get("cat") in _OF_HOST and pattern.match(e["name"]))
+
+    def launches(self) -> list[float]:
+        """When the host launched each kernel (or graph of kernels)."""
+        return self.times_of(_LAUNCH)
+
+    def waits(self) -> list[float]:
+        """When the host began to wait for the device."""
+        return self.times_of(_WAIT)
+
+    def marks(self, prefix: str) -> list[tuple[float, str]]:
+        """(when, the rest of the name) of our own annotations that begin with `prefix`."""
+        found = (e for e in self.events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix))
+        return sorted((e["ts"], e["name"].removeprefix(prefix)) for e in found)
+
+    def _kernels(self) -> list[Operation]:
+        asked = {
+            event["args"]["External id"]: event["name"]
+            for event in self.events
+            if event.get("cat") == "cpu_op" and "External id" in event.get("args", {})
+        }
+        seconds: dict[str, float] = defaultdict(float)
+        askers: dict[str, Counter[str]] = defaultdict(Counter)
+        for event in self.events:
+            if event.get("cat") in _ON_DEVICE:
+                name = event["name"][:_LONGEST]
+                seconds[name] += event["dur"] / 1e6
+                askers[name][asked.get(event.get("args", {}).get("External id"), "")] += 1
+        return [Operation(n, askers[n].total(), s, askers[n].most_common(1)[0][0]) for n, s in seconds.items()]
+
+    def _own_times(self) -> list[Operation]:
+        """Of operations on the CPU: each less what those inside of it took, thread by thread."""
+        seconds: dict[str, float] = defaultdict(float)
+        calls: Counter[str] = Counter()
+        threads: dict[Any, list[Event]] = defaultdict(list)
+        for event in self.events:
+            if event.get("cat") == "cpu_op":
+                threads[event["pid"], event["tid"]].append(event)
+        for events in threads.values():
+            outer: list[Event] = []
+            for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
+                while outer and outer[-1]["ts"] + outer[-1]["dur"] <= event["ts"]:
+                    outer.pop()
+                if outer:
+                    seconds[outer[-1]["name"]] -= event["dur"] / 1e6
+                seconds[event["name"]] += event["dur"] / 1e6
+                calls[event["name"]] += 1
+                outer.append(event)
+        return [Operation(name[:_LONGEST], calls[name], value) for name, value in seconds.items()]
+
+
+def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trace:
+    """The trace of `steps` steps; on CUDA after one that starts the profiler up, and with all that they launched.
+
+    Raises:
+        NotHere: on CUDA, where the profiler saw nothing of the device.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to standard error, which is a trial's evidence
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, acc_events=True):
+            step()
+            torch.cuda.synchronize(device)
+    # acc_events: there is one cycle alone, of which torch 2.11 would else warn that it clears the events of others
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        for _ in range(steps):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        data = path.read_bytes()
+    trace = Trace([e for e in json.loads(data)["traceEvents"] if e.get("ph") == "X"], gzip.compress(data, mtime=0))
+    if device.type == "cuda" and not trace.saw_the_device:
+        raise NotHere(
+            "expected kernels in the profiler's trace, got none: CUPTI may not be permitted to this user "
+            "(NVreg_RestrictProfilingToAdminUsers), or another profiler is attached"
+        )
+    return trace
+
+
+def within(times: Iterable[float], begin: float, end: float) -> int:
+    """How many times lie in an interval, its end excluded."""
+    return sum(begin <= time < end for time in times)

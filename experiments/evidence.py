@@ -1,0 +1,164 @@
+"""What a GPU is to give, most telling first: run it with ``--minutes``, and the same line again goes on.
+
+Stages, each of trials that end inside minutes:
+
+- `DeviceTrial`: what the device can do at best.
+- `norms`: every way to a norm beside float64, group norm at CUDA's limit, the Triton programs, by precision.
+- `overheads`: time and memory of backends beside ordinary training, interleaved, by model and precision.
+- `parts`: the engine's whole step taken apart, beside the plain step of the same optimizer.
+- `profiles`: where the time of a step goes, with the traces.
+- `peaks`: predicted beside allocated and reserved.
+- `largest`: the largest batch in 16 GiB of ResNets and VGGs. Figure 3 of arXiv:2205.10683.
+
+Batch sizes on CUDA let every backend run in 80 GB. On a CPU all of it runs in miniature, to show that it would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from dpbench.evidence_trials import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.experiment import Cell, Experiment
+from dpbench.search import searches
+from dpbench.trials import OverheadTrial, PeakTrial
+
+BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap")
+#: With memory that a simulation can foretell; each in its own process.
+FORETOLD = ("nonprivate", "bk_mixed", "mixed_ghost", "vmap")
+RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+VGGS = ("vgg11", "vgg13", "vgg16", "vgg19")
+BUDGET = 16 * 2**30
+#: Profiles of a step, and those in which a norm has arithmetic of its own (autocast's is bfloat16's).
+PRECISIONS = ("bfloat16-autocast", "float32", "tf32", "bfloat16")
+ARITHMETICS = ("float32", "bfloat16", "tf32")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, and the batch on which it is measured; `image_size` is None for text."""
+
+    reference: str
+    batch_size: int
+    image_size: int | None = 32
+    num_classes: int = 10
+
+    def settings(self) -> dict[str, Any]:
+        shape = {"image_size": self.image_size, "num_classes": self.num_classes}
+        return {"model": self.reference, "batch_size": self.batch_size, "data": "synthetic"} | shape
+
+
+GPT2 = Model("transformers:gpt2@1024", 8, None)
+RESNET18 = Model("resnet18", 256)
+#: On CUDA, the most telling first.
+MODELS = (
+    RESNET18,
+    GPT2,
+    Model("timm:vit_base_patch16_224", 64, 224, 1000),
+    Model("resnet50", 256),
+    Model("transformers:roberta@128", 64, None),
+    Model("vgg11", 256),
+)
+_TINY = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
+SMALL = (Model("resnet18", 8), Model(_TINY, 4, None), Model("vgg11", 8))
+SMALLEST = (Model("cnn", 4), Model(_TINY, 4, None))
+
+
+def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARITHMETICS) -> list[NormsTrial]:
+    precisions = list(precisions)
+    return [
+        NormsTrial(family=family, precision=precision, device=device, small=device == "cpu")
+        for family in families
+        for precision in precisions
+    ]
+
+
+def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], **options: Any) -> list[OverheadTrial]:
+    shared: dict[str, Any] = {"device": device, "rounds": 9, "max_seconds": 4.0, "timeout": 900.0} | options
+    return [
+        OverheadTrial(backends=BACKENDS, **model.settings(), **in_(precision, OverheadTrial), **shared)
+        for precision in precisions
+        for model in models
+    ]
+
+
+def parts(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[PartsTrial]:
+    return [PartsTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
+
+
+def profiles(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[ProfileTrial]:
+    return [ProfileTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
+
+
+def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequence[str] = FORETOLD) -> list[PeakTrial]:
+    return [
+        PeakTrial(backend=backend, device=device, simulated=simulated, **model.settings(), **in_(precision, PeakTrial))
+        for model in models
+        for backend in backends
+        for simulated in (True, False)
+    ]
+
+
+def largest(device: str, models: Iterable[str], budget: int = BUDGET, limit: int = 16384) -> Sequence[Cell]:
+    return searches(device, models, BACKENDS, budget=budget, limit=limit)
+
+
+def in_(precision: str, kind: type) -> dict[str, Any]:
+    return {"precision": precision} if "precision" in {f.name for f in fields(kind)} else {"dtype": "float32"}
+
+
+def cells(device: str) -> list[Cell]:
+    if device == "cpu":
+        return in_miniature(SMALL, ("resnet18", "vgg11"), BUDGET, 16384)
+    mixed, full, *others = PRECISIONS
+    first = ("kernels", "group_norm")
+    return [
+        DeviceTrial(device=device),
+        *norms(device, first, ("float32", "bfloat16")),
+        *overheads(device, [RESNET18], [mixed, full]),
+        *overheads(device, [GPT2], [mixed]),
+        *parts(device, [RESNET18], mixed),
+        *profiles(device, [RESNET18], mixed),
+        *norms(device, [family for family in FAMILIES if family not in first]),
+        *norms(device, first, ("tf32",)),
+        *overheads(device, MODELS[2:], [mixed]),
+        *parts(device, [GPT2, MODELS[2]], mixed),
+        *profiles(device, [GPT2], mixed),
+        *overheads(device, MODELS[1:], [full]),
+        *peaks(device, MODELS, full),
+        *peaks(device, [GPT2], mixed),
+        *largest(device, ("resnet18", "vgg11", "resnet50")),
+        *overheads(device, MODELS, others),
+        *largest(device, [name for name in RESNETS + VGGS if name not in ("resnet18", "vgg11", "resnet50")]),
+    ]
+
+
+def smoke(device: str) -> list[Cell]:
+    return in_miniature(SMALLEST, ("cnn",), 2**29, 64, device, rounds=2, max_seconds=0.2)
+
+
+def in_miniature(
+    models: Sequence[Model], searched: Iterable[str], budget: int, limit: int, device: str = "cpu", **options: Any
+) -> list[Cell]:
+    """Every stage, at sizes that a CPU does in seconds; by one thread, which waits for no other on a busy machine."""
+    return [
+        DeviceTrial(device=device, sizes=(256, 1024), copied=2**26),
+        *(trial.replace(small=True) for trial in norms(device, FAMILIES)),
+        *overheads(device, models, PRECISIONS[:2], threads=1, **options),
+        *parts(device, models[:1], "float32", threads=1),
+        *profiles(device, models[:1], "float32", threads=1),
+        *peaks(device, models[:1], "float32", FORETOLD[:2]),
+        *largest(device, searched, budget, limit),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="evidence",
+    doc="what a GPU is to give, most telling first: exact norms, overhead, a step's parts, peaks, largest batch",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("device", "norms", "overhead", "max_batch_throughput", "memory_accuracy", "parts", "profile"),
+    in_order=True,
+)
