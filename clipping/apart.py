@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping.draws import Draws
+from clipping.formats import coarsest
 from clipping.interface import (
     Backend,
     ClippedGradient,
@@ -172,7 +173,7 @@ def called_twice(
         inputs, targets = batch
         return numbers(backend._clipped(parameters, inputs, targets, batch_size))
 
-    tolerance = tolerance_of([result.losses, *parameters.values()])
+    tolerance = coarsest([result.losses, *parameters.values()], TOLERANCE)
     occasions, backend.occasions = backend.occasions, None
     try:
         sample = changed(backend.model, run, (inputs, targets), halves, draws, numbers(result), tolerance)
@@ -253,15 +254,6 @@ def differing(before: Sequence[Tensor], after: Sequence[Tensor], half: Tensor, t
         if bool(wrong.any()):
             return int(half.nonzero()[int(wrong.nonzero()[0])])
     return None
-
-
-def tolerance_of(tensors: Sequence[Tensor], by_dtype: Mapping[torch.dtype, float] = TOLERANCE) -> float:
-    """What rounding explains: by the dtype of autocast where it is on, else the narrowest of `tensors`."""
-    dtypes = {x.dtype for x in tensors if x.is_floating_point()}
-    for kind in {x.device.type for x in tensors}:
-        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-            dtypes.add(torch.get_autocast_dtype(kind))
-    return max((by_dtype.get(dtype, by_dtype[torch.float32]) for dtype in dtypes), default=by_dtype[torch.float32])
 
 
 def mixing(sample: int, what: str) -> Problem:

@@ -245,4 +245,6 @@ def _path(device: torch.device) -> Path | None:
     sources = [file.read_text() for kind in ("rules/*.py", "kernels/*.[pch]*") for file in sorted(here.glob(kind))]
     compiled = str(device.type == "cpu" and cpu.supported(torch.empty(0)))
     known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), compiled, *sources]
+    if device.type == "cuda":  # products of float32 in TF32 are other products
+        known += [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]  # type: ignore[attr-defined]
     return folder / f"routes-{device.type}-{hashlib.sha256(chr(10).join(known).encode()).hexdigest()[:16]}.json"

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import Occasions, mixed_rows, tolerance_of
+from clipping.apart import Occasions, mixed_rows
 from clipping.compiled import compiled_modules
+from clipping.formats import coarsest
 from clipping.functions import ClipFunction
 from clipping.ghost import BkMixed, TapeBackend
 from clipping.graph import unrecorded
@@ -34,7 +35,7 @@ from clipping.tape import Tape
 from clipping.verification import Agreement, WrongGradient, compare
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of a verification in one graph, by the dtype that was computed in, autocast's where it is on."""
+"""Of a verification in one graph, by the formats that it computed in: only how sums are formed differs."""
 
 
 class Recording:
@@ -61,7 +62,6 @@ class Recording:
         self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
         self.passes = 1
         self.tape: Tape | None = None
-        self._tolerance = TOLERANCE[torch.float32]
         if isinstance(backend, TapeBackend):
             self.tape = Tape(self.parameters, inputs, max(1, batch_size), backend.stand_in)
             self.tape.arrivals.by_hand = by_hand
@@ -77,7 +77,6 @@ class Recording:
     def __enter__(self) -> Recording:
         if self.tape is not None:
             self.tape.__enter__()
-        self._tolerance = tolerance_of([*self.parameters.values()], TOLERANCE)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -131,6 +130,7 @@ class Recording:
 
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)
+        tolerance = coarsest([losses, *self.parameters.values()], TOLERANCE)
         assert result.norms is not None
         few = min(2, self.batch_size)
         reference = one_by_one(losses[:few], self.parameters, clip, keep_graph=True)
@@ -141,8 +141,8 @@ class Recording:
             grads = with_zeros(gradients((factors * losses).sum(), self.parameters, keep_graph=True), self.parameters)
         found = ClippedGradient({n: result.grads[n] for n in names}, result.norms[:few], losses[:few].detach())
         agreement: Agreement = compare(found, ClippedGradient(grads, reference.norms, found.losses))
-        if not agreement.within(self._tolerance):
-            raise WrongGradient(self.backend.name, agreement, self._tolerance)
+        if not agreement.within(tolerance):
+            raise WrongGradient(self.backend.name, agreement, tolerance)
 
 
 def recordable(cls: type[Backend]) -> bool:

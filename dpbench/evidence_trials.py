@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from dpbench.precision import profile_of
 from dpbench.trials import STEP_SOURCES, Trial, _modules_of_step
 
 __all__ = ["FAMILIES", "DeviceTrial", "NormsTrial", "PartsTrial", "ProfileTrial"]
@@ -55,6 +56,7 @@ class NormsTrial(Trial):
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
+        profile_of(self.precision)
         if self.family not in FAMILIES:
             raise ValueError(f"expected a family, one of {', '.join(FAMILIES)}, got {self.family!r}")
 
@@ -84,10 +86,8 @@ class _StepTrial(Trial):
     steps: int = 5
     timeout: float = 300.0
 
-    @property
-    def dtype(self) -> str:
-        """Of parameters and floating inputs."""
-        return "bfloat16" if self.precision == "bfloat16" else "float32"
+    def __post_init__(self) -> None:
+        profile_of(self.precision)
 
     def label(self) -> str:
         return f"{super().label()}, {self.precision}"
@@ -125,6 +125,7 @@ class ProfileTrial(_StepTrial):
     most_bytes: int = 4 * 2**20
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
 
     def modules(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.host import host_name
+from dpbench.precision import with_profile
 
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
@@ -35,8 +36,9 @@ from dpbench.host import host_name
 #      that in which there was something to run; null if not known.
 #   5  a line of type `cut` {id, round, fingerprint, trial, seconds, utc}: how long a trial had run when the time given
 #      to its run was over. It is no record of the trial, which is run again.
+#   6  the trial of a kind in `STEPS` has `precision`, a profile, and no `dtype` any more (`dpbench.precision`).
 # The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
-SCHEMA = 5
+SCHEMA = 6
 
 Line = dict[str, Any]
 #: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
@@ -45,6 +47,7 @@ UPGRADES: dict[int, Callable[[Line], Line]] = {
     2: lambda line: line | {"version": None} if line["type"] == "trial" else line,
     3: lambda line: line | {"stolen": None} if line["type"] == "trial" else line,
     4: lambda line: line,
+    5: lambda line: line if line["type"] == "environment" else line | {"trial": with_profile(line["trial"])},
 }
 
 

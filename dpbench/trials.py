@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
+from dpbench.precision import profile_of
 from dpbench.reference import load_object, reference_to
 
 #: Sources (globs under the project's root) whose change makes a measurement of a training step another measurement.
@@ -112,18 +113,21 @@ def _modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchTrial(_ModelTrial):
-    """A trial of one training step on one batch; `memory_budget` is in bytes.
+    """A trial of one training step on one batch; `memory_budget` is in bytes, `precision` one of `dpbench.precision`.
 
     `image_size` and `num_classes` may be None for a model that reads text.
     """
 
     batch_size: int
     device: str = "cpu"
-    dtype: str = "float32"
+    precision: str = "float32"
     image_size: int | None = 32
     num_classes: int | None = 10
     seed: int = 0
     memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        profile_of(self.precision)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +156,9 @@ class OverheadTrial(Trial):
     `rounds` turns would take more than `max_seconds` has fewer, spread over the rounds, but three. One that is refused,
     wrong or fails has an entry that says so, and the others go on.
 
-    `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. `image_size` and `num_classes` may
-    be None for a model that reads text. Seeds: `seed` is that of the weights, the data and the orders.
+    `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. All run in one `precision`, one of
+    `dpbench.precision`. `image_size` and `num_classes` may be None for a model that reads text. Seeds: `seed` is that
+    of the weights, the data and the orders.
     """
 
     kind: ClassVar[str] = "overhead"
@@ -163,7 +168,7 @@ class OverheadTrial(Trial):
     backends: Sequence[str]
     batch_size: int
     device: str = "cpu"
-    dtype: str = "float32"
+    precision: str = "float32"
     image_size: int | None = 32
     num_classes: int | None = 10
     data: str = "digits"
@@ -176,6 +181,7 @@ class OverheadTrial(Trial):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+        profile_of(self.precision)
         if len(set(self.backends)) != len(self.backends) or not self.backends:
             raise ValueError(f"expected backends, each once, got {', '.join(self.backends) or 'none'}")
         if self.rounds < 1:

@@ -90,7 +90,8 @@ def test_published_points():
 
 
 def step_record(path, backend, seconds, round_):
-    trial = {"kind": "step", "model": "cnn", "backend": backend, "batch_size": 8, "device": "cpu", "dtype": "float32"}
+    trial = {"kind": "step", "model": "cnn", "backend": backend, "batch_size": 8, "device": "cpu"}
+    trial |= {"precision": "float32"}
     line = {"type": "trial", "schema": 1, "experiment": "memory_speed", "id": f"{backend}{round_}", "round": round_}
     line |= {"fingerprint": "f", "trial": trial, "outcome": "ok", "evidence": None, "seconds": 36.0}
     line |= {"utc": f"2026-01-01T00:00:0{round_}Z", "result": {"parameters": 10**6, "step_seconds": [seconds] * 3}}

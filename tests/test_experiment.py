@@ -41,7 +41,7 @@ def test_the_identity_is_the_same_in_another_process():
 
 
 def test_kinds_with_the_same_fields_are_different_trials():
-    shared = {"model": "cnn", "backend": "ghost", "batch_size": 3, "dtype": "float64"}
+    shared = {"model": "cnn", "backend": "ghost", "batch_size": 3}
     ids = {StepTrial(**shared).id, PeakTrial(**shared, simulated=True).id, CheckTrial(**shared).id}
     assert len(ids) == 3
 

@@ -63,13 +63,13 @@ class Absent(Microbatch):
 
 
 class Tiring(NonPrivate):
-    """Breaks after the verification, the warm-up and one turn."""
+    """Breaks after both verifications, the warm-up and one turn."""
 
     name = "tiring"
 
     def _clipped(self, *args: Any, **kwargs: Any) -> Any:
         CALLS.append(self.name)
-        if CALLS.count(self.name) > 4:
+        if CALLS.count(self.name) > 5:
             raise ValueError("that was one too many")
         return super()._clipped(*args, **kwargs)
 
@@ -128,7 +128,10 @@ def partly(trial) -> tuple[Outcome, str, dict[str, Any]]:
 
 def test_the_record_of_a_trial():
     result = overhead.run(TRIAL)
-    assert list(result) == ["parameters", "backends"] and list(result["backends"]) == ["nonprivate", "mixed_ghost"]
+    assert list(result) == ["parameters", "precision", "backends"] and list(result["backends"]) == [
+        "nonprivate",
+        "mixed_ghost",
+    ]
     keys = {"outcome", "evidence", "verification", "coverage", "warmup_seconds", "turns", "loss", "memory"}
     for entry in result["backends"].values():
         assert set(entry) == keys and (entry["outcome"], entry["evidence"]) == ("ok", None)
@@ -147,8 +150,8 @@ def test_the_record_of_a_trial():
 def test_every_round_has_an_order_of_its_own(one_step_a_turn):
     names = ["base", "logged", "other"]
     result = overhead.run(TRIAL.replace(backends=names, rounds=6, max_seconds=100.0, max_grad_norm=1e9))
-    timed = CALLS[9:-3]  # before: verified once and warmed up twice, one after the other; after: memory
-    assert CALLS[:9] == ["base"] * 3 + ["logged"] * 3 + ["other"] * 3 and CALLS[-3:] == names
+    timed = CALLS[12:-3]  # before: verified twice and warmed up twice, one after the other; after: memory
+    assert CALLS[:12] == ["base"] * 4 + ["logged"] * 4 + ["other"] * 4 and CALLS[-3:] == names
     rounds = [timed[3 * number : 3 * number + 3] for number in range(6)]
     assert [sorted(one) for one in rounds] == [sorted(names)] * 6
     assert len({tuple(one) for one in rounds}) > 2

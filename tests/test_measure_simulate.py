@@ -376,5 +376,5 @@ def test_memory_that_this_machine_has_not_can_be_simulated():
 
 def test_bfloat16_takes_half():
     trial = PeakTrial(model="resnet18", backend="nonprivate", batch_size=64, simulated=True)
-    half = memory.run(trial.replace(dtype="bfloat16"))["memory"]
+    half = memory.run(trial.replace(precision="bfloat16"))["memory"]
     assert half["peak_bytes"] / memory.run(trial)["memory"]["peak_bytes"] == pytest.approx(0.5, rel=0.01)

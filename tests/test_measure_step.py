@@ -62,6 +62,7 @@ def test_the_record_of_a_step():
         "verification",
         "coverage",
         "loss",
+        "precision",
     }
     assert len(result["step_seconds"]) >= 2 and len(result["warmup_seconds"]) >= 1
     assert all(seconds > 0 for seconds in result["step_seconds"] + result["warmup_seconds"])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipping import Agreement, Flat, load_backend
-from clipping.verification import CAST_TOLERANCE
+from clipping.verification import CAST_TOLERANCE, Limit
 from dpbench.measure import verify
 from dpbench.models import Workload
 
@@ -25,7 +25,7 @@ def found(name: str, clip: Flat, work: Workload, size: int = 3) -> Agreement:
     inputs, targets = work.batch(size)
     with load_backend(name)(work.model, work.loss_fn, clip=clip, verify=False) as backend:
         agreement, tolerance, samples = verify.against_oracle(backend, inputs, targets)
-    assert (tolerance, samples) == (CAST_TOLERANCE, 2)
+    assert (tolerance, samples) == (Limit(CAST_TOLERANCE, CAST_TOLERANCE), 2)
     return agreement
 
 
@@ -59,7 +59,8 @@ def test_the_oracle_leaves_the_model_as_it_was():
 
 
 def test_a_mismatch_names_the_parameter_and_the_numbers():
-    error = verify.mismatch("fast", Agreement(1e-12, 0.25, "head.weight"), 1e-9, {"kept": 1}, where=" on a batch")
+    limit = Limit(1e-9, 1e-9)
+    error = verify.mismatch("fast", Agreement(1e-12, 0.25, "head.weight"), limit, {"kept": 1}, where=" on a batch")
     assert str(error) == (
         "fast differs from the microbatch oracle on a batch: relative error 1.0e-12 in the norms and 2.5e-01 in the "
         "gradient of 'head.weight', expected at most 1e-09"
@@ -68,19 +69,6 @@ def test_a_mismatch_names_the_parameter_and_the_numbers():
 
 
 def test_tolerances_go_by_dtype():
-    tolerances = [verify.tolerance_of(name) for name in ("float64", "float32", "float16", "bfloat16")]
-    assert tolerances == sorted(tolerances) and tolerances[0] == 1e-9 and tolerances[-1] < 1
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_tf32_is_off_for_the_comparison_alone(monkeypatch, before):
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    kept = matmul.allow_tf32, cudnn.allow_tf32
-    try:
-        matmul.allow_tf32 = cudnn.allow_tf32 = before
-        with pytest.raises(RuntimeError), verify.full_float32():
-            assert (matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
-            raise RuntimeError
-        assert (matmul.allow_tf32, cudnn.allow_tf32) == (before, before)
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = kept
+    limits = [verify.tolerance_of(name) for name in ("float64", "float32", "float16", "bfloat16")]
+    for each in zip(*limits, strict=True):
+        assert list(each) == sorted(each) and each[0] == 1e-9 and each[-1] < 0.5

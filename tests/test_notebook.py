@@ -42,7 +42,7 @@ def test_a_step_is_a_row_a_round(tmp_path):
     assert list(frame["round"]) == [1, 0, 0] and list(frame.backend) == ["ghost", "ghost", "vmap"]
     first, last = frame.iloc[0], frame.iloc[2]
     assert (first.step_seconds, first.samples, first.peak_bytes, first.memory) == (2.0, [3, 1, 2], 77, "cpu_allocator")
-    assert (first.env_torch, first.env_threads, first["dtype"], first.ghost) == ("2.15.0", 2, "float32", 1.0)
+    assert (first.env_torch, first.env_threads, first.precision, first.ghost) == ("2.15.0", 2, "float32", 1.0)
     assert first.max_grad_error == 1e-7 and first.result["loss"] == 2.3 and first.run == "a"
     assert (last.outcome, last.evidence) == ("oom", "no memory left") and pd.isna(last.step_seconds)
     assert str(frame.dtypes["peak_bytes"]) == "Int64"

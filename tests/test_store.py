@@ -133,6 +133,7 @@ def test_a_record_from_schema_1_still_loads(tmp_path):
     (line,) = run.records
     assert (line["schema"], line["load"], line["stolen"]) == (store.SCHEMA, None, None)
     assert line["result"]["step_seconds"] == [0.2927, 0.2981, 0.3097]
+    assert line["trial"]["precision"] == "float32" and "dtype" not in line["trial"]
     (record,) = records.read(path)
     assert (record.device, record.load, record.cell) == ("cpu AMD EPYC, 2 CPUs", None, ("vgg16", "nonprivate"))
     assert path.read_text() == SCHEMA_1

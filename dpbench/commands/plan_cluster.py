@@ -107,8 +107,7 @@ def measured(records: Iterable[Record]) -> list[Measured]:
     for record in sorted(records, key=lambda record: record.utc):
         for name, rounds in _steps(record).items():
             trial = record.trial
-            precision = trial.get("dtype", trial.get("precision"))
-            key = (trial["model"], trial["batch_size"], precision, trial.get("image_size"), record.device)
+            key = (trial["model"], trial["batch_size"], trial["precision"], trial.get("image_size"), record.device)
             found.setdefault(key, {}).setdefault(name, {}).update(rounds)
             sizes[key] = 4 * int(record.result["parameters"])
     steps = []

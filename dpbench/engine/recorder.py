@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import Occasions, changed, mixing, separating, tolerance_of
+from clipping.apart import TOLERANCE, Occasions, changed, mixing, separating
 from clipping.draws import Draws
+from clipping.formats import coarsest
 from clipping.interface import (
     Backend,
     ClippedGradient,
@@ -265,7 +266,7 @@ class _Second:
             with torch.no_grad():
                 return list(tensors_in(self._model(*args, **kwargs)))
 
-        tolerance = tolerance_of([*before, *self._model.parameters()])
+        tolerance = coarsest([*before, *self._model.parameters()], TOLERANCE)
         return changed(self._model, run, self._batch, self._halves, self._draws, before, tolerance)
 
 

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.apart import differing, tolerance_of, with_others_replaced
+from clipping.apart import TOLERANCE, differing, with_others_replaced
 from clipping.draws import Draws
+from clipping.formats import coarsest
 from dpbench.engine.containers import mapped, tensors_in
 
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
@@ -57,7 +58,7 @@ class Trace:
             return None
         draws = Draws()
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            tolerance = tolerance_of([*self._outputs, losses])
+            tolerance = coarsest([*self._outputs, losses], TOLERANCE)
             try:
                 with draws.again():
                     before = self._again(None)[id(losses)]

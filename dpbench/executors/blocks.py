@@ -31,7 +31,7 @@ def key_of(cell: Cell) -> tuple[str, bool]:
     timed = cell.then is not None or trial.alone if isinstance(cell, MaxBatch) else trial.alone
     described = trial.describe()
     if timed and "model" in described:
-        return canonical_json({name: described.get(name) for name in ("model", "device", "dtype")}), True
+        return canonical_json({name: described.get(name) for name in ("model", "device", "precision")}), True
     return (family(described) if isinstance(cell, MaxBatch) else trial.id), False
 
 

@@ -9,19 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping import Backend, UnsupportedModel, load_backend
+from clipping import Backend, load_backend
 from clipping.interface import map_tensors
 from dpbench.evidence_trials import PartsTrial, ProfileTrial
+from dpbench.measure.not_here import NotHere
+from dpbench.measure.precision import autocasting
 from dpbench.models import Workload, load_workload
+from dpbench.precision import profile_of
 from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial
-
-
-class NotHere(UnsupportedModel):
-    """What is to be measured does not run on this machine, whatever the model."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__("", [])
-        self.args = (reason,)
 
 
 class UnavailableBackend(NotHere):
@@ -47,10 +42,18 @@ def available_backend(name: str) -> type[Backend]:
 def open_workload(
     trial: StepTrial | OverheadTrial | PeakTrial | CheckTrial | PartsTrial | ProfileTrial, device: str | None = None
 ) -> Workload:
-    """The model and data of a trial, on its device or on another."""
+    """The model and data of a trial, on its device or on another, in its precision but for TF32.
+
+    TF32 is a switch of the whole process: see `dpbench.measure.precision.arithmetic`.
+    """
     wanted = ("image_size", "num_classes", "data", "dtype", "seed")
     settings = {name: getattr(trial, name) for name in wanted if getattr(trial, name, None) is not None}
-    return load_workload(trial.model, device=device or trial.device, **settings)
+    where = device or trial.device
+    if isinstance(trial, CheckTrial):
+        return load_workload(trial.model, device=where, **settings)
+    profile = profile_of(trial.precision)
+    workload = load_workload(trial.model, device=where, dtype=profile.dtype, **settings)
+    return workload if profile.autocast is None else autocasting(workload, profile.autocast, torch.device(where))
 
 
 @dataclass

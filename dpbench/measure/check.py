@@ -31,7 +31,7 @@ from torch import Tensor
 from clipping import Agreement, ClippedGradient, Flat, compare
 from clipping.interface import leading_dimension, map_tensors
 from clipping.oracle import of_means
-from clipping.verification import CAST_TOLERANCE
+from clipping.verification import CAST_TOLERANCE, Limit
 from dpbench.conformance.references import backend_class
 from dpbench.measure import verify
 from dpbench.measure.bench import open_workload
@@ -93,8 +93,8 @@ def run(trial: CheckTrial) -> dict[str, Any]:
             coverage = dict(backend.coverage) if case.name == "random" else coverage
     tolerance = verify.tolerance_of(trial.dtype)
     exact = all(one.within(tolerance) for one in found.values())
-    if not exact and nonlinearity(workload, one_by_one(batch)[0], samples[0]) > tolerance / 10:
-        tolerance = max(tolerance, CAST_TOLERANCE)
+    if not exact and nonlinearity(workload, one_by_one(batch)[0], samples[0]) > tolerance.grad / 10:
+        tolerance = Limit(*(max(each, CAST_TOLERANCE) for each in tolerance))
     result = {
         "rows": [
             {"batch": name, "max_norm_error": one.norm_error, "max_grad_error": one.grad_error}
@@ -103,7 +103,7 @@ def run(trial: CheckTrial) -> dict[str, Any]:
         "max_norm_error": worst(one.norm_error for one in found.values()),
         "max_grad_error": worst(one.grad_error for one in found.values()),
         "coverage": coverage,
-        "tolerance": tolerance,
+        "tolerance": tolerance.grad,
     }
     for name, one in found.items():
         if not one.within(tolerance):

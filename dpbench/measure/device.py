@@ -104,7 +104,7 @@ def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
     for precision in ("float32", "tf32", "bfloat16") if device.type == "cuda" else ("float32", "bfloat16"):
         a = torch.randn(size, size, device=device).to(dtype_of(precision))
         b, out = a.t().contiguous(), torch.empty_like(a)
-        with arithmetic(precision):
+        with arithmetic(precision, device):
             seconds = _seconds(lambda a=a, b=b, out=out: torch.mm(a, b, out=out), device)  # type: ignore[misc]
         rate = 2 * size**3 / seconds
         yield {"size": size, "precision": precision, "seconds": seconds, "flops_per_second": rate}

@@ -34,7 +34,7 @@ def run(trial: LargestTrial) -> dict[str, Any]:
             backend=trial.backend,
             batch_size=trial.batch_size,
             device=trial.device,
-            dtype=trial.dtype,
+            precision=trial.precision,
             image_size=image_size,
             num_classes=num_classes,
             seed=trial.seed,

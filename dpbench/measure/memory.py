@@ -38,6 +38,7 @@ from dpbench.measure.bench import (
     storage_bytes,
 )
 from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
+from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
 from dpbench.outcome import OverBudget
 from dpbench.trials import PeakTrial
@@ -164,7 +165,8 @@ def run(trial: PeakTrial) -> dict[str, Any]:
         torch.OutOfMemoryError: the device, or its allocator held to the budget, had no more.
         UnsupportedModel: the backend refuses the model, or is not available.
     """
-    memory, model_bytes, parameters = _simulated(trial) if trial.simulated else _measured(trial)
+    with arithmetic(trial.precision, torch.device(trial.device)):
+        memory, model_bytes, parameters = _simulated(trial) if trial.simulated else _measured(trial)
     record = memory.as_record()
     found = {"model": model_bytes, **(memory.phases or {}), "step": memory.peak_bytes}
     record["phases"] = {name: found[name] for name in NAMES}

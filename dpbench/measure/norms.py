@@ -29,8 +29,9 @@ from clipping.interface import norm_dtype
 from clipping.rules import Route, made
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
 from dpbench.evidence_trials import NormsTrial
-from dpbench.measure.bench import NotHere, device_of
+from dpbench.measure.bench import device_of
 from dpbench.measure.norm_cases import Case, cases
+from dpbench.measure.not_here import NotHere
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
 
@@ -53,9 +54,7 @@ def run(trial: NormsTrial) -> dict[str, Any]:
     device = device_of(trial.device)
     if trial.precision not in LIMITS:
         raise ValueError(f"expected a precision, one of {', '.join(LIMITS)}, got {trial.precision!r}")
-    if trial.precision == "tf32" and device.type != "cuda":
-        raise NotHere(f"TF32 is a format of CUDA's tensor cores, and {device.type} has none: run on --device cuda")
-    with torch.no_grad(), arithmetic(trial.precision):
+    with torch.no_grad(), arithmetic(trial.precision, device):
         rows = list(_rows(trial, device))
     wrong = [row for row in rows if row["outcome"] == Outcome.MISMATCH]
     failed = [row for row in rows if row["outcome"] not in (Outcome.OK, Outcome.MISMATCH, Outcome.UNSUPPORTED)]

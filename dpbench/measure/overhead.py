@@ -15,7 +15,8 @@ taken within a round. In order:
 The backends share the model: each takes its hooks off between two calls (`clipping.Peer`), and none holds a copy. What
 a backend keeps of its own from step to step is part of its own peak and of no other's (see `Entry.take_memory`).
 
-The result is ``{"parameters", "backends": {name: entry}}``, the entries in the order of the trial. An entry has
+The result is ``{"parameters", "precision", "backends": {name: entry}}``, the entries in the order of the trial;
+``precision`` is what torch's switches were (`dpbench.measure.precision.facts`). An entry has
 ``outcome`` and ``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``,
 ``turns``, ``loss``, ``memory``. A turn is ``{"round", "position", "step_seconds"}``, with the position within its
 round's order; on CUDA also ``gpu``, its clocks, power and temperature as the turn ended (`dpbench.measure.gpu`). A
@@ -43,9 +44,10 @@ from dpbench.conformance.references import backend_class
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak
+from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
 from dpbench.models import Workload
-from dpbench.outcome import FINAL, Outcome, PartlyFailed, classify
+from dpbench.outcome import FINAL, Mismatch, Outcome, PartlyFailed, classify
 from dpbench.trials import OverheadTrial
 
 FEWEST_ROUNDS = 3
@@ -61,9 +63,10 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
 
     Raises:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
+        NotHere: the device has not this precision.
     """
     device = device_of(trial.device)
-    with allocations_that_fail(device):
+    with arithmetic(trial.precision, device), allocations_that_fail(device):
         workload = open_workload(trial)
         batch = workload.batch(trial.batch_size)
         entries = [Entry(name, trial, device) for name in trial.backends]
@@ -75,8 +78,10 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
                 entry.turn(number, position)
         for entry in entries:
             entry.take_memory()
+        told = facts(trial.precision, workload, *batch)
     result = {
         "parameters": parameter_count(workload.model),
+        "precision": told,
         "backends": {entry.name: entry.record for entry in entries},
     }
     failed = {entry.name: entry.record["outcome"] for entry in entries if entry.record["outcome"] not in FINAL}
@@ -136,11 +141,10 @@ class Entry:
             self.record |= {"warmup_seconds": seconds, "turns": []}
 
     def _verify(self, backend: Backend, inputs: Any, targets: Any) -> None:
-        found, tolerance, samples = verify.against_oracle(backend, inputs, targets)
-        self.record["verification"] = verify.verification_record(found, tolerance, samples)
+        self.record["verification"], wrong = verify.verified(backend, inputs, targets, self.trial.precision)
         self.record["coverage"] = dict(backend.coverage)
-        if not found.within(tolerance):
-            raise verify.mismatch(self.name, found, tolerance, {})
+        if wrong is not None:
+            raise Mismatch({}, wrong)
 
     def turn(self, number: int, position: int) -> None:
         """Time its steps of one round."""

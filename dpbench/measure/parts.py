@@ -35,8 +35,9 @@ from clipping.interface import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine import engine as engine_module
 from dpbench.evidence_trials import PartsTrial
-from dpbench.measure.bench import NotHere, device_of, open_workload, parameter_count
-from dpbench.measure.precision import arithmetic, autocast
+from dpbench.measure.bench import device_of, open_workload, parameter_count
+from dpbench.measure.not_here import NotHere
+from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import traced, within
 
 #: A first step is verified and compiles, a second may look at whether samples mix, and an allocator settles.
@@ -106,7 +107,7 @@ def run(trial: PartsTrial) -> dict[str, Any]:
     steps: dict[str, Any] = {}
     counted = "kernel launches" if device.type == "cuda" else "operations that torch dispatches"
     for name, opened in (("plain", plain), ("private", private)):
-        with arithmetic(trial.precision), opened(trial, device) as whole:
+        with arithmetic(trial.precision, device), opened(trial, device) as whole:
             for _ in range(WARM):
                 whole.step()
             gc.collect()
@@ -134,7 +135,7 @@ def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
 
     def step() -> None:
-        with parts.part("forward"), autocast(trial.precision, device):
+        with parts.part("forward"):
             losses = workload.loss_fn(forward(workload.model, inputs), targets)
         with parts.part("backward"):
             losses.mean().backward()
@@ -162,7 +163,7 @@ def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
     )
 
     def step() -> None:
-        with parts.part("forward"), autocast(trial.precision, device):
+        with parts.part("forward"):
             losses = workload.loss_fn(forward(workload.model, inputs), targets)
         optimizer.step(loss=losses)
         optimizer.zero_grad(set_to_none=True)

@@ -1,30 +1,144 @@
-"""Arithmetic by precision profile: the dtype of model and data, TF32, and autocast."""
+"""Torch made to obey a precision profile (`dpbench.precision`), and what its switches really were.
+
+TF32 is switched for cuBLAS and cuDNN alike: by default torch has it on in cuDNN and off in cuBLAS, which is neither
+profile. Autocast goes around the model's forward pass and around the losses, as training scripts have it, and not
+around the backward pass: that runs in the formats of the forward pass by itself.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+from clipping.formats import formats
+from clipping.interface import forward, map_tensors
+from dpbench.measure.not_here import NotHere
+from dpbench.models import Workload
+from dpbench.precision import Profile, profile_of
+
+T = TypeVar("T")
+
+#: NVIDIA's own switch: it overrules torch's in cuBLAS and cuDNN. "0" for no TF32, "1" for TF32 everywhere.
+OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 
 def dtype_of(precision: str) -> torch.dtype:
     """The dtype of parameters and floating inputs."""
-    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+    dtype = getattr(torch, profile_of(precision).dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 @contextmanager
-def arithmetic(precision: str) -> Iterator[None]:
-    """Products of float32 on CUDA with TF32 in the profile of that name, and in full in any other, while this lasts."""
+def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
+    """TF32 as the profile has it, while this lasts.
+
+    Raises:
+        NotHere: the device cannot, or the environment forbids it: never silently another profile.
+    """
+    profile = profile_of(precision)
+    _require(profile, device)
+    with tf32(profile.tf32):
+        yield
+
+
+def _require(profile: Profile, device: torch.device) -> None:
+    if profile.tf32 and device.type != "cuda":
+        raise NotHere(f"TF32 is a format of CUDA's tensor cores, and {device.type} has none: run on --device cuda")
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return
+    if profile.tf32 and torch.cuda.get_device_capability(device) < (8, 0):
+        raise NotHere(f"TF32 needs compute capability 8.0, and {torch.cuda.get_device_name(device)} has less")
+    said = os.environ.get(OVERRIDE)
+    if said is not None and profile.dtype == "float32" and (said != "0") != profile.tf32:
+        raise NotHere(f"expected {OVERRIDE} unset for precision {profile.name}, got {said}: it overrules torch")
+
+
+@contextmanager
+def tf32(on: bool) -> Iterator[None]:
+    """Products and convolutions of float32 in TF32 on CUDA, or in full on every device; all as it was afterwards.
+
+    torch has an older and a newer way to say it, and refuses to read one where only the other was set. The older one
+    sets both; for what was set before, the newer one alone is sure to be readable.
+    """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = precision == "tf32"
+    parts = [matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]
+    before = [part.fp32_precision for part in parts]
+    highest, allowed = _if_readable(torch.get_float32_matmul_precision), _if_readable(lambda: cudnn.allow_tf32)
+    torch.set_float32_matmul_precision("highest")  # a CPU's library, too, may be allowed to round
+    matmul.allow_tf32 = cudnn.allow_tf32 = on
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        torch.set_float32_matmul_precision(highest or "highest")
+        cudnn.allow_tf32 = bool(allowed)
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
 
 
-def autocast(precision: str, device: torch.device) -> torch.autocast:
-    """What goes around a forward pass and its losses."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bfloat16-autocast")
+def _if_readable(switch: Callable[[], T]) -> T | None:
+    """None where only the newer way was used, and the older has no word for it."""
+    try:
+        return switch()
+    except RuntimeError:
+        return None
+
+
+def autocasting(workload: Workload, dtype: str, device: torch.device) -> Workload:
+    """The same model and data, whose forward pass and losses run under torch.autocast. The model itself is changed.
+
+    Args:
+        workload: model, loss and data.
+        dtype: to which products are cast, a dtype's name in torch.
+        device: where the model is.
+    """
+    model = workload.model
+    around = functools.partial(_under, device.type, getattr(torch, dtype))
+    own = model.forward
+    if isinstance(own, MethodType):  # stays one: in a copy of the model (Opacus makes some) it is bound to the copy
+        model.forward = MethodType(around(own.__func__), model)
+    else:
+        model.forward = around(own)
+    return Workload(model, around(workload.loss_fn), workload.batch)
+
+
+def _under(device: str, dtype: torch.dtype, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def facts(precision: str, workload: Workload, inputs: Any, targets: Any) -> dict[str, Any]:
+    """What torch's switches are now, and in which formats the losses of a batch's first samples are computed: read, not
+    assumed.
+
+    {"profile", "parameters": [dtypes], "computed": [dtypes], "tf32": {"cublas", "cudnn"}, "matmul", "override"}: "tf32"
+    has torch's words ("ieee" and "none" are in full), "matmul" its `float32_matmul_precision`, which is a CPU's switch
+    as well, "override" the environment's NVIDIA_TF32_OVERRIDE or None.
+    """
+    few, target = map_tensors(lambda x: x[:2], (inputs, targets))
+    with torch.enable_grad():
+        losses: Tensor = workload.loss_fn(forward(workload.model, few), target)
+    cudnn = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return {
+        "profile": precision,
+        "parameters": _names({p.dtype for p in workload.model.parameters()}),
+        "computed": _names(formats(losses)),
+        "tf32": {"cublas": torch.backends.cuda.matmul.fp32_precision, "cudnn": cudnn.fp32_precision},
+        "matmul": torch.get_float32_matmul_precision(),
+        "override": os.environ.get(OVERRIDE),
+    }
+
+
+def _names(dtypes: set[torch.dtype]) -> list[str]:
+    return sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)

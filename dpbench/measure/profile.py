@@ -18,7 +18,7 @@ import torch
 from clipping import Flat
 from dpbench.evidence_trials import ProfileTrial
 from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
-from dpbench.measure.precision import arithmetic, autocast
+from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import Trace, traced
 from dpbench.models import Workload
 from dpbench.outcome import FINAL, Outcome, PartlyFailed, classify
@@ -59,7 +59,7 @@ def _entry(
             workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False
         ) as backend:
             step = Step(backend, *workload.batch(trial.batch_size))
-            with arithmetic(trial.precision), autocast(trial.precision, device):
+            with arithmetic(trial.precision, device):
                 for _ in range(WARM):
                     step()
                 gc.collect()

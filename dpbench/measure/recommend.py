@@ -15,6 +15,7 @@ from dpbench.errors import UsageError
 from dpbench.measure.bench import device_of, open_workload, parameter_count, tensors_in
 from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail, order
+from dpbench.measure.precision import arithmetic, facts
 from dpbench.outcome import Outcome
 from dpbench.recommend.findings import LEFT_OUT, ORDINARY
 from dpbench.trials import RecommendTrial
@@ -26,13 +27,13 @@ FIRST = 2
 
 
 def run(trial: RecommendTrial) -> dict[str, Any]:
-    """{"parameters", "inputs", "backends"} with the entries of an overhead trial and the shape of each input.
+    """{"parameters", "precision", "inputs", "backends"}: as an overhead trial, and the shape of each input.
 
     Of a model that cannot be built: {"usage": line}.
     """
     begin = time.monotonic()
     device = device_of(trial.device)
-    with allocations_that_fail(device):
+    with arithmetic(trial.precision, device), allocations_that_fail(device):
         try:
             image_size, num_classes = sizes(trial)
             workload = open_workload(trial.replace(image_size=image_size, num_classes=num_classes))
@@ -58,8 +59,10 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
                 break
         for entry in entries:
             entry.take_memory()
+        told = facts(trial.precision, workload, *batch)
     return {
         "parameters": parameter_count(workload.model),
+        "precision": told,
         "inputs": [list(tensor.shape) for tensor in tensors_in(batch[0])],
         "backends": {entry.name: entry.record for entry in entries},
     }

@@ -10,39 +10,49 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
+
 from clipping import Flat
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
+from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import stopwatch_for, time_steps
+from dpbench.outcome import Mismatch
 from dpbench.trials import StepTrial
 
 
 def run(trial: StepTrial) -> dict[str, Any]:
-    """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory"}; see the README.
+    """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory", "precision"}.
 
-    On CUDA also "gpu": its clocks, power and temperature as the last timed step ended.
+    "precision": what torch's switches were (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power
+    and temperature as the last timed step ended.
 
     Raises:
         Mismatch: the answer on the first samples is not the oracle's; nothing was timed.
         OverBudget: the step needs more than `trial.memory_budget`; timed all the same.
         torch.OutOfMemoryError: the device, or its allocator held to the budget, had no more.
-        UnsupportedModel: the backend refuses the model, or is not available.
+        UnsupportedModel: the backend refuses the model, or is not available; or the device has not this precision.
     """
     device = device_of(trial.device)
+    with arithmetic(trial.precision, device):
+        return within_budget(_measured(trial, device), trial.memory_budget)
+
+
+def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
     backend_class = available_backend(trial.backend)
     workload = open_workload(trial)
     inputs, targets = workload.batch(trial.batch_size)
     clip = Flat(max_grad_norm=trial.max_grad_norm)
     with backend_class(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
-        found, tolerance, samples = verify.against_oracle(backend, inputs, targets)
+        record, wrong = verify.verified(backend, inputs, targets, trial.precision)
         result: dict[str, Any] = {
             "parameters": parameter_count(workload.model),
-            "verification": verify.verification_record(found, tolerance, samples),
+            "verification": record,
             "coverage": dict(backend.coverage),
         }
-        if not found.within(tolerance):
-            raise verify.mismatch(trial.backend, found, tolerance, result)
+        if wrong is not None:
+            raise Mismatch(result, wrong)
         gc.collect()
 
         set_budget(trial.memory_budget, device)
@@ -60,5 +70,6 @@ def run(trial: StepTrial) -> dict[str, Any]:
             "step_seconds": timing.step_seconds,
             "memory": memory.as_record(),
             "loss": loss,
+            "precision": facts(trial.precision, workload, inputs, targets),
         }
-    return within_budget(result, trial.memory_budget)
+    return result

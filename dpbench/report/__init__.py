@@ -55,7 +55,7 @@ from dpbench.store import slug
 
 __all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "write_report"]
 
-_MODELS_SETTING = ("experiment", "dtype", "image_size", "memory_budget")
+_MODELS_SETTING = ("experiment", "precision", "image_size", "memory_budget")
 
 
 FIGURES = {
@@ -86,7 +86,7 @@ FIGURES = {
         "simulated beside measured peak memory of a step, by model, backend and part of the step",
         ("peak",),
         memory_accuracy.cell,
-        dict.fromkeys(("experiment", "dtype", "image_size"), ("peak",)),
+        dict.fromkeys(("experiment", "precision", "image_size"), ("peak",)),
         memory_accuracy.table,
         memory_accuracy.text,
         memory_accuracy.caption,
@@ -152,7 +152,7 @@ FIGURES = {
         "time and memory of every backend beside ordinary training, interleaved in one process",
         ("overhead",),
         overhead.cell,
-        dict.fromkeys(("experiment", "dtype", "threads"), ("overhead",)),
+        dict.fromkeys(("experiment", "precision", "threads"), ("overhead",)),
         overhead.table,
         overhead.text,
         overhead.caption,
@@ -163,7 +163,7 @@ FIGURES = {
         "time, memory and their growth against the size of the images",
         ("overhead",),
         overhead.cell,
-        dict.fromkeys(("experiment", "dtype", "threads"), ("overhead",)),
+        dict.fromkeys(("experiment", "precision", "threads"), ("overhead",)),
         growth.RESOLUTION.table,
         growth.RESOLUTION.text,
         growth.RESOLUTION.caption,
@@ -175,7 +175,7 @@ FIGURES = {
         "time, memory and their growth against the length of the sequences",
         ("overhead",),
         overhead.cell,
-        dict.fromkeys(("experiment", "dtype", "threads"), ("overhead",)),
+        dict.fromkeys(("experiment", "precision", "threads"), ("overhead",)),
         growth.SEQUENCE_LENGTH.table,
         growth.SEQUENCE_LENGTH.text,
         growth.SEQUENCE_LENGTH.caption,
@@ -187,7 +187,7 @@ FIGURES = {
         "throughput, and time and memory beside ordinary training, against the batch size",
         ("overhead",),
         overhead.cell,
-        dict.fromkeys(("experiment", "dtype", "threads", "image_size"), ("overhead",)),
+        dict.fromkeys(("experiment", "precision", "threads", "image_size"), ("overhead",)),
         growth.THROUGHPUT.table,
         growth.THROUGHPUT.text,
         growth.THROUGHPUT.caption,
@@ -200,7 +200,7 @@ FIGURES = {
         ("overhead", "peak", "step"),
         beside.cell,
         {
-            **dict.fromkeys(("experiment", "dtype"), ("overhead", "peak", "step")),
+            **dict.fromkeys(("experiment", "precision"), ("overhead", "peak", "step")),
             "memory_budget": ("peak", "step"),
             "threads": ("overhead",),
         },

@@ -94,10 +94,10 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
     if len(nodes := _distinct(r.node for r in records)) > 1:
         where.append(f"on {len(nodes)} nodes ({_join(nodes)}), every ratio within one of them")
     if setting:
-        where += [
-            f"torch {_join(_distinct(r.environment.get('torch') for r in records))}",
-            _join(_distinct(r.setting("dtype") for r in records)),
-        ]
+        where.append(f"torch {_join(_distinct(r.environment.get('torch') for r in records))}")
+    if precisions := _distinct(r.setting("precision") for r in records):
+        where.append(_join(precisions))
+    if setting:
         if sizes := _distinct(r.setting("image_size") for r in records):
             where.append(_join(f"{size}×{size}" for size in sizes) + " inputs")
         timed = [r for r in records if r.kind in ("step", "overhead")]

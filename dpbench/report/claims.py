@@ -150,7 +150,7 @@ def numbers(records: Sequence[Record]) -> Numbers:
 
     Of other experiments than a claim's own nothing is taken: their batch sizes may be chosen to show another thing.
     """
-    single = [r for r in records if r.trial.get("dtype", "float32") == "float32"]
+    single = [r for r in records if r.trial.get("precision", "float32") == "float32"]
     uncounted: LeftOut = LeftOut()
     paired = overhead.table([r for r in single if r.kind == "overhead"], uncounted)
     probes = [r for r in single if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]

@@ -62,7 +62,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         for backend, found in by_backend.items():
             row = {"model": model, "batch_size": batch_size, "image_size": size, "backend": backend}
             row |= paired_row(found, by_backend.get("nonprivate", []))
-            if size == 32 and found[0].trial["dtype"] == "float32" and backend != "nonprivate":
+            if size == 32 and found[0].trial["precision"] == "float32" and backend != "nonprivate":
                 row["published_time_ratio"] = published.ratio("time_per_epoch", model, backend)
                 row["published_memory_ratio"] = published.ratio("active_memory", model, backend)
             rows.append(row)

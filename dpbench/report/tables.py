@@ -195,7 +195,7 @@ def _step_row(group: list[Record], base: list[Record]) -> Row:
     if memory_ratios:
         row["memory_ratio"] = median(memory_ratios)
     trial = good[0].trial
-    if trial.get("image_size") == 32 and trial["dtype"] == "float32":
+    if trial.get("image_size") == 32 and trial["precision"] == "float32":
         row["published_time_ratio"] = published.ratio("time_per_epoch", *good[0].cell)
         row["published_memory_ratio"] = published.ratio("active_memory", *good[0].cell)
     return row | exactness(good)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from clipping import Flat, compare, load_backend
 from clipping.interface import forward, map_tensors
 from clipping.spread import held_here
-from clipping.verification import TOLERANCE, Agreement
+from clipping.verification import Agreement, limit_of
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.forked import available_cpus
 from dpbench.measure import verify
@@ -77,19 +77,19 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
     answers = _launched(trial)
     first = answers[0]
     found = Agreement(**first["agreement"])
-    dtype = torch.bfloat16 if trial.precision == "mixed" else torch.float32
+    limit = limit_of([torch.bfloat16 if trial.precision == "mixed" else torch.float32])
     result: dict[str, Any] = {
         "parameters": first["parameters"],
         "communication": first["communication"],
         "oversubscribed": trial.processes > places,
-        "verification": verify.verification_record(found, TOLERANCE[dtype], VERIFIED * trial.processes),
+        "verification": verify.verification_record(found, limit, VERIFIED * trial.processes),
         "backends": {
             name: {"turns": first["turns"][name], "memory": [answer["memory"][name] for answer in answers]}
             for name in trial.backends
         },
     }
-    if not found.within(TOLERANCE[dtype]):
-        raise verify.mismatch(trial.backends[-1], found, TOLERANCE[dtype], result)
+    if not found.within(limit):
+        raise verify.mismatch(trial.backends[-1], found, limit, result)
     return result
 
 
