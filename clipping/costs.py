@@ -67,13 +67,20 @@ class Costs(NamedTuple):
         return Route(*key), self.norms[key]
 
 
-def predicted(rule: Rule, output: Spec, *, kernels: bool = False) -> Costs:
-    """The same by formula, from rough rates; `kernels` only where they are going to be timed."""
+def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Costs:
+    """The same by formula, from rough rates.
+
+    Args:
+        rule, output: of a use.
+        kernels: what the time of those ways that not every machine has is multiplied by; None leaves them out.
+    """
     norms = {}
     for ghost, ways in ((True, rule.ghosts), (False, rule.instantiations)):
         for way in ways:
-            if kernels or way not in KERNELS:
+            if way not in KERNELS:
                 norms[ghost, way, 0] = rule.seconds(output, way)
+            elif kernels is not None:
+                norms[ghost, way, 0] = kernels * rule.seconds(output, way)
     return Costs(norms, rule.summing_seconds(output, kept=False), rule.summing_seconds(output, kept=True))
 
 
@@ -84,7 +91,7 @@ def measured(rule: Rule, output: Spec) -> Costs:
     g = torch.randn((rule.output_rows(count), *output.shape[1:]), dtype=output.dtype, device=device)
     clock = _clock(device)
     single: dict[Key, float] = {}
-    formulas = predicted(rule, output, kernels=True).norms
+    formulas = predicted(rule, output, kernels=1.0).norms
     for ghost, way, _ in sorted(formulas, key=formulas.__getitem__):
         if not single or formulas[ghost, way, 0] <= HOPELESS * min(single.values()):
             single |= _descend(rule, g, ghost, way, clock)

@@ -69,7 +69,10 @@ class NormsTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class _StepTrial(Trial):
-    """A trial that looks into steps on one batch. `image_size` and `num_classes` may be None for text."""
+    """A trial that looks into steps on one batch. `image_size` and `num_classes` may be None for text.
+
+    `threads` is the number of threads of a CPU operation; None means every CPU that the process may use.
+    """
 
     model: str
     batch_size: int
@@ -79,6 +82,7 @@ class _StepTrial(Trial):
     num_classes: int | None = 10
     data: str = "synthetic"
     seed: int = 0
+    threads: int | None = None
     steps: int = 5
     timeout: float = 300.0
 

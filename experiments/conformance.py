@@ -1,24 +1,31 @@
 """Which backend is exact on what: every conformance case for every backend, ours and the peers'.
 
-A scorecard and not a measurement of speed: float64 and lower, small models, one round. A peer that cannot be imported
-here is left out with its reason.
+A scorecard and not a measurement of speed: float64 and lower, small models, one round. Beneath it stands how far a hard
+record moves the sum. A peer that cannot be imported here is left out with its reason.
 """
 
 from __future__ import annotations
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.experiment import Experiment, grid
+from dpbench.sensitivity import SensitivityTrial
 
 OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
 
 
-def cells(device: str) -> list[ConformanceTrial]:
-    return grid(ConformanceTrial, backend=OURS + PEERS, device=device)
+def cells(device: str) -> list[ConformanceTrial | SensitivityTrial]:
+    return [
+        *grid(ConformanceTrial, backend=OURS + PEERS, device=device),
+        *grid(SensitivityTrial, backend=OURS + PEERS, dtype=["float32", "bfloat16"], device=device),
+    ]
 
 
-def smoke(device: str) -> list[ConformanceTrial]:
-    return grid(ConformanceTrial, backend="vmap", device=device)
+def smoke(device: str) -> list[ConformanceTrial | SensitivityTrial]:
+    return [
+        *grid(ConformanceTrial, backend="vmap", device=device),
+        *grid(SensitivityTrial, backend="vmap", device=device),
+    ]
 
 
 EXPERIMENT = Experiment(

@@ -2,7 +2,7 @@
 
 Stages, each of trials that end inside minutes:
 
-- `facts`: what the device can do at best.
+- `DeviceTrial`: what the device can do at best.
 - `norms`: every way to a norm beside float64, group norm at CUDA's limit, the Triton programs, by precision.
 - `overheads`: time and memory of backends beside ordinary training, interleaved, by model and precision.
 - `parts`: the engine's whole step taken apart, beside the plain step of the same optimizer.
@@ -65,11 +65,6 @@ SMALL = (Model("resnet18", 8), Model(_TINY, 4, None), Model("vgg11", 8))
 SMALLEST = (Model("cnn", 4), Model(_TINY, 4, None))
 
 
-def facts(device: str) -> list[DeviceTrial]:
-    small = {} if device == "cuda" else {"sizes": (256, 1024), "copied": 2**26}
-    return [DeviceTrial(device=device, **small)]  # type: ignore[arg-type]
-
-
 def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARITHMETICS) -> list[NormsTrial]:
     precisions = list(precisions)
     return [
@@ -88,12 +83,12 @@ def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], *
     ]
 
 
-def parts(device: str, models: Iterable[Model], precision: str) -> list[PartsTrial]:
-    return [PartsTrial(device=device, precision=precision, **model.settings()) for model in models]
+def parts(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[PartsTrial]:
+    return [PartsTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
 
 
-def profiles(device: str, models: Iterable[Model], precision: str) -> list[ProfileTrial]:
-    return [ProfileTrial(device=device, precision=precision, **model.settings()) for model in models]
+def profiles(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[ProfileTrial]:
+    return [ProfileTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
 
 
 def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequence[str] = FORETOLD) -> list[PeakTrial]:
@@ -115,7 +110,7 @@ def cells(device: str) -> list[Cell]:
     mixed, full, *others = PRECISIONS
     first = ("kernels", "group_norm")
     return [
-        *facts(device),
+        DeviceTrial(device=device),
         *norms(device, first, ("float32", "bfloat16")),
         *overheads(device, [RESNET18], [mixed, full]),
         *overheads(device, [GPT2], [mixed]),
@@ -142,13 +137,13 @@ def smoke(device: str) -> list[Cell]:
 def in_miniature(
     models: Sequence[Model], searched: Iterable[str], budget: int, limit: int, device: str = "cpu", **options: Any
 ) -> list[Cell]:
-    """Every stage, at sizes that a CPU does in seconds."""
+    """Every stage, at sizes that a CPU does in seconds; by one thread, which waits for no other on a busy machine."""
     return [
         DeviceTrial(device=device, sizes=(256, 1024), copied=2**26),
         *(trial.replace(small=True) for trial in norms(device, FAMILIES)),
-        *overheads(device, models, PRECISIONS[:2], **options),
-        *parts(device, models[:1], "float32"),
-        *profiles(device, models[:1], "float32"),
+        *overheads(device, models, PRECISIONS[:2], threads=1, **options),
+        *parts(device, models[:1], "float32", threads=1),
+        *profiles(device, models[:1], "float32", threads=1),
         *peaks(device, models[:1], "float32", FORETOLD[:2]),
         *largest(device, searched, budget, limit),
     ]

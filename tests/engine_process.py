@@ -1,4 +1,6 @@
-"""One process of two of a distributed training: python engine_process.py RANK FOLDER. Writes what became of it.
+"""One process of two of a distributed training: python engine_process.py RANK FOLDER [flat]. Writes what became of it.
+
+With `flat` the sums lie in one tensor, as on a GPU.
 
 Plain training without and with DistributedDataParallel; training that was interrupted in the middle of an epoch and
 resumed from each process's own checkpoint, or everywhere from the first one's; engines that differ.
@@ -17,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpbench import Misuse, PrivacyEngine
+from dpbench.engine import finite, sums
 
 
 def make(rank=0, wrap=False, batch_size=6):
@@ -117,11 +120,28 @@ def failing(rank):
     return raised, released
 
 
+def failing_later(rank):
+    """(what the step after one that was not finite raises, the gradient of that one times b, steps afterwards)."""
+    called, _, optimizer, engine, data = make()
+    x, y = data[:3]
+    for factor in (1.0, float("nan") if rank == 1 else 1.0):
+        optimizer.step(loss=F.cross_entropy(called(x), y, reduction="none") * factor)
+    released = torch.cat([p.grad.flatten() for p in called.parameters()])
+    try:
+        optimizer.step(loss=F.cross_entropy(called(x), y, reduction="none"))
+    except FloatingPointError as error:
+        optimizer.step(loss=F.cross_entropy(called(x), y, reduction="none"))
+        return str(error), released, engine.steps
+    return None
+
+
 if __name__ == "__main__":
-    rank, folder = int(sys.argv[1]), sys.argv[2]
+    rank, folder, flat = int(sys.argv[1]), sys.argv[2], "flat" in sys.argv[3:]
+    if flat:
+        sums.lies_flat = finite.lies_flat = lambda device: True
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     found = [train(rank), train(rank, wrap=True), resumed(rank, own=True), resumed(rank, own=False), different(rank)]
-    found.append(failing(rank))
+    found.append(failing_later(rank) if flat else failing(rank))
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # or the first to end takes its store away from the other
     dist.destroy_process_group()

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clipping.planner
-from clipping import compare, load_backend
+from clipping import compare, kernels, load_backend
 from clipping.costs import Costs
 from clipping.ghost import BkMixed
 from clipping.planner import Plan, Planner
 from clipping.rules import Route
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
 from clipping.tape import Tape
 
 Timed = Callable[[Any, Any], Costs]
@@ -305,3 +306,21 @@ def test_uses_that_share_a_parameter_have_no_choice():
     plan = Planner().plan(tape, losses, lambda: list(model.parameters()))
     assert [item.position for item in plan.items] == [4]  # the head's weight
     assert len(plan.routes) == 6 and plan.routes[0] == plan.routes[2] == Route(ghost=True, way="gram")
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_a_plan_by_formula_alone_has_kernels_on_a_gpu_that_has_them(triton, monkeypatch):
+    """A norm of small gradients is little work beside writing and reading them; the library multiplies faster."""
+    monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "_has_triton", lambda: triton)
+    ways = {}
+    for features, positions in ((16, 16), (2048, 512)):
+        with FakeTensorMode():
+            model, x = nn.Linear(features, features, device="cuda"), torch.empty(8, positions, features, device="cuda")
+            with Tape(dict(model.named_parameters()), (x,), 8) as tape:
+                losses = model(x).square().sum((1, 2))
+            ways[features] = {
+                route.way for route in Planner("time", timing=False).plan(tape, losses, lambda: []).routes
+            }
+        tape.close()
+    assert (NORM_KERNEL in ways[16]) == triton and not {NORM_KERNEL, GRAM_KERNEL} & ways[2048]

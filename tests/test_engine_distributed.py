@@ -17,9 +17,21 @@ pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="to
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """What became of each of two processes; see `engine_process`."""
-    folder = tmp_path_factory.mktemp("two")
+    return of_two(tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def two_flat(tmp_path_factory):
+    """The same with sums in one tensor, as on a GPU."""
+    return of_two(tmp_path_factory.mktemp("flat"), "flat")
+
+
+FORMS = pytest.mark.parametrize("form", ["two", "two_flat"])
+
+
+def of_two(folder, *options):
     script = Path(__file__).parent / "engine_process.py"
-    started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
+    started = [subprocess.Popen([sys.executable, script, str(rank), str(folder), *options]) for rank in range(2)]
     try:
         assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
     finally:
@@ -28,12 +40,13 @@ def two(tmp_path_factory):
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_one_process_and_two(two):
+@FORMS
+def test_one_process_and_two(form, request):
     alone, steps = train()
     torch.manual_seed(0)
     start = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3)).state_dict()
     assert all((p - start[name]).abs().max() > 0.02 for name, p in alone.items()) and steps == 20
-    first, second = (found[:2] for found in two)
+    first, second = (found[:2] for found in request.getfixturevalue(form))
     for (mine, count), (others, _) in zip(first, second, strict=True):  # without and with DistributedDataParallel
         assert count == 20
         for name, p in alone.items():
@@ -42,9 +55,10 @@ def test_one_process_and_two(two):
 
 
 @pytest.mark.parametrize("place", [2, 3], ids=["each its own checkpoint", "the first one's for all"])
-def test_two_processes_resume_bit_for_bit(two, place):
+@FORMS
+def test_two_processes_resume_bit_for_bit(form, place, request):
     ends = []
-    for found in two:
+    for found in request.getfixturevalue(form):
         whole, again, (spent, spent_again) = found[place]
         assert all(torch.equal(p, again[name]) for name, p in whole.items())
         assert spent == spent_again and spent.steps == 20 and spent.sampled_by == "engine"
@@ -61,6 +75,13 @@ def test_a_failure_in_one_process_is_one_in_all_and_no_record_is_in_a_sum_twice(
     for _, _, counts in released:
         assert all(abs(count - round(count)) < 1e-5 and round(count) in (0, 1) for count in counts)
         assert 0 < sum(counts) < 40
+
+
+def test_a_step_that_is_not_finite_is_told_later_in_all_processes_at_once(two_flat):
+    (said, released, steps), (said_there, released_there, steps_there) = (found[5] for found in two_flat)
+    assert said == said_there and "got NaN or inf in '0.weight' at step 2" in said
+    assert torch.equal(released, released_there) and released.isfinite().all() and released.any()
+    assert steps == steps_there == 3
 
 
 def test_processes_with_other_settings_are_told_everywhere(two):

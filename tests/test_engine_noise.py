@@ -126,12 +126,12 @@ def test_the_kernel_and_torch_s_operations_draw_the_same(narrower, monkeypatch, 
     for block in (0, 48, 2**31 - 16, 2**31 - 8, 2**32 - 16):
         assert torch.equal(compiled_words(key, nonce, block), words(key, nonce, block, 16, "cpu"))
     total = torch.zeros(128 * 700, dtype=torch.float64)
-    finest = noisy(total, 1.0, 2.0**-50, key, nonce)
+    finest = noisy([total], 1.0, 2.0**-50, key, [nonce])[0]
     assert (finest - normals(key, nonce, 0, 700, "cpu")).abs().max() < 2**-48
     total = torch.linspace(-9, 9, 128 * 700, dtype=torch.float64)
-    compiled = noisy(total, 1.5, 2.0**-20, key, nonce)
+    compiled = noisy([total], 1.5, 2.0**-20, key, [nonce])[0]
     monkeypatch.setattr(cpu, "_library", lambda dtype: None)
-    found = noisy(total, 1.5, 2.0**-20, key, nonce)
+    found = noisy([total], 1.5, 2.0**-20, key, [nonce])[0]
     assert (found != compiled).sum() <= 1 and (found - compiled).abs().max() <= 2**-20  # one in some 10^9 is rounded up
 
 

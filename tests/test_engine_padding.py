@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import TensorDataset
 
 from dpbench import Misuse, PrivacyEngine
+from dpbench.engine.loader import is_on_gpu
 
 
 def make(backend="bk_mixed", clip="flat", batch_size=9, sample_size=40, **changes):
@@ -75,6 +77,20 @@ def test_the_first_batch_is_verified_on_samples_of_the_data():
         for x, y in engine.data_loader(data, max_physical_batch_size=4, pad=True):
             losses = F.cross_entropy(engine.model(x), y, reduction="none")
             optimizer.step(loss=losses * losses.sum() if engine.mask.sum() > 1 else losses)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_on_a_gpu_batches_are_padded_unless_it_is_said_otherwise(on_gpu, monkeypatch):
+    monkeypatch.setattr("dpbench.engine.loader.is_on_gpu", lambda model: on_gpu)
+    for pad, size, padded in ((None, 4, on_gpu), (None, None, False), (True, 4, True), (False, 4, False)):
+        shapes = []
+        train(*make(), shapes, max_physical_batch_size=size, **({} if pad is None else {"pad": pad}))
+        assert ({found for found, _ in shapes} == {4}) == padded
+
+
+def test_a_model_with_a_parameter_on_a_gpu_is_on_one():
+    with FakeTensorMode():
+        assert is_on_gpu(nn.Linear(2, 2, device="cuda")) and not is_on_gpu(nn.Linear(2, 2))
 
 
 def test_padding_has_a_size_and_every_sample_a_loss():

@@ -29,7 +29,7 @@ from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 EVIDENCE = load_experiment("evidence")
 #: What each stage is made of.
 STAGES = {
-    "facts": DeviceTrial,
+    "device": DeviceTrial,
     "norms": NormsTrial,
     "overheads": OverheadTrial,
     "parts": PartsTrial,

@@ -16,6 +16,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.coverage import CoverageTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
+from dpbench.sensitivity import SensitivityTrial
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -216,6 +217,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         run.add(trial, outcome="unsupported", evidence="no valid bound")
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
     run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
+    run.add(SensitivityTrial(backend="vmap"), outcome="crash", evidence="killed")
     run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), {"built": False, "reason": "no such model"})
     spread = DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=4)
     run.add(spread, outcome="timeout", evidence="still running")

@@ -15,6 +15,7 @@ from dpbench.coverage import CoverageTrial
 from dpbench.evidence_trials import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
 from dpbench.report.page import svg
+from dpbench.sensitivity import SensitivityTrial
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -125,6 +126,8 @@ def everything(run, name="net.py:make"):
         run.add(trial, {"value": value, "epsilon": 0.99, "kind": "upper_bound"})
     verdict = {"case": "a", "result": "wrong", "raised": False, "reason": None, "coverage": {}}
     run.add(ConformanceTrial(backend="vmap"), {"rows": [verdict | {"norm_error": 1.0, "grad_error": 1.0}]})
+    far = {"case": "a", "outcome": "exceeds", "excess": 2.0, "limit": 1.01, "record": "large", "counts": {"exceeds": 1}}
+    run.add(SensitivityTrial(backend="vmap"), {"rows": [far]})
     curve = {
         "curve": [{"accuracy": 0.9, "seconds": 1.0, "steps": 4}],
         "accuracy": 0.9,

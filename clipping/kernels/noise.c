@@ -85,12 +85,15 @@ APART void normals(const uint32_t given[WORDS][BLOCKS], double out[NORMALS]) {
     }
 }
 
+/* Several tensors: of each the nonce, what noise is added to, where the result goes, how many entries it has, and the
+   first of its groups among those of all (units has one number more, their end). */
 typedef struct {
-  const uint32_t *state;
-  const REAL *total;
-  I count;
+  const uint32_t *state, *nonces;
+  const REAL *const *totals;
+  REAL *const *outs;
+  const I *counts, *units;
+  I tensors;
   double deviation, grid;
-  REAL *out;
 } noise_job;
 
 INLINE void add(const REAL *total, const double *drawn, I count, double deviation, double grid, REAL *out) {
@@ -105,24 +108,36 @@ static void noise_units(I low, I high, void *given) {
   const noise_job *job = given;
   uint32_t state[WORDS], bits[WORDS][BLOCKS] __attribute__((aligned(64)));
   double drawn[NORMALS] __attribute__((aligned(64)));
+  I tensor = 0, last = job->tensors - 1;
+  while (tensor < last) { /* the last one that begins at `low` or before */
+    I middle = (tensor + last + 1) / 2;
+    if (job->units[middle] <= low)
+      tensor = middle;
+    else
+      last = middle - 1;
+  }
   memcpy(state, job->state, sizeof(state));
   for (I unit = low; unit < high; unit++) {
-    I start = unit * NORMALS, left = job->count - start;
-    state[12] = job->state[12] + (uint32_t)unit * BLOCKS;
+    while (unit >= job->units[tensor + 1]) tensor++;
+    memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
+    I group = unit - job->units[tensor], start = group * NORMALS, left = job->counts[tensor] - start;
+    const REAL *total = job->totals[tensor] + start;
+    REAL *out = job->outs[tensor] + start;
+    state[12] = (uint32_t)group * BLOCKS;
     chacha(state, bits);
     normals(bits, drawn);
     if (left >= NORMALS)
-      add(job->total + start, drawn, NORMALS, job->deviation, job->grid, job->out + start);
+      add(total, drawn, NORMALS, job->deviation, job->grid, out);
     else
-      add(job->total + start, drawn, left, job->deviation, job->grid, job->out + start);
+      add(total, drawn, left, job->deviation, job->grid, out);
   }
 }
 
-/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two; both of `count`, each in one piece. */
-void noisy(for_each *parallel, const uint32_t *state, const REAL *total, I count, double deviation, double grid,
-           REAL *out) {
-  noise_job job = {state, total, count, deviation, grid, out};
-  each(parallel, (count + NORMALS - 1) / NORMALS, COST, noise_units, &job);
+/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two; of each tensor, each in one piece. */
+void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
+           REAL *const *outs, const I *counts, const I *units, I tensors, double deviation, double grid) {
+  noise_job job = {state, nonces, totals, outs, counts, units, tensors, deviation, grid};
+  each(parallel, units[tensors], COST, noise_units, &job);
 }
 
 /* 16 blocks of the cipher, [16 words, 16 blocks], for tests. */

@@ -1,32 +1,38 @@
-"""Normals from the cipher ChaCha20, added to a sum and rounded: a kernel in C on CPUs, torch's operations elsewhere.
+"""Normals from the cipher ChaCha20, added to sums and rounded: in C on CPUs, by Triton or torch's operations elsewhere.
 
-    words       the cipher's blocks, ChaCha20 of RFC 8439 (Nir and Langley 2018): 20 rounds, a key of 256 bits
-    normals     N(0, 1) of them
-    noisy       total + N(0, deviation²), rounded to multiples of a power of two
+    words           the cipher's blocks, ChaCha20 of RFC 8439 (Nir and Langley 2018): 20 rounds, a key of 256 bits
+    normals         N(0, 1) of them
+    noisy           totals + N(0, deviation²), rounded to multiples of a power of two: of many tensors at once
+    add_to_flat     the same to tensors that lie in one, in place
 
 **A normal** is one of two that Box and Muller (1958) make of 128 bits, in float64: √(-2 ln u) of 63 bits, cos and sin
 of an angle of 64. The largest is 9.4, which real normals pass with probability 6e-21. Coordinate i is a function of
-(key, nonce, i) alone: block 16⌊i/128⌋ + {0..15} of the cipher. So it is the same on any number of threads.
+(key, nonce, i) alone: block 16⌊i/128⌋ + {0..15} of the cipher. So it is the same on any number of threads, and however
+many tensors are drawn for at once.
 
-**Both ways** read the same words of the cipher, and their normals differ by the last bits of float64; after rounding to
-2^-20 of the deviation one in some hundred million is another. The kernel (`noise.c`, compiled as `clipping.kernels.cpu`
-says) is branch-free, and fuses all of it in one pass over the sum. Without a compiler, and on other devices, integer
-operations of torch do the same on the device itself, chunk by chunk; nothing is drawn on the host for it, except for
-devices without float64 (MPS).
+**All ways** read the same words of the cipher, and their normals differ by the last bits of float64; after rounding to
+2^-20 of the deviation one in some hundred million is another. The kernel in C (`noise.c`, compiled as
+`clipping.kernels.cpu` says) is branch-free, and fuses all of it in one pass over all sums, on all threads. On a GPU one
+launch of a Triton program (`noise_program`) does so. Elsewhere integer operations of torch do the same on the device
+itself, chunk by chunk; nothing is drawn on the host for it, except for devices without float64 (MPS).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
+import itertools
 import math
 import struct
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from clipping import kernels
 from clipping.kernels import cpu
 
 BLOCKS, WORDS, NORMALS = 16, 16, 128
@@ -37,49 +43,204 @@ CONSTANT = struct.unpack("<4I", b"expand 32-byte k")
 
 _CHUNK, _LARGE = 2**17, 2**22
 """Normals drawn at once by torch's operations: on a CPU what they work on stays in a cache."""
+_LANES = 128
+"""Pairs of the cipher's blocks that a Triton program takes, one a thread."""
 
 
-def noisy(total: Tensor, deviation: float, grid: float, key: bytes, nonce: Sequence[int]) -> Tensor:
-    """`total` + N(0, deviation²) in each coordinate, formed in float64 and rounded to multiples of `grid`.
+class Segments:
+    """Where tensors lie in a flat one: each begins at a multiple of 128 entries, so that no group is of two of them.
 
     Args:
-        total: of any shape, strides and device; it is not changed.
+        counts: entries of each.
+        labels: the last word of each one's nonce; all different, or two of them had the same noise.
+
+    Attributes:
+        starts: where each begins.
+        length: of the flat tensor, what lies between them included.
+    """
+
+    def __init__(self, counts: Sequence[int], labels: Sequence[int]) -> None:
+        for count in counts:
+            _require_blocks(count)
+        self.counts, self.labels = tuple(counts), tuple(labels)
+        self._groups = [-(-count // NORMALS) for count in counts]
+        ends = list(itertools.accumulate(self._groups))
+        self.starts = tuple(NORMALS * (end - groups) for end, groups in zip(ends, self._groups, strict=True))
+        self.length = NORMALS * sum(self._groups)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def parts(self, flat: Tensor) -> list[Tensor]:
+        """Each one's entries [count], views of `flat`."""
+        rows = flat.split([groups * NORMALS for groups in self._groups])
+        return [row[:count] for row, count in zip(rows, self.counts, strict=True)]
+
+    def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Of each group of 128 entries: the label of its tensor, and its number in that; int32, made once a device."""
+        if device in self._tables:
+            return self._tables[device]
+        labels = torch.cat(
+            [
+                torch.full((groups,), _signed(label), dtype=torch.int32, device=device)
+                for groups, label in zip(self._groups, self.labels, strict=True)
+            ]
+        )
+        numbers = torch.cat([torch.arange(groups, dtype=torch.int32, device=device) for groups in self._groups])
+        if not isinstance(numbers, FakeTensor):
+            self._tables[device] = labels, numbers
+        return labels, numbers
+
+
+def noisy(
+    totals: Sequence[Tensor], deviation: float, grid: float, key: bytes, nonces: Sequence[Sequence[int]]
+) -> list[Tensor]:
+    """`totals` + N(0, deviation²) in each coordinate, formed in float64 and rounded to multiples of `grid`.
+
+    Args:
+        totals: of any shapes, strides, dtypes and devices; they are not changed.
         deviation: > 0.
         grid: a power of two.
         key: 32 bytes.
-        nonce: three numbers of 32 bits: with this key, no other draw has the same.
+        nonces: of each total three numbers of 32 bits: with this key, no other draw has the same.
 
     Returns:
-        As `total`, in one piece, float32 or wider.
+        As `totals`, each in one piece, float32 or wider.
 
     Raises:
         ValueError: a key or a nonce of another size, or more coordinates than a nonce has blocks for.
     """
-    if total.numel() > LONGEST:
-        raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {total.numel()}")
-    state = _state(key, 0, nonce)
-    total = total.detach().to(torch.promote_types(total.dtype, torch.float32)).contiguous()
-    if not total.numel():
-        return total.clone()
-    if cpu.supported(total):
-        out = torch.empty_like(total)
-        if not isinstance(total, FakeTensor):
-            given = _unsigned(state), total.data_ptr(), total.numel(), deviation, grid, out.data_ptr()
-            _loaded(total.dtype).noisy(cpu._torch().torch_parallel_for, *given)
-        return out
-    device = torch.device("cpu") if total.device.type == "mps" else total.device
-    flat, parts = total.view(-1).to(device), []
-    chunk = _CHUNK if device.type == "cpu" else _LARGE
-    for start in range(0, len(flat), chunk):
-        part = flat[start : start + chunk].double()
-        drawn = normals(key, nonce, start // NORMALS, -(-len(part) // NORMALS), device)[: len(part)]
-        parts.append((torch.round((part + drawn * deviation) / grid) * grid).to(total.dtype))
-    return torch.cat(parts).view(total.shape).to(total.device)
+    for total, nonce in zip(totals, nonces, strict=True):
+        _require_blocks(total.numel())
+        _state(key, 0, nonce)
+    wide = [x.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
+    found: list[Tensor] = [torch.empty_like(x) for x in wide]
+    kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = {}
+    for i, x in enumerate(wide):
+        nonce = () if cpu.supported(x) else tuple(nonces[i][:2])  # a flat tensor has one but for the labels
+        kinds.setdefault((x.device, x.dtype, nonce), []).append(i)
+    for (device, dtype, nonce), members in kinds.items():
+        chosen, results = [wide[i] for i in members], [found[i] for i in members]
+        if not nonce:
+            _compiled(chosen, results, deviation, grid, key, [nonces[i] for i in members])
+            continue
+        segments = Segments([x.numel() for x in chosen], [nonces[i][2] for i in members])
+        flat = torch.zeros(segments.length, dtype=dtype, device=device)
+        for part, x in zip(segments.parts(flat), chosen, strict=True):
+            part.copy_(x.view(-1))
+        add_to_flat(flat, segments, deviation, grid, key, nonce)
+        for result, part in zip(results, segments.parts(flat), strict=True):
+            result.copy_(part.view(result.shape))
+    return found
+
+
+def add_to_flat(
+    flat: Tensor, segments: Segments, deviation: float, grid: float, key: bytes, nonce: Sequence[int]
+) -> None:
+    """In place: as `noisy` of each tensor that lies in `flat`, with the nonce (*nonce, its label).
+
+    On a CUDA device with Triton this is one launch, however many tensors there are.
+
+    Args:
+        flat: [segments.length], in one piece, float32 or float64. What lies between the tensors gets numbers that are
+            no noise of any.
+        segments: where they lie.
+        deviation, grid, key: as in `noisy`.
+        nonce: the first two words.
+    """
+    groups = segments.length // NORMALS
+    if not groups:
+        return
+    for label in (min(segments.labels), max(segments.labels)):
+        state = _state(key, 0, (*nonce, label))
+    device = torch.device("cpu") if flat.device.type == "mps" else flat.device
+    labels, numbers = segments.tables(device)
+    if kernels.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
+        _launch(flat, labels, numbers, (deviation, grid, 1 / grid), state)
+        return
+    chunk = (_CHUNK if device.type == "cpu" else _LARGE) // NORMALS
+    rows = flat.view(-1, NORMALS)
+    for start in range(0, groups, max(1, chunk)):
+        part = rows[start : start + max(1, chunk)]
+        drawn = _normals(_words(state, labels[start : start + len(part)], numbers[start : start + len(part)]))
+        total = part.to(device).double() + drawn.view(-1, NORMALS) * deviation
+        part.copy_((torch.round(total / grid) * grid).to(flat.dtype))
+
+
+@functools.cache
+def _agrees(device: torch.device) -> bool:
+    """Does the Triton program run on this device, and draw what torch's operations do? Looked at once, and said if not.
+
+    (Triton needs a C compiler to launch, and noise that is none would be seen by nobody.)
+    """
+    state = _state(bytes(range(32)), 0, (1, 2, 0))
+    labels, numbers = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, -4], [0, 2**28 - 1]))
+    found = torch.zeros(2 * NORMALS, dtype=torch.float64, device=device)
+    try:
+        _launch(found, labels, numbers, (1.0, 2.0**-48, 2.0**48), state)
+        if float((found - _normals(_words(state, labels, numbers))).abs().max()) < 2.0**-40:
+            return True
+        reason = "it draws other numbers"
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    warnings.warn(
+        f"expected Triton's program to draw the noise on {device}, but {reason}; torch's operations draw it, slower",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float], state: Sequence[int]) -> None:
+    """The Triton program, once. `state`: of the cipher, of which blocks and labels are the tables'."""
+    if isinstance(flat, FakeTensor):
+        return
+    program = importlib.import_module("clipping.kernels.noise_program").noisy
+    words = [_signed(word) for word in (*state[4:12], *state[13:15])]
+    programs = -(-len(flat) // NORMALS * BLOCKS // 2 // _LANES)
+    with torch.cuda.device_of(flat):
+        program[(programs,)](flat, labels, numbers, len(labels), *map(_bits, scale), *words, LANES=_LANES)
+
+
+def _compiled(
+    totals: Sequence[Tensor],
+    results: Sequence[Tensor],
+    deviation: float,
+    grid: float,
+    key: bytes,
+    nonces: Sequence[Sequence[int]],
+) -> None:
+    """One call of the kernel in C for all of them: [n] totals and where the results go, of one dtype."""
+    if not totals or isinstance(totals[0], FakeTensor):
+        return
+    counts = [x.numel() for x in totals]
+    units = list(itertools.accumulate((-(-count // NORMALS) for count in counts), initial=0))
+    _loaded(totals[0].dtype).noisy(
+        cpu._torch().torch_parallel_for,
+        _unsigned(_state(key, 0, (0, 0, 0))),
+        _unsigned([word for nonce in nonces for word in nonce]),
+        cpu._numbers([x.data_ptr() for x in totals]),
+        cpu._numbers([x.data_ptr() for x in results]),
+        cpu._numbers(counts),
+        cpu._numbers(units),
+        len(totals),
+        deviation,
+        grid,
+    )
+
+
+def _require_blocks(count: int) -> None:
+    if count > LONGEST:
+        raise ValueError(f"expected at most {LONGEST} coordinates in a draw, got {count}")
 
 
 def normals(key: bytes, nonce: Sequence[int], group: int, groups: int, device: torch.device | str) -> Tensor:
     """[128 · groups] normals, float64, in torch's operations on `device`: those from coordinate 128 · group on."""
-    bits = words(key, nonce, group * BLOCKS, groups * BLOCKS, device).view(torch.int64)
+    return _normals(words(key, nonce, group * BLOCKS, groups * BLOCKS, device))
+
+
+def _normals(found: Tensor) -> Tensor:
+    """[128 · groups], of the cipher's words [16, 16 · groups]."""
+    bits = found.view(torch.int64)
+    groups = bits.shape[1] // (BLOCKS // 2)
     size, angle = bits.view(2, WORDS // 2, groups, BLOCKS // 2)
     uniform = (((size >> 1) & (2**63 - 1)).double() + 0.5) * 2.0**-63
     radius = torch.sqrt(-2 * torch.log(uniform))
@@ -93,11 +254,29 @@ def normals(key: bytes, nonce: Sequence[int], group: int, groups: int, device: t
 
 def words(key: bytes, nonce: Sequence[int], block: int, blocks: int, device: torch.device | str) -> Tensor:
     """[16, blocks]: the words of the cipher's blocks from number `block` on, as int32, in torch's operations."""
-    first = [_signed(word) for word in _state(key, block, nonce)]
-    state = torch.empty(WORDS, blocks, dtype=torch.int32, device=device)
-    for word, value in enumerate(first):
-        state[word] = value
-    state[12] = _wrapped(torch.arange(block, block + blocks, device=device))
+    return _ciphered(_filled(_state(key, block, nonce), torch.arange(block, block + blocks, device=device)))
+
+
+def _words(state: Sequence[int], labels: Tensor, numbers: Tensor) -> Tensor:
+    """[16, 16 · groups]: those of groups of several nonces: of each the last word, and its number with that."""
+    within = torch.arange(BLOCKS, device=numbers.device)
+    filled = _filled(state, (numbers.long()[:, None] * BLOCKS + within).view(-1))
+    filled[15] = labels[:, None].expand(-1, BLOCKS).reshape(-1)
+    return _ciphered(filled)
+
+
+def _filled(state: Sequence[int], counts: Tensor) -> Tensor:
+    """[16, blocks] int32: the state of the cipher before its rounds, with these numbers of blocks."""
+    filled = torch.empty(WORDS, len(counts), dtype=torch.int32, device=counts.device)
+    for word, value in enumerate(state):
+        filled[word].fill_(_signed(value))
+    filled[12] = _wrapped(counts)
+    return filled
+
+
+def _ciphered(state: Tensor) -> Tensor:
+    """[16, blocks]: 20 rounds, and the state once more."""
+    blocks = state.shape[1]
     a, b, c, d = (rows.clone() for rows in state.view(4, 4, blocks))
     for turn in (0, 1) * 10:
         if turn:
@@ -135,6 +314,12 @@ def _wrapped(x: Tensor) -> Tensor:
     return torch.where(x >= 2**31, x - 2**32, x).to(torch.int32)
 
 
+def _bits(number: float) -> int:
+    """A float64 as an integer: Triton would hand its program a float32."""
+    found: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return found
+
+
 def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
     return (ctypes.c_uint32 * len(state))(*state)
 
@@ -142,7 +327,7 @@ def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
 @functools.cache
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
-    library.noisy.argtypes = [address, address, address, ctypes.c_int64, real, real, address]
+    library.noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real]
     library.cipher_words.argtypes = [address, address]
     library.noisy.restype = library.cipher_words.restype = None
     return library

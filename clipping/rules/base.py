@@ -82,7 +82,7 @@ GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 COMPILED = "compiled"
 """The way of `clipping.kernels.cpu`: by Gram tiles, too."""
 KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
-"""All of these: ways that not every machine has, and that are not taken before they were timed."""
+"""All of these: ways that not every machine has. The first step never takes one, unless nothing will ever be timed."""
 
 
 Gradient = tuple[Any, ...]

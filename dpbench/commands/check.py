@@ -1,9 +1,9 @@
 """``dpbench check``: are the backends exact? Norms and gradients beside the microbatch oracle, on awkward batches.
 
 Every (model, backend) is a trial of its own process (`dpbench.measure.check` runs there), and so are all conformance
-cases of a backend (`dpbench.conformance`). Standard output has the rows, in the order asked for; standard error says
-how far it is. Exit code 1 if any row is a mismatch or an error; a model that a backend refuses, with its reason, is no
-failure.
+cases of a backend (`dpbench.conformance`), and all its hard records (`dpbench.sensitivity`). Standard output has the
+rows, in the order asked for; standard error says how far it is. Exit code 1 if any row is a mismatch or an error, or a
+hard record moves the sum too far; what a backend refuses, with its reason, is no failure.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from dpbench.forked import available_cpus
 from dpbench.isolation import Answer, Isolation
 from dpbench.models import BUILTIN, validate_reference
 from dpbench.outcome import Outcome
+from dpbench.sensitivity import SensitivityTrial
+from dpbench.sensitivity import scorecard as sensitivity
 from dpbench.store import to_json
 from dpbench.trials import CheckTrial, Trial
 
 Row = dict[str, Any]
-CheckOf = CheckTrial | ConformanceTrial
+CheckOf = CheckTrial | ConformanceTrial | SensitivityTrial
 AnyTrial = TypeVar("AnyTrial", bound=Trial)
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
+AUTOCAST = "bfloat16-autocast"
 #: Samples of a batch; of the slowest models in float64, as few as can have a tie.
 BATCH_SIZE = 3
 SMALLER = dict.fromkeys(("resnet34", "resnet50", "resnet101", "resnet152"), 2)
@@ -57,7 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the conformance cases, in float64 and below: small models, clipping functions, batches, side effects; "
         "and whole models only if --model names them (the default for path/file.py:Class)",
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="float64")
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="how far hard records move the sum, in units of C: small models alone, in --dtype, float32 by default",
+    )
+    parser.add_argument("--dtype", choices=(*DTYPES, AUTOCAST), help="float64 by default, but with --sensitivity")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--format", choices=("table", "json"), default="table")
 
@@ -72,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
     own = dict.fromkeys(trial.backend for trial in trials if is_file(trial.backend))
     refuse_unusable([ResolveTrial(backend=backend) for backend in own])
     rows = check(trials)
+    if args.sensitivity:
+        print(to_json(rows) if args.format == "json" else sensitivity.text(rows))
+        return int(any(sensitivity.failed(row) for row in rows))
     print(
         to_json(rows)
         if args.format == "json"
@@ -92,9 +103,13 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
     for backend in backends:
         validate_backend(backend)
     device = resolve_device(args.device)
+    if args.sensitivity:
+        return hard_records(args, backends, device)
+    if args.dtype == AUTOCAST:
+        raise UsageError(f"one of {', '.join(DTYPES)} without --sensitivity", args.dtype)
     conforming = [backend for backend in backends if args.conformance or (is_file(backend) and not args.model)]
     on_models = backends if args.model else [backend for backend in backends if backend not in conforming]
-    if conforming and args.dtype != "float64":
+    if conforming and args.dtype not in (None, "float64"):
         raise UsageError("no --dtype with the conformance cases, which have precisions of their own", args.dtype)
     if args.backend and "nonprivate" in conforming:
         raise UsageError("a backend that clips with --conformance", "nonprivate")
@@ -103,7 +118,7 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
             CheckTrial(
                 model=model,
                 backend=backend,
-                dtype=args.dtype,
+                dtype=args.dtype or "float64",
                 device=device,
                 batch_size=SMALLER.get(model, BATCH_SIZE),
             )
@@ -112,6 +127,21 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
         ),
         *(ConformanceTrial(backend=backend, device=device) for backend in conforming if backend != "nonprivate"),
     ]
+
+
+def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str) -> list[CheckOf]:
+    """The trials of `--sensitivity`.
+
+    Raises:
+        UsageError: options that do not go with it.
+    """
+    if args.model or args.conformance:
+        expected = "--sensitivity without --model and --conformance: it brings small models of its own"
+        raise UsageError(expected, "--model" if args.model else "--conformance")
+    if args.backend and "nonprivate" in backends:
+        raise UsageError("a backend that clips with --sensitivity", "nonprivate")
+    dtype = args.dtype or "float32"
+    return [SensitivityTrial(backend=name, dtype=dtype, device=device) for name in backends if name != "nonprivate"]
 
 
 def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
@@ -135,9 +165,15 @@ def check(trials: Sequence[CheckOf]) -> list[Row]:
     for trial, answer in answers(trials):
         found = rows[trial] = rows_of(trial, answer)
         ahead = f"[{len(rows)}/{len(trials)}, {time.monotonic() - begin:.0f} s]"
-        said = found[0]["status"] if isinstance(trial, CheckTrial) else count(RESULTS[row["status"]] for row in found)
-        print(f"{ahead} {_model(trial)} {trial.backend}: {said}", file=sys.stderr, flush=True)
+        print(f"{ahead} {_model(trial)} {trial.backend}: {_said(trial, found)}", file=sys.stderr, flush=True)
     return [row for trial in trials for row in rows[trial]]
+
+
+def _said(trial: CheckOf, rows: Sequence[Row]) -> str:
+    """What a trial came to, in a few words."""
+    if isinstance(trial, SensitivityTrial):
+        return sensitivity.count(rows)
+    return rows[0]["status"] if isinstance(trial, CheckTrial) else count(RESULTS[row["status"]] for row in rows)
 
 
 def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
@@ -163,6 +199,8 @@ def room() -> int:
 def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
     """Rows of the contract; errors and coverage are None where there was nothing to compare."""
     result = answer.result or {}
+    if isinstance(trial, SensitivityTrial):
+        return moved(trial, answer)
     if "rows" in result and isinstance(trial, ConformanceTrial):
         return [as_row(trial.backend, row) for row in result["rows"]]
     status = _STATUS.get(answer.outcome, "error")
@@ -181,6 +219,17 @@ def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
     return [row]
 
 
+def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
+    """Rows of `--sensitivity`, one a case; one for all where the trial did not come to an end."""
+    found = (answer.result or {}).get("rows")
+    if found is None:
+        supported = answer.outcome is not Outcome.UNSUPPORTED
+        said = (answer.evidence or "no evidence").splitlines()[-1]
+        reason = f"{answer.outcome}: {said}" if supported else answer.evidence
+        found = [{"case": "all", "outcome": "error" if supported else "unsupported", "reason": reason}]
+    return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]
+
+
 def tables(rows: list[Row], models: set[str]) -> str:
     """Models as a table of measurements, conformance cases as the scorecard."""
     measured = [row for row in rows if row["model"] in models]
@@ -189,7 +238,7 @@ def tables(rows: list[Row], models: set[str]) -> str:
 
 
 def _model(trial: CheckOf) -> str:
-    return trial.model if isinstance(trial, CheckTrial) else "conformance"
+    return trial.model if isinstance(trial, CheckTrial) else trial.kind
 
 
 def table(rows: list[Row]) -> str:

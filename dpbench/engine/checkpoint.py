@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpbench.engine.distributed import place
 from dpbench.engine.safeguards import require_own_part
+from dpbench.engine.sums import gathered
 
 if TYPE_CHECKING:
     from dpbench.engine.engine import PrivacyEngine
@@ -74,7 +75,8 @@ def load(engine: PrivacyEngine, state: dict[str, Any], *, replay: bool) -> None:
     engine._sampler.take(state["key"])
     engine.steps, engine.drawn, engine._sampled = state["steps"], state["drawn"], state["sampled"]
     device = {name: p.device for name, p in engine.model.named_parameters()}
-    engine._sums = {name: total.to(device[name]) for name, total in state["sums"].items()}
+    engine._sums = gathered({name: total.to(device[name]) for name, total in state["sums"].items()}, engine.model)
+    engine._unread.clear()
     engine._size, engine._ended = state["size"], 0
     engine._drawing = engine.drawn if engine._sums else -1
     engine._recorder.drop()

@@ -26,16 +26,18 @@ from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import Abandoned, load, save
 from dpbench.engine.distributed import agree, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.loader import PrivateLoader
+from dpbench.engine.finite import Unread, require_finite
+from dpbench.engine.loader import PrivateLoader, checked
 from dpbench.engine.noise import Noise, Pseudo, Secure, secret
 from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
-from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted, require_finite
+from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
 from dpbench.engine.spent import PrivacySpent, account
+from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.tickets import Ticket, Tickets
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class PrivacyEngine:
         self._tickets = Tickets()
         self._recorder = Recorder(model, for_recording(cls, model, self.clip), self._tickets.read)
         self._patch: Patch | None = None
-        self._sums: dict[str, Tensor] = {}
+        self._sums, self._unread = Sums(), Unread()
         self.steps = 0
         """Logical batches released."""
         self.drawn = 0
@@ -168,20 +170,25 @@ class PrivacyEngine:
             self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
 
     def detach(self) -> None:
-        """Leave model and optimizer as they were. What was accumulated is dropped; detaching twice is fine."""
+        """Leave model and optimizer as they were. What was accumulated is dropped; detaching twice is fine.
+
+        Afterwards it raises a FloatingPointError if the last step on a GPU was not finite.
+        """
         self._recorder.close()
-        self._sums.clear()
+        self._sums = Sums()
         if self._patch is not None:
             self._patch.undo()
             quieten(self._wrapped, False)
             self._patch = None
             release(self)
+        self._unread.read(wait=True)
 
     def step(self, loss: Any) -> None:
         """`optimizer.step(loss=losses)`: the end of a logical batch. `loss`: [B], with its graph.
 
         If it raises, the logical batch ends without a step: what was accumulated of it is dropped, so that a record is
-        never in the sum of a later one twice.
+        never in the sum of a later one twice. On a GPU that a batch is not finite is raised by the step after its own,
+        which was noise alone (`dpbench.engine.finite`).
         """
         ticket = self._tickets.take()
         self.stepped = ticket is None or ticket.is_last
@@ -221,7 +228,7 @@ class PrivacyEngine:
         return torch.arange(handed) < real
 
     def data_loader(
-        self, dataset: Any, *, max_physical_batch_size: int | None = None, pad: bool = False, **options: Any
+        self, dataset: Any, *, max_physical_batch_size: int | None = None, pad: bool | None = None, **options: Any
     ) -> PrivateLoader:
         """Batches of `dataset` as `sampling` says: what is sampled is what is accounted.
 
@@ -229,22 +236,12 @@ class PrivacyEngine:
             dataset: indexable, of `sample_size` records.
             max_physical_batch_size: larger batches come in pieces, of which `optimizer.step` moves the parameters at
                 the last alone (`engine.stepped` says so; a scheduler steps then).
-            pad: every physical batch has exactly `max_physical_batch_size` samples, the shape that compiled models and
-                CUDA graphs want. What fills it up, at its end, has weight 0 whatever its loss; `engine.mask` tells it
-                apart, for averages of your own.
+            pad: every physical batch has exactly `max_physical_batch_size` samples: one shape, one plan, one graph.
+                None: where there is such a size and the model is on a CUDA device. What fills it up, at its end, has
+                weight 0 whatever its loss; `engine.mask` tells it apart, for averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
         """
-        if len(dataset) != self.settings.sample_size:
-            raise ValueError(
-                f"expected a dataset of sample_size={self.settings.sample_size}, got {len(dataset)} records"
-            )
-        if max_physical_batch_size is not None and max_physical_batch_size < 1:
-            raise ValueError(f"expected max_physical_batch_size >= 1, got {max_physical_batch_size!r}")
-        if pad and max_physical_batch_size is None:
-            raise ValueError("expected max_physical_batch_size beside pad=True: the size that batches are padded to")
-        mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
-        if mine:
-            raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
+        pad = checked(self, dataset, max_physical_batch_size, pad, options)
         return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, pad, place(), options)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
@@ -252,7 +249,9 @@ class PrivacyEngine:
 
         Raises:
             Misuse: the optimizer's state was restored and the engine's was not.
+            FloatingPointError: the last step on a GPU was not finite; the next call says ε.
         """
+        self._unread.read(wait=True)
         if self._patch is not None:
             require_accounted(self._patch.optimizer, self.steps)
         return account(
@@ -273,7 +272,9 @@ class PrivacyEngine:
         the same noise, of which their difference has none. Steps that were taken after it and lost in a crash are not
         in it: count them if what they released was seen. Of several processes each saves its own; between logical
         batches the first one's will do for all.
+        Raises a FloatingPointError if the last step on a GPU was not finite; the next call saves.
         """
+        self._unread.read(wait=True)
         return save(self)
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
@@ -298,6 +299,8 @@ class PrivacyEngine:
         try:
             self._begin(ticket)
             with self._agreed():
+                if self.stepped:
+                    self._unread.read(wait=place()[1] > 1)  # in several processes all raise at the same step
                 add()
             if self.stepped:
                 self._release(sampled=ticket is not None)
@@ -321,10 +324,8 @@ class PrivacyEngine:
         require_finite(result.grads)
         before = self._sums, self._size
         try:
-            sums = {}
-            for name, grad in result.grads.items():
-                wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-                sums[name] = wide.add_(self._sums[name]) if name in self._sums else wide
+            sums = gathered(result.grads, self.model)
+            sums.add(self._sums)
             self._sums, self._size = sums, self._size + (len(result.losses) if drawn is None else drawn[0])
         except BaseException:  # all of a piece is in the sum, or nothing: it may be tried again
             self._sums, self._size = before
@@ -347,11 +348,13 @@ class PrivacyEngine:
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
         deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
-        sums, self._sums = self._sums, {}
+        sums, self._sums = self._sums, Sums()
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
-        release_gradients(self.model, sums, self.noise, deviation, settings.batch_size, self.steps)
+        unread = release_gradients(self.model, sums, self.noise, deviation, settings.batch_size, self.steps)
+        if unread is not None:
+            self._unread.add(self.steps, *unread)
         patch.inner_step()
         self._watch(sampled)
 
@@ -383,7 +386,7 @@ class PrivacyEngine:
         self._tickets.clear()
 
     def _drop_parts(self) -> None:
-        self._sums = {}
+        self._sums = Sums()
         self._size = 0
 
     def _begin(self, ticket: Ticket | None) -> None:

@@ -9,10 +9,11 @@ A copy is fit for the model, where zeros may not be; its gradient is not in the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from dpbench.engine.containers import emptied
@@ -74,6 +75,28 @@ class PrivateLoader:
             self._engine._tickets.hand_out(Ticket(step, is_last, real, self._padded or real, batch))
             yield batch
         self._engine._ended = self._pieces.end
+        self._engine._unread.read(wait=True)
+
+
+def checked(
+    engine: PrivacyEngine, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]
+) -> bool:
+    """Whether `PrivacyEngine.data_loader` pads; raises a ValueError for arguments that do not go together."""
+    if len(dataset) != engine.settings.sample_size:
+        raise ValueError(f"expected a dataset of sample_size={engine.settings.sample_size}, got {len(dataset)} records")
+    if most is not None and most < 1:
+        raise ValueError(f"expected max_physical_batch_size >= 1, got {most!r}")
+    if pad and most is None:
+        raise ValueError("expected max_physical_batch_size beside pad=True: the size that batches are padded to")
+    mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
+    if mine:
+        raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
+    return most is not None and is_on_gpu(engine.model) if pad is None else pad
+
+
+def is_on_gpu(model: nn.Module) -> bool:
+    """Does the model compute on a CUDA device, where each new shape has a price?"""
+    return any(p.device.type == "cuda" for p in model.parameters())
 
 
 class _Pieces:

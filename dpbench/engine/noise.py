@@ -29,12 +29,13 @@ from __future__ import annotations
 import math
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from clipping.kernels.noise import noisy
+from clipping.kernels.noise import Segments, add_to_flat, noisy
 from dpbench.engine.errors import Misuse
 
 _OTHER_KIND = "expected a checkpoint with the same kind of noise (secure, generator) as this engine's"
@@ -75,9 +76,17 @@ class Noise(ABC):
     private: bool
     repeatable = False
 
-    @abstractmethod
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
-        """`total` + N(0, deviation²) in each entry, in float32 or wider; `total` itself is not changed."""
+        """As `added_to_all`, of one."""
+        return self.added_to_all([total], deviation, [at])[0]
+
+    @abstractmethod
+    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
+        """Each total + N(0, deviation²) in each entry, in float32 or wider; the totals themselves are not changed."""
+
+    @abstractmethod
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """The same in place: flat [segments.length] holds the sums of parameters, of which `labels` are the numbers."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]: ...
@@ -105,10 +114,20 @@ class Pseudo(Noise):
     def __init__(self, generator: torch.Generator) -> None:
         self._given = generator
 
-    def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
-        wide = torch.promote_types(total.dtype, torch.float32)
-        drawn = torch.randn(total.shape, generator=self._given, device=self._given.device, dtype=wide)
-        return total.to(wide) + drawn.to(total.device) * deviation
+    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
+        wide = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
+        return [total + self._drawn(total) * deviation for total in wide]
+
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """One draw of all on a GPU's generator; on a CPU's one after the other, as `added_to_all` does."""
+        drawn = torch.zeros_like(flat, device=self._given.device)
+        for part in segments.parts(drawn) if drawn.device.type == "cpu" else [drawn]:
+            part.copy_(self._drawn(part))
+        flat.add_(drawn.to(flat.device), alpha=deviation)
+
+    def _drawn(self, like: Tensor) -> Tensor:
+        where = self._given.device
+        return torch.randn(like.shape, generator=self._given, device=where, dtype=like.dtype).to(like.device)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "pseudo", "given": self._given.get_state()}
@@ -135,26 +154,39 @@ class Secure(Noise):
     def __init__(self) -> None:
         self._take(secret(None))
 
-    def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
-        """As `Noise.added`, rounded to multiples of a power of two between 2^-21 and 2^-20 of the deviation.
+    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
+        """As `Noise.added_to_all`, rounded to multiples of a power of two between 2^-21 and 2^-20 of the deviation.
 
         Raises:
-            Misuse: noise was drawn at this place, or of a later step.
+            Misuse: noise was drawn at one of these places, or of a later step.
             ValueError: a number that is no word of 32 bits, a deviation that is negative or not finite.
         """
-        if not 0 <= deviation < math.inf:
-            raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
-        if deviation == 0:
-            return total.detach().to(torch.promote_types(total.dtype, torch.float32))
+        grid = _grid(deviation)
+        if grid == 0:
+            return [total.detach().to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
+        return noisy(totals, deviation, grid, self._key_for(places), places)
+
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """As `Noise.add_to_flat`, rounded and refused as in `added_to_all`."""
+        grid = _grid(deviation)
+        if flat.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Misuse("expected a step outside of a CUDA graph: each replay would draw the same noise again")
+        if grid:
+            key = self._key_for([At(step, process, label) for label in segments.labels])
+            add_to_flat(flat, segments, deviation, grid, key, (step, process))
+
+    def _key_for(self, places: Sequence[At]) -> bytes:
+        """The key; its places are taken. Refuses all of them if one was before."""
         key = self._key_here()
-        if at.step < self._step or (at.step == self._step and at in self._drawn):
-            raise Misuse(f"expected a place at which no noise was drawn, got {at} after step {self._step}")
-        if at.step > self._step:
-            self._drawn.clear()
-        self._step = at.step
-        self._drawn.add(at)
-        grid = 2.0 ** (math.floor(math.log2(deviation)) - 20)
-        return noisy(total, deviation, grid, key, at)
+        for at in places:
+            if at.step < self._step or (at.step == self._step and at in self._drawn):
+                raise Misuse(f"expected a place at which no noise was drawn, got {at} after step {self._step}")
+        for at in places:
+            if at.step > self._step:
+                self._drawn.clear()
+            self._step = at.step
+            self._drawn.add(at)
+        return key
 
     def state_dict(self) -> dict[str, Any]:
         return {"kind": "secure", "key": self._key_here()}
@@ -178,3 +210,10 @@ class Secure(Noise):
         if self._process != os.getpid():
             self._take(secret(None))
         return self._key
+
+
+def _grid(deviation: float) -> float:
+    """What a draw is rounded to multiples of; 0 where nothing is drawn."""
+    if not 0 <= deviation < math.inf:
+        raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
+    return 2.0 ** (math.floor(math.log2(deviation)) - 20) if deviation else 0.0

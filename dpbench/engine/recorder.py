@@ -30,7 +30,8 @@ from clipping.recording import Recording
 from clipping.spread import no_rows, row_of_zeros
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse, PrivacyWarning
-from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms, require_finite_losses
+from dpbench.engine.finite import require_finite_losses
+from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
 from dpbench.engine.traced import Trace, plain
 
 MANY_PASSES = 16

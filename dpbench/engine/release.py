@@ -1,10 +1,15 @@
 """From the sums of a logical batch to gradients: over all processes, with noise, once, and divided by b.
 
-Reductions to the first process are all begun before the first is waited for, and each result is on its way to the
+On a GPU all of it is some twenty launches, and nothing is awaited on the host: see `dpbench.engine.sums`, and for sums
+that are not finite `dpbench.engine.finite`. Elsewhere noise is drawn for many parameters in one call. In several
+processes reductions to the first are all begun before the first is waited for, and each result is on its way to the
 others while the noise of the next is drawn: what crosses is one sum there and one back, after the backward pass.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +17,19 @@ from torch import Tensor, nn
 
 from clipping.spread import is_sharded, reshard
 from dpbench.engine.distributed import place
+from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
-from dpbench.engine.sharded import with_noise
+from dpbench.engine.sharded import as_sharded, everywhere, replicas, shard_of
+from dpbench.engine.sums import Block, Sums, gathered
+
+PORTION = 2**24
+"""Coordinates that noise is drawn for at once, roughly, where sums do not lie in one tensor: enough for all cores."""
 
 
+@torch.no_grad()
 def release_gradients(
-    model: nn.Module, sums: dict[str, Tensor], noise: Noise, deviation: float, batch_size: int, step: int
-) -> None:
+    model: nn.Module, sums: Sums, noise: Noise, deviation: float, batch_size: int, step: int
+) -> tuple[list[str], Tensor] | None:
     """Set `.grad` of each trainable parameter: (sum over all processes + N(0, deviation²)) / batch_size.
 
     Args:
@@ -28,35 +39,105 @@ def release_gradients(
         deviation: σ times the sensitivity.
         batch_size: b.
         step: its number, of which no other release with this noise has the same.
+
+    Returns:
+        What nobody has read yet: (names, [names] bool), of each parameter on a GPU whether its sum was finite. Where
+        one was not, all of these had noise alone. None if there is no such parameter.
     """
     reshard(model)
     for p in model.parameters():
         if not p.requires_grad:
             p.grad = None  # of data before it was frozen: the optimizer would apply it as it is
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    index = {name: number for number, (name, _) in enumerate(model.named_parameters())}
+    if sums.keys() != parameters.keys():
+        sums = gathered(sums, model, parameters)
+    blocks, sums.blocks = sums.blocks, []
+    for block in blocks:  # where the model has another tensor in a parameter's place by now
+        block.parameters = {name: parameters[name] for name in block.parameters}
     rank, processes = place()
-    totals: dict[str, Tensor] = {}
-    for name, p in parameters.items():
-        wide = torch.promote_types(p.dtype, torch.float32)
-        total = (sums.pop(name) if name in sums else torch.zeros_like(p, dtype=wide)).detach()
-        totals[name] = total if is_sharded(p) else total.contiguous()
-    alone = {name: is_sharded(p) or processes == 1 for name, p in parameters.items()}
-    reductions = {name: dist.reduce(totals[name], dst=0, async_op=True) for name in totals if not alone[name]}
-    broadcasts = {}
-    for name, p in parameters.items():
-        if name in reductions:
-            _wait(reductions[name])
-        if is_sharded(p):
-            totals[name] = with_noise(totals[name], noise, deviation, At(step, rank, index[name]))
-        elif deviation and rank == 0:
-            totals[name] = noise.added(totals[name], deviation, At(step, rank, index[name]))
-        if name in reductions:
-            broadcasts[name] = dist.broadcast(totals[name], src=0, async_op=True)
-    for name, p in parameters.items():
-        if name in broadcasts:
-            _wait(broadcasts[name])
-        p.grad = (totals.pop(name) / batch_size).to(p.dtype)
+    sharded = any(map(is_sharded, parameters.values()))
+    works: list[Any] = []
+    if processes > 1 and not sharded:
+        for block in blocks:
+            block.data = block.data.contiguous()
+        works = [dist.reduce(block.data, dst=0, async_op=True) for block in blocks]
+    crossing = bool(works)
+    later = [block for block in blocks if block.segments is not None]
+    unread = None
+    if later:
+        while works:
+            _wait(works.pop())
+        flags = finite(later)
+        if sharded:
+            flags = everywhere(flags, parameters)
+        elif crossing:
+            dist.broadcast(flags, src=0)
+        empty(later, unless=flags)
+        unread = [name for block in later for name in block.parameters], flags
+    broadcasts = []
+    for i, together in enumerate([[block] for block in blocks] if crossing else [blocks]):
+        if works:
+            _wait(works[i])
+        if deviation and (sharded or rank == 0):
+            _add_noise(together, noise, deviation, step, rank)
+        if sharded:
+            _from_first_replica(together)
+        elif crossing:
+            broadcasts.append(dist.broadcast(together[0].data, src=0, async_op=True))
+    for i, block in enumerate(blocks):
+        if broadcasts:
+            _wait(broadcasts[i])
+        _hand_over(block, batch_size)
+    return unread
+
+
+def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, step: int, rank: int) -> None:
+    """Of all blocks: flat ones in place, and the others in one call."""
+    alone = []
+    for block in blocks:
+        if noise.repeatable and any(map(is_sharded, block.parameters.values())):
+            for (name, part), i in zip(block.parts().items(), block.indices, strict=True):
+                p = block.parameters[name]
+                whole = torch.zeros(p.shape, dtype=part.dtype, device=part.device)
+                part.add_(shard_of(noise.added(whole, deviation, At(step, rank, i)), p))
+        elif block.segments is not None:
+            noise.add_to_flat(block.data, block.segments, deviation, step, rank)
+        else:
+            alone.append(block)
+    for portion in _portions(alone):
+        places = [At(step, rank, block.indices[0]) for block in portion]
+        found = noise.added_to_all([block.data for block in portion], deviation, places)
+        for block, data in zip(portion, found, strict=True):
+            block.data, block.own = data, True
+
+
+def _portions(blocks: Sequence[Block]) -> Iterator[list[Block]]:
+    """In turn so many of them that their sums and what takes their place are not all in memory at once."""
+    portion: list[Block] = []
+    for block in blocks:
+        if portion and sum(each.data.numel() for each in portion) + block.data.numel() > PORTION:
+            yield portion
+            portion = []
+        portion.append(block)
+    if portion:
+        yield portion
+
+
+def _from_first_replica(blocks: Sequence[Block]) -> None:
+    """What the first replica of a shard has goes to the others: noise is drawn once."""
+    for block in blocks:
+        for group in replicas(next(iter(block.parameters.values()))):
+            block.data = block.data.contiguous()
+            dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
+
+
+def _hand_over(block: Block, batch_size: int) -> None:
+    """Divide a sum by b; `.grad` of its parameters are its parts."""
+    block.data = block.data.div_(batch_size) if block.own else block.data / batch_size
+    block.data = block.data.to(next(iter(block.parameters.values())).dtype)
+    for name, part in block.parts().items():
+        p = block.parameters[name]
+        p.grad = as_sharded(part, p)
 
 
 def _wait(work: dist.Work | None) -> None:

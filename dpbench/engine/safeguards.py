@@ -1,5 +1,5 @@
 """What would break the guarantee without a sound, and is looked for: layers that mix samples, buffers that hold the
-data, gradients that are not finite, and checkpoints of which a part is missing.
+data, and checkpoints of which a part is missing. (`dpbench.engine.finite` looks for what is not a number.)
 """
 
 from __future__ import annotations
@@ -11,39 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from clipping.interface import Problem
-from clipping.spread import is_sharded
 from dpbench.engine.errors import Misuse
-from dpbench.engine.sharded import everywhere, here
 
 _MARK = "privacy_steps"
 """In the optimizer's first parameter group, and so in its state_dict: the logical batches that it has released."""
-
-
-def require_finite(grads: Mapping[str, Tensor]) -> None:
-    """Raise a FloatingPointError if a clipped sum is not finite: no noise would hide the record that made it so.
-
-    Clipping does not bound what is not a number. That an error was raised tells of the data, and is not accounted.
-    """
-    if not grads or bool(everywhere(torch.stack([here(g).isfinite().all() for g in grads.values()]), grads).all()):
-        return
-    shards = "a shard of " if any(map(is_sharded, grads.values())) else ""
-    found = (name for name, g in grads.items() if not here(g).isfinite().all())
-    name = f"{shards}{next(found, 'another process')}"
-    raise FloatingPointError(
-        f"expected finite gradients, got NaN or inf in {name!r}: one record would decide the parameters whatever the "
-        "noise, so nothing of this batch is released; a loss or an activation has overflowed"
-    )
-
-
-def require_finite_losses(losses: Tensor) -> None:
-    """Raise a FloatingPointError that names the samples whose loss [B] is not finite."""
-    wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()
-    if wrong:
-        named = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
-        raise FloatingPointError(
-            f"expected finite losses, got NaN or inf for sample{'s' if len(wrong) > 1 else ''} {named} of the batch of "
-            f"{len(losses)}: nothing of it is released; look at these records, or at what overflows in the model"
-        )
 
 
 class Buffers:

@@ -16,35 +16,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from clipping.spread import is_sharded
-from dpbench.engine.noise import At, Noise
 
 
-def with_noise(total: Any, noise: Noise, deviation: float, at: At) -> Any:
-    """`total`, a DTensor of sums, + N(0, deviation²) in each coordinate, in float32 or wider.
-
-    Args:
-        total: the sum over all processes.
-        noise: this process's source.
-        deviation: σ times the sensitivity; 0 draws nothing.
-        at: the place of the draw, with this process's rank.
-    """
+def as_sharded(mine: Tensor, p: Tensor) -> Any:
+    """What this process has of something like parameter `p`: as a DTensor where `p` is one, else as it is."""
+    if not is_sharded(p):
+        return mine
     from torch.distributed.tensor import DTensor
 
-    mine = total.to_local()
-    if deviation:
-        if noise.repeatable:
-            drawn = noise.added(torch.zeros(total.shape, dtype=mine.dtype, device=mine.device), deviation, at)
-            mine = mine + _shard_of(drawn, total)
-        else:
-            mine = noise.added(mine, deviation, at)
-        for dim, placement in enumerate(total.placements):
-            if placement.is_replicate():
-                group = total.device_mesh.get_group(dim)
-                mine = mine.contiguous()
-                dist.broadcast(mine, src=dist.get_global_rank(group, 0), group=group)
+    whole: Any = p
     return DTensor.from_local(
-        mine, total.device_mesh, total.placements, run_check=False, shape=total.shape, stride=total.stride()
+        mine, whole.device_mesh, whole.placements, run_check=False, shape=p.shape, stride=p.stride()
     )
+
+
+def replicas(p: Any) -> tuple[Any, ...]:
+    """The process groups whose members all have this process's shard of `p`; none of an ordinary parameter."""
+    if not is_sharded(p):
+        return ()
+    return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
 
 
 def here(x: Tensor) -> Tensor:
@@ -62,8 +52,8 @@ def everywhere(true: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
     return agreed.bool()
 
 
-def _shard_of(whole: Tensor, like: Any) -> Tensor:
-    """This process's part of a tensor that every process has."""
+def shard_of(whole: Tensor, like: Any) -> Tensor:
+    """This process's part of a tensor that every process has, placed as the DTensor `like`."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh

@@ -154,7 +154,7 @@ def prices(frame: pd.DataFrame) -> str:
 
 def scorecard(frame: pd.DataFrame) -> str:
     """Of the conformance cases: who is never wrong, and how often the others are."""
-    cases, backends = frame.iloc[:-1], list(frame.columns[1:])
+    cases, backends = frame[: list(frame["case"]).index("in all")], list(frame.columns[1:])
     if cases.empty or not backends:
         return ""
     wrong = {name: int((cases[name] == "wrong").sum()) for name in backends}

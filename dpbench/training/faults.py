@@ -88,7 +88,7 @@ def late_noise(engine: PrivacyEngine) -> None:
         if not engine.stepped:
             for name, p in engine.model.named_parameters():
                 p.data.sub_(engine._sums[name] / engine.settings.batch_size)
-            engine._sums = {}
+            engine._drop_parts()
 
     engine._accumulate = moved  # type: ignore[method-assign]
 
@@ -190,9 +190,15 @@ FAULTS = {name: (fault.__doc__ or "").splitlines()[0] for name, fault in SEEDS.i
 
 
 def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], Tensor]) -> None:
-    """`change` is called in the place of the engine's `added`, which it is given first."""
-    added = engine.noise.added
-    engine.noise.added = lambda total, deviation, at: change(added, total, deviation, at)  # type: ignore[method-assign]
+    """`change` is called for each parameter in the place of the engine's `added`, which it is given first."""
+    to_all = engine.noise.added_to_all
+
+    def added(total: Tensor, deviation: float, at: At) -> Tensor:
+        return to_all([total], deviation, [at])[0]
+
+    engine.noise.added_to_all = lambda totals, deviation, places: [  # type: ignore[method-assign]
+        change(added, total, deviation, at) for total, at in zip(totals, places, strict=True)
+    ]
 
 
 def _once(engine: PrivacyEngine, place: Callable[[At], Any]) -> None:

@@ -1,0 +1,136 @@
+"""The clipped sums of a logical batch: on a GPU in one tensor, where every operation is a launch; else as they come.
+
+A launch costs the host some microseconds, however little it does, and a model has hundreds of parameters. So on a CUDA
+device the sums of all parameters are copied into one flat tensor, in which pieces are added, noise is drawn, and the
+result is divided, by one launch each. `.grad` of each parameter is then a part of it: no two share an entry. On a CPU a
+copy would cost more than it saves, and each sum stays where the backend has formed it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.kernels.noise import Segments
+from dpbench.engine.sharded import as_sharded, here, replicas
+
+
+def lies_flat(device: torch.device) -> bool:
+    """Are sums on this device put into one tensor? Then whether they are finite is read later, too."""
+    return device.type == "cuda"
+
+
+@dataclass(eq=False)
+class Block:
+    """Sums that lie in one tensor, or the only one that lies in its own.
+
+    Attributes:
+        parameters: whose, by name.
+        indices: of each its number among the model's `named_parameters()`.
+        data: in this process: [segments.length], or of the shape of the one parameter (of its shard).
+        segments: where each lies; None for the one.
+        own: nobody else has this memory, so that it may be written to.
+    """
+
+    parameters: dict[str, nn.Parameter]
+    indices: tuple[int, ...]
+    data: Tensor
+    segments: Segments | None = None
+    own: bool = False
+
+    def parts(self) -> dict[str, Tensor]:
+        """What each parameter has of it in this process, of its shape."""
+        if self.segments is None:
+            return dict.fromkeys(self.parameters, self.data)
+        flat = self.segments.parts(self.data)
+        shapes = (here(p).shape for p in self.parameters.values())
+        return {name: x.view(shape) for name, x, shape in zip(self.parameters, flat, shapes, strict=True)}
+
+
+@dataclass(eq=False)
+class Sums(Mapping[str, Tensor]):
+    """Parameter's name -> the sum of its clipped gradients, float32 or wider; a DTensor where the parameter is one."""
+
+    blocks: list[Block] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._parts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for block in self.blocks for name in block.parameters)
+
+    def __len__(self) -> int:
+        return sum(len(block.parameters) for block in self.blocks)
+
+    @functools.cached_property
+    def _parts(self) -> dict[str, Tensor]:
+        return {
+            name: as_sharded(part, block.parameters[name])
+            for block in self.blocks
+            for name, part in block.parts().items()
+        }
+
+    def add(self, older: Sums) -> None:
+        """Add those of another piece, of the same parameters; `older` is not changed."""
+        with torch.no_grad():
+            if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:
+                for mine, theirs in zip(self.blocks, older.blocks, strict=True):
+                    mine.data.add_(theirs.data)
+            else:  # of other dtypes, and so in other blocks
+                for name, total in older.items():
+                    self[name].add_(total)
+
+
+@torch.no_grad()
+def gathered(grads: Mapping[str, Tensor], model: nn.Module, names: Iterable[str] | None = None) -> Sums:
+    """The sums of some parameters: those in `grads`, and zeros for what is not in it.
+
+    Args:
+        grads: of each parameter's shape; a DTensor where it is one. On a CPU they are taken, not copied.
+        model: not its wrapper.
+        names: of the parameters; None for those in `grads`.
+    """
+    wanted = set(grads if names is None else names)
+    known = {name: (number, p) for number, (name, p) in enumerate(model.named_parameters()) if name in wanted}
+    sums = Sums()
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    given: dict[str, Tensor] = {}
+    for name, (number, p) in known.items():
+        like = here(p)
+        if name in grads:
+            given[name] = like = here(grads[name]).detach()
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        if lies_flat(like.device):
+            kinds.setdefault((like.device, dtype, p.dtype, *replicas(p)), []).append(name)
+        else:
+            total = given[name].to(dtype) if name in given else torch.zeros_like(like, dtype=dtype)
+            sums.blocks.append(Block({name: p}, (number,), total))
+    for (device, dtype, *_), together in kinds.items():
+        members, indices = {name: known[name][1] for name in together}, tuple(known[name][0] for name in together)
+        segments = _segments(tuple(here(p).numel() for p in members.values()), indices)
+        block = Block(members, indices, torch.zeros(segments.length, dtype=dtype, device=device), segments, own=True)
+        _fill(dict(zip(together, segments.parts(block.data), strict=True)), given)
+        sums.blocks.append(block)
+    return sums
+
+
+@functools.lru_cache(maxsize=16)
+def _segments(counts: tuple[int, ...], labels: tuple[int, ...]) -> Segments:
+    """Made once for a model: their tables are on the device."""
+    return Segments(counts, labels)
+
+
+def _fill(parts: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy what is given into the parts [n], all that is in one piece at once."""
+    names = [name for name in parts if name in given]
+    straight = [name for name in names if given[name].is_contiguous()]
+    if straight:
+        torch._foreach_copy_([parts[name] for name in straight], [given[name].view(-1) for name in straight])
+    for name in names:
+        if not given[name].is_contiguous():
+            parts[name].view(given[name].shape).copy_(given[name])

@@ -1,0 +1,30 @@
+"""How far one record moves the sum that is computed: hard records on every backend, ours and the peers', by dtype.
+
+No measurement of speed: small models, one round. A peer that cannot be imported here is left out with its reason.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.sensitivity import DTYPES, SensitivityTrial
+
+OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+
+
+def cells(device: str) -> list[SensitivityTrial]:
+    return grid(SensitivityTrial, backend=OURS + PEERS, dtype=list(DTYPES), device=device)
+
+
+def smoke(device: str) -> list[SensitivityTrial]:
+    return grid(SensitivityTrial, backend=["bk_mixed", "opacus_ghost"], dtype="float32", device=device)
+
+
+EXPERIMENT = Experiment(
+    name="sensitivity",
+    doc="how far hard records move the clipped sum, in units of C, by backend, library and dtype",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("sensitivity",),
+)
