@@ -11,6 +11,7 @@ from scipy.stats import norm
 
 from accounting import refutation
 from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound, p_value, rate_upper_bound
+from dpbench import records as records_module
 from dpbench.outcome import Mismatch
 from dpbench.report import audit
 from dpbench.training import FAULTS, FORMS, TESTS, AuditTrial
@@ -156,6 +157,8 @@ def test_the_engine_is_refuted_in_none_of_fifty():
 
 
 class Record:
+    setting = records_module.Record.setting
+
     def __init__(self, fault, seed, by=None, backend="bk_mixed", form="whole"):
         self.node = self.edition = None
         self.trial = AuditTrial(fault=fault, seed=seed, backend=backend, form=form).describe()

@@ -314,9 +314,13 @@ def test_a_simulated_peak_has_the_copies_that_autocast_makes(tmp_path, backend):
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
     weights = 4 * (3 * 16 * 16 * 2048 + 2048 * 10)
     full = memory.run(trial.replace(precision="float32"))["memory"]["peak_bytes"]
-    assert peaks[0] > full + 0.4 * weights  # a copy of half the size for each weight, which backward needs
     half = memory.run(trial.replace(precision="bfloat16"))["memory"]["peak_bytes"]
-    assert half == pytest.approx(full / 2, rel=0.05)
+    if backend == "nonprivate":
+        assert peaks[0] > full + 0.4 * weights  # a copy of half the size for each weight, which backward needs
+        assert half == pytest.approx(full / 2, rel=0.05)
+    else:  # fullest when sums are formed, in float32 whatever the parameters are, and copies have gone
+        assert peaks[0] >= full
+        assert half == pytest.approx(full * 3 / 4, rel=0.05)
 
 
 # ---- what rounding explains

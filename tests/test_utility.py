@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dpbench import records as records_module
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
 from dpbench.report import time_to, trajectories, utility
@@ -102,6 +103,8 @@ def test_cifar10_is_trained_on_where_a_root_is_given(tmp_path, monkeypatch):
 
 
 class Record:
+    setting = records_module.Record.setting
+
     def __init__(self, epsilon, seed, accuracy, clip="flat", backend="bk_mixed", loss=0.5, load=1.0, stolen=None):
         trial = UtilityTrial(network="linear", target_epsilon=epsilon, seed=seed, clip=clip, backend=backend)
         self.trial, self.outcome, self.fingerprint = trial.describe(), "ok", "0"

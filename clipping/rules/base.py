@@ -306,10 +306,6 @@ class Rule(ABC):
         """Bytes of one sample's gradient."""
         return self.parameter.numel() * g.element_size()
 
-    def ghost_bytes(self, g: Tensor | Spec) -> int:
-        """Workspace that one sample's ghost norm takes."""
-        return int(self.work(g, self.best_way(g, ghost=True)).workspace)
-
     def _instantiated(self, g: Tensor, samples: slice, way: str) -> Tensor:
         return sum_of_squares(self.instantiate(g, samples, way))
 
