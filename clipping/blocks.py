@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.interface import wide_dtype
 
 Parts = tuple[Tensor, ...]
 """What is kept of a block: tensors [b, ...]."""
@@ -31,6 +31,13 @@ def in_parts(batch_size: int, count: int) -> list[slice]:
     return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
 
 
+def sum_dtype(part: Tensor) -> torch.dtype:
+    """Of a sum of such parts: float64, so that neither how many there are nor their order matters; MPS has none."""
+    if part.device.type == "mps":
+        return wide_dtype(part.dtype)
+    return torch.complex128 if part.dtype.is_complex else torch.float64
+
+
 class InTurn:
     """How the blocks of a batch are gone through: one after the other. Nothing else of a block outlives it."""
 
@@ -41,14 +48,13 @@ class InTurn:
     def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
         """The sum of what `of_block` makes of each block, of the same shape each."""
         first, *others = blocks
-        total = of_block(first)
-        if (
-            others and not total.is_complex()
-        ):  # added up in half precision, many of them would lose the digits that one product keeps
-            total = total.to(norm_dtype(total.dtype))
+        found = of_block(first)
+        if not others:
+            return found
+        total = found.to(sum_dtype(found))
         for block in others:
             total += of_block(block)
-        return total
+        return total.to(wide_dtype(found.dtype))
 
 
 def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
@@ -57,7 +63,7 @@ def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]
 
 
 def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """See `InTurn`: in float32 or wider if there are several blocks."""
+    """See `InTurn`: several blocks are added up in float64, and leave in float32 or wider."""
     return _way.added(of_block, blocks)
 
 

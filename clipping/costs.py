@@ -28,8 +28,8 @@ from clipping import cache
 from clipping.kernels import cpu
 from clipping.rules import Route, Rule, Spec
 from clipping.rules.base import KERNELS
-from clipping.rules.grams import sum_of_squares
 from clipping.samples import weighted_sum
+from clipping.squares import sum_of_squares
 
 Key = tuple[bool, str, int]
 Clock = Callable[[Callable[[], object]], float]

@@ -13,6 +13,14 @@ from typing import Protocol, runtime_checkable
 import torch
 
 
+def floor(dtype: torch.dtype) -> float:
+    """The norm below which a function that divides by it leaves a gradient out: 2^-60 in float32, 2^-508 in float64.
+
+    A norm is the root of a sum of squares, and below 2^-126 a square is no normal number.
+    """
+    return 8 * math.sqrt(torch.finfo(dtype).tiny)
+
+
 @runtime_checkable
 class ClipFunction(Protocol):
     """What a backend asks of a clipping function."""
@@ -83,8 +91,15 @@ class Automatic(_Flat):
 
     With γ = `stabiliser` = 0 this is AUTO-V; AUTO-S has γ > 0 (0.01 in the paper), which keeps small gradients small.
 
-    Formal guarantees: ‖c_i g_i‖ = C‖g_i‖ / (‖g_i‖ + γ) ≤ C, hence `sensitivity` = C. A zero gradient has factor 0 if
-    γ = 0. C must be finite: there is no ordinary training among these.
+    Formal guarantees: ‖c_i g_i‖ = C‖g_i‖ / (‖g_i‖ + γ) ≤ C, hence `sensitivity` = C. C must be finite: there is no
+    ordinary training among these.
+
+    =================  ==========================================================================================
+    ‖g_i‖ < `floor`    the factor is 0 if γ = 0: the squares of so small a norm have no digits (8.7e-19 in float32)
+    ‖g_i‖ = inf        the factor is 0
+    ‖g_i‖ = NaN        the factor is NaN
+    C = 0              every factor is 0
+    =================  ==========================================================================================
     """
 
     max_grad_norm: float
@@ -97,7 +112,7 @@ class Automatic(_Flat):
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
         norms = norms + self.stabiliser
-        return torch.where(norms == 0, torch.zeros_like(norms), _quotient(self.max_grad_norm, norms))
+        return torch.where(norms < floor(norms.dtype), torch.zeros_like(norms), _quotient(self.max_grad_norm, norms))
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,14 @@ class GlobalBound(_Flat):
     """Global clipping: c_i = C/Z if ‖g_i‖ ≤ Z, else 0: small gradients keep their proportions. (Bu et al. 2021,
     arXiv:2106.07830)
 
-    Formal guarantees: ‖c_i g_i‖ ≤ (C/Z)·Z = C, hence `sensitivity` = C. A norm that is not a number has factor 0.
+    Formal guarantees: ‖c_i g_i‖ ≤ (C/Z)·Z = C, hence `sensitivity` = C.
+
+    ===============  ==================================================
+    ‖g_i‖ = Z        the factor is C/Z
+    ‖g_i‖ > Z, inf   the factor is 0
+    ‖g_i‖ = NaN      the factor is 0; 0·NaN leaves NaN in the gradient
+    ‖g_i‖ = 0        the factor is C/Z
+    ===============  ==================================================
 
     Args:
         max_grad_norm: C ≥ 0, finite.
@@ -133,8 +155,14 @@ class PerLayer(_Flat):
     """Per-layer clipping: each of the L trainable parameters (tensors) is clipped flat at C/√L. (McMahan et al. 2018,
     arXiv:1710.06963)
 
-    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C/√L in each layer l, hence `sensitivity` = √(Σ_l C²/L) = C. Edges in each
-    layer as for `Flat`.
+    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C/√L in each layer l, hence `sensitivity` = √(Σ_l C²/L) = C.
+
+    =====================  ==============================================================
+    C = 0                  every factor is 0
+    C = inf                every factor is 1
+    ‖g_{l,i}‖ = 0          that layer's factor is 1 (0 if C = 0)
+    ‖g_{l,i}‖ = inf, NaN   that layer's factor is 0, NaN; the other layers keep theirs
+    =====================  ==============================================================
     """
 
     max_grad_norm: float

@@ -28,6 +28,7 @@ from clipping.compiled import compiled_code, compiled_modules, reentrant_checkpo
 from clipping.functions import ClipFunction
 from clipping.graph import unrecorded
 from clipping.interface import (
+    HALF,
     Backend,
     ClippedGradient,
     LossFunction,
@@ -35,16 +36,21 @@ from clipping.interface import (
     Problem,
     UnsupportedModel,
     forward,
+    norm_dtype,
     without_autocast,
 )
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
 from clipping.oracle import with_zeros
 from clipping.planner import Planner, Strategy
+from clipping.rounding import excess, portion
 from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
 from clipping.sources import Source
 from clipping.spread import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.tape import Tape
+
+UNSEEN = (1024, 4096)
+"""Positions and features that a model is taken to have until it was called."""
 
 
 class TapeBackend(Backend):
@@ -57,10 +63,24 @@ class TapeBackend(Backend):
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify)
         self.stand_in = stand_ins(self.model)
+        self._sizes = UNSEEN
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
         yield from compiled_modules(self.model)
+
+    def _rounding(self, batch_size: int) -> tuple[float, float]:
+        positions, features = self._sizes
+        dtype, whole = self._dtype(), self.norms.second_pass and not self.clip.per_layer
+        most = min(batch_size, portion(batch_size, positions, dtype))
+        most = batch_size if whole and positions > 1 else most
+        return excess(batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer)
+
+    def _saw(self, tape: Tape) -> None:
+        seen = (0, 0) if self._sizes == UNSEEN else self._sizes
+        sizes = ((rule.positions, rule.features()) for use in tape.uses for _, rule in use.rules)
+        positions, features = zip(seen, (1, 1), *sizes, strict=True)
+        self._sizes = max(positions), max(features)
 
     def by_ghost(self, rule: Rule) -> bool:
         """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
@@ -137,10 +157,13 @@ class TapeBackend(Backend):
         self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
     ) -> ClippedGradient:
         kind = LayerByLayer if self.clip.per_layer else self.norms
+        if kind.second_pass and any(use.output.dtype in HALF for use in tape.uses):
+            kind = Book  # a second pass would round its sums to the few digits of half precision
         if self.sharded:
             kind = norms_of(kind, losses)
         if losses.shape[0]:
             self.plan(tape, losses)
+            self._saw(tape)
         norms = kind(tape.counts, losses, parameters, self.clip)
         norms.keep_graph = keep_graph
         tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph)
@@ -148,8 +171,9 @@ class TapeBackend(Backend):
             total, grads = norms.finish()
         self.coverage = norms.coverage()
         for name, grad in grads.items():
-            if grad.dtype != parameters[name].dtype:  # under autocast
-                grads[name] = grad.to(parameters[name].dtype)
+            wide = norm_dtype(parameters[name].dtype)
+            if grad.dtype != wide:  # of two passes, whose parameters are in half precision
+                grads[name] = grad.to(wide)
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
 
     def _look(self, tape: Tape, losses: Tensor, occasions: Occasions | None) -> None:

@@ -8,6 +8,7 @@ exactly is what `clipping.verification` holds it to.
 from __future__ import annotations
 
 import functools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from clipping.functions import ClipFunction, Flat
 
+HALF = (torch.bfloat16, torch.float16)
 LossFunction = Callable[[Any, Any], Tensor]
 Parameters = dict[str, nn.Parameter]
 
@@ -85,6 +87,8 @@ class Backend(ABC):
     """Samples whose mean gradient is clipped as one. More than 1 is another mechanism than clipping per sample."""
     trusted: ClassVar[bool] = False
     """Correct by definition: there is nothing to verify it against."""
+    refuses_no_numbers = True
+    """Raise for a record whose gradient is no number; comparisons want to see it."""
     book_kept: ClassVar[bool] = False
     """One backward pass leaves all that the sum is formed from: what a model sharded by FSDP2 can be trained by."""
 
@@ -144,6 +148,7 @@ class Backend(ABC):
             UnsupportedModel: an operation on a trainable parameter that this backend cannot treat exactly, or samples
                 that mix.
             WrongGradient: the first batch differs from the oracle.
+            FloatingPointError: a record whose gradient is no number, by its position (on a CPU; else the sum shows it).
         """
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
@@ -174,7 +179,38 @@ class Backend(ABC):
                 halves = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))
                 if halves:
                     return called_twice(self, halves, parameters, inputs, targets, batch_size)
-            return self._clipped(parameters, inputs, targets, batch_size)
+            found = self._clipped(parameters, inputs, targets, batch_size)
+        if self.private and self.together == 1 and self.refuses_no_numbers:
+            from clipping.finite import require_numbers
+
+            require_numbers(found)
+        return found
+
+    def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
+        """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.rounding` derives it.
+
+        Args:
+            batch_size: B, of the records that are added up.
+            worst: in the worst case of all roundings; else where each addition rounds at random, with probability
+                1 - 1e-12.
+
+        Returns:
+            In units of the gradient. Of the shapes that were seen so far; before the first call, of T = 1,024
+            positions. Infinite for `nonprivate` and for peers, of whose arithmetic nothing is known.
+        """
+        excess = self._rounding(batch_size)
+        if excess is None:
+            return math.inf
+        return float(self.clip.sensitivity * (1 + excess[worst]))
+
+    def _dtype(self) -> torch.dtype:
+        """Of the least precise parameter's sums: float32, or float64 if all are."""
+        found = {wide_dtype(p.dtype) for _, p in self._named if p.requires_grad}
+        return torch.float64 if found == {torch.float64} else torch.float32
+
+    def _rounding(self, batch_size: int) -> tuple[float, float] | None:
+        """η at random and in the worst case; None if nothing is known."""
+        return None
 
     @abstractmethod
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
@@ -290,6 +326,11 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
 
 _has_autocast = functools.cache(torch.amp.is_autocast_available)
 _NOTHING = nullcontext()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of sums: float32 for half precision, of which a sum of thousands has no digits left; else the same."""
+    return torch.float32 if dtype in HALF else dtype
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:

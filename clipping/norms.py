@@ -19,15 +19,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.blocks import blocks, concatenated, each
+from clipping.blocks import blocks, concatenated, each, sum_dtype
 from clipping.functions import ClipFunction
-from clipping.interface import Parameters, norm_dtype
+from clipping.interface import Parameters, norm_dtype, wide_dtype
 from clipping.oracle import gradients
-from clipping.rules import Rule, Spec
-from clipping.rules.grams import part, sum_of_squares
+from clipping.rounding import UNKNOWN, Doubt, Reach, portion
+from clipping.rules import Copies, Rule, Spec
+from clipping.rules.grams import part
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
+from clipping.squares import sum_of_squares
 from clipping.uses import Use
+
+SMALL = 2**18
+"""Bytes of a batch's gradients of one parameter that are kept whatever the route says: they cost nothing."""
 
 
 class Norms(ABC):
@@ -57,6 +62,7 @@ class Norms(ABC):
         self._counts, self._losses = counts, losses
         self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
+        self._doubt = Doubt(self._squares, sum(p.numel() for p in parameters.values()))
         self._sums: dict[str, Tensor] = {}
         self._routes: dict[str, str] = {}
 
@@ -106,6 +112,25 @@ class Norms(ABC):
 
         return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g)))
 
+    def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
+        """U of a use; of one of which nothing else is known, by its squared norms."""
+        known = rule.reach(g) if source.rearranged else None
+        return known or Reach(squares.clamp(min=0).sqrt() * UNKNOWN, torch.zeros_like(squares))
+
+    def _doubtful(
+        self,
+        source: Source,
+        rule: Rule,
+        g: Tensor,
+        squares: Tensor,
+        *,
+        second_pass: bool = False,
+        doubt: Doubt | None = None,
+    ) -> None:
+        """Note that the squared norms of this use are not of the tensor which is summed."""
+        reach, ghost = self._reach(source, rule, g, squares), rule.route.ghost
+        (doubt or self._doubt).add(reach, rule.features(), rule.positions, gram=ghost, second_pass=second_pass, of=g)
+
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
         for name, gradient in source.pull_back(rule.instantiate(g, slice(0, rule.samples(g)))).items():
@@ -126,28 +151,35 @@ class _WholeNorms(Norms):
         super().__init__(*args)
         self._pairs: dict[str, list[tuple[Rule, Tensor]]] = {}
 
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        self._squares += self._squared_norms(source, rule, g).clamp_(min=0)
-
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         if rule.route.ghost and source.is_parameter:
             self._pairs.setdefault(next(iter(source.parameters)), []).append((rule, g))
         else:
             super()._several(source, rule, g)
 
-    def _total(self) -> Tensor:
-        """‖g_i‖ [B]; afterwards `_pairs` holds what was paired and `_sums` what was instantiated."""
+    def _total(self) -> tuple[Tensor, Tensor]:
+        """‖g_i‖ [B], and what clipping is to take it for; then `_pairs` holds what was paired, `_sums` the rest."""
         for name in list(self._pairs):
             squares = self._pairwise(self._pairs[name]) if name not in self._sums else None
             if squares is not None:
                 self._squares += squares.clamp_(min=0)
+                self._doubt_all(self._pairs[name], squares)
                 continue
             for rule, g in self._pairs.pop(name):
                 self._add(name, rule.instantiate(g, slice(0, rule.samples(g))))
             self._not_by_ghost(name)
         for gradient in self._sums.values():
             self._squares += sum_of_squares(gradient)
-        return self._squares.clamp_(min=0).sqrt()
+        return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
+
+    def _doubt_all(self, uses: list[tuple[Rule, Tensor]], squares: Tensor) -> None:
+        """Of the uses of one parameter: their gradients add up, and so do their terms."""
+        unknown = Reach(squares.sqrt() * UNKNOWN, torch.zeros_like(squares))
+        found = [rule.reach(g) or unknown for rule, g in uses]
+        terms, lost = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+        features = max(rule.features() for rule, _ in uses)
+        positions = sum(rule.positions for rule, _ in uses)
+        self._doubt.add(Reach(terms, lost), features, positions, gram=True, second_pass=self.second_pass, of=uses[0][1])
 
     def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:
         squares = torch.zeros_like(self._squares)
@@ -163,18 +195,44 @@ class _WholeNorms(Norms):
 
 
 class TwoPasses(_WholeNorms):
-    """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant."""
+    """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant.
+
+    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of. So
+    are those of layers with one position in batches so large that one product would round too much.
+    """
 
     second_pass = True
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._sums_of: dict[str, Callable[[Tensor], Tensor]] = {}
+
+    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+        samples = rule.samples(g)
+        small = samples * rule.instantiated_bytes(g) <= SMALL or isinstance(rule, Copies)
+        if source.is_parameter and not rule.route.ghost and small:
+            gradient = rule.instantiate(g, slice(0, samples))
+            self._squares += sum_of_squares(gradient)
+            self._sums_of[next(iter(source.parameters))] = partial(weighted_sum, grad=gradient)
+            return
+        squares = self._squared_norms(source, rule, g).clamp_(min=0)
+        self._squares += squares
+        one_product = rule.positions > 1 or samples <= portion(samples, 1, squares.dtype)
+        if source.is_parameter and not one_product:
+            self._sums_of[next(iter(source.parameters))] = partial(rule.weighted, g)
+        self._doubtful(source, rule, g, squares, second_pass=one_product)
+
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            total = self._total()
-            factors = self._clip.factors(total)
+            total, bound = self._total()
+            factors = self._clip.factors(bound)
+            for name in list(self._sums):
+                self._sums_of[name] = partial(weighted_sum, grad=self._sums.pop(name))
+            grads = {name: self._sums_of.pop(name)(factors) for name in list(self._sums_of)}
         self._pairs.clear()
-        self._sums.clear()
         weighted = (rounded_down(factors, self._losses.dtype) * self._losses).sum()
-        return total, gradients(weighted, self._parameters, keep_graph=self.keep_graph)
+        others = {name: p for name, p in self._parameters.items() if name not in grads}
+        return total, grads | gradients(weighted, others, keep_graph=self.keep_graph)
 
 
 class Book(_WholeNorms):
@@ -187,7 +245,7 @@ class Book(_WholeNorms):
     longer than to carry it out.
     """
 
-    small = 2**18
+    small = SMALL
     """Bytes of a batch's gradients of one parameter up to which they are joined with others."""
 
     def __init__(self, *args: Any) -> None:
@@ -218,7 +276,7 @@ class Book(_WholeNorms):
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
         self._entries.append((source, partial(_weighted_sum_of, parts)))
 
-    def _total(self) -> Tensor:
+    def _total(self) -> tuple[Tensor, Tensor]:
         groups: dict[Hashable, list[tuple[Source, Rule, Tensor]]] = {}
         for waiting in self._waiting:
             source, rule, g = waiting
@@ -226,6 +284,9 @@ class Book(_WholeNorms):
         if groups:
             squares = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
             self._squares += torch.stack(squares).clamp_(min=0).sum(0)
+            for uses, of_all in zip(groups.values(), squares, strict=True):
+                for use in uses:
+                    self._doubtful(*use, of_all)
         self._waiting.clear()
         return super()._total()
 
@@ -236,8 +297,8 @@ class Book(_WholeNorms):
             joined = torch.cat([self._squares.new_zeros(len(self._squares), 0), *small], 1)
             del small
             self._squares += sum_of_squares(joined)
-            total = self._total()
-            factors = self._clip.factors(total)
+            total, bound = self._total()
+            factors = self._clip.factors(bound)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
             sizes = [source.tensor.numel() for source in sources]
             parts = torch.ops.aten.split_with_sizes_copy.default(weighted_sum(factors, joined), sizes)
@@ -264,21 +325,26 @@ class LayerByLayer(Norms):
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         if not source.rearranged or source.part is not None:  # factors are those of whole parameters
             return self._several(source, rule, g)
-        factors = self._factors(self._squared_norms(source, rule, g))
+        squares = self._squared_norms(source, rule, g)
+        doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
+        self._doubtful(source, rule, g, squares, doubt=doubt)
+        factors = self._factors(squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             for name, gradient in self._sums.items():
-                self._grads[name] = weighted_sum(self._factors(sum_of_squares(gradient)), gradient)
+                doubt = Doubt(self._squares, self._parameters[name].numel(), of_layer=True)
+                self._grads[name] = weighted_sum(self._factors(sum_of_squares(gradient), doubt), gradient)
                 self._not_by_ghost(name)
             self._sums.clear()
             return self._squares.sqrt(), self._grads
 
-    def _factors(self, squares: Tensor) -> Tensor:
+    def _factors(self, squares: Tensor, doubt: Doubt) -> Tensor:
         squares = squares.to(self._squares).clamp_(min=0)
         self._squares += squares
-        layers = squares.sqrt().expand(len(self._parameters), -1)  # a layer's factors depend on its own norms and on L
+        # a layer's factors depend on its own norms and on L
+        layers = doubt.bound(squares).expand(len(self._parameters), -1)
         return self._clip.factors(layers)[0]
 
 
@@ -301,11 +367,14 @@ def _weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor
 
 def _weighted_sum_of(parts: list[Tensor], factors: Tensor) -> Tensor:
     """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
-    total, stop = None, len(factors)
+    if len(parts) == 1:
+        return weighted_sum(factors, parts.pop())
+    total, stop, wide = None, len(factors), wide_dtype(parts[0].dtype)
     while parts:
         gradients = parts.pop()
         start = stop - len(gradients)
-        total = weighted_sum(part(factors, slice(start, stop)), gradients, total)
+        found = weighted_sum(part(factors, slice(start, stop)), gradients)
+        total = found.to(sum_dtype(found)) if total is None else total.add_(found)
         stop = start
     assert total is not None
-    return total
+    return total.to(wide)

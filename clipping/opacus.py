@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from clipping.interface import Parameters, Problem
+from clipping.interface import Parameters, Problem, norm_dtype
 from clipping.peer import Peer, Step, norms_of
-from clipping.samples import norms_and_factors, weighted_sum
+from clipping.samples import factors_by_name
 
 
 class _Opacus(Peer):
@@ -30,9 +31,14 @@ class _Opacus(Peer):
         found = samples_of(parameters, "grad_sample", batch_size)
         bare = [name for name, p in parameters.items() if p.grad is not None and name not in found]
         self._owed(bare, f"per-sample gradient [{batch_size}, ...]")
-        norms, factors = norms_and_factors(found, parameters, self.clip, losses)
-        # all per-sample gradients live until the last sum, as they do until DPOptimizer.zero_grad()
-        return Step({name: weighted_sum(factors[name], grad) for name, grad in found.items()}, norms, losses)
+        # as DPOptimizer finds norms, in the precision of the gradients; what the loss does not reach counts, too
+        zero = torch.zeros_like(losses, dtype=norm_dtype(losses.dtype))
+        layers = [found[name].flatten(1).norm(2, dim=1).to(zero) if name in found else zero for name in parameters]
+        norms, factors = factors_by_name(torch.stack(layers), list(parameters), self.clip, parameters=0)
+        # all per-sample gradients live until the last sum, as they do until DPOptimizer.zero_grad(), which adds them up
+        # in their own precision
+        sums = {name: torch.einsum("i,i...", factors[name].to(grad.dtype), grad) for name, grad in found.items()}
+        return Step(sums, norms, losses)
 
     def _losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
         """`losses`, with Opacus' wrapper in the place of the model."""

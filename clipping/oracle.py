@@ -5,7 +5,7 @@ And a third that is not to be compared with them: `TfMicrobatch`, which clips th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from clipping.blocks import Parts, each
+from clipping.blocks import Parts, each, sum_dtype
 from clipping.functions import ClipFunction, Flat
 from clipping.interface import (
     Backend,
@@ -23,8 +23,11 @@ from clipping.interface import (
     leading_dimension,
     map_tensors,
     norm_dtype,
+    wide_dtype,
 )
+from clipping.rounding import excess
 from clipping.samples import factors_by_name
+from clipping.squares import sum_of_squares
 
 
 class Microbatch(Backend):
@@ -36,20 +39,23 @@ class Microbatch(Backend):
     name = "microbatch"
     trusted = True
 
+    def _rounding(self, batch_size: int) -> tuple[float, float] | None:
+        return excess(batch_size, 0, 0, 1, self._dtype())
+
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        sums = Sums(parameters)
 
         def one(at: slice) -> Parts:
             sample, target = map_tensors(lambda x: x[at], (inputs, targets))
             loss = self.losses(sample, target, batch_size=at.stop - at.start)
             grads = with_zeros(gradients(loss.mean(), parameters), parameters)
-            return _add_clipped(sums, grads, self.clip, loss), loss.detach()
+            return sums.add(grads, self.clip, loss), loss.detach()
 
         starts = range(0, batch_size, self.together)
         microbatches = [slice(start, min(start + self.together, batch_size)) for start in starts]
         norms, losses = zip(*each(one, microbatches), strict=True)
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
-        return ClippedGradient(sums, torch.cat(norms), torch.cat(losses))
+        return ClippedGradient(sums.rounded(), torch.cat(norms), torch.cat(losses))
 
 
 class TfMicrobatch(Microbatch):
@@ -66,6 +72,9 @@ class TfMicrobatch(Microbatch):
     """
 
     trusted = False
+
+    def _rounding(self, batch_size: int) -> None:
+        return None  # one record moves more than one mean
 
 
 @cache
@@ -93,6 +102,7 @@ def definition(
     """
     each_clip = clip if together == 1 else Flat(max_grad_norm=float("inf"))
     microbatch = Microbatch(model, loss_fn, clip=each_clip)
+    microbatch.refuses_no_numbers = False
     alone = []
     for i in range(leading_dimension(inputs, targets)):
         with around():
@@ -110,27 +120,40 @@ def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: i
     Args:
         samples: unclipped batches of one.
     """
-    sums = {name: torch.zeros_like(grad) for name, grad in samples[0].grads.items()}
+    names, sums = list(samples[0].grads), Sums(samples[0].grads)
     losses = torch.cat([sample.losses for sample in samples])
     norms = []
     for start in range(0, len(samples), together):
         few = samples[start : start + together]
-        mean = {name: torch.stack([sample.grads[name] for sample in few]).mean(0) for name in sums}
-        norms.append(_add_clipped(sums, mean, clip, losses))
-    return ClippedGradient(sums, torch.cat(norms), losses)
+        mean = {name: torch.stack([sample.grads[name] for sample in few]).mean(0) for name in names}
+        norms.append(sums.add(mean, clip, losses))
+    return ClippedGradient(sums.rounded(), torch.cat(norms), losses)
 
 
-def _add_clipped(
-    sums: dict[str, torch.Tensor], grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor
-) -> torch.Tensor:
-    """Add one clipped gradient to the sums; its norm before clipping, [1]."""
-    layers = [torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype))[None] for g in grads.values()]
-    if not layers:
-        return like.new_zeros(1, dtype=norm_dtype(like.dtype))
-    norm, factors = factors_by_name(torch.stack(layers), list(grads), clip)
-    for name, grad in grads.items():
-        sums[name].addcmul_(grad, factors[name][0].to(grad.dtype))
-    return norm
+class Sums:
+    """Clipped gradients, added up one at a time in float64.
+
+    Args:
+        parameters: of which the gradients are.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._wide = {name: wide_dtype(p.dtype) for name, p in parameters.items()}
+        self._totals = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in parameters.items()}
+
+    def add(self, grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor) -> torch.Tensor:
+        """Add one gradient, clipped; its norm before clipping, [1], of the device of `like`."""
+        layers = [sum_of_squares(g[None]).sqrt() for g in grads.values()]
+        if not layers:
+            return like.new_zeros(1, dtype=norm_dtype(like.dtype))
+        norm, factors = factors_by_name(torch.stack(layers), list(grads), clip, sum(g.numel() for g in grads.values()))
+        for name, grad in grads.items():
+            self._totals[name].addcmul_(grad, factors[name][0])
+        return norm
+
+    def rounded(self) -> dict[str, torch.Tensor]:
+        """The sums, in float32 or as wide as the parameters; used up."""
+        return {name: self._totals.pop(name).to(self._wide[name]) for name in list(self._totals)}
 
 
 class NonPrivate(Backend):
@@ -159,4 +182,8 @@ def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = 
 
 def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
     """`grads` in the order of `parameters`, zeros where the loss did not depend on one."""
-    return {name: grads[name] if name in grads else torch.zeros_like(p) for name, p in parameters.items()}
+    wide = norm_dtype(next(iter(grads.values())).dtype) if grads else torch.float32
+    return {
+        name: grads[name] if name in grads else torch.zeros_like(p, dtype=torch.promote_types(wide, p.dtype))
+        for name, p in parameters.items()
+    }

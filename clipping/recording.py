@@ -26,9 +26,8 @@ from clipping.formats import coarsest, formats
 from clipping.functions import ClipFunction
 from clipping.ghost import BkMixed, TapeBackend
 from clipping.graph import unrecorded
-from clipping.interface import Backend, ClippedGradient, Parameters, UnsupportedModel, map_tensors, norm_dtype
-from clipping.oracle import Microbatch, gradients, with_zeros
-from clipping.samples import factors_by_name
+from clipping.interface import Backend, ClippedGradient, Parameters, UnsupportedModel, map_tensors
+from clipping.oracle import Microbatch, Sums, gradients, with_zeros
 from clipping.sources import mark_data
 from clipping.spread import reshard
 from clipping.tape import Tape
@@ -162,17 +161,12 @@ def one_by_one(
     losses: Tensor, parameters: Parameters, clip: ClipFunction, *, keep_graph: bool = False
 ) -> ClippedGradient:
     """Σ_i c_i g_i by its definition: a backward pass for each loss [B], through the one graph."""
-    sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    sums = Sums(parameters)
     norms, last = [], losses.shape[0] - 1
     for i in range(losses.shape[0]):
         found = gradients(losses[i], parameters, keep_graph=keep_graph or i < last)
-        grads = with_zeros(found, parameters)
-        layers = torch.stack([torch.linalg.vector_norm(g, dtype=norm_dtype(g.dtype)) for g in grads.values()])
-        norm, factors = factors_by_name(layers[:, None], list(grads), clip)
-        norms.append(norm)
-        for name, grad in grads.items():
-            sums[name].addcmul_(grad, factors[name][0].to(grad.dtype))
-    return ClippedGradient(sums, torch.cat(norms), losses.detach())
+        norms.append(sums.add(with_zeros(found, parameters), clip, losses))
+    return ClippedGradient(sums.rounded(), torch.cat(norms), losses.detach())
 
 
 def _no_loss(outputs: Any, targets: Any) -> Tensor:

@@ -27,8 +27,8 @@ from clipping.costs import CACHES, Costs, measured, predicted
 from clipping.planner import Plan, kind
 from clipping.readings import Reading
 from clipping.rules import Route
-from clipping.rules.grams import sum_of_squares
 from clipping.samples import weighted_sum
+from clipping.squares import sum_of_squares
 
 ROUNDS = 5
 

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from clipping.blocks import added, in_parts
 from clipping.functions import ClipFunction
-from clipping.interface import norm_dtype
+from clipping.interface import norm_dtype, wide_dtype
+from clipping.rounding import portion, smallest
+from clipping.squares import sum_of_squares
+
+WIDENED = 2**22
+"""Entries of gradients in half precision that are copied to a wide dtype at once."""
 
 
 def norms_and_factors(
@@ -23,30 +30,42 @@ def norms_and_factors(
         like: any tensor [B] of the device and dtype.
     """
     zero = torch.zeros(like.shape[0], dtype=norm_dtype(like.dtype), device=like.device)
-    layers = {name: zero if name not in grads else _norms(grads[name]).to(zero.dtype) for name in names}
+    layers = {name: zero if name not in grads else sum_of_squares(grads[name]).sqrt().to(zero.dtype) for name in names}
     if not layers:
         return zero, {}
-    return factors_by_name(torch.stack(list(layers.values())), list(layers), clip)
+    parameters = sum(grad[0].numel() for grad in grads.values()) if len(like) else 0
+    return factors_by_name(torch.stack(list(layers.values())), list(layers), clip, parameters)
 
 
-def _norms(grad: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(grad.reshape(grad.shape[0], -1), dim=1, dtype=norm_dtype(grad.dtype))
+def factors_by_name(
+    layers: Tensor, names: list[str], clip: ClipFunction, parameters: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """From the norms of each layer [L, B] to those of the whole gradient [B], and the factors [B] of each layer.
 
-
-def factors_by_name(layers: Tensor, names: list[str], clip: ClipFunction) -> tuple[Tensor, dict[str, Tensor]]:
-    """From the norms of each layer [L, B] to those of the whole gradient [B], and the factors [B] of each layer."""
+    Args:
+        layers: of the gradients that are summed.
+        names: of the layers.
+        clip: the clipping function.
+        parameters: how many numbers a gradient has: some may have been too small to be squared.
+    """
     norms = torch.linalg.vector_norm(layers, dim=0)
-    factors = clip.factors(layers) if clip.per_layer else clip.factors(norms).expand(len(names), -1)
+    lost = math.sqrt(parameters) * smallest(layers.dtype)
+    factors = clip.factors(layers + lost) if clip.per_layer else clip.factors(norms + lost).expand(len(names), -1)
     return norms, dict(zip(names, factors, strict=True))
 
 
-def weighted_sum(factors: Tensor, grad: Tensor, total: Tensor | None = None) -> Tensor:
-    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape]; added to `total` in place, if there is one."""
-    rows, factors = grad.reshape(grad.shape[0], -1), rounded_down(factors, grad.dtype)[None]
-    if total is None:
-        return (factors @ rows).view(grad.shape[1:])
-    total.view(1, -1).addmm_(factors, rows)
-    return total
+def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
+    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape], in float32 or wider."""
+    rows, wide = grad.reshape(grad.shape[0], -1), wide_dtype(grad.dtype)
+    factors = factors.to(wide)[None]
+    most = portion(len(rows), 1, wide)
+    if wide != grad.dtype:  # a wide copy of some rows at a time
+        most = min(most, max(1, WIDENED // max(1, rows.shape[1])))
+    if len(rows) <= most:
+        return (factors @ rows.to(wide)).view(grad.shape[1:])
+    portions = in_parts(len(rows), -(-len(rows) // most))
+    found = added(lambda samples: factors[:, samples] @ rows[samples].to(wide), portions)
+    return found.view(grad.shape[1:])
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:

@@ -79,8 +79,8 @@ class ShardedBook(_Sharded, Book):
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            total = self._total()
-            factors = self._clip.factors(total)
+            total, bound = self._total()
+            factors = self._clip.factors(bound)
             parts: dict[str, list[tuple[Source, Callable[[Tensor], Tensor]]]] = {}
             while self._entries:
                 source, weigh = self._entries.pop()

@@ -15,6 +15,7 @@ from clipping.interface import (
     forward,
     map_tensors,
 )
+from clipping.rounding import excess, portion
 from clipping.samples import norms_and_factors, weighted_sum
 
 
@@ -26,6 +27,10 @@ class Vmap(Backend):
     """
 
     name = "vmap"
+
+    def _rounding(self, batch_size: int) -> tuple[float, float]:
+        dtype = self._dtype()
+        return excess(batch_size, 1, 0, min(batch_size, portion(batch_size, 1, dtype)), dtype)
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         trainable = {name: p.detach() for name, p in parameters.items()}

@@ -50,7 +50,7 @@ def test_parts_of_a_batch_whose_step_failed_are_not_in_the_next():
         optimizer.step(loss=losses_of(model, seed=3))
         assert engine.steps == 1
         ends.append(parameters(model))
-    assert torch.equal(*ends)
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-6)  # the one left out shows in the order of operations alone
 
 
 def test_a_part_that_failed_leaves_the_others():

@@ -66,7 +66,7 @@ def test_an_ordinary_record_moves_the_sum_by_c(dtype):
     found = measured(CASES["ordinary"], Microbatch, dtype)
     assert found.outcome == "within" and found.counts == {"within": 1}
     assert found.excess == pytest.approx(1, abs=1e-2 if "16" in dtype else 1e-6)
-    assert found.excess <= found.limit == LIMITS[dtype]
+    assert found.excess <= found.limit <= LIMITS[dtype]
 
 
 def test_the_excess_is_in_units_of_c_and_above_the_limit_it_is_too_far():
@@ -80,17 +80,25 @@ def test_the_excess_is_in_units_of_c_and_above_the_limit_it_is_too_far():
 
 def test_a_backend_is_held_to_what_it_states_where_that_is_less():
     class States(changed(lambda grad, _: 1.005 * grad)):
+        bound = 1.001
+
         def sensitivity_bound(self, batch_size):
-            return {9: 1.001}[batch_size]
+            return {9: self.bound}[batch_size]
+
+    class StatesNothing(States):
+        bound = math.inf
 
     found = measured(CASES["ordinary"], States, "float32")
     assert (found.outcome, found.limit) == ("exceeds", 1.001)
-    assert measured(CASES["ordinary"], changed(lambda grad, _: 1.005 * grad), "float32").outcome == "within"
+    assert measured(CASES["ordinary"], StatesNothing, "float32").outcome == "within"
 
 
 def test_a_sum_that_is_no_number_is_told_apart_from_a_refusal():
+    class Silent(Microbatch):
+        refuses_no_numbers = False
+
     for name in ("a pixel is NaN", "a pixel is infinite"):
-        assert measured(CASES[name], Microbatch, "float32").outcome == "not a number"
+        assert measured(CASES[name], Silent, "float32").outcome == "not a number"
         named = measured(CASES[name], refusing(ValueError("record 0 of 9 has a gradient that is no number")), "float32")
         assert named.outcome == "refused" and "record 0" in named.reason
         known = UnsupportedModel("refusing", [Problem("model", "not finite", "leave it out")])
@@ -166,7 +174,6 @@ KNOWN = [
     ("opacus_ghost", "float32", "cancels over 32 tokens", 1e5),
     ("opacus_ghost", "float32", "cancels in a bias", 1e6),
     ("opacus_ghost", "float32", "constant before group norm", 1e6),
-    ("opacus_hooks", "float32", "tiny", 100),
     ("opacus_hooks", "bfloat16", "alike in thousands", 4),
 ]
 
@@ -177,14 +184,10 @@ def test_what_is_known_of_other_libraries_is_found(backend, dtype, case, least):
     assert found.outcome == "exceeds" and found.excess > least
 
 
-NOT_YET = pytest.mark.xfail(
-    strict=True, reason="factors come from norms that have lost their digits, sums from few digits"
-)
 OURS = [name for name in CLIPPING if name in ("vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")]
 FAST = ("float32", "bfloat16")
 
 
-@NOT_YET
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [
@@ -209,14 +212,10 @@ POINTS = st.builds(
     seed=st.integers(0, 999),
     place=st.integers(0, 8),
 )
-HOLD = ("microbatch", "vmap")
-"""Norm and sum come from one tensor."""
 
 
 @pytest.mark.parametrize("dtype", FAST)
-@pytest.mark.parametrize(
-    "backend", [name if name in HOLD else pytest.param(name, marks=NOT_YET) for name in CLIPPING[:7]]
-)
+@pytest.mark.parametrize("backend", CLIPPING[:7])
 def test_a_search_finds_no_record_that_moves_the_sum_by_more_than_c(backend, dtype):
     @settings(max_examples=60, phases=(Phase.explicit, Phase.generate, Phase.target), derandomize=True, database=None)
     @given(POINTS)

@@ -14,8 +14,9 @@ For each there may be several *ways* of computing it, all exact; which is fastes
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,16 +24,26 @@ import torch
 from torch import Tensor
 
 from clipping import kernels
-from clipping.blocks import added, blocks, concatenated
-from clipping.interface import norm_dtype
+from clipping.blocks import added, blocks, concatenated, each
+from clipping.interface import norm_dtype, wide_dtype
 from clipping.kernels import cpu
-from clipping.rules.grams import HALVED, part, sum_of_squares
+from clipping.rounding import Reach, of_rows, portion, row_norms
+from clipping.rules.grams import HALVED, part
 from clipping.rules.pieces import Share
-from clipping.samples import rounded_down, weighted_sum
+from clipping.samples import weighted_sum
+from clipping.squares import sum_of_squares
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
 """Bytes that one norm, or a copy for a sum, may always use beside the operation's own input and output gradient: on a
-CPU what its caches hold, on a GPU what keeps it busy."""
+CPU what its caches hold, on a GPU what keeps it busy, or more (`SHARE`)."""
+SHARE = 128
+"""Of a GPU's memory, what is always there for it: blocks of 64 MiB are a thousand launches in a large batch."""
+
+
+@functools.cache
+def share_of_gpu(index: int) -> int:
+    """Bytes of a GPU's workspace; 0 of one that is not here, a fake tensor's."""
+    return torch.cuda.get_device_properties(index).total_memory // SHARE if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)
@@ -162,6 +173,20 @@ class Rule(ABC):
         """<this use's per-sample gradient, the other's> [B] of the same parameter, or None if there is no short way."""
         return None
 
+    def reach(self, g: Tensor) -> Reach | None:
+        """How large the terms are that the gradient is summed from (see `clipping.rounding`); None if not known."""
+        return None
+
+    def features(self) -> int:
+        """Of the longest rows that are multiplied with one another in a Gram matrix."""
+        return max(self.inputs, self.outputs)
+
+    def _reach_of_rows(self, g: Tensor, of_block: Callable[[slice], Reach], size: int) -> Reach:
+        """In blocks of samples, of which each takes so many bytes."""
+        found = each(lambda samples: of_block(samples), blocks(self.samples(g), size, self.workspace(g)))
+        terms, lost = zip(*found, strict=True)
+        return Reach(torch.cat(terms), torch.cat(lost)) if len(found) > 1 else Reach(terms[0], lost[0])
+
     def companions(self, g: Tensor) -> Hashable:
         """The same for uses, of different parameters, whose squared norms are found faster together: see there."""
         return id(self)
@@ -187,7 +212,7 @@ class Rule(ABC):
         def weighted(samples: slice) -> Tensor:
             return weighted_sum(part(factors, samples), self.instantiate(g, samples, way))
 
-        return added(weighted, self.blocks(g, way)).to(self.parameter.dtype)
+        return added(weighted, self.blocks(g, way))
 
     def held_input(self) -> Tensor | None:
         """The operation's input, if the weight gradient needs it."""
@@ -229,7 +254,9 @@ class Rule(ABC):
         return max(self._room(), g.numel() * g.element_size() // 4)
 
     def _room(self) -> int:
-        return WORKSPACE.get(self.parameter.device.type, WORKSPACE["cuda"])
+        device = self.parameter.device
+        least = WORKSPACE.get(device.type, WORKSPACE["cuda"])
+        return max(least, share_of_gpu(device.index or 0)) if device.type == "cuda" else least
 
     def is_kept(self, g: Tensor | Spec) -> bool:
         """Whether the instantiated gradients of the whole batch take no more than what would be kept instead."""
@@ -306,17 +333,18 @@ class Bilinear(Rule):
 
     @abstractmethod
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        """Σ_i g_i of such operands, of the shape of `parameter`."""
+        """Σ_i g_i of such operands, of which one may be wider, of the shape of `parameter`; in float32 or wider."""
 
     @abstractmethod
     def copied(self, g: Tensor | Spec) -> int:
         """Bytes of the largest copy that one sample's share of the sum takes."""
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = rounded_down(factors, g.dtype)
-        return added(lambda samples: self._weighted(g, factors, samples), self._portions(g)).to(g.dtype)
+        factors = factors.to(wide_dtype(g.dtype))
+        return added(lambda samples: self._weighted(g, factors, samples), self._portions(g))
 
     def _weighted(self, g: Tensor, factors: Tensor, samples: slice) -> Tensor:
+        """In half precision the scaled copy is wide: one that is scaled there has lost digits by which terms cancel."""
         x, g = self.operands(g, samples)
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return self.gradient(x * factors, g) if x.numel() < g.numel() else self.gradient(x, g * factors)
@@ -325,11 +353,13 @@ class Bilinear(Rule):
         """Samples of the largest portion; bytes of the sum that it is added to, if it is not the only one."""
         portions = self._portions(g)
         samples = max(portion.stop - portion.start for portion in portions)
-        return samples, self.parameter.numel() * norm_dtype(g.dtype).itemsize if len(portions) > 1 else 0
+        return samples, self.parameter.numel() * torch.float64.itemsize if len(portions) > 1 else 0
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:
         """Of more bytes than the weight itself has, or adding up would show."""
-        return blocks(self.samples(g), self.copied(g), max(self._room(), 4 * self.instantiated_bytes(g)))
+        samples, room = self.samples(g), max(self._room(), 4 * self.instantiated_bytes(g))
+        most = portion(samples, max(1, self.positions), norm_dtype(g.dtype))
+        return blocks(samples, 1, min(most, max(1, room // max(1, self.copied(g)))))
 
 
 class Regrouped(Rule):
@@ -346,6 +376,10 @@ class Regrouped(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return self.rule.instantiate(g, self.rows(samples), way).unflatten(0, (-1, self.fold)).sum(1)
+
+    def reach(self, g: Tensor) -> Reach | None:
+        found = self.rule.reach(g)
+        return found and Reach(*(each.unflatten(0, (-1, self.fold)).sum(1) for each in found))
 
 
 class Bias(Rule):
@@ -364,3 +398,7 @@ class Bias(Rule):
         g, channel = part(g, samples), self.channel % g.dim()
         over = [d for d in range(1, g.dim()) if d != channel]
         return g.sum(over, dtype=norm_dtype(g.dtype)) if over else g
+
+    def reach(self, g: Tensor) -> Reach:
+        norms = row_norms(g, self.channel % g.dim()).reshape(len(g), -1)
+        return of_rows(torch.ones_like(norms[:, :1]), norms, 1, self.parameter.numel())

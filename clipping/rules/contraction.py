@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.interface import wide_dtype
+from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import Bilinear, Gradient, Refused, Rule, Spec
 from clipping.rules.grams import gram_product, part
 from clipping.rules.products import products
@@ -85,9 +87,19 @@ class Contraction(Bilinear):
         count = len(x)
         return self._placed(products(*(each.flatten(0, 1).transpose(1, 2) for each in (x, g))), count)
 
+    def reach(self, g: Tensor) -> Reach:
+        repeated = math.sqrt(self.parameter.numel() // max(1, self.groups * self.inputs * self.outputs))
+
+        def of_block(samples: slice) -> Reach:
+            x, of = (each.flatten(0, 1) for each in self.operands(g, samples))
+            found = of_rows(row_norms(x), row_norms(of), self.inputs, self.outputs)
+            return Reach(*(row_norms(each.view(-1, self.groups)) * repeated for each in found))
+
+        return self._reach_of_rows(g, of_block, self.groups * self.positions * self.inputs * g.element_size())
+
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         x, g = (each.transpose(0, 1).flatten(1, 2).transpose(1, 2) for each in (x, g))  # [G, d, b T]
-        return self._placed(products(x, g), 1)[0]
+        return self._placed(products(x.to(wide_dtype(x.dtype)), g.to(wide_dtype(g.dtype))), 1)[0]
 
     def _placed(self, found: Tensor, count: int) -> Tensor:
         """[b · G, d, p] to [b, *shape of W]."""

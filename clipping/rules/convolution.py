@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping import kernels
-from clipping.interface import norm_dtype
+from clipping.interface import norm_dtype, wide_dtype
 from clipping.kernels import cpu
+from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Spec, Work
 from clipping.rules.grams import gram_product, part
 from clipping.rules.pieces import Pieces, Share, applies
@@ -80,6 +81,8 @@ class ConvolutionWeight(Bilinear):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.operands(g, samples)
         count = x.shape[0]
+        if way != "unfold":  # which multiplies by products that are wide themselves
+            x, g = x.to(wide_dtype(g.dtype)), g.to(wide_dtype(g.dtype))
         if way == "shifts":
             return self._by_shifts(x, g)
         if way == "pairs":
@@ -117,8 +120,25 @@ class ConvolutionWeight(Bilinear):
         products = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
         return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
+    def reach(self, g: Tensor) -> Reach:
+        """From the norms of pixels: those of the patches are their sums over the kernel's offsets."""
+
+        def of_block(samples: slice) -> Reach:
+            x, of = self.operands(g, samples)
+            count = x.shape[0] * self.groups
+            pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1).unsqueeze(1).square_()
+            convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
+            ones = pixels.new_ones(1, 1, *self.kernel)
+            patches = convolve(pixels, ones, None, self.stride, self.padding, self.dilation)
+            norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
+            found = of_rows(patches.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
+            # each group has outputs of its own
+            return Reach(*(row_norms(each.view(-1, self.groups)) for each in found)) if self.groups > 1 else found
+
+        return self._reach_of_rows(g, of_block, 4 * sum(self._each(g)) // max(1, self.inputs))
+
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        return self._weight_gradient(x, g, 1)
+        return self._weight_gradient(x.to(wide_dtype(x.dtype)), g.to(wide_dtype(g.dtype)), 1)
 
     def copied(self, g: Tensor | Spec) -> int:
         return max(self._each(g))
@@ -274,6 +294,9 @@ class TransposedConvolutionWeight(ConvolutionWeight):
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
+
+    def reach(self, g: Tensor) -> Reach:
+        return self._swapped(g).reach(self.x.to(g.dtype))
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
         return self._swapped(g).summing_bytes(self.x)

@@ -6,6 +6,7 @@ y = x · D: the same of g · x. Rows of the output are samples; a D with a row f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
+from clipping.rounding import Reach, all_alike
 from clipping.rules.base import Gradient, Refused, Rule
 from clipping.rules.grams import part
 
@@ -51,16 +53,14 @@ class Broadcast(Rule):
         self.parameter, self.aligned = tensor, False
         return self
 
+    def reach(self, g: Tensor) -> Reach:
+        def of_block(samples: slice) -> Reach:
+            return all_alike(self._terms(g, samples), self.parameter.numel())
+
+        return self._reach_of_rows(g, of_block, math.prod(g.shape[1:]) * g.element_size())
+
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        g = part(g, samples)
-        if self.dim:
-            g = g.narrow(self.dim, self.start, self.length)
-        if isinstance(self.factor, Tensor):
-            # a factor without the samples' dimension broadcasts as it is
-            per_sample = self.factor.dim() == g.dim() and self.factor.shape[0] > 1
-            g = g * (part(self.factor, samples) if per_sample else self.factor)
-        elif self.factor is not None:
-            g = g * self.factor
+        g = self._terms(g, samples)
         shape = (1,) * (g.dim() - self.parameter.dim()) + self.parameter.shape
         over = [i for i, (mine, its) in enumerate(zip(shape, g.shape, strict=True)) if i and mine == 1 and its > 1]
         if over:
@@ -71,6 +71,19 @@ class Broadcast(Rule):
         rows = torch.arange(g.shape[0], device=g.device)
         placed[rows, rows + samples.start] = g
         return placed
+
+    def _terms(self, g: Tensor, samples: slice) -> Tensor:
+        """What is summed over the dimensions that D was broadcast along."""
+        g = part(g, samples)
+        if self.dim:
+            g = g.narrow(self.dim, self.start, self.length)
+        if isinstance(self.factor, Tensor):
+            # a factor without the samples' dimension broadcasts as it is
+            per_sample = self.factor.dim() == g.dim() and self.factor.shape[0] > 1
+            g = g * (part(self.factor, samples) if per_sample else self.factor)
+        elif self.factor is not None:
+            g = g * self.factor
+        return g
 
 
 class Copies(Rule):

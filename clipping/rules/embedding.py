@@ -10,11 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping import kernels
+from clipping.blocks import added, blocks
 from clipping.interface import norm_dtype
+from clipping.rounding import Reach, of_rows, portion, row_norms
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
-from clipping.rules.grams import sum_of_squares, within
+from clipping.rules.grams import part, within
 from clipping.rules.linear import LinearWeight
 from clipping.rules.products import products
+from clipping.squares import sum_of_squares
 
 
 class EmbeddingWeight(Rule):
@@ -43,16 +46,31 @@ class EmbeddingWeight(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         ids, g = self._positions(g, samples)
-        rows = g.new_zeros(ids.shape[0], *self.parameter.shape)
-        return rows.scatter_add_(1, ids[:, :, None].expand_as(g), g)
+        rows = torch.zeros(ids.shape[0], *self.parameter.shape, dtype=norm_dtype(g.dtype), device=g.device)
+        return rows.scatter_add_(1, ids[:, :, None].expand_as(g), _wide(g))
+
+    def features(self) -> int:
+        return self.outputs if self.route.way == GRAM_KERNEL else 0
+
+    def reach(self, g: Tensor) -> Reach:
+        def of_block(samples: slice) -> Reach:
+            norms = row_norms(self._positions(g, samples)[1])
+            return of_rows(torch.ones_like(norms[:, :1]), norms, 1, self.outputs)
+
+        return self._reach_of_rows(g, of_block, 2 * self.positions * self.outputs * g.element_size())
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        ids, g = self._positions(g, slice(0, self.samples(g)))
-        g = g * factors[:, None, None].to(g.dtype)
-        return torch.zeros_like(self.parameter).index_add_(0, ids.flatten(), g.flatten(0, 1))
+        count, factors = self.samples(g), factors.to(norm_dtype(g.dtype))
+
+        def summed(samples: slice) -> Tensor:
+            ids, rows = self._positions(g, samples)
+            rows = rows * part(factors, samples)[:, None, None]
+            return torch.zeros_like(self.parameter, dtype=rows.dtype).index_add_(0, ids.flatten(), rows.flatten(0, 1))
+
+        return added(summed, blocks(count, 1, portion(count, max(1, self.positions), factors.dtype)))
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
-        return g.numel() * g.element_size()  # of g, scaled
+        return g.numel() * norm_dtype(g.dtype).itemsize  # of g, scaled
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         rows = self.positions * self.outputs
@@ -87,12 +105,12 @@ class EmbeddingWeight(Rule):
         """
         everyone = slice(0, self.samples(g))
         ids, g = self._positions(g, everyone)
-        columns = _wide(g)
+        columns = g
         if isinstance(other, EmbeddingWeight):
             other_ids, h = other._positions(other_g, everyone)
 
             def same(rows: slice) -> Tensor:
-                return products(_wide(h[:, rows]), columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
+                return products(h[:, rows], columns).mul_(other_ids[:, rows, None] == ids[:, None, :])
 
             return within(same, h.shape[1], columns, self.workspace(g))
         if not isinstance(other, LinearWeight) or other.transposed:
@@ -101,7 +119,7 @@ class EmbeddingWeight(Rule):
 
         def read(rows: slice) -> Tensor:
             at_ids = h[:, rows].gather(2, ids[:, None, :].expand(-1, h[:, rows].shape[1], -1))  # [B, rows, T]
-            return products(_wide(a[:, rows]), columns).mul_(at_ids)
+            return products(a[:, rows], columns).mul_(at_ids)
 
         return within(read, h.shape[1], columns, self.workspace(g))
 

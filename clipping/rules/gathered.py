@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from clipping.blocks import blocks
+from clipping.rounding import Reach
 from clipping.rows import Rows, taken
 from clipping.rules.base import Rule, Spec, Work
 from clipping.rules.embedding import EmbeddingWeight
@@ -91,6 +92,12 @@ class AddedUp(Rule):
         if total is None:
             return g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
         return total[:-1]
+
+    def reach(self, g: Tensor) -> Reach | None:
+        owners, batch_size = self.order.owners, self.order.batch_size
+        at = torch.where(owners >= 0, owners, batch_size)
+        found = self.rule.reach(g)
+        return found and Reach(*(each.new_zeros(batch_size + 1).index_add_(0, at, each)[:-1] for each in found))
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         return self.rule.weighted(g, of_rows(factors, self.order))

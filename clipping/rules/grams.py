@@ -1,4 +1,4 @@
-"""Squared norms and Gram matrices of many samples at once, by torch's own operations."""
+"""Gram matrices of many samples at once, by torch's own operations."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.kernels import cpu
 from clipping.rules.products import products
-
-SUMMED = 4096
-"""Entries that are squared and added up at once."""
+from clipping.squares import sum_of_squares
 
 HALVED = 160
 """Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
@@ -28,19 +25,6 @@ def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
     return x.narrow(dim, rows.start, rows.stop - rows.start)
 
 
-def sum_of_squares(x: Tensor) -> Tensor:
-    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits."""
-    x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
-    if x.shape[1] < 2 * SUMMED:
-        return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
-    if cpu.in_one_piece(x):
-        return cpu.sum_of_squares(x)
-    whole = x.shape[1] // SUMMED * SUMMED
-    rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
-    squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)
-    return squares.add_(torch.linalg.vector_norm(rest, dim=1, dtype=dtype).square_()) if rest.numel() else squares
-
-
 def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] = ()) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
 
@@ -53,7 +37,7 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
     Returns:
         [n], float32 or wider.
     """
-    a = a.to(norm_dtype(g.dtype))
+    a = a.to(g.dtype)
     if a.shape[1] == 1:
         squares = sum_of_squares(g)
         for each in others:
@@ -79,10 +63,9 @@ def gram_inner(
     Returns:
         [n], float32 or wider.
     """
-    g, *others = (each.to(norm_dtype(g.dtype)) for each in (g, *others))
     count, positions, _ = g.shape
     matrices = 3 if others else 2
-    most = max(1, available // max(1, matrices * count * positions * g.element_size()))
+    most = max(1, available // max(1, matrices * count * positions * norm_dtype(g.dtype).itemsize))
     rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
     rows = min(rows, most)
     sums = []

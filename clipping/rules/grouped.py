@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.interface import norm_dtype
+from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rows import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 from clipping.rules.grams import gram_product
@@ -74,7 +76,8 @@ class GroupedWeight(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         owners, experts, a, g = self._side_by_side(g, samples)
-        total = g.new_zeros(samples.stop - samples.start, *self.parameter.shape)
+        shape = samples.stop - samples.start, *self.parameter.shape
+        total = torch.zeros(shape, dtype=norm_dtype(g.dtype), device=g.device)
         total[owners, experts] = products(a.transpose(1, 2), g.transpose(1, 2))
         return total
 
@@ -83,13 +86,18 @@ class GroupedWeight(Rule):
         squares = gram_product(a, g, self.workspace(g)) if len(a) else a.new_zeros(0)
         return squares.new_zeros(samples.stop - samples.start).index_add_(0, owners, squares)
 
+    def reach(self, g: Tensor) -> Reach:
+        owners, _, a, g = self._side_by_side(g, slice(0, self.count))
+        found = of_rows(row_norms(a), row_norms(g), self.inputs, self.outputs)
+        return Reach(*(each.new_zeros(self.count).index_add_(0, owners, each) for each in found))
+
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = torch.where(self.owners >= 0, factors[self.owners.clamp(min=0)], torch.zeros_like(factors[:1]))
-        g = g * factors[:, None].to(g.dtype)
-        total, start = torch.zeros_like(self.parameter), 0
+        g = g * factors[:, None].to(norm_dtype(g.dtype))
+        total, start = torch.zeros_like(self.parameter, dtype=g.dtype), 0
         for expert, end in enumerate(self.ends.tolist()):
             if end > start:
-                total[expert] = product(self.a[start:end].to(g.dtype), g[start:end])
+                total[expert] = product(self.a[start:end], g[start:end])
             start = end
         return total
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping import kernels
-from clipping.interface import norm_dtype
 from clipping.kernels import cpu
+from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.grams import gram_product, part, within
@@ -50,6 +50,13 @@ class LinearWeight(Bilinear):
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         x, g = x.flatten(0, 1), g.flatten(0, 1)
         return product(x, g) if self.transposed else product(g, x)
+
+    def reach(self, g: Tensor) -> Reach:
+        def of_block(samples: slice) -> Reach:
+            a, of = self.operands(g, samples)
+            return of_rows(row_norms(a), row_norms(of), self.inputs, self.outputs)
+
+        return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
 
     def copied(self, g: Tensor | Spec) -> int:
         return self.positions * min(self.inputs, self.outputs) * g.element_size()
@@ -100,7 +107,7 @@ class LinearWeight(Bilinear):
 
 def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Tensor:
     """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n]."""
-    a, g, b, h = (x.to(norm_dtype(g.dtype)) for x in (a, g, b, h))
+    a, g, b, h = (x.to(g.dtype) for x in (a, g, b, h))
     return within(lambda rows: products(a[:, rows], b).mul_(products(g[:, rows], h)), g.shape[1], h, available)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from clipping.blocks import blocks, concatenated
 from clipping.interface import norm_dtype
 from clipping.kernels import cpu
+from clipping.rounding import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
 from clipping.rules.grams import part
 
@@ -29,6 +30,10 @@ class _Scale(Rule):
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         """x̂ of some samples, in a tensor of its own."""
 
+    def sizes(self, at: slice, dtype: torch.dtype) -> Tensor:
+        """What x̂ is the difference of, in a tensor of its own."""
+        return self.normalised(at, dtype)
+
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         dtype = norm_dtype(g.dtype)
 
@@ -38,6 +43,16 @@ class _Scale(Rule):
 
         size = 2 * math.prod(g.shape[1:]) * dtype.itemsize
         return concatenated(summed, blocks(samples.stop - samples.start, size, self.workspace(g)))
+
+    def reach(self, g: Tensor) -> Reach:
+        dtype = norm_dtype(g.dtype)
+        positions = max(1, math.prod(g.shape[1:]) // self.parameter.numel())
+
+        def of_block(samples: slice) -> Reach:
+            terms = row_norms(self.sizes(samples, dtype).mul_(part(g, samples)).flatten(1))
+            return Reach(terms.mul_(math.sqrt(positions)), torch.zeros_like(terms))
+
+        return self._reach_of_rows(g, of_block, 2 * math.prod(g.shape[1:]) * dtype.itemsize)
 
 
 class LayerNormWeight(_Scale):
@@ -55,6 +70,9 @@ class LayerNormWeight(_Scale):
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))
+
+    def sizes(self, at: slice, dtype: torch.dtype) -> Tensor:
+        return (part(self.x, at).to(dtype).abs() + part(self.mean, at).abs()).mul_(part(self.rstd, at))
 
 
 class RecomputedNormWeight(_Scale):
@@ -98,6 +116,9 @@ class _LayerNormBias(Rule):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return _sum_positions(part(g, samples), self.parameter)
 
+    def reach(self, g: Tensor) -> Reach:
+        return all_alike(g, self.parameter.numel())
+
 
 Each = Callable[[Tensor, int], Tensor]
 """(vector [C], n) -> [n·C], of which each C entries belong to a row of the batch: `Tape.each`."""
@@ -117,9 +138,23 @@ def group_norm(
     whose gradients the kernel forms anyway: the per-sample ones, for which it need not be gone over g and x once more.
     """
     batch, channels = input.shape[:2]
-    x = input.reshape(1, batch * channels, *input.shape[2:])
     scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
-    return torch.group_norm(x, batch * num_groups, scale, shift, eps).view(input.shape)
+
+    def normalised(samples: slice) -> Tensor:
+        """Of some samples, as if they were one."""
+        x, at = part(input, samples), slice(samples.start * channels, samples.stop * channels)
+        own_scale, own_shift = (None if p is None else part(p, at) for p in (scale, shift))
+        folded = x.reshape(1, -1, *x.shape[2:])
+        return torch.group_norm(folded, len(x) * num_groups, own_scale, own_shift, eps).view(x.shape)
+
+    found = [normalised(samples) for samples in blocks(batch, num_groups, most_groups(input))]
+    return torch.cat(found) if len(found) > 1 else found[0]
+
+
+def most_groups(x: Tensor) -> int:
+    """Groups in one call: CUDA's backward kernel has one block of threads for each, in the second dimension of its grid
+    (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which ends at 65,535."""
+    return 65_535 if x.is_cuda else 2**31 - 1
 
 
 def rms_norm(

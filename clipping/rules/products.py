@@ -12,11 +12,14 @@ import functools
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from clipping.interface import HALF, wide_dtype
 
 SIDES = (384, 320, 256, 200, 160, 128)
 """Of the square matrices that both libraries are timed on."""
@@ -29,7 +32,17 @@ TURNS = 9
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Of any strides, but x is best contiguous."""
+    """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Of any strides, but x is best contiguous.
+
+    Of half precision in float32, with nothing rounded but the additions; of float32 never by TF32.
+    """
+    if x.dtype in HALF:
+        if x.is_cuda:
+            return torch.bmm(x, y.transpose(1, 2), out_dtype=torch.float32)
+        x, y = x.float(), y.float()
+    if x.is_cuda and x.dtype == torch.float32:
+        with full_precision():
+            return torch.bmm(x, y.transpose(1, 2))
     if not by_onednn(x, x.shape[1] * y.shape[1] * x.shape[2]):
         return torch.bmm(x, y.transpose(1, 2))
     if x.shape[0] == 1:
@@ -41,10 +54,39 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """xᵀ y: [K, M] and [K, N] to [M, N]."""
+    """xᵀ y: [K, M] and [K, N] to [M, N]; one in float32, the other perhaps in half precision.
+
+    On CUDA one of bfloat16 is multiplied by the two halves of the other's digits: so tensor cores do it, in float32.
+    """
+    if x.is_cuda and torch.bfloat16 in (x.dtype, y.dtype):
+        parts = [(each, other) for each in _halves(x) for other in _halves(y)]
+        found = [torch.mm(each.t(), other, out_dtype=torch.float32) for each, other in parts]
+        return found[0].add_(found[1]) if len(found) > 1 else found[0]
+    if x.dtype in HALF or y.dtype in HALF:
+        x, y = x.to(wide_dtype(x.dtype)), y.to(wide_dtype(y.dtype))
     if not by_onednn(x, x.numel() * y.shape[1]):
         return torch.mm(x.t(), y)
     return _onednn(x.t(), y.t()).contiguous()
+
+
+def _halves(x: Tensor) -> list[Tensor]:
+    """In bfloat16: itself, or what it is rounded to and what was cut off, 16 bits together."""
+    if x.dtype == torch.bfloat16:
+        return [x]
+    upper = x.to(torch.bfloat16)
+    return [upper, (x - upper).to(torch.bfloat16)]
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Products of float32 on CUDA are not rounded to TF32 within it, whatever the caller allows."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def by_onednn(x: Tensor, multiplications: int) -> bool:

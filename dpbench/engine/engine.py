@@ -34,6 +34,7 @@ from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
 from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted
 from dpbench.engine.sampling import Sampler
+from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
 from dpbench.engine.spent import PrivacySpent, account
@@ -50,9 +51,9 @@ class PrivacyEngine:
     Formal guarantees: the parameters after T steps are (ε, δ)-private as `privacy_spent` says if the loss of a sample
     depends on that sample alone (compared with autograd on the first batch) and the batches are drawn by the scheme
     that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule, buffers,
-    that a step failed) is not accounted. The theorem is about real numbers: here a clipped gradient is of norm C to the
-    precision of its type (1e-6 relative in float32, 1e-2 under a bfloat16 autocast), and the noise is a
-    floating-point one (`dpbench.engine.noise`).
+    that a step failed) is not accounted. The theorem is about real numbers: here one record moves the sum, as it is
+    computed, by C(1 + η) at the most (`sensitivity`, derived in `clipping.rounding`), to which the noise is scaled; and
+    the noise is a floating-point one (`dpbench.engine.noise`).
 
     Args:
         model: in training mode; its trainable parameters are those of the optimizer.
@@ -102,13 +103,11 @@ class PrivacyEngine:
     ) -> None:
         self._wrapped, model = model, unwrapped(model)
         reshard(model)
-        problem = batch_norm_problem(batch_norms(model))
-        if problem is not None:
+        if (problem := batch_norm_problem(batch_norms(model))) is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
         if secure and generator is not None:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
-        name = backend_name(backend, ghost_clipping, mixed)
-        cls = usable_backend(name)
+        cls = usable_backend(name := backend_name(backend, ghost_clipping, mixed))
         self.clip = clip_function(clip, max_grad_norm, numerical_stability_constant)
         self.settings = resolve(
             batch_size=batch_size,
@@ -151,6 +150,11 @@ class PrivacyEngine:
     def noise_multiplier(self) -> float:
         """σ, as given or as calibrated for the target."""
         return self.settings.mechanism.noise_multiplier
+
+    @property
+    def sensitivity(self) -> Sensitivity:
+        """S: what one record can move the sum by as it is computed, which the noise is scaled to."""
+        return sensitivity(self._recorder.backend, self.settings.batch_size)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Record the model's forward passes, and take over `optimizer.step`; adds `optimizer.virtual_step`.
@@ -261,6 +265,7 @@ class PrivacyEngine:
             drawn=max(self.drawn, self._ended) + self._abandoned.count,
             by_engine=self._sampled == self.steps,
             unlike=self._unlike,
+            sensitivity=self.sensitivity.words,
             delta=self.settings.delta if delta is None else delta,
         )
 
@@ -322,14 +327,10 @@ class PrivacyEngine:
             name = sorted(self._sums.keys() ^ result.grads.keys())[0]
             raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {name!r} in a part")
         require_finite(result.grads)
-        before = self._sums, self._size
-        try:
-            sums = gathered(result.grads, self.model)
-            sums.add(self._sums)
-            self._sums, self._size = sums, self._size + (len(result.losses) if drawn is None else drawn[0])
-        except BaseException:  # all of a piece is in the sum, or nothing: it may be tried again
-            self._sums, self._size = before
-            raise
+        # all of a piece is in the sum, or nothing: it may be tried again
+        sums, size = gathered(result.grads, self.model), len(result.losses) if drawn is None else drawn[0]
+        sums.add(self._sums)
+        self._sums, self._size = sums, self._size + size
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
@@ -347,7 +348,7 @@ class PrivacyEngine:
 
     def _release(self, *, sampled: bool) -> None:
         patch, settings = self._attached(), self.settings
-        deviation = self.noise_multiplier * self.clip.sensitivity if self.noise_multiplier else 0.0
+        deviation = self.noise_multiplier * self.sensitivity.bound if self.noise_multiplier else 0.0
         sums, self._sums = self._sums, Sums()
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled

@@ -49,7 +49,7 @@ class Recorder:
     """
 
     def __init__(self, model: nn.Module, backend: Backend, reads: Callable[[Any, int], None]) -> None:
-        self._model, self._backend, self._reads = model, backend, reads
+        self._model, self.backend, self._reads = model, backend, reads
         self._norms = batch_norms(model)
         self._recording: Recording | None = None
         self._entered: list[bool] = []
@@ -108,7 +108,7 @@ class Recorder:
             self._end_trace()
             if sample is not None:
                 self.drop()  # what is recorded next is looked at, too
-                raise UnsupportedModel(self._backend.name, [mixing(sample, "loss")])
+                raise UnsupportedModel(self.backend.name, [mixing(sample, "loss")])
             if self._occasions is not None and self._others:
                 self._occasions.others_passed()
             losses = plain(losses)
@@ -178,7 +178,7 @@ class Recorder:
         batch_size = leading_dimension(args, kwargs)
         if self._recording is None or self._recording.batch_size != batch_size:
             self._reads((args, kwargs), batch_size)
-        if batch_size == 0 and not self._backend.sharded:
+        if batch_size == 0 and not self.backend.sharded:
             self.drop()
             return None
         if batch_size == 0:
@@ -189,7 +189,7 @@ class Recorder:
             self.drop()
             self._dropped = True
         if self._recording is None:
-            self._recording = Recording(self._backend, (args, kwargs), batch_size, _by_hand, self._occasions)
+            self._recording = Recording(self.backend, (args, kwargs), batch_size, _by_hand, self._occasions)
             self._others = ()
             if self._occasions is not None:
                 trainable = sum(p.requires_grad for p in module.parameters())
@@ -227,7 +227,7 @@ class Recorder:
             if second is not None and output is not None:
                 sample = second.changed(output)
                 if sample is not None:
-                    raise UnsupportedModel(self._backend.name, [mixing(sample, "output")])
+                    raise UnsupportedModel(self.backend.name, [mixing(sample, "output")])
             if self._trace is not None and output is not None:
                 return self._trace.of(output)
             if self._recording.batch_size == 0:

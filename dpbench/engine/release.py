@@ -54,6 +54,7 @@ def release_gradients(
     blocks, sums.blocks = sums.blocks, []
     for block in blocks:  # where the model has another tensor in a parameter's place by now
         block.parameters = {name: parameters[name] for name in block.parameters}
+        block.round()
     rank, processes = place()
     sharded = any(map(is_sharded, parameters.values()))
     works: list[Any] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from accounting import ADJACENCIES, SAMPLINGS, Kind
@@ -30,6 +30,7 @@ class PrivacySpent:
         private: False for seeded noise, no noise, batches that cannot be what is accounted, or an ε that is no upper
             bound.
         caveats: one line each.
+        sensitivity: what the noise was scaled to, of the shapes that were seen.
     """
 
     epsilon: float
@@ -45,6 +46,7 @@ class PrivacySpent:
     noise: str
     private: bool
     caveats: tuple[str, ...] = ()
+    sensitivity: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         assumed = " assumed" if self.sampled_by == "assumed" else ""
@@ -64,6 +66,7 @@ def account(
     drawn: int,
     by_engine: bool,
     delta: float,
+    sensitivity: str,
     unlike: str | None = None,
 ) -> PrivacySpent:
     """ε of `steps` steps at `delta`.
@@ -75,6 +78,7 @@ def account(
         drawn: logical batches that the loader handed out.
         by_engine: the loader drew all that were released.
         delta: δ.
+        sensitivity: what the noise was scaled to, in words.
         unlike: what is wrong with the sizes of batches that were not drawn by the engine.
     """
     mechanism = settings.mechanism
@@ -106,6 +110,7 @@ def account(
         adjacency=mechanism.adjacency,
         sampled_by="engine" if by_engine else "assumed",
         noise=noise.words,
+        sensitivity=sensitivity,
         private=private,
         caveats=(*caveats, NOT_ACCOUNTED),
     )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.blocks import sum_dtype
 from clipping.kernels.noise import Segments
 from dpbench.engine.sharded import as_sharded, here, replicas
 
@@ -42,6 +43,12 @@ class Block:
     data: Tensor
     segments: Segments | None = None
     own: bool = False
+
+    def round(self) -> None:
+        """To the precision in which noise is added: float32, or as wide as the parameters."""
+        dtype = torch.promote_types(next(iter(self.parameters.values())).dtype, torch.float32)
+        if self.data.dtype != dtype:
+            self.data, self.own = self.data.to(dtype), True
 
     def parts(self) -> dict[str, Tensor]:
         """What each parameter has of it in this process, of its shape."""
@@ -76,11 +83,14 @@ class Sums(Mapping[str, Tensor]):
         }
 
     def add(self, older: Sums) -> None:
-        """Add those of another piece, of the same parameters; `older` is not changed."""
+        """Add those of another piece, of the same parameters; `older` is not changed.
+
+        In float64 from then on, so that neither the number of pieces nor their order matters.
+        """
         with torch.no_grad():
             if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:
                 for mine, theirs in zip(self.blocks, older.blocks, strict=True):
-                    mine.data.add_(theirs.data)
+                    mine.data, mine.own = theirs.data.to(sum_dtype(theirs.data), copy=True).add_(mine.data), True
             else:  # of other dtypes, and so in other blocks
                 for name, total in older.items():
                     self[name].add_(total)

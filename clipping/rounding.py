@@ -1,0 +1,225 @@
+"""How far rounding may carry a record beyond its clipping threshold, and what is added to its norm so that it does not.
+
+DP-SGD needs ‖S(D ∪ x) - S(D)‖ ≤ C of the sums that are *computed*. A record's norm and its share of the sum are formed
+by different operations of finite precision, and where large terms cancel both may be rounding and nothing else. What
+tells how large the terms were is the **reach** of a use of a parameter, with rows a_t of its input and g_t of its
+output's gradient:
+
+    U = Σ_t ‖a_t‖ ‖g_t‖ ≥ ‖Σ_t g_t a_tᵀ‖.
+
+With u the unit roundoff of what is accumulated in (2^-24 for float32), a dot product of n terms that is added up in
+lanes is off by about ¼ √n u times the sum of the sizes of its terms, if each addition rounds at random (Higham and
+Mary 2019, *A new approach to probabilistic rounding error analysis*; a constant of 1 is there for what is not). So
+
+    a squared norm by Gram matrices of rows of n features is off by at most    γ_N U²,   γ_N = (4 + ½ √n) u
+    a product over T positions, instantiated or within the sum, by at most     γ_G U,    γ_G = (4 + √T) u
+    a second backward pass gives another g_t, off in its last digits:          γ_G + 32 u in place of γ_G
+
+and the factors are made of
+
+    n̂ = max( √(Σ N + Σ γ_N U²) + √(Σ (γ_G U)²),  √(Σ U²) / ρ )
+
+over the uses, N the computed squared norm: c = clip(n̂) times the record's share of the computed sum is at most C. For
+an ordinary record U/‖g‖ is about √T or less (11 at T = 128, 32 at T = 1024), and n̂ exceeds the norm by less than
+1e-3; for one that cancels the bound is loose, and it is clipped harder, which costs nobody else anything. Where the
+instantiated gradient is kept, norm and sum come of one tensor, and nothing is added.
+
+**The others' roundings** change with the record, which moves them to other places in a product of K = B·T terms. They
+are bounded through what each may put into the sum: c U ≤ ρ C, with ρ = max(40, 1.25 √T) (the second part of n̂; ordinary
+records do not reach it), and b C for the b records of a portion, for portions of a sum are added up in float64:
+
+    η ≤ u √(B T) (b + ρ/2) / 4            if each addition rounds at random: the sum's error in its Frobenius norm is
+                                          of so many independent ones, and exceeds this with probability below 1e-12
+    η ≤ u B T (b + ρ) + u ρ (T + n)       in the worst case, that of the record's own norm included
+
+A second backward pass forms its sums by one product of all B samples: b = B there.
+
+Where n̂ is no number something has overflowed, and the record's factor is 0: it adds nothing to the sum, or what is no
+number there either, which is refused. Entries too small to be squared (below `smallest`) are added to n̂ as if each
+were that large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from clipping.interface import norm_dtype
+
+FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
+"""Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
+CAP, CAP_OF_LAYER = (40.0, 1.25), (64.0, 2.0)
+"""ρ: how many times its threshold the terms of one record may measure, at least, and for each √T. Terms cancel more in
+one layer than in the whole gradient."""
+UNKNOWN = 8.0
+"""U/‖g‖ of a use of which only the gradient is known."""
+PORTION = 2e4
+"""b √(B T) of a portion of a sum in float32: then b u √(B T) / 4 is 3e-4."""
+
+
+class Reach(NamedTuple):
+    """Of one use, for each record.
+
+    Attributes:
+        terms: U [B].
+        lost: [B] what of it is due to entries that may have been too small to be squared.
+    """
+
+    terms: Tensor
+    lost: Tensor
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Entries below it have squares that are not normal numbers: 2^-63 for float32."""
+    return math.sqrt(torch.finfo(norm_dtype(dtype)).tiny)
+
+
+def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
+    """Σ_t ‖a_t‖ ‖g_t‖ from the norms of rows.
+
+    Args:
+        a: [b, T] of inputs; or [b, 1], of all positions alike.
+        g: [b, T] of gradients.
+        inputs, outputs: entries of each row.
+    """
+    least = smallest(g.dtype)  # what both lose, least², is beneath notice
+    of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
+    lost = g.sum(1).mul_(least * math.sqrt(inputs)).add_(of_inputs, alpha=least * math.sqrt(outputs))
+    return Reach((a * g).sum(1), lost)
+
+
+def all_alike(terms: Tensor, entries: int) -> Reach:
+    """Of terms [b, ...] that are added up to `entries` numbers each: √T times the norm of all, which is U or more."""
+    norms = row_norms(terms.flatten(1))
+    return Reach(norms * math.sqrt(max(1, math.prod(terms.shape[1:]) // max(1, entries))), torch.zeros_like(norms))
+
+
+def row_norms(x: Tensor, dim: int = -1) -> Tensor:
+    """Norms along one dimension, in float32 or wider."""
+    return torch.linalg.vector_norm(x, dim=dim, dtype=norm_dtype(x.dtype))
+
+
+def unit(dtype: torch.dtype) -> float:
+    """u of what products of `dtype` are accumulated in."""
+    return torch.finfo(norm_dtype(dtype)).eps / 2
+
+
+def of_gram(features: int, dtype: torch.dtype) -> float:
+    """γ_N, relative to U²."""
+    return (4 + FEATURES * math.sqrt(features)) * unit(dtype)
+
+
+def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
+    """γ_G, relative to U."""
+    return (4 + PRODUCT * math.sqrt(positions) + (SECOND_PASS if second_pass else 0)) * unit(dtype)
+
+
+def of_operands(of: Tensor) -> float:
+    """What operands of a sum's product lose on CUDA, relative to U: TF32 keeps 11 bits, two bfloat16 numbers 16."""
+    if not of.is_cuda or of.dtype == torch.float64:
+        return 0.0
+    if of.dtype == torch.bfloat16:
+        return 2.0**-16
+    switches: Any = torch.backends
+    allowed = switches.cuda.matmul.fp32_precision, switches.cudnn.conv.fp32_precision
+    return 2.0**-10 if "tf32" in allowed else 0.0
+
+
+def cap(positions: int, *, of_layer: bool = False) -> float:
+    """ρ, where uses have at most so many positions; `of_layer` for per-layer clipping."""
+    least, each = CAP_OF_LAYER if of_layer else CAP
+    return max(least, each * math.sqrt(positions))
+
+
+def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
+    """b: samples whose share of a sum may be formed at once, before it is added to the rest in float64."""
+    wider = 2.0**-24 / unit(dtype)
+    return max(1, int(wider * PORTION / math.sqrt(max(1, samples * positions))))
+
+
+def excess(
+    batch_size: int, positions: int, features: int, together: int, dtype: torch.dtype, *, of_layers: bool = False
+) -> tuple[float, float]:
+    """η: what one record may move the computed sum by beyond its threshold, as a share of it.
+
+    The last rounding of a sum of B gradients, from float64, is among it; and 8 u for a record's own norm and factor.
+
+    Args:
+        batch_size: B.
+        positions: T, the most of a use; 0 if gradients are summed one by one.
+        features: of the longest rows that are multiplied with one another.
+        together: b, samples whose share of the sum is formed at once.
+        dtype: of what is summed.
+        of_layers: of per-layer clipping.
+
+    Returns:
+        If each addition rounds at random, and in the worst case.
+    """
+    u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
+    at_random = u * (8 + batch_size / 4 + math.sqrt(terms) * (together + most / 2) / 4)
+    return at_random, u * (8 + batch_size + terms * (together + most) + most * (positions + features))
+
+
+class Doubt:
+    """What rounding may have hidden of each record's norm, over all uses of parameters.
+
+    Args:
+        like: [B], of the dtype of norms.
+        parameters: how many numbers a gradient has.
+        of_layer: it is one layer's.
+    """
+
+    def __init__(self, like: Tensor, parameters: int, *, of_layer: bool = False) -> None:
+        self._like, self._of_layer = like, of_layer
+        self._least = math.sqrt(parameters) * smallest(like.dtype)
+        self._uses: list[tuple[Reach, float, float]] = []
+        self._positions = 1
+
+    def add(
+        self,
+        reach: Reach,
+        features: int,
+        positions: int,
+        *,
+        gram: bool,
+        second_pass: bool = False,
+        of: Tensor | None = None,
+    ) -> None:
+        """Of a use whose norm is not that of the tensor which is summed.
+
+        Args:
+            reach: of all records.
+            features: the most that were multiplied with one another in a dot product of rows.
+            positions: T.
+            gram: the norm came of Gram matrices.
+            second_pass: the sum is another backward pass's.
+            of: a tensor of the dtype and device of what the sum is a product of.
+        """
+        dtype = self._like.dtype
+        of_squares = of_gram(features, dtype) if gram else 0.0
+        of_sums = of_product(positions, dtype, second_pass) + (0.0 if of is None else of_operands(of))
+        self._uses.append((reach, of_squares, of_sums))
+        self._positions = max(self._positions, positions)
+
+    def bound(self, squares: Tensor) -> Tensor:
+        """n̂ [B] from the computed squared norms [B]."""
+        squares = squares.clamp(min=0)
+        if not self._uses:
+            return squares.sqrt() + self._least
+        reaches, of_squares, of_sums = zip(*self._uses, strict=True)
+        terms, lost = ([each.to(self._like.dtype) for each in part] for part in zip(*reaches, strict=True))
+        doubted = _sum_of_squares(torch._foreach_mul(terms, [math.sqrt(rate) for rate in of_squares]))
+        unlike = _sum_of_squares(torch._foreach_mul(terms, list(of_sums)))
+        reach = _sum_of_squares(terms).sqrt()
+        found = (squares + doubted).sqrt() + unlike.sqrt() + torch.stack(lost).sum(0) + self._least
+        found = torch.maximum(found, reach / cap(self._positions, of_layer=self._of_layer))
+        # an overflow: infinities subtracted from one another, or times 0. What is no number itself stays so in the sum
+        return found.nan_to_num_(math.inf, math.inf)
+
+
+def _sum_of_squares(terms: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(terms)).square_().sum(0)
