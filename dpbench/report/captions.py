@@ -95,7 +95,7 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
         where.append(f"on {len(nodes)} nodes ({_join(nodes)}), every ratio within one of them")
     if setting:
         where.append(f"torch {_join(_distinct(r.environment.get('torch') for r in records))}")
-    if precisions := _distinct(r.setting("precision") for r in records):
+    if precisions := _distinct(r.trial.get("precision") for r in records):
         where.append(_join(precisions))
     if setting:
         if sizes := _distinct(r.setting("image_size") for r in records):
