@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
 from clipping.rules import base, norm
+from clipping.rules.pixels import Geometry, pixel_gram_product
 from clipping.rules.products import full_precision, product, products
 
 
@@ -60,6 +62,61 @@ def test_a_group_norm_in_portions_is_the_same(monkeypatch):
         torch.testing.assert_close(grad, found[1].grads[name], rtol=1e-10, atol=1e-14)
 
 
+def test_portions_of_a_group_norm_are_joined_once_in_the_backward_pass(monkeypatch):
+    """A view of each portion would make zeros for the whole batch, as often as there are portions."""
+    monkeypatch.setattr(norm, "most_groups", lambda x: 64)
+    names: list[str] = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    x, scale, shift = torch.randn(7, 64, 2, requires_grad=True), *(torch.randn(64, requires_grad=True) for _ in "ab")
+    g = torch.randn(7, 64, 2)
+    with Names():
+        found = norm.group_norm(lambda p, n: p.repeat(n), x, 32, scale, shift)
+        grads = torch.autograd.grad(found, (x, scale, shift), g)
+    assert names.count("native_group_norm_backward") == 4 and "slice_backward" not in names and "add" not in names
+    expected = F.group_norm(x, 32, scale, shift)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grads, torch.autograd.grad(expected, (x, scale, shift), g))
+
+
+@pytest.mark.parametrize("batch_size", [2047, 2048, 4096])
+def test_a_group_norm_of_a_cuda_device_is_cut(batch_size):
+    """The device itself decides, not a test's stand-in; forward only, for autograd on CUDA asks for its driver."""
+    with FakeTensorMode(), Groups() as groups:
+        x = torch.empty(batch_size, 64, 2, 2, device="cuda")
+        assert norm.group_norm(lambda p, n: p.repeat(n), x, 32).shape == x.shape
+    assert len(groups.seen) == -(-batch_size * 32 // 65_535) and max(groups.seen) <= 65_535
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gram_matrices_of_pixels_are_neither_tf32_nor_widened_first(dtype):
+    found: list[tuple[torch.dtype, torch.dtype, str]] = []
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ == "bmm":
+                found.append((args[0].dtype, result.dtype, matmul.fp32_precision))
+            return result
+
+    try:
+        matmul.fp32_precision = "tf32"
+        with FakeTensorMode(), Products():
+            x, g = (torch.empty(2, 3, size, size, device="cuda", dtype=dtype) for size in (6, 4))
+            squares = pixel_gram_product(x, g, Geometry([3, 3], [1, 1], [0, 0], [1, 1]), 2**26)
+        assert squares.dtype == torch.float32 and matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+    assert {each[:2] for each in found} == {(dtype, torch.float32)}
+    assert dtype != torch.float32 or {each[2] for each in found} == {"ieee"}
+
+
 def test_workspace_grows_with_a_gpus_memory(monkeypatch):
     rule = base.Bias(nn.Parameter(torch.zeros(3)), -1)
     assert rule._room() == base.WORKSPACE["cpu"]
@@ -86,7 +143,6 @@ def test_products_of_float32_are_never_tf32_and_the_switch_is_put_back():
 
 def test_products_of_half_precision_on_cuda_ask_for_float32_and_cast_nothing():
     """On fake tensors of a CUDA device: no copy in float32 is made of what tensor cores multiply."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
     class Casts(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

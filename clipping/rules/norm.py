@@ -140,15 +140,18 @@ def group_norm(
     batch, channels = input.shape[:2]
     scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
 
-    def normalised(samples: slice) -> Tensor:
+    def normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
         """Of some samples, as if they were one."""
-        x, at = part(input, samples), slice(samples.start * channels, samples.stop * channels)
-        own_scale, own_shift = (None if p is None else part(p, at) for p in (scale, shift))
         folded = x.reshape(1, -1, *x.shape[2:])
-        return torch.group_norm(folded, len(x) * num_groups, own_scale, own_shift, eps).view(x.shape)
+        return torch.group_norm(folded, len(x) * num_groups, scale, shift, eps).view(x.shape)
 
-    found = [normalised(samples) for samples in blocks(batch, num_groups, most_groups(input))]
-    return torch.cat(found) if len(found) > 1 else found[0]
+    counts = [samples.stop - samples.start for samples in blocks(batch, num_groups, most_groups(input))]
+    if len(counts) == 1:
+        return normalised(input, scale, shift)
+    # by split, whose backward joins the portions once: a view of each would have zeros for the whole batch added to it
+    of_channels = [count * channels for count in counts]
+    own = ([None] * len(counts) if p is None else p.split(of_channels) for p in (scale, shift))
+    return torch.cat([normalised(*each) for each in zip(input.split(counts), *own, strict=True)])
 
 
 def most_groups(x: Tensor) -> int:

@@ -24,9 +24,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.interface import HALF, norm_dtype
 from clipping.kernels import cpu, in_two_dimensions
 from clipping.rules.grams import part
+from clipping.rules.products import products
 
 HALVED = 256
 """Positions from which on the symmetry is used: the margins of small blocks cost more than it saves."""
@@ -85,12 +86,13 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
         [n], float32 or wider.
     """
     dtype = norm_dtype(g.dtype)
-    x, g = x.to(dtype), g.to(dtype)
+    kept = g.dtype if g.is_cuda and g.dtype in HALF else dtype  # there products of half precision are float32 as it is
+    x, g = x.to(kept), g.to(kept)
     count, _, rows, *_ = g.shape
     a_row = g[0, 0, 0].numel()
-    step = max(1, int((available / max(1, 3 * count * g.element_size())) ** 0.5) // max(1, a_row))
+    step = max(1, int((available / max(1, 3 * count * dtype.itemsize)) ** 0.5) // max(1, a_row))
     step = min(step, rows if rows * a_row < HALVED else -(-rows // 2))
-    total = g.new_zeros(count)
+    total = g.new_zeros(count, dtype=dtype)
     for start in range(0, rows, step):
         here = slice(start, min(start + step, rows))
         for other in range(0, start + 1, step):
@@ -129,7 +131,8 @@ def _product(x: Tensor, g: Tensor, geometry: Geometry, here: slice, there: slice
 
 def _between(x: Tensor, y: Tensor) -> Tensor:
     """Inner products of all pixels of x [n, C, *size] and of y, [n, ∏ size of x, ∏ size of y]."""
-    return torch.bmm(x.flatten(2).transpose(1, 2), y.flatten(2))
+    x, y = x.flatten(2).transpose(1, 2), y.flatten(2)
+    return products(x, y.transpose(1, 2)) if x.is_cuda else torch.bmm(x, y)
 
 
 Span = tuple[int, int, int]
