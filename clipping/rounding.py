@@ -49,6 +49,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
+from clipping.kernels import cpu
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 """Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
@@ -100,6 +101,8 @@ def all_alike(terms: Tensor, entries: int) -> Reach:
 
 def row_norms(x: Tensor, dim: int = -1) -> Tensor:
     """Norms along one dimension, in float32 or wider."""
+    if dim == 1 and x.dim() > 2 and x.numel() and cpu.in_one_piece(x):
+        return cpu.column_norms(x)
     return torch.linalg.vector_norm(x, dim=dim, dtype=norm_dtype(x.dtype))
 
 

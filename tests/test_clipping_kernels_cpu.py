@@ -269,3 +269,13 @@ def test_the_folder_is_the_named_one_or_the_users(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert cache.folder() == Path("/home/somebody/.cache/dpbench")
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 64, 4, 4), (1, 1, 300), (2, 5, 0), (4, 130, 17, 19)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_of_columns(shape, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    if not cpu.in_one_piece(x):
+        pytest.skip("no compiler here")
+    found, expected = cpu.column_norms(x), torch.linalg.vector_norm(x.double(), dim=1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)

@@ -3,6 +3,7 @@
     gram_norm         Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
     pixel_gram_norm   the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
     sum_of_squares    ‖x_i‖² of what is instantiated                     reads it once
+    column_norms      norms of pixels over their channels                reads them once
     scale_gradient    Σ_t g x̂ of a layer norm                            reads g and x once
 
 The libraries that torch multiplies by are made for large matrices; those of one sample are small, and symmetric. Here a
@@ -134,6 +135,16 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return found
 
 
+def column_norms(x: Tensor) -> Tensor:
+    """[n, C, *size] in one piece to [n, *size]: norms over C, where torch reduces one number at a time."""
+    count, rows = x.shape[:2]
+    found = x.new_empty(count, *x.shape[2:])
+    if x.numel() and not isinstance(x, FakeTensor):
+        columns = found.numel() // count
+        _loaded(x.dtype).column_norms(_torch().torch_parallel_for, x.data_ptr(), count, rows, columns, found.data_ptr())
+    return found
+
+
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
     """Σ_t g (x - mean) rstd: per-sample gradients of a layer norm's γ, with x̂ nowhere in memory.
 
@@ -227,9 +238,16 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     library.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
     library.pixel_gram_norm.argtypes = [address, *[number] * 5, *[address] * 3, number, address, address]
     library.squares.argtypes = [address, address, number, number, address]
+    library.column_norms.argtypes = [address, address, number, number, number, address]
     library.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
     library.pixel_scratch.argtypes, library.pixel_scratch.restype = [address, *[number] * 5], number
-    for kernel in (library.gram_norm, library.pixel_gram_norm, library.squares, library.scale_gradients):
+    for kernel in (
+        library.gram_norm,
+        library.pixel_gram_norm,
+        library.squares,
+        library.column_norms,
+        library.scale_gradients,
+    ):
         kernel.restype = None
     return library
 
