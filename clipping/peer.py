@@ -41,6 +41,7 @@ class Step(NamedTuple):
 class Peer(Backend):
     """A backend that is another library's work; only the clipping function may be ours."""
 
+    refuses_no_numbers = False
     library: ClassVar[str]
     package: ClassVar[str]
     install: ClassVar[str]

@@ -56,6 +56,8 @@ FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 CAP, CAP_OF_LAYER = (40.0, 1.25), (64.0, 2.0)
 """ρ: how many times its threshold the terms of one record may measure, at least, and for each √T. Terms cancel more in
 one layer than in the whole gradient."""
+OWN = 64.0
+"""Of u, relative to a norm: what it and its factor are rounded by where nothing cancels."""
 UNKNOWN = 8.0
 """U/‖g‖ of a use of which only the gradient is known."""
 PORTION = 2e4
@@ -149,7 +151,8 @@ def excess(
 ) -> tuple[float, float]:
     """η: what one record may move the computed sum by beyond its threshold, as a share of it.
 
-    The last rounding of a sum of B gradients, from float64, is among it; and 8 u for a record's own norm and factor.
+    The last rounding of a sum of B gradients, from float64, is among it; and 64 u for a record's own norm (a sum of
+    thousands of squares at once), its root and factor.
 
     Args:
         batch_size: B.
@@ -163,8 +166,8 @@ def excess(
         If each addition rounds at random, and in the worst case.
     """
     u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
-    at_random = u * (8 + batch_size / 4 + math.sqrt(terms) * (together + most / 2) / 4)
-    return at_random, u * (8 + batch_size + terms * (together + most) + most * (positions + features))
+    at_random = u * (OWN + batch_size / 4 + math.sqrt(terms) * (together + most / 2) / 4)
+    return at_random, u * (OWN + batch_size + terms * (together + most) + most * (positions + features))
 
 
 class Doubt:
