@@ -26,7 +26,7 @@ from clipping.interface import (
     wide_dtype,
 )
 from clipping.rounding import excess
-from clipping.samples import factors_by_name
+from clipping.samples import WIDENED, factors_by_name
 from clipping.squares import sum_of_squares
 
 
@@ -148,7 +148,9 @@ class Sums:
             return like.new_zeros(1, dtype=norm_dtype(like.dtype))
         norm, factors = factors_by_name(torch.stack(layers), list(grads), clip, sum(g.numel() for g in grads.values()))
         for name, grad in grads.items():
-            self._totals[name].addcmul_(grad, factors[name][0])
+            pieces = (x.view(-1).split(WIDENED) for x in (self._totals[name], grad.contiguous()))
+            for total, piece in zip(*pieces, strict=True):
+                total.addcmul_(piece, factors[name][0])
         return norm
 
     def rounded(self) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from clipping.rounding import portion, smallest
 from clipping.squares import sum_of_squares
 
 WIDENED = 2**22
-"""Entries of gradients in half precision that are copied to a wide dtype at once."""
+"""Entries of gradients that are copied to a wider dtype at once."""
 
 
 def norms_and_factors(

@@ -13,8 +13,9 @@ autograd saves is counted because its storage lives. The backward pass runs on t
 
 **Inside an operation** a kernel allocates and frees memory that no mode sees. On a CPU it is added by formula
 (`temporaries`): copies of a convolution's operands in oneDNN's layout (`clipping.temporaries`), a softmax's dense copy
-of its input, a group norm's sums. Workspaces of cuDNN and cuBLAS, rounding by the allocator and fragmentation are not
-known: on CUDA, or for a device that this machine lacks, none are added. The experiment `memory_accuracy` compares.
+of its input, a group norm's sums, a wide copy of what is added to a wider sum. Workspaces of cuDNN and cuBLAS, rounding
+by the allocator and fragmentation are not known: on CUDA, or for a device that this machine lacks, none are added. The
+experiment `memory_accuracy` compares.
 
 **Where branches join** (a residual connection) autograd adds one gradient to the other in place if nobody else holds
 it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
@@ -237,6 +238,9 @@ def at_once(func: Any, args: Any, result: Any) -> int:
     if func is aten.native_group_norm_backward.default:
         sums = 2 * args[5] * args[6] * args[0].element_size()
         return sums + sum(_nbytes(part) for part in result if part is not None)
+    if func is aten.addcmul_.default:
+        total, *factors = args
+        return sum(each.numel() * total.element_size() for each in factors if each.dim() and each.dtype != total.dtype)
     return 0
 
 
