@@ -174,7 +174,10 @@ def _run_here(
         where |= {"executor": dict(request.sweep), "libraries": libraries}
         executor.refuse = lambda trial: different(environment.sources_of(trial))
     shards = Shards(request.folder, progress.say, lambda: where)
-    if any(trial.alone for trial, _ in plan.schedule.remaining()):
+    remaining = [trial for trial, _ in plan.schedule.remaining()]
+    if (line := environment.kernels_missing(plan.device, remaining)) is not None:
+        progress.say(f"dpbench: {line}")
+    if any(trial.alone for trial in remaining):
         shards.of().watch.begin()
     blocks = [Block("", plan.schedule, together=True)]
     loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)
