@@ -23,7 +23,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -116,7 +116,7 @@ def _find(real: str) -> Library:
             raise NoLibrary(why)
         whole = _whole(path)
         if whole is None:
-            _compile([*compiler, *flags, *(str(file) for file in SOURCES if file.suffix == ".c")], path)
+            _compile(compiler, [*flags, *(str(file) for file in SOURCES if file.suffix == ".c")], path)
             whole = _whole(path)
         if whole is None:
             raise NoLibrary(f"{path} was compiled, and is not whole")
@@ -176,14 +176,15 @@ def _whole(path: Path) -> tuple[str, str] | None:
     return hashlib.sha256(body).hexdigest(), json.loads(label)
 
 
-def _compile(command: list[str], path: Path) -> None:
+def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
     """Whole or not at all, whoever else compiles it at the same time."""
-    version = subprocess.run([command[0], "--version"], capture_output=True, timeout=SECONDS).stdout
-    said = version.decode(errors="replace").strip().splitlines() or [command[0]]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS).stdout
+    said = version.decode(errors="replace").strip().splitlines() or compiler
+    label = " ".join([said[0], *compiler[1:]])  # a flag in CC makes another library
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compile-") as aside:
         partial = Path(aside) / path.name
-        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, timeout=SECONDS)
-        data = partial.read_bytes() + _MARK + json.dumps(said[0]).encode()
+        subprocess.run([*compiler, *arguments, "-o", str(partial)], check=True, capture_output=True, timeout=SECONDS)
+        data = partial.read_bytes() + _MARK + json.dumps(label).encode()
         partial.unlink()
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data + hashlib.sha256(data).hexdigest().encode())

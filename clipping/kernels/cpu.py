@@ -11,8 +11,8 @@ tile of inner products stays in registers from the first feature to the last, on
 of one Gram matrix meets that of the other as soon as both are there. The sources need no library and no header of
 torch's: threads are torch's own, by `torch_parallel_for`.
 
-**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.library`). Where there is no folder to keep them,
-no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
+**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.library`). Where there is no folder to keep
+them, no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
 `clipping.rules` are the exact fallback.
 
 **Exactness.** Inner products have the dtype of the tensors, float32 at least; rows of tiles are added up in float64.
