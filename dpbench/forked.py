@@ -19,6 +19,7 @@ from dpbench.processes import die_with_parent, offer_to_the_oom_killer
 from dpbench.reference import load_object
 from dpbench.store import to_json
 from dpbench.trials import Trial
+from dpbench.whole import flaw_of_result
 
 #: Sent to a trial whose time is up, shortly before it is killed: it writes down where it stands.
 TELL_WHERE = signal.SIGUSR1
@@ -74,7 +75,9 @@ def _run(trial: Trial) -> dict[str, Any]:
     try:
         _set_threads(trial)
         result = load_object(trial.body)(trial)
-        to_json(result)  # what cannot be recorded is an error of the body
+        to_json(result)  # what cannot be recorded is an error of the body, and so is what no reader would take
+        if (why := flaw_of_result(trial.kind, result)) is not None:
+            raise TypeError(f"what {trial.body} returned is no result of kind {trial.kind!r}: {why}")
         return {"outcome": Outcome.OK, "evidence": None, "result": result}
     except BaseException as error:  # whatever it is, it ends as a typed record
         outcome, evidence, kept = classify(error)

@@ -118,6 +118,21 @@ def _unrecordable(trial: Act) -> dict[str, Any]:
     return {"object": object()}
 
 
+def _nothing(trial: Act) -> Any:
+    return None
+
+
+def _a_list(trial: Act) -> Any:
+    return [1, 2]
+
+
+def _deep(trial: Act) -> dict[str, Any]:
+    value: Any = 0
+    for _ in range(500):
+        value = [value]
+    return {"deep": value}
+
+
 def _big(trial: Act) -> dict[str, Any]:
     return {"text": "x" * 3_000_000}
 
@@ -153,6 +168,9 @@ ACTIONS = {
     "segfault": _segfault,
     "leave": _leave,
     "unrecordable": _unrecordable,
+    "nothing": _nothing,
+    "a list": _a_list,
+    "deep": _deep,
     "big": _big,
     "infinite": _infinite,
     "offspring": _offspring,
