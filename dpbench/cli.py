@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import re
 import sys
@@ -116,6 +117,9 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Without arguments: those of the process."""
+    for stream in (sys.stdout, sys.stderr):  # a path may have bytes, and a record halves of a pair, that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         parsed = _parse(sys.argv[1:] if argv is None else argv)
         if parsed is None:

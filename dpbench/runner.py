@@ -65,8 +65,7 @@ class Request:
         return self.results / (self.experiment.name + ("-smoke" if self.smoke else ""))
 
     def cells(self, device: str) -> Sequence[Cell]:
-        declared = self.experiment.smoke if self.smoke else self.experiment.cells
-        chosen = select(declared(device), self.only)
+        chosen = select(self.experiment.declared(device, smoke=self.smoke), self.only)
         return chosen if self.blocks is None else [cell for cell in chosen if key_of(cell)[0] in self.blocks]
 
 

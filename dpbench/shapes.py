@@ -26,6 +26,8 @@ _LARGEST = 2**63
 _SHOWN = 40
 _AGES = 1e12
 _GREATEST = 1e200
+_UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z", re.ASCII)
+_FILE_NAME = re.compile(r"[^/\\\0.][^/\\\0]{0,250}")
 
 Shape = Any
 
@@ -95,8 +97,6 @@ FILE_NAME = Is(
     "the name of a file in this folder",
     lambda value: isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None,
 )
-_UTC = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{6})?Z", re.ASCII)
-_FILE_NAME = re.compile(r"[^/\\\0.][^/\\\0]{0,250}")
 
 
 def one_of(*names: str) -> Is:

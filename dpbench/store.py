@@ -143,9 +143,9 @@ class Store:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        data = (to_json(line) + "\n").encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        left = memoryview((to_json(line) + "\n").encode())
+        while left:
+            left = left[os.write(self._file, left) :]
         os.fsync(self._file)
 
     def close(self) -> None:

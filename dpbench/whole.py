@@ -85,6 +85,9 @@ LINES: Mapping[str, Shape] = {
     },
 }
 
+#: What a trial sends back.
+ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), None)}
+
 #: What a field of a trial is, whichever kind has it.
 _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
@@ -155,7 +158,7 @@ _FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outco
 _CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": Each(ANY)}
 _ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": Or(_COVERAGE, None)}
 _ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
-_ROWS: Shape = {"rows": [_ROW], "tolerance": FINITE, "mixes?": FLAG, "random?": FLAG}
+_ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes?": FLAG, "random?": FLAG}
 _COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
 _USE: Shape = {
     "parameter": TEXT,
@@ -261,6 +264,17 @@ def flaw_of_line(line: Any) -> str | None:
         where = line["environment"]
         return flaw(where, {"host": TEXT}, "environment") if where.get("executor") else None
     trial = line["trial"]
+    if (found := flaw_of_trial(trial)) is not None or kind_of_line == "cut":
+        return found
+    return _flaw_of_found(trial["kind"], line)
+
+
+def flaw_of_trial(trial: Any) -> str | None:
+    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole."""
+    if too_deep(trial):
+        return "trial: nested too deeply"
+    if (found := flaw(trial, {"kind": TEXT}, "trial") or _too_large(trial)) is not None:
+        return found
     kind = trial["kind"]
     if kind not in _TRIALS:
         return None
@@ -268,9 +282,16 @@ def flaw_of_line(line: Any) -> str | None:
     shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
     if kind.startswith("epsilon"):  # what a calibration leaves open
         shape |= {"noise_multiplier": FINITE, "steps": WHOLE}
-    if (found := flaw(trial, shape, "trial")) is not None or kind_of_line == "cut":
-        return found
-    return _flaw_of_found(kind, line)
+    return flaw(trial, shape, "trial")
+
+
+def _too_large(value: Any, where: str = "trial") -> str | None:
+    """The first number in it that has more digits than anything here can reckon with."""
+    if isinstance(value, dict):
+        return next((f for key, each in value.items() if (f := _too_large(each, f"{where}.{key}"))), None)
+    if isinstance(value, list):
+        return next((f for n, each in enumerate(value) if (f := _too_large(each, f"{where}[{n}]"))), None)
+    return flaw(value, NUMBER, where) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:

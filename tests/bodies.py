@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -128,13 +129,41 @@ def _a_list(trial: Act) -> Any:
 
 def _deep(trial: Act) -> dict[str, Any]:
     value: Any = 0
-    for _ in range(500):
+    for _ in range(100):
         value = [value]
     return {"deep": value}
 
 
 def _big(trial: Act) -> dict[str, Any]:
     return {"text": "x" * 3_000_000}
+
+
+def _huge(trial: Act) -> dict[str, Any]:
+    return {"text": "x" * 64_000_000}
+
+
+def _no_text(trial: Act) -> dict[str, Any]:
+    """Fail with half of a pair of code units, which no encoding has, and leave another one in what is printed."""
+    print(os.fsdecode(b"\xff"), file=sys.stderr)
+    raise ValueError("half \ud83d of a face, and \udcff of a path")
+
+
+def _halves(trial: Act) -> dict[str, Any]:
+    return {"half \ud83d": ["\udcff"]}
+
+
+def _scribble(trial: Act) -> dict[str, Any]:
+    """Write to every descriptor that there is."""
+    for descriptor in range(3, 300):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"key": 1, "outcome": "fine"}\n')
+    return {"number": trial.number}
+
+
+def _stop(trial: Act) -> dict[str, Any]:
+    """Stop the process that forked this one, as Ctrl-Z would."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return {"number": trial.number}
 
 
 def _infinite(trial: Act) -> dict[str, Any]:
@@ -172,6 +201,11 @@ ACTIONS = {
     "a list": _a_list,
     "deep": _deep,
     "big": _big,
+    "huge": _huge,
+    "no text": _no_text,
+    "halves": _halves,
+    "scribble": _scribble,
+    "stop": _stop,
     "infinite": _infinite,
     "offspring": _offspring,
 }
