@@ -106,8 +106,10 @@ def check_rounds(rounds: Any, what: str) -> None:
     Raises:
         UsageError: for a number of rounds that cannot be, or is beyond reason.
     """
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or not 1 <= rounds <= MOST_ROUNDS:
-        raise UsageError(f"a number from 1 to {MOST_ROUNDS} for {what}", rounds)
+    if not isinstance(rounds, int) or rounds < 1:
+        raise UsageError(f"at least 1 for {what}", rounds)
+    if rounds > MOST_ROUNDS:
+        raise UsageError(f"at most {MOST_ROUNDS} for {what}", rounds)
 
 
 def _flaw_of(trial: Trial) -> str | None:

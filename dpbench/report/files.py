@@ -13,7 +13,7 @@ from dpbench.report.pictures import Pictures
 
 TABLES = ("csv", "md", "tex")
 #: What a spreadsheet takes for the beginning of a formula.
-_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_FORMULA = ("=", "+", "-", "@")
 FORMATS = ("png", "svg", "pdf", *TABLES)
 
 
@@ -45,13 +45,16 @@ def _as_data(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _quoted(value: Any) -> Any:
     """A text that would begin a formula, with an apostrophe before it; a number in words is none."""
-    if not isinstance(value, str) or not value.startswith(_FORMULA):
+    if not isinstance(value, str):
         return value
+    text = value.replace("\r", " ")  # it would end the row
+    if not text.lstrip().startswith(_FORMULA):
+        return text
     try:
-        float(value)
+        float(text)
     except ValueError:
-        return f"'{value}"
-    return value
+        return f"'{text}"
+    return text
 
 
 def _claim(claim: Claim) -> str:
