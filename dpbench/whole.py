@@ -101,7 +101,7 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
     "noise_multiplier": Or(FINITE, None),
     "target_epsilon": Or(ABOVE_0, None),
-    **dict.fromkeys(("simulated", "measure"), FLAG),
+    **dict.fromkeys(("simulated", "measure", "small"), FLAG),
     "backends": [TEXT],
 }
 _STEP = "model backend batch_size device precision image_size num_classes"
@@ -127,8 +127,8 @@ _TRIALS = {
     "utility": "network data backend clip batch_size epochs lr max_grad_norm target_epsilon delta seed",
     "audit": "backend fault form sample_rate target_epsilon max_grad_norm steps canaries seed",
     "device": "device",
-    "norms": "family precision",
-    "parts": "model backend batch_size precision",
+    "norms": "family precision small",
+    "parts": "model backend batch_size precision optimizer",
     "profile": "model backends batch_size precision",
 }
 
@@ -155,10 +155,16 @@ _ENTRY: Shape = {
 }
 _MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": Some(_TURN), "memory": _MEMORY}
 _FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outcome if outcome is not Outcome.OK))}
+_PROFILED: Shape = {
+    "outcome": one_of("ok"),
+    **dict.fromkeys(("launches", "waits"), Or(FINITE, None)),
+    **dict.fromkeys(("operations", "device_seconds"), FINITE),
+    "top": [{"name": TEXT, "asked_by": _TEXT, "calls": FINITE, "seconds": SECONDS, "share": FINITE}],
+}
 _CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": Each(ANY)}
 _ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": Or(_COVERAGE, None)}
 _ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
-_ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes?": FLAG, "random?": FLAG}
+_ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes": FLAG, "random": FLAG}
 _COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
 _USE: Shape = {
     "parameter": TEXT,
@@ -200,7 +206,7 @@ _RESULTS: Mapping[str, Shape] = {
     **dict.fromkeys(("epsilon", "epsilon_sweep", "epsilon_scheme", "epsilon_map"), _EPSILON_FOUND),
     "calibration": _CLAIM | {"value": NUMBER, "steps?": WHOLE},
     "explain": Or(
-        {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": [[WHOLE]]}},
+        {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": Some(Some(WHOLE))}},
         {"problems": [{"module": TEXT, "reason": TEXT}]},
         {"usage": TEXT},
     ),
@@ -214,8 +220,8 @@ _RESULTS: Mapping[str, Shape] = {
             {
                 "case": TEXT,
                 "outcome": TEXT,
-                "excess": _NUMBER,
-                "limit": _NUMBER,
+                "excess": Or(FINITE, None),
+                "limit": Or(FINITE, None),
                 "batch_size?": _WHOLE,
                 "record?": _TEXT,
                 "counts?": Or(Each(COUNT), None),
@@ -223,6 +229,35 @@ _RESULTS: Mapping[str, Shape] = {
             }
         ]
     },
+    "device": {
+        "facts": Each(ANY),
+        "versions": Each(ANY),
+        "bandwidth": [{"what": TEXT, "bytes_per_second": FINITE}],
+        "products": [{"size": POSITIVE, "precision": TEXT, "flops_per_second": FINITE}],
+        "latency": [{"what": TEXT, "seconds": SECONDS}],
+    },
+    "norms": {
+        "rows": [
+            {
+                **dict.fromkeys(("operation", "sizes", "parameter", "route", "way"), TEXT),
+                **dict.fromkeys(("error", "limit"), _NUMBER),
+                "outcome": OUTCOME,
+                "evidence": _TEXT,
+            }
+        ]
+    },
+    "parts": {
+        "tensors": COUNT,
+        "counted": TEXT,
+        "steps": {
+            name: {
+                "parts": Each({"seconds": Some(SECONDS), "launches": _NUMBER, "waits": _NUMBER}),
+                "step_seconds": Some(ABOVE_0),
+            }
+            for name in ("plain", "private")
+        },
+    },
+    "profile": {"counted": TEXT, "backends": Each(Or(_PROFILED, _FAILED))},
     "utility": {
         "accuracy": FINITE,
         "curve": Some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),
@@ -282,6 +317,8 @@ def flaw_of_trial(trial: Any) -> str | None:
     shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
     if kind.startswith("epsilon"):  # what a calibration leaves open
         shape |= {"noise_multiplier": FINITE, "steps": WHOLE}
+    if kind == "calibration":
+        shape["target_epsilon"] = ABOVE_0
     return flaw(trial, shape, "trial")
 
 

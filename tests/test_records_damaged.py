@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report_records import save_no_pictures
+from report_records import RunFile, save_no_pictures
 
 from dpbench import environment, machines, store
 from dpbench.cli import main
 from dpbench.shapes import DEPTH
 from dpbench.store import read_runs
+from dpbench.trials import OverheadTrial, PeakTrial, SweepTrial
 from dpbench.whole import flaw_of_line, flaw_of_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,10 +26,31 @@ EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if any(p
 #: Of each experiment, so many mutated lines beside so many that are whole.
 MUTATED, WHOLE = 60, 20
 JUNK: tuple[Any, ...] = (
-    *(None, True, 0, -1, 1, 0.5, -1.5, 10**30, 10**400, 1e308, 2**62),
-    *("", "x", "ok", "inf", "nan", "\ud800", "../../x", "=1+1", "<b>", "2026-02-31T00:00:00Z", "x" * 3000),
+    *(None, True, 0, -1, 1, 0.5, -1.5, -0.0, 5e-324, 1e199, 1e308, 2**62, 10**30, 10**400),
+    *(
+        "",
+        "x",
+        "ok",
+        "oom",
+        "mismatch",
+        "cuda",
+        "nonprivate",
+        "step",
+        "epsilon",
+        "device",
+        "profile",
+        "inf",
+        "nan",
+        "\ud800",
+        "../../x",
+        "=1+1",
+        "<b>",
+        "2026-02-31T00:00:00Z",
+        "x" * 3000,
+    ),
     *([], [[]], [None], ["x"], {}, {"a": 1}),
 )
+EPSILON = {"epsilon": 1.0, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.1}
 ENVIRONMENT = {"type": "environment", "schema": store.SCHEMA, "run": "r", "utc": "2026-01-01T00:00:00.000000Z"}
 ENVIRONMENT |= {"environment": {"device": "cpu", "device_name": "CPU"}}
 
@@ -210,3 +232,39 @@ def test_a_kind_s_table_lies_in_the_folder_of_its_report(kind, tmp_path, monkeyp
     assert main(["report", str(tmp_path / "a" / "b" / "e"), "--output", str(tmp_path / "a" / "b" / "out")]) == 0
     written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
     assert len(written) == 4 and all(path.is_relative_to(tmp_path / "a" / "b" / "out") for path in written)
+
+
+def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
+    """What it lost is measured again, once; what is whole is not."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dpbench.experiment import Experiment, grid\nfrom dpbench.trials import EpsilonTrial\n"
+        "def cells(device):\n"
+        "    return grid(EpsilonTrial, accountant='rdp', sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, "
+        "steps=[1, 2, 3, 4, 5, 6])\n"
+        "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1, figures=('epsilon_epochs',))\n"
+    )
+    run = ["run", str(path), "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert main(run) == 0
+    (kept,) = (tmp_path / "out" / "mine").glob("*.jsonl")
+    head, *lines = map(json.loads, kept.read_text().splitlines())
+    for line, field in zip(lines[:4], ("seconds", "utc", "result", "trial"), strict=True):
+        del line[field]
+    write(kept, [head, *lines])
+    capsys.readouterr()
+    assert main(run) == 0
+    said = capsys.readouterr().err
+    assert "recorded 4 trials (4 ok)" in said and f"{kept}:2: not a record (seconds: expected a value" in said
+    assert main(run) == 0 and "nothing is left to run" in capsys.readouterr().err
+
+
+def test_records_that_come_to_nothing_together_are_drawn_all_the_same(tmp_path, monkeypatch):
+    """Each is whole; no panel of a figure has anything, no model two sizes, no axis a number above nothing."""
+    save_no_pictures(monkeypatch)
+    run = RunFile(tmp_path / "a" / "a.jsonl")
+    for backend in ("ghost", "nonprivate"):
+        run.add(PeakTrial(model="cnn", backend=backend, batch_size=8, simulated=False), None, "error", evidence="boom")
+    run.add(OverheadTrial(model="cnn", backends=["ghost"], batch_size=8), None, "timeout")
+    run.epsilon("rdp", 10, 5e-324).epsilon("rdp", 20, 1e199).epsilon("rdp", 30, 0.0)
+    run.add(SweepTrial(accountant="rdp", sample_rate=0.0, delta=0.0, noise_multiplier=0.0, steps=1), EPSILON)
+    assert main(["report", str(tmp_path / "a"), "--output", str(tmp_path / "out")]) == 0

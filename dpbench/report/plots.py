@@ -24,7 +24,7 @@ def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
     def block(chosen: pd.Series[bool], *, speeds: bool) -> Block:
         cells: list[Any] = list(frame[chosen].itertuples(index=False))
         panels = []
-        if sized.any() or not len(timed):  # where nothing came of it, a panel says why
+        if sized.any() or not speeds:  # where nothing came of it, a panel says why
             own = [_size_bar(cell) for cell in cells]
             known = frame.budget_bytes.dropna()
             budget = f" in {style.size(known.iloc[0])}" if len(known) else ""
