@@ -104,7 +104,8 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
     """Norms along one dimension, in float32 or wider."""
     if dim == 1 and x.dim() > 2 and x.numel() and cpu.in_one_piece(x):
         return cpu.column_norms(x)
-    return torch.linalg.vector_norm(x, dim=dim, dtype=norm_dtype(x.dtype))
+    # counted from the front: to torch 2.11 without values the last dimension, where it has one entry, stays
+    return torch.linalg.vector_norm(x, dim=dim % x.dim(), dtype=norm_dtype(x.dtype))
 
 
 def unit(dtype: torch.dtype) -> float:

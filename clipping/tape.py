@@ -264,9 +264,10 @@ class Tape(TorchFunctionMode):
             anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
             output = anchored.apply(output, self.arrivals.anchor(output.device))
         spec = Spec(output.shape, output.dtype)
-        self._noted.append(
-            Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine, made, None, self._order)
-        )
+        node, operation = output.grad_fn, self._composite or func
+        assert node is not None
+        at, number = output.output_nr, node._sequence_nr()
+        self._noted.append(Noted(operation, spec, node, at, number, mine, made, None, self._order))
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -348,7 +349,7 @@ class Tape(TorchFunctionMode):
         number = copies.grad_fn._sequence_nr()
         made = number, number + 1
         self._noted.append(
-            Noted(self._composite, output, copies.grad_fn, 0, [(source, gradient)], made, copies, self._order)
+            Noted(self._composite, output, copies.grad_fn, 0, number, [(source, gradient)], made, copies, self._order)
         )
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:

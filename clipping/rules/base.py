@@ -255,8 +255,7 @@ class Rule(ABC):
 
     def room(self) -> int:
         """Bytes that a norm may use whatever the batch."""
-        device = self.parameter.device
-        least = WORKSPACE.get(device.type, WORKSPACE["cuda"])
+        least = WORKSPACE.get((device := self.parameter.device).type, WORKSPACE["cuda"])
         return max(least, share_of_gpu(device.index or 0)) if device.type == "cuda" else least
 
     def is_kept(self, g: Tensor | Spec) -> bool:
