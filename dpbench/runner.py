@@ -139,14 +139,6 @@ def run(request: Request, progress: Progress) -> Report:
     """
     begun = time.monotonic()
     check_minutes(request.minutes)
-    if request.sweep is not None:  # a part of one
-        return _run(request, progress, begun)
-    Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
-    with held(request.folder, wait=request.wait, say=progress.say):
-        return _run(request, progress, begun)
-
-
-def _run(request: Request, progress: Progress, begun: float) -> Report:
     if request.cluster is not None:
         if request.minutes is not None:  # when a trial starts there is the cluster's business, not known here
             raise UsageError("--minutes with --executor local", f"--executor {request.cluster.name}")
@@ -155,9 +147,19 @@ def _run(request: Request, progress: Progress, begun: float) -> Report:
     plan = make_plan(request, environment.resolve_device(request.device))
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
-    if request.sweep is None and not FolderName(request.results).read():
+    Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
+    if request.sweep is not None:  # a part of one
+        return _run(request, plan.device, progress, begun)
+    with held(request.folder, wait=request.wait, say=progress.say):
         FolderName(request.results).give()
-        plan = make_plan(request, plan.device)
+        return _run(request, plan.device, progress, begun)
+
+
+def _run(request: Request, device: str, progress: Progress, begun: float) -> Report:
+    """On this machine, where nobody else measures for the folder now."""
+    plan = make_plan(request, device)
+    if plan.schedule.next() is None:
+        return Report(Counter(), device=plan.device)
     with_torch = any("torch" in trial.modules() for trial, _ in plan.schedule.remaining())
     with Isolation(environment.server_variables(plan.device)) as isolation:
         try:

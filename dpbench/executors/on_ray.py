@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from dpbench.executors.ray_cluster import connect, cpus_of, device_of
 from dpbench.executors.worker import Job, run_trial
 from dpbench.host import host_name
 from dpbench.isolation import Answer, Place
+from dpbench.lock import held
 from dpbench.loop import Loop, Report
 from dpbench.machines import Sweep
 from dpbench.outcome import Outcome
@@ -47,7 +48,7 @@ def run(request: Request, progress: Progress) -> Report:
     cluster = request.cluster
     assert cluster is not None
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
-    ray = connect(address)
+    ray, stack = connect(address), ExitStack()
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         device = device_of(request.device, nodes)
@@ -58,6 +59,8 @@ def run(request: Request, progress: Progress) -> Report:
         if plan.schedule.next() is None:
             return Report(Counter(), device=device)
         Store(request.folder, {}).close()
+        stack.enter_context(held(request.folder, wait=request.wait, say=progress.say))
+        plan = make_plan(request, device, sweep)
         total = int(sum(resources.get("CPU", 0) for resources in nodes))
         with OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
             here = {"libraries": sweep["versions"], "executor": sweep}
@@ -72,6 +75,7 @@ def run(request: Request, progress: Progress) -> Report:
             blocks = plan.blocks()
             report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
     finally:
+        stack.close()
         ray.shutdown()
     report.device = device
     return report
