@@ -72,6 +72,7 @@ VARIANTS: dict[str, tuple[str, dict[str, str], str]] = {
     "strong:kov": ("accounting.kov:Optimal", {}, "optimal composition (Kairouz, Oh and Viswanath 2015)"),
     "moments:extended": ("accounting.moments:Extended", {}, "with all orders, whole or not"),
     "rdp:classic": ("accounting.rdp:Rdp", {"conversion": "classic"}, "with the conversion of 2017, as in older tools"),
+    "rdp:whole": ("accounting.rdp:Whole", {}, "with whole orders alone: of discrete Gaussian noise, too"),
     "prv:estimate": ("accounting.prv:Estimate", {}, "between its bounds, where the truth most likely is"),
     "prv:lower": ("accounting.prv:Lower", {}, "its certified lower bound"),
 }

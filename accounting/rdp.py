@@ -23,7 +23,7 @@ import numpy as np
 from accounting.base import Accountant, SubsampledGaussian
 from accounting.gaussian import log_variance
 from accounting.search import descend
-from accounting.series import Array, log_moments
+from accounting.series import WHOLE_ORDERS, Array, log_moments
 
 Conversion = Literal["improved", "classic"]
 
@@ -74,6 +74,13 @@ class Rdp(Accountant):
         start = _start(sigma, q, steps, log_delta)
         lam, epsilon = descend(lambda x: float(at(np.array([x]))[0]), start, SMALLEST, LARGEST)
         return epsilon, lam + 1.0
+
+
+class Whole(Rdp):
+    """ε by the best whole order from 2 to 1,024: these hold for the discrete Gaussian, too (`moments` for fewer)."""
+
+    def __init__(self) -> None:
+        super().__init__(orders=range(2, WHOLE_ORDERS + 1))
 
 
 def _start(sigma: float, q: float, steps: float, log_delta: float) -> float:

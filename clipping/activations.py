@@ -74,6 +74,8 @@ class _Repeated(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, rows: int) -> Tensor:
         ctx.rows, ctx.shape = rows, tensor.shape
         copies = tensor.reshape(-1)
+        if not copies.is_cpu:
+            return copies.repeat(rows)  # one launch
         parts: list[Tensor] = []
         while rows >= COPIES:  # in less time than by `repeat`, or `expand` and `reshape`
             rows, rest = divmod(rows, COPIES)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -57,7 +58,8 @@ class Arrivals:
         if noted.copies is not None:
             self._copies.append((use, noted.copies))
         if noted.copies is None or self.by_hand is not None:
-            self._hooks.append(noted.node.register_prehook(partial(self._hooked, use, noted.at)))
+            with suppress(RuntimeError):  # of a node that is gone, to torch 2.11: no gradient reaches it
+                self._hooks.append(noted.node.register_prehook(partial(self._hooked, use, noted.at)))
 
     def expect(self, uses: list[Use], leaves: list[Tensor], graph: int) -> None:
         """What the graph of the losses has: uses, the gradient of each of which must arrive exactly once; leaves that

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -71,9 +72,8 @@ class TapeBackend(Backend):
 
     def _rounding(self, batch_size: int) -> tuple[float, float]:
         positions, features = self._sizes
-        dtype, whole = self._dtype(), self.norms.second_pass and not self.clip.per_layer
+        dtype = self._dtype()
         most = min(batch_size, portion(batch_size, positions, dtype))
-        most = batch_size if whole and positions > 1 else most
         return excess(batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer)
 
     def _saw(self, tape: Tape) -> None:
@@ -166,7 +166,10 @@ class TapeBackend(Backend):
             self._saw(tape)
         norms = kind(tape.counts, losses, parameters, self.clip)
         norms.keep_graph = keep_graph
-        tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph)
+        again = isinstance(norms, TwoPasses) and in_portions(tape, len(losses))
+        tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph, last=not again)
+        if isinstance(norms, TwoPasses) and again:
+            norms.again = partial(tape.backward, retain_graph=keep_graph)
         with without_autocast(losses.device):
             total, grads = norms.finish()
         self.coverage = norms.coverage()
@@ -185,6 +188,12 @@ class TapeBackend(Backend):
         problems = tape.problems or unrecorded(losses, tape, parameters)
         if problems:
             raise UnsupportedModel(self.name, dict.fromkeys(problems))
+
+
+def in_portions(tape: Tape, batch_size: int) -> bool:
+    """Whether one product of the whole batch would round too much: see `clipping.rounding`."""
+    rules = [(rule, use.output.dtype) for use in tape.uses for _, rule in use.rules]
+    return any(batch_size > portion(batch_size, max(1, rule.positions), dtype) for rule, dtype in rules)
 
 
 class FastGradClip(TapeBackend):

@@ -19,11 +19,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from clipping.arrivals import Arrival
 from clipping.blocks import blocks, concatenated, each, sum_dtype
 from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype, wide_dtype
 from clipping.oracle import gradients
-from clipping.rounding import UNKNOWN, Doubt, Reach, portion
+from clipping.rounding import UNKNOWN, Doubt, Reach
 from clipping.rules import Copies, Rule, Spec
 from clipping.rules.grams import part
 from clipping.samples import rounded_down, weighted_sum
@@ -31,8 +32,9 @@ from clipping.sources import Source
 from clipping.squares import sum_of_squares
 from clipping.uses import Use
 
-SMALL = 2**18
-"""Bytes of a batch's gradients of one parameter that are kept whatever the route says: they cost nothing."""
+SMALL = 64
+"""What fits so often into a workspace is small: a batch's gradients of one parameter that are kept whatever the route
+says, for they cost nothing."""
 
 
 class Norms(ABC):
@@ -197,42 +199,54 @@ class _WholeNorms(Norms):
 class TwoPasses(_WholeNorms):
     """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant.
 
-    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of. So
-    are those of layers with one position in batches so large that one product would round too much.
+    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of.
+
+    Attributes:
+        again: a backward pass of the tape, in which the sums of large batches are formed in portions; None where one
+            product by autograd rounds little enough.
     """
 
     second_pass = True
+    again: Callable[[Tensor, Arrival], None] | None = None
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._sums_of: dict[str, Callable[[Tensor], Tensor]] = {}
+        self._sums_of: dict[str, Tensor] = {}
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        samples = rule.samples(g)
-        small = samples * rule.instantiated_bytes(g) <= SMALL or isinstance(rule, Copies)
-        if source.is_parameter and not rule.route.ghost and small:
-            gradient = rule.instantiate(g, slice(0, samples))
+        keeps = is_small(rule, g) or isinstance(rule, Copies)
+        if source.is_parameter and not rule.route.ghost and keeps:
+            gradient = rule.instantiate(g, slice(0, rule.samples(g)))
             self._squares += sum_of_squares(gradient)
-            self._sums_of[next(iter(source.parameters))] = partial(weighted_sum, grad=gradient)
+            self._sums_of[next(iter(source.parameters))] = gradient
             return
         squares = self._squared_norms(source, rule, g).clamp_(min=0)
         self._squares += squares
-        one_product = rule.positions > 1 or samples <= portion(samples, 1, squares.dtype)
-        if source.is_parameter and not one_product:
-            self._sums_of[next(iter(source.parameters))] = partial(rule.weighted, g)
-        self._doubtful(source, rule, g, squares, second_pass=one_product)
+        self._doubtful(source, rule, g, squares, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             total, bound = self._total()
             factors = self._clip.factors(bound)
-            for name in list(self._sums):
-                self._sums_of[name] = partial(weighted_sum, grad=self._sums.pop(name))
-            grads = {name: self._sums_of.pop(name)(factors) for name in list(self._sums_of)}
+            kept = self._sums_of | self._sums
+            self._sums_of.clear()
+            self._sums.clear()
+            grads = {name: weighted_sum(factors, kept.pop(name)) for name in list(kept)}
         self._pairs.clear()
         weighted = (rounded_down(factors, self._losses.dtype) * self._losses).sum()
         others = {name: p for name, p in self._parameters.items() if name not in grads}
-        return total, grads | gradients(weighted, others, keep_graph=self.keep_graph)
+        if self.again is None:
+            return total, grads | gradients(weighted, others, keep_graph=self.keep_graph)
+        found: dict[str, Tensor] = {}
+
+        def arrived(use: Use, g: Tensor) -> None:
+            """Of the weighted losses: it has the factors already."""
+            for source, rule in use.rules:
+                if not others.keys().isdisjoint(source.parameters):
+                    source.add_to(found, rule.weighted(g, g.new_ones(rule.samples(g))))
+
+        self.again(weighted, arrived)
+        return total, found | grads
 
 
 class Book(_WholeNorms):
@@ -245,8 +259,8 @@ class Book(_WholeNorms):
     longer than to carry it out.
     """
 
-    small = SMALL
-    """Bytes of a batch's gradients of one parameter up to which they are joined with others."""
+    joins: ClassVar[bool] = True
+    """Small gradients do wait."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -258,7 +272,7 @@ class Book(_WholeNorms):
         route = rule.route
         if not source.rearranged and is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
-        if route.kept and rule.samples(g) * rule.instantiated_bytes(g) <= self.small and not route.way:
+        if self.joins and route.kept and not route.way and is_small(rule, g):
             gradients = rule.instantiate(g, slice(0, rule.samples(g)))
             self._small.append((source, gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1)))
             return
@@ -346,6 +360,11 @@ class LayerByLayer(Norms):
         # a layer's factors depend on its own norms and on L
         layers = doubt.bound(squares).expand(len(self._parameters), -1)
         return self._clip.factors(layers)[0]
+
+
+def is_small(rule: Rule, g: Tensor) -> bool:
+    """Whether a batch's gradients of one parameter cost nothing: see `SMALL`."""
+    return SMALL * rule.samples(g) * rule.instantiated_bytes(g) <= rule.room()
 
 
 def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:

@@ -32,8 +32,6 @@ records do not reach it), and b C for the b records of a portion, for portions o
                                           of so many independent ones, and exceeds this with probability below 1e-12
     η ≤ u B T (b + ρ) + u ρ (T + n)       in the worst case, that of the record's own norm included
 
-A second backward pass forms its sums by one product of all B samples: b = B there.
-
 Where n̂ is no number something has overflowed, and the record's factor is 0: it adds nothing to the sum, or what is no
 number there either, which is refused. Entries too small to be squared (below `smallest`) are added to n̂ as if each
 were that large.
@@ -61,7 +59,8 @@ OWN = 64.0
 UNKNOWN = 8.0
 """U/‖g‖ of a use of which only the gradient is known."""
 PORTION = 2e4
-"""b √(B T) of a portion of a sum in float32: then b u √(B T) / 4 is 3e-4."""
+"""b √(B T) of a portion of a sum in float32: then b u √(B T) / 4 is 3e-4. With three times as much, records in an order
+that rounds all of them up exceed what is stated for roundings at random."""
 
 
 class Reach(NamedTuple):
@@ -105,7 +104,8 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
     """Norms along one dimension, in float32 or wider."""
     if dim == 1 and x.dim() > 2 and x.numel() and cpu.in_one_piece(x):
         return cpu.column_norms(x)
-    return torch.linalg.vector_norm(x, dim=dim, dtype=norm_dtype(x.dtype))
+    # counted from the front: to torch 2.11 without values the last dimension, where it has one entry, stays
+    return torch.linalg.vector_norm(x, dim=dim % x.dim(), dtype=norm_dtype(x.dtype))
 
 
 def unit(dtype: torch.dtype) -> float:

@@ -69,7 +69,7 @@ class _Sharded(Norms):
 class ShardedBook(_Sharded, Book):
     """Book-keeping whose sums are formed and reduced one parameter after the other."""
 
-    small = 0
+    joins = False
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         if source.rearranged and not rule.is_fallback:

@@ -186,17 +186,19 @@ class Tape(TorchFunctionMode):
             if self.counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):
                 self.counts[name] = 1
 
-    def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool) -> None:
+    def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool, last: bool = True) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
 
-        The hooks are gone when this returns; the graph too, unless `retain_graph` keeps it for a second pass.
+        After the last one hooks and rules are gone; the graph too, unless `retain_graph` keeps it for a second pass.
 
         Raises:
             Refused: a use that was expected and whose gradient has not arrived, or one that has arrived twice.
         """
 
-        def last(use: Use, g: Tensor) -> None:
+        def arrived(use: Use, g: Tensor) -> None:
             arrival(use, g)
+            if not last:
+                return
             for _, rule in use.rules:
                 if rule.share is not None:
                     rule.share.input_only = True
@@ -204,9 +206,10 @@ class Tape(TorchFunctionMode):
 
         self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
         try:
-            self.arrivals.run(losses, last, retain_graph=retain_graph)
+            self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
-            self.close()
+            if last:
+                self.close()
         self.arrivals.require_complete()
 
     def sources(self) -> list[Source]:
@@ -261,9 +264,10 @@ class Tape(TorchFunctionMode):
             anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
             output = anchored.apply(output, self.arrivals.anchor(output.device))
         spec = Spec(output.shape, output.dtype)
-        self._noted.append(
-            Noted(self._composite or func, spec, output.grad_fn, output.output_nr, mine, made, None, self._order)
-        )
+        node, operation = output.grad_fn, self._composite or func
+        assert node is not None
+        at, number = output.output_nr, node._sequence_nr()
+        self._noted.append(Noted(operation, spec, node, at, number, mine, made, None, self._order))
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -345,7 +349,7 @@ class Tape(TorchFunctionMode):
         number = copies.grad_fn._sequence_nr()
         made = number, number + 1
         self._noted.append(
-            Noted(self._composite, output, copies.grad_fn, 0, [(source, gradient)], made, copies, self._order)
+            Noted(self._composite, output, copies.grad_fn, 0, number, [(source, gradient)], made, copies, self._order)
         )
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -53,6 +53,7 @@ class Noted(NamedTuple):
         operation: the function.
         output: shape and dtype of its output.
         node, at: of the graph, and which of its outputs this is.
+        number: of the node, which may be gone when the forward pass has ended.
         gradients: for each source what its rule is made of.
         made: `first` and `last` of the use.
         copies: the output, if its gradient is to be asked for itself.
@@ -63,6 +64,7 @@ class Noted(NamedTuple):
     output: Spec
     node: Any
     at: int
+    number: int
     gradients: list[tuple[Source, Gradient]]
     made: tuple[int, int]
     copies: Tensor | None = None
@@ -81,7 +83,7 @@ class Noted(NamedTuple):
                 reason = f"its output {list(shape)} does not have the {len(self.order.owners)} rows of its input"
                 raise Refused(reason, "apply it to each row by itself, or use microbatch")
             found = [(source, gathered(made(gradient), self.order)) for source, gradient in self.gradients]
-            return Use(title(self.operation), found, self.output, self.node._sequence_nr(), *self.made, self.order)
+            return Use(title(self.operation), found, self.output, self.number, *self.made, self.order)
         if rows == 0 or rows % batch_size:
             reason = f"its output {list(shape)} does not have the batch, {batch_size}, as first dimension"
             raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")
@@ -92,7 +94,7 @@ class Noted(NamedTuple):
             if isinstance(rule, Broadcast):
                 source, rule = _by_row(source, rule, self.output)
             rules.append((source, rule if fold == 1 else rule.regroup(fold)))
-        return Use(title(self.operation), rules, self.output, self.node._sequence_nr(), *self.made)
+        return Use(title(self.operation), rules, self.output, self.number, *self.made)
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:

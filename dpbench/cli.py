@@ -1,6 +1,7 @@
 """The command line: finds the command, imports it, and turns what a person got wrong into one line.
 
-Exit codes: 0 fine; 1 a check or a verdict failed; 2 usage; 130 ended by Ctrl-C. Only the module of the command that
+Exit codes: 0 fine; 1 a check or a verdict failed, or a run could not go on; 2 usage; 130 ended by Ctrl-C; 141 nobody
+reads what is printed any more. Only the module of the command that
 was chosen is imported, so that ``list``, ``plan`` and ``epsilon`` answer at once.
 """
 
@@ -8,16 +9,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import io
-import os
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from dpbench import __version__
-from dpbench.errors import UsageError, nearest, one_of
+from dpbench import __version__, streams
+from dpbench.errors import RunEnded, UsageError, nearest, one_of
 from dpbench.examples import EXAMPLES, QUESTIONS
 
 #: command -> (its module, what it does in a line)
@@ -117,9 +117,7 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Without arguments: those of the process."""
-    for stream in (sys.stdout, sys.stderr):  # a path may have bytes, and a record halves of a pair, that are no text
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    streams.prepare()
     try:
         parsed = _parse(sys.argv[1:] if argv is None else argv)
         if parsed is None:
@@ -128,19 +126,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = int(command.run(arguments))
         sys.stdout.flush()
         return code
+    except RunEnded as error:
+        return _complain(error, 1)
     except UsageError as error:
         return _complain(error)
     except BrokenPipeError:
-        # Whoever read has what they wanted. What is still in the buffer must not be complained of at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        streams.discard(sys.stdout)
+        return 128 + signal.SIGPIPE
     except OSError as error:
+        streams.discard(sys.stdout)
         return _complain(error)
     except KeyboardInterrupt:
         print("dpbench: interrupted", file=sys.stderr)
         return 130
 
 
-def _complain(error: Exception) -> int:
+def _complain(error: Exception, code: int = 2) -> int:
     print("dpbench: " + " ".join(str(error).split()), file=sys.stderr)
-    return 2
+    return code

@@ -1,4 +1,4 @@
-"""Errors that a person at the command line can cause: one line, exit code 2, never a traceback."""
+"""Errors that a person at the command line meets: one line, never a traceback."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ class UsageError(Exception):
     def __init__(self, expected: str, came: object, nearest: str | None = None) -> None:
         hint = f"; did you mean {nearest!r}?" if nearest else ""
         super().__init__(f"expected {expected}, got {came!r}{hint}")
+
+
+class RunEnded(Exception):
+    """A run that cannot go on, for a reason that is none of its trials': one line, exit code 1.
+
+    What ended is recorded, and the same command goes on from there.
+    """
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

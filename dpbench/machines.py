@@ -80,8 +80,8 @@ class FolderName:
         except FileNotFoundError:
             return ""
 
-    def give(self) -> None:
-        """Make up a name, unless it has one.
+    def give(self, name: str = "") -> None:
+        """Give it this name, or make one up, unless it has one.
 
         Raises:
             OSError: the folder cannot be written to.
@@ -92,7 +92,7 @@ class FolderName:
         # of two runs that begin at once one names it; an empty file is what a kill left between the two
         mode = "w" if self._path.exists() else "x"
         with contextlib.suppress(FileExistsError), self._path.open(mode, encoding="ascii") as file:
-            file.write(f"{secrets.token_hex(8)}\n")
+            file.write(f"{name or secrets.token_hex(8)}\n")
 
 
 class Machines:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import time
 from collections import Counter
@@ -12,13 +13,14 @@ from typing import Any
 
 from dpbench import environment
 from dpbench.allowance import Allowance, check_minutes
-from dpbench.errors import UsageError
+from dpbench.errors import RunEnded, UsageError
 from dpbench.executors import Cluster
 from dpbench.executors.blocks import Block, blocks_of, key_of
 from dpbench.executors.worker import different
 from dpbench.experiment import Cell, Experiment, MaxBatch
 from dpbench.forked import available_cpus
 from dpbench.isolation import Isolation
+from dpbench.lock import held
 from dpbench.loop import Here, Loop, Report, Shards
 from dpbench.machines import FolderName, Machines, machines_of
 from dpbench.progress import Progress
@@ -58,6 +60,7 @@ class Request:
     reference: str | None = None
     retry_before: str | None = None
     minutes: float | None = None
+    wait: bool = False
 
     @property
     def folder(self) -> Path:
@@ -129,8 +132,9 @@ def run(request: Request, progress: Progress) -> Report:
     """Run what remains. Every trial is recorded before another one starts in its place.
 
     Raises:
-        UsageError: before anything is measured: the device, the selection, the cluster, the minutes.
+        UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.
         OSError: the results folder cannot be written to.
+        RunEnded: it cannot go on.
     """
     begun = time.monotonic()
     check_minutes(request.minutes)
@@ -143,9 +147,18 @@ def run(request: Request, progress: Progress) -> Report:
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
     Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
-    if request.sweep is None and not FolderName(request.results).read():
+    if request.sweep is not None:  # a part of one
+        return _run(request, plan.device, progress, begun)
+    with held(request.folder, wait=request.wait, say=progress.say):
         FolderName(request.results).give()
-        plan = make_plan(request, plan.device)
+        return _run(request, plan.device, progress, begun)
+
+
+def _run(request: Request, device: str, progress: Progress, begun: float) -> Report:
+    """On this machine, where nobody else measures for the folder now."""
+    plan = make_plan(request, device)
+    if plan.schedule.next() is None:
+        return Report(Counter(), device=plan.device)
     with_torch = any("torch" in trial.modules() for trial, _ in plan.schedule.remaining())
     with Isolation(environment.server_variables(plan.device)) as isolation:
         try:
@@ -180,6 +193,11 @@ def _run_here(
         shards.of().watch.begin()
     blocks = [Block("", plan.schedule, together=True)]
     loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)
-    report = loop.run()
+    try:
+        report = loop.run()
+    except RunEnded:  # the folder may have been removed with its name; what is saved again is of that name
+        with contextlib.suppress(OSError):
+            FolderName(request.results).give(where["results_folder"])
+        raise
     report.device = plan.device
     return report

@@ -65,6 +65,7 @@ class Shards:
 
         Raises:
             OSError: it cannot be written, and that is not tolerated.
+            RunEnded: somebody has removed what was written before.
         """
         shard = self.of(answer)
         try:
@@ -87,8 +88,14 @@ class Shards:
         return [shard.store.path for shard in self._shards.values() if shard.store.path.exists()]
 
     def end(self) -> None:
+        """The run is over: every file is there.
+
+        Raises:
+            RunEnded: one is not.
+        """
         for shard in self._shards.values():
             shard.watch.end()
+            shard.store.require_there()
 
     def close(self) -> None:
         for shard in self._shards.values():

@@ -12,6 +12,7 @@ content, becomes name -> the file's name in this folder.
 from __future__ import annotations
 
 import base64
+import contextlib
 import errno
 import hashlib
 import json
@@ -20,12 +21,14 @@ import os
 import re
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dpbench.errors import RunEnded
 from dpbench.host import host_name
 from dpbench.precision import with_profile
 from dpbench.whole import LINES, flaw_of_line
@@ -115,17 +118,56 @@ class Store:
         self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk."""
+        """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+            RunEnded: the file is not where it was; see `require_there`.
+        """
         if self._file is None:
             stem, number = self.path.stem, 1
             while self.path.exists():  # a process may run twice within a second
                 number += 1
                 self.path = self.path.with_name(f"{stem}-{number}.jsonl")
-            self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
             self._write(head | {"environment": self._environment})
             _sync_folder(self.path.parent)
         self._write({"type": "trial", "schema": SCHEMA} | self._detached(record))
+        self.require_there()
+
+    def require_there(self) -> None:
+        """What was written lies where its name says.
+
+        Raises:
+            RunEnded: somebody has removed, moved or replaced the file. What a removed one held is in another now.
+        """
+        if self._file is None:
+            return
+        mine = os.fstat(self._file)
+        with contextlib.suppress(OSError):
+            there = os.stat(self.path)
+            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+                return
+        told = "who moved it has what it held" if mine.st_nlink else self._saved_again()
+        raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and it is gone; {told}")
+
+    def _saved_again(self) -> str:
+        """Write what the removed file holds, which is there while it is open, to another one; where that is."""
+        content = os.pread(self._file, os.fstat(self._file).st_size, 0) if self._file is not None else b""
+        for folder in (self.path.parent, Path(tempfile.gettempdir())):
+            path = folder / f"{self.path.stem}-saved.jsonl"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with open(path, "xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                _sync_folder(folder)
+            except OSError:
+                continue
+            return f"what it held is saved in {path}"
+        return "what it held could not be saved again"
 
     def _detached(self, record: Mapping[str, Any]) -> Line:
         """The record with its files on the disk, and their names in place of what they hold."""

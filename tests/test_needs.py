@@ -142,7 +142,15 @@ def test_with_opacus_its_trials_run(tmp_path):
 def test_make_gpu_installs_nothing():
     """One line, with the Python that is given; `install` and its virtual environment are not asked for."""
     told = subprocess.run(
-        ["make", "--dry-run", "gpu", "PYTHON=/some/python", "MINUTES=4.5", "ARGS=--output there"],
+        [
+            "make",
+            "--no-print-directory",
+            "--dry-run",
+            "gpu",
+            "PYTHON=/some/python",
+            "MINUTES=4.5",
+            "ARGS=--output there",
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT,

@@ -27,27 +27,8 @@ EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if any(p
 MUTATED, WHOLE = 60, 20
 JUNK: tuple[Any, ...] = (
     *(None, True, 0, -1, 1, 0.5, -1.5, -0.0, 5e-324, 1e199, 1e308, 2**62, 10**30, 10**400),
-    *(
-        "",
-        "x",
-        "ok",
-        "oom",
-        "mismatch",
-        "cuda",
-        "nonprivate",
-        "step",
-        "epsilon",
-        "device",
-        "profile",
-        "inf",
-        "nan",
-        "\ud800",
-        "../../x",
-        "=1+1",
-        "<b>",
-        "2026-02-31T00:00:00Z",
-        "x" * 3000,
-    ),
+    *("", "x", "ok", "oom", "mismatch", "cuda", "nonprivate", "step", "epsilon", "device", "profile", "inf", "nan"),
+    *("\ud800", "../../x", "=1+1", "<b>", "2026-02-31T00:00:00Z", "x" * 3000),
     *([], [[]], [None], ["x"], {}, {"a": 1}),
 )
 EPSILON = {"epsilon": 1.0, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.1}
@@ -242,7 +223,7 @@ def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
         "def cells(device):\n"
         "    return grid(EpsilonTrial, accountant='rdp', sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, "
         "steps=[1, 2, 3, 4, 5, 6])\n"
-        "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1, figures=('epsilon_epochs',))\n"
+        "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1)\n"
     )
     run = ["run", str(path), "--device", "cpu", "--output", str(tmp_path / "out")]
     assert main(run) == 0

@@ -1,49 +1,16 @@
 /* Normals from ChaCha20, added to a sum: clipping/kernels/noise.py says what, and has the same in torch's operations.
 
-   A group is 16 blocks of the cipher, 128 normals: word w of block b lies at [w][b], so that a vector holds one word of
-   many blocks, and two words of neighbouring blocks are read as one of 64 bits. There is no branch and no table: what
-   is drawn changes neither the instructions nor the addresses. */
+   A group is 16 blocks of the cipher, 128 normals; see cipher.h. There is no branch and no table here either. */
 
-#include "shared.h"
+#include "cipher.h"
 
-#define BLOCKS 16
-#define WORDS 16
-#define NORMALS 128
-#define ROUNDS 20
-#define COST (NORMALS * 40.0)
+#define COST (GROUP * 40.0)
 
-typedef uint32_t words __attribute__((vector_size(BYTES)));
 typedef uint64_t longs __attribute__((vector_size(BYTES)));
 typedef int64_t integers __attribute__((vector_size(BYTES)));
 typedef double doubles __attribute__((vector_size(BYTES)));
 
-#define AT_ONCE (BYTES / 4) /* blocks */
-#define HALF (BYTES / 8)    /* words of 64 bits */
-
-INLINE words rotated(words x, int bits) { return x << bits | x >> (32 - bits); }
-
-#define QUARTER(a, b, c, d)                                                                                            \
-  a += b, d = rotated(d ^ a, 16), c += d, b = rotated(b ^ c, 12), a += b, d = rotated(d ^ a, 8), c += d,               \
-      b = rotated(b ^ c, 7)
-
-/* state: the constant, the key, the number of the first block, the nonce (RFC 8439, section 2.3). */
-APART void chacha(const uint32_t state[WORDS], uint32_t out[WORDS][BLOCKS]) {
-  for (int first = 0; first < BLOCKS; first += AT_ONCE) {
-    words x[WORDS], count;
-    for (int i = 0; i < AT_ONCE; i++) count[i] = state[12] + first + i;
-    UNROLL for (int w = 0; w < WORDS; w++) x[w] = w == 12 ? count : (words){0} + state[w];
-    for (int round = 0; round < ROUNDS; round += 2) {
-      QUARTER(x[0], x[4], x[8], x[12]), QUARTER(x[1], x[5], x[9], x[13]);
-      QUARTER(x[2], x[6], x[10], x[14]), QUARTER(x[3], x[7], x[11], x[15]);
-      QUARTER(x[0], x[5], x[10], x[15]), QUARTER(x[1], x[6], x[11], x[12]);
-      QUARTER(x[2], x[7], x[8], x[13]), QUARTER(x[3], x[4], x[9], x[14]);
-    }
-    UNROLL for (int w = 0; w < WORDS; w++) {
-      x[w] += w == 12 ? count : (words){0} + state[w];
-      memcpy(&out[w][first], &x[w], BYTES);
-    }
-  }
-}
+#define HALF (BYTES / 8) /* words of 64 bits */
 
 /* √(-2 ln u), u = (⌊z/2⌋ + ½) 2⁻⁶³: u = m 2ᵏ with √½ <= m < √2, and ln m = 2 artanh((m - 1) / (m + 1)). */
 INLINE doubles radius(longs z) {
@@ -64,7 +31,7 @@ INLINE doubles radius(longs z) {
 
 /* 128 normals: Box and Muller's, from 8 x 8 pairs of words. The two highest bits of the second word choose one of four
    quarters of the circle, the others the angle in it. */
-APART void normals(const uint32_t given[WORDS][BLOCKS], double out[NORMALS]) {
+APART void normals(const uint32_t given[WORDS][BLOCKS], double out[GROUP]) {
   for (int w = 0; w < WORDS / 2; w++)
     for (int first = 0; first < 8; first += HALF) {
       longs z, a;
@@ -85,17 +52,6 @@ APART void normals(const uint32_t given[WORDS][BLOCKS], double out[NORMALS]) {
     }
 }
 
-/* Several tensors: of each the nonce, what noise is added to, where the result goes, how many entries it has, and the
-   first of its groups among those of all (units has one number more, their end). */
-typedef struct {
-  const uint32_t *state, *nonces;
-  const REAL *const *totals;
-  REAL *const *outs;
-  const I *counts, *units;
-  I tensors;
-  double deviation, grid;
-} noise_job;
-
 INLINE void add(const REAL *total, const double *drawn, I count, double deviation, double grid, REAL *out) {
   const double finer = 1 / grid, integer = 0x1.8p52; /* a number to which this is added keeps no fraction */
   for (I i = 0; i < count; i++) {
@@ -107,29 +63,22 @@ INLINE void add(const REAL *total, const double *drawn, I count, double deviatio
 static void noise_units(I low, I high, void *given) {
   const noise_job *job = given;
   uint32_t state[WORDS], bits[WORDS][BLOCKS] __attribute__((aligned(64)));
-  double drawn[NORMALS] __attribute__((aligned(64)));
-  I tensor = 0, last = job->tensors - 1;
-  while (tensor < last) { /* the last one that begins at `low` or before */
-    I middle = (tensor + last + 1) / 2;
-    if (job->units[middle] <= low)
-      tensor = middle;
-    else
-      last = middle - 1;
-  }
+  double drawn[GROUP] __attribute__((aligned(64)));
+  I tensor = tensor_of(job, low);
   memcpy(state, job->state, sizeof(state));
   for (I unit = low; unit < high; unit++) {
     while (unit >= job->units[tensor + 1]) tensor++;
     memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
-    I group = unit - job->units[tensor], start = group * NORMALS, left = job->counts[tensor] - start;
+    I group = unit - job->units[tensor], start = group * GROUP, left = job->counts[tensor] - start;
     const REAL *total = job->totals[tensor] + start;
     REAL *out = job->outs[tensor] + start;
     state[12] = (uint32_t)group * BLOCKS;
     chacha(state, bits);
     normals(bits, drawn);
-    if (left >= NORMALS)
-      add(total, drawn, NORMALS, job->deviation, job->grid, out);
+    if (left >= GROUP)
+      add(total, drawn, GROUP, job->scale, job->grid, out);
     else
-      add(total, drawn, left, job->deviation, job->grid, out);
+      add(total, drawn, left, job->scale, job->grid, out);
   }
 }
 

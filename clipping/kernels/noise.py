@@ -120,7 +120,7 @@ def noisy(
     for (device, dtype, nonce), members in kinds.items():
         chosen, results = [wide[i] for i in members], [found[i] for i in members]
         if not nonce:
-            _compiled(chosen, results, deviation, grid, key, [nonces[i] for i in members])
+            _compiled("noisy", chosen, results, deviation, grid, key, [nonces[i] for i in members])
             continue
         segments = Segments([x.numel() for x in chosen], [nonces[i][2] for i in members])
         flat = torch.zeros(segments.length, dtype=dtype, device=device)
@@ -201,19 +201,20 @@ def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float
 
 
 def _compiled(
+    kernel: str,
     totals: Sequence[Tensor],
     results: Sequence[Tensor],
-    deviation: float,
+    scale: float,
     grid: float,
     key: bytes,
     nonces: Sequence[Sequence[int]],
 ) -> None:
-    """One call of the kernel in C for all of them: [n] totals and where the results go, of one dtype."""
+    """One call of a kernel in C for all of them: [n] totals and where the results go, of one dtype."""
     if not totals or isinstance(totals[0], FakeTensor):
         return
     counts = [x.numel() for x in totals]
     units = list(itertools.accumulate((-(-count // NORMALS) for count in counts), initial=0))
-    _loaded(totals[0].dtype).noisy(
+    getattr(_loaded(totals[0].dtype), kernel)(
         cpu._torch().torch_parallel_for,
         _unsigned(_state(key, 0, (0, 0, 0))),
         _unsigned([word for nonce in nonces for word in nonce]),
@@ -222,7 +223,7 @@ def _compiled(
         cpu._numbers(counts),
         cpu._numbers(units),
         len(totals),
-        deviation,
+        scale,
         grid,
     )
 
@@ -327,9 +328,9 @@ def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
 @functools.cache
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
-    library.noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real]
+    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real]
     library.cipher_words.argtypes = [address, address]
-    library.noisy.restype = library.cipher_words.restype = None
+    library.noisy.restype = library.discrete_noisy.restype = library.cipher_words.restype = None
     return library
 
 

@@ -251,11 +251,11 @@ class Rule(ABC):
 
     def workspace(self, g: Tensor | Spec) -> int:
         """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
-        return max(self._room(), g.numel() * g.element_size() // 4)
+        return max(self.room(), g.numel() * g.element_size() // 4)
 
-    def _room(self) -> int:
-        device = self.parameter.device
-        least = WORKSPACE.get(device.type, WORKSPACE["cuda"])
+    def room(self) -> int:
+        """Bytes that a norm may use whatever the batch."""
+        least = WORKSPACE.get((device := self.parameter.device).type, WORKSPACE["cuda"])
         return max(least, share_of_gpu(device.index or 0)) if device.type == "cuda" else least
 
     def is_kept(self, g: Tensor | Spec) -> bool:
@@ -353,7 +353,7 @@ class Bilinear(Rule):
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:
         """Of more bytes than the weight itself has, or adding up would show."""
-        samples, room = self.samples(g), max(self._room(), 4 * self.instantiated_bytes(g))
+        samples, room = self.samples(g), max(self.room(), 4 * self.instantiated_bytes(g))
         most = portion(samples, max(1, self.positions), norm_dtype(g.dtype))
         return blocks(samples, 1, min(most, max(1, room // max(1, self.copied(g)))))
 

@@ -48,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--jobs", metavar="N", type=int, help="slurm: so many jobs at once (16)")
     group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
+    parser.add_argument(
+        "--wait", action="store_true", help="for another run that measures for the same folder, instead of refusing"
+    )
     parser.add_argument_group("environment variables", _VARIABLES)
 
 
@@ -94,6 +97,7 @@ def request_from(args: argparse.Namespace) -> Request:
         reference=args.experiment,
         cluster=cluster_from(args) if hasattr(args, "executor") else None,
         minutes=args.minutes,
+        wait=getattr(args, "wait", False),
     )
 
 

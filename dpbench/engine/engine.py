@@ -24,11 +24,12 @@ from clipping.recording import for_recording
 from clipping.spread import reshard, sharded_modules, unwrapped
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import Abandoned, load, save
+from dpbench.engine.discrete import accountant_for, source_of
 from dpbench.engine.distributed import agree, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
-from dpbench.engine.noise import Noise, Pseudo, Secure, secret
+from dpbench.engine.noise import secret
 from dpbench.engine.patch import Patch, claim, release
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
@@ -51,9 +52,8 @@ class PrivacyEngine:
     Formal guarantees: the parameters after T steps are (ε, δ)-private as `privacy_spent` says if the loss of a sample
     depends on that sample alone (compared with autograd on the first batch) and the batches are drawn by the scheme
     that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule, buffers,
-    that a step failed) is not accounted. The theorem is about real numbers: here one record moves the sum, as it is
-    computed, by C(1 + η) at the most (`sensitivity`, derived in `clipping.rounding`), to which the noise is scaled; and
-    the noise is a floating-point one (`dpbench.engine.noise`).
+    that a step failed) is not accounted. The theorem is about real numbers: here one record moves the computed sum by
+    C(1 + η) at the most (`sensitivity`, derived in `clipping.rounding`), to which the noise is scaled.
 
     Args:
         model: in training mode; its trainable parameters are those of the optimizer.
@@ -65,7 +65,8 @@ class PrivacyEngine:
         target_delta: δ; 1/(2n) if None.
         backend: "bk_mixed", "bk_ghost", "mixed_ghost", "ghost", "fastgradclip", a variant, or "microbatch".
         clip: "flat", "automatic", "per_layer", or a clipping function of sensitivity C.
-        accountant: a name of `accounting`.
+        accountant: a name of `accounting`; "prv" if None, or "rdp:whole" beside discrete noise.
+        noise: "gaussian" (`dpbench.engine.noise`), or "discrete": exact on a grid (`dpbench.engine.discrete`).
         secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
         generator: of the caller's, for noise and sampling that can be repeated: not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
@@ -92,7 +93,8 @@ class PrivacyEngine:
         target_delta: float | None = None,
         backend: str = "bk_mixed",
         clip: str | ClipFunction = "flat",
-        accountant: str = "prv",
+        accountant: str | None = None,
+        noise: str = "gaussian",
         secure: bool = False,
         generator: torch.Generator | None = None,
         sampling: str = "poisson",
@@ -117,14 +119,14 @@ class PrivacyEngine:
             target_epsilon=target_epsilon,
             noise_multiplier=noise_multiplier,
             target_delta=target_delta,
-            accountant=accountant,
+            accountant=accountant_for(noise, accountant, sampling),
             sampling=sampling,
             max_batch_size=max_batch_size,
         )
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
-        self.noise: Noise = Secure() if generator is None else Pseudo(generator)
+        self.noise = source_of(noise, self.noise_multiplier, sum(p.numel() for p in model.parameters()), generator)
         self._sampler = Sampler(self.settings, shared_key(secret(generator)))
         self._tickets = Tickets()
         self._recorder = Recorder(model, for_recording(cls, model, self.clip), self._tickets.read)
@@ -137,8 +139,7 @@ class PrivacyEngine:
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
         self._sampled = self._size = 0
-        self._abandoned = Abandoned()
-        self._sizes = Sizes(*(count / place()[1] for count in (sample_size, batch_size)))
+        self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
         self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
         self._drawing = -1  # the loader's logical batch whose pieces are in the sum
         self._ended = 0  # logical batches at the end of the last iteration of a loader
@@ -347,13 +348,13 @@ class PrivacyEngine:
                 agree(succeeded, self.steps, self._drawing)
 
     def _release(self, *, sampled: bool) -> None:
-        patch, settings = self._attached(), self.settings
-        deviation = self.noise_multiplier * self.sensitivity.bound if self.noise_multiplier else 0.0
+        patch = self._attached()
+        deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums = self._sums, Sums()
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
-        unread = release_gradients(self.model, sums, self.noise, deviation, settings.batch_size, self.steps)
+        unread = release_gradients(self.model, sums, self.noise, deviation, self.settings.batch_size, self.steps)
         if unread is not None:
             self._unread.add(self.steps, *unread)
         patch.inner_step()
@@ -387,8 +388,7 @@ class PrivacyEngine:
         self._tickets.clear()
 
     def _drop_parts(self) -> None:
-        self._sums = Sums()
-        self._size = 0
+        self._sums, self._size = Sums(), 0
 
     def _begin(self, ticket: Ticket | None) -> None:
         """What is stepped now is this batch of the loader's; None: one of the caller's."""

@@ -16,8 +16,8 @@
 
           It is an estimate and no proof. Radii are spaced more widely in the tail, and the part grows: to about 2^-28
           at 6 deviations, 2^-18 at 7 and 2^-7 at 8, beyond which a normal lies with probability 1e-15, and beyond 9.4
-          never. The accountants compose real Gaussians; this is a rounded one, not the discrete Gaussian of Canonne,
-          Kamath and Steinke (2020), whose proof it borrows not. Not protected: the process's memory, and checkpoints,
+          never. The accountants compose real Gaussians; this is a rounded one, and borrows no proof from the discrete
+          Gaussian (`dpbench.engine.discrete`, which has one). Not protected: the process's memory, and checkpoints,
           which hold the key.
 
 `Pseudo`  a torch.Generator of the caller's: noise that can be repeated, for tests and benchmarks. It is not private: on
@@ -38,7 +38,7 @@ from torch import Tensor
 from clipping.kernels.noise import Segments, add_to_flat, noisy
 from dpbench.engine.errors import Misuse
 
-_OTHER_KIND = "expected a checkpoint with the same kind of noise (secure, generator) as this engine's"
+_OTHER_KIND = "expected a checkpoint with the same kind of noise (gaussian, discrete, of a generator) as this engine's"
 
 
 def secret(generator: torch.Generator | None) -> bytes:
@@ -75,6 +75,10 @@ class Noise(ABC):
     words: str
     private: bool
     repeatable = False
+
+    def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
+        """Of the noise in each coordinate: σS; 0 without noise, however far a record may move the sum."""
+        return noise_multiplier * sensitivity if noise_multiplier else 0.0
 
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
         """As `added_to_all`, of one."""
@@ -147,6 +151,7 @@ class Secure(Noise):
 
     words = "cryptographically secure (ChaCha20, key of the operating system)"
     private = True
+    kind = "secure"
 
     _step: int
     _drawn: set[At]
@@ -189,12 +194,12 @@ class Secure(Noise):
         return key
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kind": "secure", "key": self._key_here()}
+        return {"kind": self.kind, "key": self._key_here()}
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         """As `Noise.load_state_dict`. Without `replay` the key is a fresh one: two trainings that go on from one
         checkpoint share no noise."""
-        if state["kind"] != "secure" and (state["kind"] != "pseudo" or state["given"] is not None):
+        if state["kind"] != self.kind and (state["kind"] != "pseudo" or state["given"] is not None):
             raise ValueError(_OTHER_KIND)
         if replay and "key" not in state:
             raise ValueError(

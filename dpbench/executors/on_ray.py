@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from dpbench import environment
+from dpbench.errors import RunEnded
 from dpbench.executors import Cluster
 from dpbench.executors.blocks import Block
 from dpbench.executors.ray_cluster import connect, cpus_of, device_of
 from dpbench.executors.worker import Job, run_trial
 from dpbench.host import host_name
 from dpbench.isolation import Answer, Place
+from dpbench.lock import held
 from dpbench.loop import Loop, Report
 from dpbench.machines import Sweep
 from dpbench.outcome import Outcome
@@ -45,7 +48,7 @@ def run(request: Request, progress: Progress) -> Report:
     cluster = request.cluster
     assert cluster is not None
     address = cluster.address or os.environ.get("RAY_ADDRESS") or None
-    ray = connect(address)
+    ray, stack = connect(address), ExitStack()
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         device = device_of(request.device, nodes)
@@ -56,6 +59,8 @@ def run(request: Request, progress: Progress) -> Report:
         if plan.schedule.next() is None:
             return Report(Counter(), device=device)
         Store(request.folder, {}).close()
+        stack.enter_context(held(request.folder, wait=request.wait, say=progress.say))
+        plan = make_plan(request, device, sweep)
         total = int(sum(resources.get("CPU", 0) for resources in nodes))
         with OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
             here = {"libraries": sweep["versions"], "executor": sweep}
@@ -70,6 +75,7 @@ def run(request: Request, progress: Progress) -> Report:
             blocks = plan.blocks()
             report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
     finally:
+        stack.close()
         ray.shutdown()
     report.device = device
     return report
@@ -113,7 +119,7 @@ class OnRay:
         self._task = ray.remote(max_retries=0)(_on_node)
         self._flying: dict[Any, _Flight] = {}
         self._groups: dict[str, Any] = {}
-        self._keys = 0
+        self._keys, self._dead = 0, False
 
     def submit(self, trial: Trial, block: Block) -> int:
         job = Job(
@@ -133,7 +139,28 @@ class OnRay:
         return self._keys
 
     def _send(self, flight: _Flight) -> None:
-        self._flying[self._task.options(**flight.asked).remote(flight.job)] = flight
+        with self._alive():
+            self._flying[self._task.options(**flight.asked).remote(flight.job)] = flight
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Ray's own processes here (its raylet, its store) are no trial's: where they have died, the run ends.
+
+        Raises:
+            RunEnded: they have.
+        """
+        failures = self._ray.exceptions
+        dead = [
+            getattr(failures, name) for name in ("LocalRayletDiedError", "RaySystemError") if hasattr(failures, name)
+        ]
+        try:
+            yield
+        except (*dead, ConnectionError) as error:
+            self._dead = True
+            raise RunEnded(
+                f"Ray's own processes on this machine have died: {type(error).__name__}: {_last_line(error)}; what "
+                "ended is recorded, and the same command continues from there"
+            ) from error
 
     def _asked(self, trial: Trial, block: Block) -> dict[str, Any]:
         """The resources of a task: all of a bundle for what must run alone, else one CPU of it."""
@@ -154,9 +181,10 @@ class OnRay:
     def wait(self, timeout: float | None = None) -> list[Answer]:
         if not self._flying:
             return []
-        ready, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
-        if ready:
-            ready, _ = self._ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
+        with self._alive():
+            ready, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
+            if ready:
+                ready, _ = self._ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
         answers = [self._answer(self._flying.pop(reference), reference) for reference in ready]
         return [answer for answer in answers if answer is not None]
 
@@ -164,7 +192,8 @@ class OnRay:
         """None if it was lost, and has been sent again."""
         failures = self._ray.exceptions
         try:
-            told = self._ray.get(reference)
+            with self._alive():
+                told = self._ray.get(reference)
         except failures.RayTaskError as error:  # the task itself failed, before or after the trial
             return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {_last_line(error)}", None, 0.0)
         except failures.RayError as error:
@@ -185,6 +214,8 @@ class OnRay:
 
     def close(self) -> None:
         """End what still runs: a node kills the trial with the worker that it belongs to."""
+        if self._dead:  # nobody is left to be told
+            return
         for reference in self._flying:
             self._ray.cancel(reference, force=True)
         self._flying.clear()

@@ -21,6 +21,7 @@ from dpbench import environment
 from dpbench.errors import UsageError
 from dpbench.executors import Cluster
 from dpbench.executors.slurm_queue import JOBS, Queue
+from dpbench.lock import held
 from dpbench.loop import Interruption, Report
 from dpbench.machines import Sweep
 from dpbench.progress import Progress
@@ -53,7 +54,7 @@ def run(request: Request, progress: Progress) -> Report:
         return report
     Store(request.folder, {}).close()
     tail = _Tail(request.folder)
-    with Interruption() as interruption:
+    with held(request.folder, wait=request.wait, say=progress.say), Interruption() as interruption:
         left = queue.left_over()
         if left:
             progress.say(

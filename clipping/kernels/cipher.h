@@ -1,0 +1,65 @@
+/* ChaCha20 (RFC 8439), 16 blocks at once: word w of block b lies at [w][b], so that a vector holds one word of many
+   blocks, and two words of neighbouring blocks are read as one of 64 bits. No branch and no table: what is drawn
+   changes neither the instructions nor the addresses. */
+
+#pragma once
+
+#include "shared.h"
+
+#define BLOCKS 16
+#define WORDS 16
+#define ROUNDS 20
+#define GROUP 128 /* coordinates that are drawn together */
+
+typedef uint32_t words __attribute__((vector_size(BYTES)));
+
+#define AT_ONCE (BYTES / 4) /* blocks */
+
+INLINE words rotated(words x, int bits) { return x << bits | x >> (32 - bits); }
+
+#define QUARTER(a, b, c, d)                                                                                            \
+  a += b, d = rotated(d ^ a, 16), c += d, b = rotated(b ^ c, 12), a += b, d = rotated(d ^ a, 8), c += d,               \
+      b = rotated(b ^ c, 7)
+
+/* state: the constant, the key, the number of the first block, the nonce (RFC 8439, section 2.3). */
+APART void chacha(const uint32_t state[WORDS], uint32_t out[WORDS][BLOCKS]) {
+  for (int first = 0; first < BLOCKS; first += AT_ONCE) {
+    words x[WORDS], count;
+    for (int i = 0; i < AT_ONCE; i++) count[i] = state[12] + first + i;
+    UNROLL for (int w = 0; w < WORDS; w++) x[w] = w == 12 ? count : (words){0} + state[w];
+    for (int round = 0; round < ROUNDS; round += 2) {
+      QUARTER(x[0], x[4], x[8], x[12]), QUARTER(x[1], x[5], x[9], x[13]);
+      QUARTER(x[2], x[6], x[10], x[14]), QUARTER(x[3], x[7], x[11], x[15]);
+      QUARTER(x[0], x[5], x[10], x[15]), QUARTER(x[1], x[6], x[11], x[12]);
+      QUARTER(x[2], x[7], x[8], x[13]), QUARTER(x[3], x[4], x[9], x[14]);
+    }
+    UNROLL for (int w = 0; w < WORDS; w++) {
+      x[w] += w == 12 ? count : (words){0} + state[w];
+      memcpy(&out[w][first], &x[w], BYTES);
+    }
+  }
+}
+
+/* Several tensors that noise is added to: of each the nonce, its entries, where the result goes, how many they are, and
+   the first of its groups among those of all (units has one number more, their end). */
+typedef struct {
+  const uint32_t *state, *nonces;
+  const REAL *const *totals;
+  REAL *const *outs;
+  const I *counts, *units;
+  I tensors;
+  double scale, grid;
+} noise_job;
+
+/* The tensor that a group belongs to: the last one that begins there or before. */
+INLINE I tensor_of(const noise_job *job, I unit) {
+  I tensor = 0, last = job->tensors - 1;
+  while (tensor < last) {
+    I middle = (tensor + last + 1) / 2;
+    if (job->units[middle] <= unit)
+      tensor = middle;
+    else
+      last = middle - 1;
+  }
+  return tensor;
+}

@@ -1,0 +1,103 @@
+/* Discrete Gaussian noise on a grid, in integers: clipping/kernels/discrete.py says what, and has the same in Python.
+
+   Each group of 128 coordinates reads a stream of its own, of which it takes as many words as its rejections ask for. So
+   the time of a draw depends on what is drawn (never on what it is added to). */
+
+#include "cipher.h"
+
+#define COST (GROUP * 2000.0)
+#define WIDEST 0x1p43 /* what a total is clamped to, in units of the grid: its rounding is known to 2^-10 */
+
+typedef unsigned __int128 wide;
+
+typedef struct {
+  uint32_t state[WORDS], bits[WORDS][BLOCKS];
+  int used; /* of the 128 words of 64 bits that are here */
+} stream;
+
+static uint64_t word(stream *from) {
+  if (from->used == BLOCKS * WORDS / 2) {
+    chacha(from->state, from->bits);
+    from->state[12] += BLOCKS;
+    from->used = 0;
+  }
+  int block = from->used / (WORDS / 2), pair = 2 * (from->used % (WORDS / 2));
+  from->used++;
+  return from->bits[pair][block] | (uint64_t)from->bits[pair + 1][block] << 32;
+}
+
+/* Uniform below 2^bits; 0 < bits <= 128. */
+static wide uniform(stream *from, int bits) {
+  if (bits <= 64) return word(from) >> (64 - bits);
+  wide high = word(from);
+  return (high << 64 | word(from)) >> (128 - bits);
+}
+
+/* True with probability 1 / k. */
+static int one_of(stream *from, uint64_t k) {
+  uint64_t left_over = (0 - k) % k, found; /* 2^64 mod k words that would favour some remainders */
+  do found = word(from);
+  while (found > UINT64_MAX - left_over);
+  return found % k == 0;
+}
+
+/* True with probability exp(-a / 2^bits); a <= 2^bits. */
+static int survives(stream *from, wide a, int bits) {
+  uint64_t k = 1;
+  while ((k == 1 || one_of(from, k)) && (a >> bits || uniform(from, bits) < a)) k++;
+  return k & 1;
+}
+
+static int survives_one(stream *from) { return survives(from, 1, 0); }
+
+/* One of probability proportional to exp(-x² / 2^(2 log + 1)). */
+static I discrete(stream *from, int log) {
+  for (;;) {
+    uint64_t low = (uint64_t)uniform(from, log);
+    if (!survives(from, low, log)) continue;
+    I size = 0;
+    while (survives_one(from)) size++;
+    size = size << log | (I)low; /* geometric with exp(-1 / 2^log) */
+    int negative = (int)uniform(from, 1);
+    if (negative && !size) continue;
+    I beyond = size - ((I)1 << log);
+    wide square = (wide)((__int128)beyond * beyond), whole = square >> (2 * log + 1);
+    while (whole && survives_one(from)) whole--;
+    if (!whole && survives(from, square & (((wide)1 << (2 * log + 1)) - 1), 2 * log + 1)) return negative ? -size : size;
+  }
+}
+
+static void discrete_units(I low, I high, void *given) {
+  const noise_job *job = given;
+  stream from;
+  uint32_t state[WORDS], first[WORDS][BLOCKS];
+  memcpy(state, job->state, sizeof(state));
+  I tensor = tensor_of(job, low), keyed = -1;
+  for (I unit = low; unit < high; unit++) {
+    while (unit >= job->units[tensor + 1]) tensor++;
+    if (tensor != keyed) { /* a key of the tensor's own: a group's stream may be longer than its place has blocks */
+      memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
+      state[12] = 0;
+      chacha(state, first);
+      memcpy(from.state, state, 4 * sizeof(*state));
+      for (int w = 0; w < 8; w++) from.state[4 + w] = first[w][0];
+      keyed = tensor;
+    }
+    I group = unit - job->units[tensor], start = group * GROUP, left = job->counts[tensor] - start;
+    from.state[12] = 0, from.state[13] = (uint32_t)group, from.state[14] = (uint32_t)(group >> 32), from.state[15] = 0;
+    from.used = BLOCKS * WORDS / 2;
+    for (I i = start; i < start + (left < GROUP ? left : GROUP); i++) {
+      double total = job->totals[tensor][i] / job->grid;
+      total = total < -WIDEST ? -WIDEST : total > WIDEST ? WIDEST : total;
+      I nearest = (I)((total + 0x1.8p52) - 0x1.8p52);
+      job->outs[tensor][i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->grid);
+    }
+  }
+}
+
+/* out = (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid; of each tensor, each in one piece. */
+void discrete_noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
+                    REAL *const *outs, const I *counts, const I *units, I tensors, double log, double grid) {
+  noise_job job = {state, nonces, totals, outs, counts, units, tensors, log, grid};
+  each(parallel, units[tensors], COST, discrete_units, &job);
+}

@@ -1,0 +1,135 @@
+"""Noise without a floating-point tail: sums on a grid, and the discrete Gaussian in integers.
+
+The sum x of a logical batch is released as g · (round(x / g) + N_ℤ(0, 4^k I)) with a grid g that is 2^-k of the
+noise's deviation. What depends on the data is a vector of whole numbers, whose noise is exact: see
+`clipping.kernels.discrete`. No bit of a release shows which sums could have led to it, and no tail is cut.
+
+**Sensitivity.** Where the sums of neighbouring data sets differ by S at the most, in d coordinates, rounded ones differ
+by S / g + √d (1 + 2^-9), in units of the grid. So for a noise multiplier σ
+
+    2^k = σ (S / g + √d (1 + 2^-9)),    g = σ S / (2^k - σ √d (1 + 2^-9)),
+
+and k is chosen such that 2^k is some 4,096 times σ √d: the noise is larger by 1 / 4,095 or less. A total beyond 2^43
+grids (that many deviations over 2^k) is clamped there, which moves no two of them apart.
+
+**Accounting.** With and without a record whose shift is v, ‖v‖ ≤ 2^k / σ, a batch that holds it with probability q has
+the distributions μ = (1 - q) μ₀ + q μ₁ and μ₀: discrete Gaussians around points of the grid, the others' sum being
+fixed (divergences are jointly convex, so the worst fixed one bounds them all). For whole orders a
+
+    E_{μ₀}[(μ/μ₀)^a] = Σ_l C(a, l) (1 - q)^(a-l) q^l E_{μ₀}[(μ₁/μ₀)^l],    E_{μ₀}[(μ₁/μ₀)^l] ≤ exp((l² - l) / 2σ²),
+
+the last by Canonne, Kamath and Steinke (2020), Proposition 5, in each coordinate; no term is negative. That is the
+moment of the continuous Gaussian (`accounting.series`). The other direction is no larger by the argument of Mironov,
+Talwar and Zhang (2019, Theorem 5), for the reflection that exchanges μ₀ and μ₁ maps the grid onto itself. So
+accountants of whole Rényi orders are valid for it: `rdp:whole` and `moments`, with Poisson sampling. Numerical
+composition (`prv`, `pld`) is not: what dominates the pair in many coordinates is not the one-dimensional one.
+
+Sampling rejects, so that the time of a draw depends on the noise (not on the data): who can time it to microseconds
+learns something of the noise's size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from clipping.kernels.discrete import ROUNDED, discrete_noisy
+from clipping.kernels.noise import Segments
+from dpbench.engine.noise import At, Noise, Pseudo, Secure
+
+NOISES = ("gaussian", "discrete")
+ACCOUNTANTS = ("rdp:whole", "moments")
+"""Those whose bounds hold for it; the first is the default."""
+FINER = 12
+"""2^k is this many powers of two above σ √d."""
+FINEST = 40
+
+
+class Discrete(Secure):
+    """The discrete Gaussian on a grid; see the module's text. Keys, places and checkpoints are as those of `Secure`.
+
+    Args:
+        noise_multiplier: σ > 0.
+        coordinates: d, of all parameters.
+
+    Raises:
+        ValueError: more noise in more coordinates than whole numbers of 64 bits can hold.
+    """
+
+    kind = "discrete"
+
+    def __init__(self, noise_multiplier: float, coordinates: int) -> None:
+        super().__init__()
+        self._rounding = noise_multiplier * math.sqrt(max(1, coordinates)) * ROUNDED
+        self._log = max(FINER, math.ceil(math.log2(self._rounding)) + FINER)
+        if self._log > FINEST:
+            raise ValueError(
+                f"expected noise_multiplier * √(parameters) below {2.0 ** (FINEST - FINER):.3g} with noise='discrete', "
+                f"got {self._rounding:.3g}; take noise='gaussian'"
+            )
+        self.words = f"discrete Gaussian on a grid of 2^-{self._log} of its deviation (ChaCha20, key of the OS)"
+
+    def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
+        """Larger than σS by what rounding to the grid may move sums apart."""
+        return noise_multiplier * sensitivity / (1 - self._rounding / 2.0**self._log)
+
+    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
+        """As `Noise.added_to_all`; what is returned are multiples of the grid, rounded to the totals' precision.
+
+        Raises:
+            Misuse: noise was drawn at one of these places, or of a later step.
+            ValueError: a number that is no word of 32 bits, a deviation that is negative or not finite.
+        """
+        if not deviation:
+            return super().added_to_all(totals, deviation, places)
+        if not 0 < deviation < math.inf:
+            raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
+        return discrete_noisy(totals, self._log, deviation / 2.0**self._log, self._key_for(places), places)
+
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """As `Noise.add_to_flat`, on the CPU: it waits for the device."""
+        parts = segments.parts(flat)
+        places = [At(step, process, label) for label in segments.labels]
+        torch._foreach_copy_(parts, self.added_to_all([part.cpu() for part in parts], deviation, places))
+
+
+def source_of(name: str, noise_multiplier: float, coordinates: int, generator: torch.Generator | None) -> Noise:
+    """The engine's noise by its name: "gaussian", or "discrete".
+
+    Raises:
+        ValueError: another name, or a generator beside discrete noise.
+    """
+    require_known(name)
+    if name == "discrete" and generator is not None:
+        raise ValueError("expected noise='discrete' or a generator, got both: what is seeded is not private")
+    if name == "discrete" and noise_multiplier:
+        return Discrete(noise_multiplier, coordinates)
+    return Secure() if generator is None else Pseudo(generator)
+
+
+def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
+    """The accountant, or the default one of this noise.
+
+    Raises:
+        ValueError: one whose bound does not hold for it.
+    """
+    require_known(name)
+    if name == "gaussian":
+        return "prv" if accountant is None else accountant
+    if accountant is not None and accountant not in ACCOUNTANTS:
+        raise ValueError(
+            f"expected accountant, one of {', '.join(ACCOUNTANTS)} with noise='discrete', got {accountant!r}: "
+            "its bound is the continuous Gaussian's"
+        )
+    if sampling != "poisson":
+        raise ValueError(f"expected sampling='poisson' with noise='discrete', got {sampling!r}")
+    return accountant or ACCOUNTANTS[0]
+
+
+def require_known(name: str) -> None:
+    """Raise a ValueError unless it is one of `NOISES`."""
+    if name not in NOISES:
+        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")

@@ -1,0 +1,73 @@
+"""Standard streams as they are found: closed, full, or read by somebody who has gone.
+
+What a command says of its progress, on standard error, is lost without harm: nobody can read it any more, and the work
+goes on. What it prints on standard output is what it was asked for: not to be able to is an error.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any, TextIO
+
+
+class Patient:
+    """Standard error that may be closed, full or a pipe without a reader: what cannot be written is left out.
+
+    Args:
+        stream: the one underneath.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """All of it, as far as whoever calls is concerned."""
+        self._quietly(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._quietly(self._stream.flush)
+
+    def _quietly(self, action: Any) -> None:
+        try:
+            action()
+        except (OSError, ValueError):
+            discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard(stream: TextIO) -> None:
+    """What is still to be written goes nowhere: or the interpreter would complain of it when it ends."""
+    try:
+        descriptor = stream.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+        stream.flush()
+    except (OSError, ValueError):
+        pass
+
+
+def prepare() -> None:
+    """Give each standard stream that was closed a descriptor, or the next file that is opened would be taken for it.
+
+    Nothing can be written to what stands in for standard output: whoever prints there is told so.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # the lowest free number is the one that is opened
+            os.set_inheritable(os.open(os.devnull, os.O_WRONLY if number == 2 else os.O_RDONLY), True)
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):  # a path may have bytes, and a record halves of a pair, that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if not isinstance(sys.stderr, Patient):
+        sys.stderr = Patient(sys.stderr)
