@@ -105,30 +105,61 @@ def one_of(*names: str) -> Is:
 
 def flaw(value: Any, shape: Shape, where: str = "") -> str | None:
     """Where and how `value` first differs from `shape`, in words; None if it does not."""
+    found = _difference(value, shape)
+    if found is None:
+        return None
+    way, expected, got = found
+    shown = repr(got) if not isinstance(got, int) or abs(got) < _LARGEST else "a number of many digits"
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return f"{(where + way).removeprefix('.') or 'it'}: expected {expected}, got {shown}"
+
+
+class _Nothing:
+    """Where a value should be."""
+
+    def __repr__(self) -> str:
+        return "none"
+
+
+def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
+    """(way to the first value that differs, what is expected there, what came); None if none does.
+
+    The way is put together on the way back: of most values there is nothing to tell.
+    """
     if isinstance(shape, Is):
-        return None if shape.test(value) else _differs(where, shape.words, value)
+        return None if shape.test(value) else ("", shape.words, value)
     if shape is None:
-        return None if value is None else _differs(where, "null", value)
+        return None if value is None else ("", "null", value)
     if isinstance(shape, Or):
-        found = [flaw(value, each, where) for each in shape.shapes]
+        differences = []
+        for each in shape.shapes:
+            if (found := _difference(value, each)) is None:
+                return None
+            differences.append(found)
         # of an object or a list that comes near, what is wrong inside says more than what else there could have been
-        return None if None in found else max(found, key=lambda words: str(words).count(".") + str(words).count("["))
+        return max(differences, key=lambda found: len(found[0]))
     if isinstance(shape, list | Some):
         inner = shape[0] if isinstance(shape, list) else shape.shape
         if not isinstance(value, list) or (isinstance(shape, Some) and not value):
-            return _differs(where, "a list" if isinstance(shape, list) else "a list that is not empty", value)
-        return next((f for n, each in enumerate(value) if (f := flaw(each, inner, f"{where}[{n}]"))), None)
+            return "", "a list" if isinstance(shape, list) else "a list that is not empty", value
+        for number, each in enumerate(value):
+            if (found := _difference(each, inner)) is not None:
+                return f"[{number}]{found[0]}", *found[1:]
+        return None
     if not isinstance(value, Mapping):
-        return _differs(where, "an object", value)
+        return "", "an object", value
     if isinstance(shape, Each):
-        return next((f for key, each in value.items() if (f := flaw(each, shape.shape, f"{where}.{key}"))), None)
+        for key, each in value.items():
+            if (found := _difference(each, shape.shape)) is not None:
+                return f".{key}{found[0]}", *found[1:]
+        return None
     for key, inner in shape.items():
-        name = key.removesuffix("?")
+        name = key[:-1] if key[-1] == "?" else key
         if name not in value:
             if name == key:
-                return f"{f'{where}.{name}'.removeprefix('.')}: expected a value, got none"
-        elif found_inside := flaw(value[name], inner, f"{where}.{name}"):
-            return found_inside
+                return f".{name}", "a value", _Nothing()
+        elif (found := _difference(value[name], inner)) is not None:
+            return f".{name}{found[0]}", *found[1:]
     return None
 
 
@@ -139,9 +170,3 @@ def too_deep(value: Any, left: int = DEPTH) -> bool:
     if not left:
         return True
     return any(too_deep(each, left - 1) for each in (value.values() if isinstance(value, dict) else value))
-
-
-def _differs(where: str, expected: str, value: Any) -> str:
-    shown = repr(value) if not isinstance(value, int) or abs(value) < _LARGEST else "a number of many digits"
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-    return f"{where.removeprefix('.') or 'it'}: expected {expected}, got {shown}"

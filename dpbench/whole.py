@@ -6,6 +6,7 @@ experiment of a person's own have no shape for their results: nothing here reads
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,6 +86,7 @@ LINES: Mapping[str, Shape] = {
     },
 }
 
+_TYPE = one_of(*LINES)
 #: What a trial sends back.
 ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), None)}
 
@@ -291,7 +293,7 @@ def flaw_of_line(line: Any) -> str | None:
     if too_deep(line):
         return "nested too deeply"
     kind_of_line = line.get("type") if isinstance(line, Mapping) else None
-    if (found := flaw(kind_of_line, one_of(*LINES), "type")) is not None:
+    if (found := flaw(kind_of_line, _TYPE, "type")) is not None:
         return found
     if (found := flaw(line, LINES[str(kind_of_line)])) is not None:
         return found
@@ -299,7 +301,7 @@ def flaw_of_line(line: Any) -> str | None:
         where = line["environment"]
         return flaw(where, {"host": TEXT}, "environment") if where.get("executor") else None
     trial = line["trial"]
-    if (found := flaw_of_trial(trial)) is not None or kind_of_line == "cut":
+    if (found := _flaw_of_trial(trial)) is not None or kind_of_line == "cut":
         return found
     return _flaw_of_found(trial["kind"], line)
 
@@ -308,26 +310,30 @@ def flaw_of_trial(trial: Any) -> str | None:
     """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole."""
     if too_deep(trial):
         return "trial: nested too deeply"
-    if (found := flaw(trial, {"kind": TEXT}, "trial") or _too_large(trial)) is not None:
-        return found
+    return flaw(trial, {"kind": TEXT}, "trial") or _flaw_of_trial(trial)
+
+
+def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
     kind = trial["kind"]
-    if kind not in _TRIALS:
-        return None
+    return _too_large(trial) or (flaw(trial, _shape_of_trial(kind), "trial") if kind in _TRIALS else None)
+
+
+@functools.cache
+def _shape_of_trial(kind: str) -> Shape:
     shape: dict[str, Shape] = {f"{name}?": each for name, each in _FIELDS.items()}
     shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
     if kind.startswith("epsilon"):  # what a calibration leaves open
         shape |= {"noise_multiplier": FINITE, "steps": WHOLE}
     if kind == "calibration":
         shape["target_epsilon"] = ABOVE_0
-    return flaw(trial, shape, "trial")
+    return shape
 
 
 def _too_large(value: Any, where: str = "trial") -> str | None:
     """The first number in it that has more digits than anything here can reckon with."""
-    if isinstance(value, dict):
-        return next((f for key, each in value.items() if (f := _too_large(each, f"{where}.{key}"))), None)
-    if isinstance(value, list):
-        return next((f for n, each in enumerate(value) if (f := _too_large(each, f"{where}[{n}]"))), None)
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next((f for key, each in items if (f := _too_large(each, f"{where}.{key}"))), None)
     return flaw(value, NUMBER, where) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
