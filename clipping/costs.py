@@ -188,6 +188,10 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
     return seconds
 
 
+#: What reading a file can come to that is not there, torn, or not ours.
+_FOREIGN = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+
+
 class Notebook:
     """Measured costs by kind of use, read from the device's file and written back when one is added.
 
@@ -202,7 +206,7 @@ class Notebook:
         if self._path is not None:
             try:
                 self._costs = {kind: _decoded(entry) for kind, entry in json.loads(self._path.read_text()).items()}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # none, torn or foreign: measured again
+            except _FOREIGN:  # measured again
                 self._costs = {}
 
     def get(self, kind: str) -> Costs | None:

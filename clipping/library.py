@@ -23,9 +23,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clipping import cache
 
@@ -36,6 +38,7 @@ SECONDS = 60
 """A compiler that takes longer is not waited for."""
 _MARK = b"\ndpbench "
 _DIGITS = 64
+_ASIDE = ".compile-"
 
 
 class NoLibrary(Exception):
@@ -109,9 +112,11 @@ def _find(real: str) -> Library:
     machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     flags = ["-O3", machine, "-ffp-contract=fast", f"-DREAL={real}", f"-DSIZE={REALS[real]}", "-shared", "-fPIC"]
     known = "\n".join([*compiler, *flags, *(file.read_text() for file in SOURCES), platform.node(), _processor()])
-    path = folder / f"kernels-{real}-{hashlib.sha256(known.encode(errors='surrogateescape')).hexdigest()[:16]}.so"
+    name = f"kernels-{real}-{hashlib.sha256(known.encode(errors='surrogateescape')).hexdigest()[:16]}.so"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = folder.resolve()  # where a link leads is looked at once; and a bare name is no path to dlopen
+        path = folder / name
         if (why := _others_may_change(folder)) is not None:
             raise NoLibrary(why)
         whole = _whole(path)
@@ -173,17 +178,25 @@ def _whole(path: Path) -> tuple[str, str] | None:
     body, mark, label = data[:-_DIGITS].rpartition(_MARK)
     if not mark or hashlib.sha256(data[:-_DIGITS]).hexdigest().encode() != data[-_DIGITS:]:
         return None
-    return hashlib.sha256(body).hexdigest(), json.loads(label)
+    try:
+        return hashlib.sha256(body).hexdigest(), str(json.loads(label))
+    except ValueError:
+        return None
 
 
 def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
     """Whole or not at all, whoever else compiles it at the same time."""
-    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=SECONDS).stdout
+    quietly: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS}
+    version = subprocess.run([*compiler, "--version"], **quietly).stdout
     said = version.decode(errors="replace").strip().splitlines() or compiler
     label = " ".join([said[0], *compiler[1:]])  # a flag in CC makes another library
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compile-") as aside:
+    for left in path.parent.glob(f"{_ASIDE}*"):  # by somebody who was killed
+        with contextlib.suppress(FileNotFoundError):  # or who has just ended
+            if time.time() - left.lstat().st_mtime > 3 * SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=_ASIDE) as aside:
         partial = Path(aside) / path.name
-        subprocess.run([*compiler, *arguments, "-o", str(partial)], check=True, capture_output=True, timeout=SECONDS)
+        subprocess.run([*compiler, *arguments, "-o", str(partial)], check=True, **quietly)
         data = partial.read_bytes() + _MARK + json.dumps(label).encode()
         partial.unlink()
         with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -198,8 +211,7 @@ def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
 
 
 def _others_may_change(folder: Path) -> str | None:
-    """Who but this user and root could put a library of their own into `folder`, in words; None if nobody could."""
-    folder = folder.resolve()
+    """Who but this user and root could put a library into a folder whose path has no links, in words; None: nobody."""
     own = folder.stat()
     if own.st_uid != os.geteuid():
         return f"{folder} belongs to another user; name a folder of your own by DPBENCH_CACHE"

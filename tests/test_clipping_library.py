@@ -208,6 +208,27 @@ def test_the_environment_says_what_was_loaded(made: Path):
         assert expected in done.stdout, done.stderr
 
 
+def test_what_a_killed_compilation_left_is_removed_after_a_while(made: Path):
+    made.unlink()
+    old, young = made.parent / ".compile-old", made.parent / ".compile-young"
+    for left in (old, young):
+        left.mkdir()
+        (left / "half.so").touch()
+    os.utime(old, (0, 0))
+    library.load("float")
+    assert not old.exists() and young.exists() and library._whole(made) is not None
+
+
+def test_a_bare_name_and_a_link_are_folders_like_others(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(library, "_compile", None)
+    (tmp_path / "link").symlink_to(made.parent)
+    monkeypatch.chdir(made.parent)
+    for name in (".", tmp_path / "link"):
+        library._load.cache_clear()
+        monkeypatch.setattr(library, "_folder", lambda name=name: Path(name))
+        assert library.load("float").kernels.gram_norm
+
+
 def test_importing_it_imports_no_torch():
     code = "import sys, clipping.library; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
