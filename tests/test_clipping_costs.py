@@ -83,8 +83,10 @@ def test_what_is_written_down_is_read_again(folder):
         '{"a": 7}',
         '{"a": {"norms": [[1, 2]], "kept": null}}',
         "\x00",
+        "[" * 100_000,
+        '{"a": {"norms": [], "weight_gradient": ' + "9" * 400 + ', "kept": null}}',
     ],
-    ids=["torn", "empty", "a list", "null", "a number", "other fields", "binary"],
+    ids=["torn", "empty", "a list", "null", "a number", "other fields", "binary", "brackets", "400 digits"],
 )
 def test_a_torn_or_foreign_file_is_measured_again(folder, text):
     Notebook(CPU).add({"a": COSTS})
