@@ -11,6 +11,7 @@ where it is a number of steps).
 from __future__ import annotations
 
 import math
+import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,7 +80,7 @@ def calibrate(
     """
     if unknown not in UNKNOWNS:
         raise ArgumentError("unknown", f"to be one of {', '.join(UNKNOWNS)}", unknown)
-    if not (isinstance(target_epsilon, (int, float)) and 0 < target_epsilon < math.inf):
+    if not (isinstance(target_epsilon, (int, float)) and 0 < target_epsilon <= sys.float_info.max):
         raise ArgumentError("target_epsilon", "to be a finite number > 0", target_epsilon)
     if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < 1):
         raise ArgumentError("tolerance", "in [0, 1)", tolerance)
@@ -300,7 +301,7 @@ class _Problem:
         """t by the Gaussian limit."""
         mu, q, sigma = self._mu(), self._mechanism.sample_rate, self._mechanism.noise_multiplier
         spread = math.expm1(min(sigma**-2, 700.0)) if sigma > 1e-6 else math.exp(700.0)
-        steps = min(float(self._steps), 1e18) or 1.0
+        steps = float(min(self._steps, 1e18)) or 1.0  # an integer may be larger than any float
         guess = {
             "noise_multiplier": lambda: 1.0 / math.sqrt(max(math.log1p((mu / max(q, 1e-150)) ** 2 / steps), 1e-18)),
             "sample_rate": lambda: mu / math.sqrt(max(steps * spread, 1e-300)),

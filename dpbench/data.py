@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,7 @@ def _split(spec: str) -> tuple[str, Path | None]:
     kind, _, root = spec.partition(":")
     if kind not in DATA or (kind in ("digits", "synthetic")) != (kind == spec) or (":" in spec and not root):
         raise UsageError(_FORMS, spec, nearest(kind, DATA) if kind not in DATA else None)
-    return kind, Path(root).expanduser() if root else None
+    return kind, Path(os.path.expanduser(root)) if root else None
 
 
 def _normalised(source: ImageSet, rows: list[int], image_size: int) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from clipping import library
 from dpbench import __version__
 from dpbench.errors import UsageError
 from dpbench.forked import available_cpus
@@ -28,6 +29,9 @@ from dpbench.trials import Trial
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICES = ("auto", "cpu", "cuda")
+#: What stands among the versions of libraries for the compiler of the kernels in C; it is None where torch's own
+#: operations run in their place.
+KERNELS = "kernels in C"
 #: Says which commit runs where git does not.
 COMMIT = "DPBENCH_COMMIT"
 _PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
@@ -92,6 +96,7 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cuda_build": torch.version.cuda,
         "cuda_available": torch.cuda.is_available(),
+        "kernels": library.describe(),
     }
     if trial.device == "cuda" and facts["cuda_available"]:
         properties = torch.cuda.get_device_properties(0)
@@ -218,12 +223,21 @@ def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
 
 def libraries_of(trial: Trial) -> set[str]:
     """The libraries whose versions make a measurement of this trial another one."""
-    return {"torch", *(module.partition(".")[0] for module in trial.modules())}
+    kernels = [KERNELS] if any(source.endswith(".c") for source in trial.sources) else []
+    return {"torch", *kernels, *(module.partition(".")[0] for module in trial.modules())}
+
+
+def kernels_missing(device: str, trials: Iterable[Trial]) -> str | None:
+    """Why trials that would use the kernels in C go without, in a line; None if they have them, or no use for them."""
+    uses = device == "cpu" and any(KERNELS in libraries_of(trial) for trial in trials)
+    return library.trouble() if uses else None
 
 
 @functools.cache
 def version_of(distribution: str) -> str | None:
-    """The version installed; None if it is not. Imports nothing of it."""
+    """The version installed; None if it is not. Imports nothing of it. Kernels in C are compiled, if need be."""
+    if distribution == KERNELS:
+        return library.version()
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

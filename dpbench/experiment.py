@@ -12,9 +12,13 @@ trials, and searches for the largest batch that fits::
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
+import json
 import pkgutil
+import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +27,16 @@ from typing import Any, TypeVar
 from dpbench.errors import UsageError, nearest, one_of
 from dpbench.reference import load_module
 from dpbench.search import MaxBatch, Probe
-from dpbench.trials import Trial
+from dpbench.trials import Trial, canonical_json
+from dpbench.whole import flaw_of_trial
 
 __all__ = ["Cell", "Experiment", "MaxBatch", "Probe", "experiment_names", "grid", "load_experiment"]
 
 Cell = Trial | MaxBatch
+#: More rounds than anybody waits for.
+MOST_ROUNDS = 10_000
+#: An experiment's name is that of a folder, and never a way to another one.
+_NAME = re.compile(r"[^./\\-][^/\\]{0,79}")
 T = TypeVar("T", bound=Trial)
 
 
@@ -57,6 +66,61 @@ class Experiment:
     rounds: int = 3
     figures: tuple[str, ...] = ()
     in_order: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isprintable() or not _NAME.fullmatch(self.name):
+            raise UsageError("a name that a folder can have, and that leads to no other", self.name)
+        if not isinstance(self.doc, str):
+            raise UsageError(f"a doc of {self.name} that is a text", self.doc)
+        if not callable(self.cells) or not callable(self.smoke):
+            raise UsageError(f"cells and smoke of {self.name} that can be called with a device", self.cells)
+        check_rounds(self.rounds, f"rounds of {self.name}")
+
+    def declared(self, device: str, *, smoke: bool = False) -> list[Cell]:
+        """The cells on a device, each such that it can be run, recorded and found again.
+
+        What the declaration prints goes to standard error: standard output is the command's.
+
+        Raises:
+            UsageError: in one line, if the declaration fails or ends the process, or if a cell is none.
+        """
+        name = "smoke" if smoke else "cells"
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                cells = list((self.smoke if smoke else self.cells)(device))
+        except (Exception, SystemExit) as error:  # whatever code of the user's own may raise, told in one line
+            raise UsageError(f"{name}({device!r}) of {self.name} to return trials", _in_words(error)) from error
+        for cell in cells:
+            if not isinstance(cell, Trial | MaxBatch):
+                raise UsageError(f"a trial or a search in {name} of {self.name}", cell)
+            # a search says itself which batch sizes it tries
+            trials = [cell.probe_at(1), cell.then_at(1)] if isinstance(cell, MaxBatch) else [cell]
+            for trial in trials:
+                if trial is not None and (why := _flaw_of(trial)) is not None:
+                    raise UsageError(f"trials that can be recorded in {name} of {self.name}", why)
+        return cells
+
+
+def check_rounds(rounds: Any, what: str) -> None:
+    """
+    Raises:
+        UsageError: for a number of rounds that cannot be, or is beyond reason.
+    """
+    if not isinstance(rounds, int) or rounds < 1:
+        raise UsageError(f"at least 1 for {what}", rounds)
+    if rounds > MOST_ROUNDS:
+        raise UsageError(f"at most {MOST_ROUNDS} for {what}", rounds)
+
+
+def _flaw_of(trial: Trial) -> str | None:
+    try:
+        return flaw_of_trial(json.loads(canonical_json(trial.describe())))
+    except (ValueError, TypeError, RecursionError) as error:
+        return f"{trial.label()}: {_in_words(error)}"
+
+
+def _in_words(error: BaseException) -> str:
+    return " ".join((str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}").split())
 
 
 def experiment_names() -> list[str]:
@@ -88,9 +152,10 @@ def load_experiment(name: str) -> Experiment:
     else:
         module_name = f"experiments.{one_of('an experiment', name, experiment_names())}"
     try:
-        module = load_module(module_name)
-    except Exception as error:  # whatever a file of the user's own may raise, told in one line
-        raise UsageError("an experiment that can be imported", f"{name}: {type(error).__name__}: {error}") from error
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
+            module = load_module(module_name)
+    except (Exception, SystemExit) as error:  # whatever a file of the user's own may raise, told in one line
+        raise UsageError("an experiment that can be imported", f"{name}: {_in_words(error)}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Experiment):
         near = nearest(attribute, [key for key, value in vars(module).items() if isinstance(value, Experiment)])

@@ -7,18 +7,20 @@ if the process goes away without an answer.
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dpbench.outcome import Outcome, classify
 from dpbench.processes import die_with_parent, offer_to_the_oom_killer
 from dpbench.reference import load_object
 from dpbench.store import to_json
 from dpbench.trials import Trial
+from dpbench.whole import flaw_of_result
 
 #: Sent to a trial whose time is up, shortly before it is killed: it writes down where it stands.
 TELL_WHERE = signal.SIGUSR1
@@ -42,10 +44,11 @@ def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Se
     """
     code = 1
     try:
+        signal.set_wakeup_fd(-1)
         for descriptor in inherited:
             os.close(descriptor)
         _begin(server, log)
-        _write(answer, to_json(_run(trial)).encode())
+        write_all(answer, _run(trial).encode())
         sys.stdout.flush()
         sys.stderr.flush()
         code = 0
@@ -58,7 +61,6 @@ def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Se
 
 def _begin(server: int, log: int) -> None:
     os.setsid()
-    signal.set_wakeup_fd(-1)
     for signum in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(signum, signal.SIG_DFL)
     die_with_parent(server, signal.SIGKILL)
@@ -70,15 +72,19 @@ def _begin(server: int, log: int) -> None:
     faulthandler.register(TELL_WHERE, all_threads=False)
 
 
-def _run(trial: Trial) -> dict[str, Any]:
+def _run(trial: Trial) -> str:
+    """The answer, as JSON."""
     try:
         _set_threads(trial)
         result = load_object(trial.body)(trial)
-        to_json(result)  # what cannot be recorded is an error of the body
-        return {"outcome": Outcome.OK, "evidence": None, "result": result}
+        answer = to_json({"outcome": Outcome.OK, "evidence": None, "result": result})
+        # what cannot be recorded is an error of the body, and so is what no reader of records would take
+        if (why := flaw_of_result(trial.kind, json.loads(answer)["result"])) is not None:
+            raise TypeError(f"what {trial.body} returned is no result of kind {trial.kind!r}: {why}")
+        return answer
     except BaseException as error:  # whatever it is, it ends as a typed record
         outcome, evidence, kept = classify(error)
-        return {"outcome": outcome, "evidence": evidence, "result": kept}
+        return to_json({"outcome": outcome, "evidence": evidence, "result": kept})
 
 
 def _set_threads(trial: Trial) -> None:
@@ -88,6 +94,8 @@ def _set_threads(trial: Trial) -> None:
         torch.set_num_threads(getattr(trial, "threads", None) or (available_cpus() if trial.alone else 1))
 
 
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of it, however little a pipe takes at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

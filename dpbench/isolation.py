@@ -17,6 +17,8 @@ from typing import Any, Protocol
 from dpbench.outcome import Outcome
 
 _PATIENCE = 5.0
+#: How often somebody who waits for one trial looks whether the server still goes on (seconds).
+_LOOK_UP = 1.0
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -69,7 +71,7 @@ class Isolation:
         self._environ = {**os.environ, "PYTHONPATH": our_path(), **(environ or {})}
         self._server: subprocess.Popen[bytes] | None = None
         self._in_flight: set[int] = set()
-        self._unread = b""
+        self._unread: list[bytes] = []
         self._keys = 0
 
     def submit(self, trial: Sendable, until: float | None = None) -> int:
@@ -103,18 +105,23 @@ class Isolation:
         with selectors.DefaultSelector() as selector:
             selector.register(server.stdout, selectors.EVENT_READ)
             if not selector.select(timeout):
+                server.send_signal(signal.SIGCONT)  # a trial may have stopped it; one that runs takes no notice
                 return []
         chunk = os.read(server.stdout.fileno(), 1 << 20)
         if not chunk:
             return self._server_is_gone(server)
-        *lines, self._unread = (self._unread + chunk).split(b"\n")
+        if b"\n" not in chunk:  # of a large answer; what came so far is looked through once
+            self._unread.append(chunk)
+            return []
+        *lines, rest = b"".join([*self._unread, chunk]).split(b"\n")
+        self._unread = [rest]
         return [self._answered(**json.loads(line)) for line in lines]
 
     def run(self, trial: Sendable) -> Answer:
         """Run one trial and wait for it."""
         key = self.submit(trial)
         while True:
-            for answer in self.wait():
+            for answer in self.wait(_LOOK_UP):
                 if answer.key == key:
                     return answer
 
@@ -122,13 +129,14 @@ class Isolation:
         """End the server and every trial of it."""
         server, self._server = self._server, None
         self._in_flight.clear()
-        self._unread = b""
+        self._unread = []
         if server is None:
             return
         with contextlib.suppress(BrokenPipeError):
             if server.stdin is not None:
                 server.stdin.close()
         server.send_signal(signal.SIGTERM)  # in case it is importing, and does not read
+        server.send_signal(signal.SIGCONT)  # in case a trial has stopped it
         try:
             server.wait(_PATIENCE)
         except subprocess.TimeoutExpired:

@@ -68,8 +68,7 @@ class Request:
         return self.results / (self.experiment.name + ("-smoke" if self.smoke else ""))
 
     def cells(self, device: str) -> Sequence[Cell]:
-        declared = self.experiment.smoke if self.smoke else self.experiment.cells
-        chosen = select(declared(device), self.only)
+        chosen = select(self.experiment.declared(device, smoke=self.smoke), self.only)
         return chosen if self.blocks is None else [cell for cell in chosen if key_of(cell)[0] in self.blocks]
 
 
@@ -187,7 +186,10 @@ def _run_here(
         where |= {"executor": dict(request.sweep), "libraries": libraries}
         executor.refuse = lambda trial: different(environment.sources_of(trial))
     shards = Shards(request.folder, progress.say, lambda: where)
-    if any(trial.alone for trial, _ in plan.schedule.remaining()):
+    remaining = [trial for trial, _ in plan.schedule.remaining()]
+    if (line := environment.kernels_missing(plan.device, remaining)) is not None:
+        progress.say(f"dpbench: {line}")
+    if any(trial.alone for trial in remaining):
         shards.of().watch.begin()
     blocks = [Block("", plan.schedule, together=True)]
     loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)

@@ -64,7 +64,8 @@ class Forecast:
         """What a trial of kind `largest` has found; None if it has not ended, or not well."""
         if record is None or record["outcome"] != "ok":
             return None
-        return cls.through({probe["batch_size"]: probe["peak_bytes"] for probe in record["result"]["probes"]})
+        probes = record["result"].get("probes", [])
+        return cls.through({probe["batch_size"]: probe["peak_bytes"] for probe in probes})
 
 
 @dataclass(frozen=True, kw_only=True)

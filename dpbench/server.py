@@ -25,15 +25,18 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, BinaryIO, NoReturn
 
-from dpbench.forked import TELL_WHERE, run_in_child
+from dpbench.forked import TELL_WHERE, run_in_child, write_all
 from dpbench.outcome import Outcome, classify
 from dpbench.processes import CpuTime, adopt_orphans, die_with_parent, kill, kill_group, kill_session
 from dpbench.reference import load_module
+from dpbench.shapes import flaw
 from dpbench.store import to_json
 from dpbench.trials import Trial
+from dpbench.whole import ANSWER
 
 #: How long a trial whose time is up has to write down where it stands (seconds).
 GRACE = 0.3
@@ -53,7 +56,7 @@ class Running:
     deadline: float
     answer: BinaryIO
     log: BinaryIO
-    received: bytes = b""
+    received: bytearray = field(default_factory=bytearray)
     late: bool = False
 
     def receive(self) -> None:
@@ -81,11 +84,11 @@ class Server:
         self._selector.register(requests, selectors.EVENT_READ)
         # The exit of a child, and not the end of its pipe, says that a trial ended: what it left behind may hold the
         # pipe open. SIGCHLD wakes the selector through this descriptor.
-        self._woken, wake = os.pipe()
-        for end in (self._woken, wake):
+        self._woken, self._wake = os.pipe()
+        for end in (self._woken, self._wake):
             os.set_blocking(end, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         self._selector.register(self._woken, selectors.EVENT_READ)
 
     def serve(self) -> None:
@@ -127,7 +130,7 @@ class Server:
         server = os.getpid()
         pid = os.fork()
         if pid == 0:
-            run_in_child(trial, server, write, log.fileno(), inherited=[self._answers])
+            run_in_child(trial, server, write, log.fileno(), inherited=[read, *self._descriptors()])
         os.close(write)
         os.set_blocking(read, False)
         answer = os.fdopen(read, "rb", buffering=0)
@@ -137,6 +140,12 @@ class Server:
         running = Running(request["key"], pid, timeout, started, found, started + timeout, answer, log)
         self._running[pid] = running
         self._selector.register(answer, selectors.EVENT_READ, running)
+
+    def _descriptors(self) -> Iterator[int]:
+        """All that this process has open for itself and for other trials: none of it is a trial's to write to."""
+        yield from (self._answers, self._woken, self._wake)
+        for running in self._running.values():
+            yield from (running.answer.fileno(), running.log.fileno())
 
     def _look_after(self, running: Running) -> None:
         if os.waitid(os.P_PID, running.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
@@ -174,9 +183,7 @@ class Server:
     ) -> None:
         told = {"outcome": outcome, "evidence": evidence, "result": result, "seconds": seconds, "stolen": stolen}
         message = {"key": key, **told}
-        data = (to_json(message) + "\n").encode()
-        while data:
-            data = data[os.write(self._answers, data) :]
+        write_all(self._answers, (to_json(message) + "\n").encode())
 
     def end(self) -> None:
         """Leave no process behind."""
@@ -189,8 +196,11 @@ class Server:
 def verdict(running: Running, status: int) -> tuple[str, str | None, Any]:
     """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal)."""
     if status == 0 and running.received:
-        answer = json.loads(running.received)
-        return answer["outcome"], answer["evidence"], answer["result"]
+        with contextlib.suppress(ValueError, RecursionError):
+            answer = json.loads(running.received)
+            if flaw(answer, ANSWER) is None:
+                return answer["outcome"], answer["evidence"], answer["result"]
+        return Outcome.ERROR, "what came back is no answer: the trial wrote to a descriptor that is not its own", None
     said = running.log_tail()
     last = "\n".join(said.splitlines()[-_EVIDENCE_LINES:])
     if running.late:

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
+import hashlib
 import json
 import math
 import os
 import re
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +31,7 @@ from typing import Any
 from dpbench.errors import RunEnded
 from dpbench.host import host_name
 from dpbench.precision import with_profile
+from dpbench.whole import LINES, flaw_of_line
 
 # The schema of a line, and its history:
 #   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
@@ -44,6 +48,12 @@ from dpbench.precision import with_profile
 SCHEMA = 6
 
 Line = dict[str, Any]
+#: Half of a pair of code units, which no encoding of text has.
+_HALF = re.compile("[\ud800-\udfff]")
+#: So many lines of a file that are no records are named; the rest is counted.
+_NAMED = 10
+#: Part of a file's name, which may have 255 bytes.
+_LONGEST_NAME = 80
 #: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
 UPGRADES: dict[int, Callable[[Line], Line]] = {
     1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
@@ -60,13 +70,20 @@ def utc_now() -> str:
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file's name: lower case, with hyphens."""
-    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-")
+    """`text` as part of a file's name: lower case, with hyphens, no way to another folder, and not too long for one."""
+    name = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 17]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+    return name or "unnamed"
 
 
 def to_json(value: Any) -> str:
-    """One line of strict JSON; floats that are not finite become the strings "inf", "-inf" and "nan"."""
-    return json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+    """One line of strict JSON; floats that are not finite become the strings "inf", "-inf" and "nan".
+
+    What is no character (half of a pair, or a byte of a path that is not UTF-8) becomes its escape, to be read.
+    """
+    text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
+    return text if text.isascii() else _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)
 
 
 def _finite(value: Any) -> Any:
@@ -168,9 +185,9 @@ class Store:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        data = (to_json(line) + "\n").encode()
-        while data:
-            data = data[os.write(self._file, data) :]
+        left = memoryview((to_json(line) + "\n").encode())
+        while left:
+            left = left[os.write(self._file, left) :]
         os.fsync(self._file)
 
     def close(self) -> None:
@@ -210,17 +227,19 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
     """
     runs = []
     for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
-        run = None
+        run, homeless = None, 0
         for number, line in _lines(path, warn):
             if line["type"] == "environment" and run is None:
                 run = Run(path, line["environment"])
                 runs.append(run)
-            elif line["type"] == "trial" and run is not None:
-                run.records.append(line)
-            elif line["type"] == "cut" and run is not None:
-                run.cuts.append(line)
+            elif line["type"] == "environment":
+                warn(f"{path}:{number}: an 'environment' line where none is expected; passed over")
+            elif run is None:
+                homeless += 1
             else:
-                warn(f"{path}:{number}: a {line['type']!r} line where none is expected; passed over")
+                (run.records if line["type"] == "trial" else run.cuts).append(line)
+        if homeless:
+            warn(f"{path}: {homeless} lines with no whole 'environment' line before them; passed over")
     return runs
 
 
@@ -230,25 +249,68 @@ def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]
 
 
 def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
-    raw = path.read_bytes().split(b"\n")
+    try:
+        raw = _content(path).split(b"\n")
+    except OSError as error:
+        warn(f"{path}: not a file of records ({error.strerror}); passed over")
+        return
+    bad = 0
     for number, text in enumerate(raw, start=1):
         if not text.strip():
             continue
         try:
-            line = _upgrade(json.loads(text))
-        except (ValueError, KeyError, TypeError) as error:
+            line = _whole(text)
+        except (ValueError, RecursionError) as error:
             if number < len(raw):  # the last piece has no newline after it: torn by a kill, and to be expected
-                warn(f"{path}:{number}: not a record ({error}); passed over")
+                bad += 1
+                if bad <= _NAMED:
+                    warn(f"{path}:{number}: not a record ({error}); passed over")
             continue
         yield number, line
+    if bad > 1:
+        warn(f"{path}: {bad} of {len(raw) - 1} lines are no records")
 
 
-def _upgrade(line: Line) -> Line:
-    """A line of any schema known here as one of today's."""
-    if line["type"] not in ("environment", "trial", "cut"):
-        raise ValueError(f"type {line['type']!r}")
-    while (schema := line["schema"]) != SCHEMA:
-        if schema not in UPGRADES:
-            raise ValueError(f"schema {schema!r}, and this dpbench reads up to {SCHEMA}")
-        line = UPGRADES[schema](line) | {"schema": schema + 1}
+def _content(path: Path) -> bytes:
+    """What an ordinary file holds. A pipe of that name would be waited for, a folder has no lines.
+
+    Raises:
+        OSError: it is none, or cannot be read.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "a pipe or a device")
+        return file.read()
+
+
+def _whole(text: bytes) -> Line:
+    """A line of any schema known here as one of today's.
+
+    Raises:
+        ValueError: it is no whole record, and why.
+        RecursionError: brackets in brackets without end.
+    """
+    line = json.loads(text, parse_constant=_refuse)
+    if b"\\ud" in text.lower():
+        line = json.loads(to_json(line))
+    upgraded = _upgrade(line)
+    if (why := flaw_of_line(upgraded)) is not None:
+        raise ValueError(why)
+    return upgraded
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _upgrade(line: Any) -> Line:
+    if not isinstance(line, dict) or line.get("type") not in tuple(LINES):
+        raise ValueError(f"type {line.get('type')!r:.40}" if isinstance(line, dict) else "no object")
+    while (schema := line.get("schema")) != SCHEMA:
+        if isinstance(schema, bool) or not isinstance(schema, int) or schema not in UPGRADES:
+            raise ValueError(f"schema {schema!r:.40}, and this dpbench reads up to {SCHEMA}")
+        try:
+            line = UPGRADES[schema](line) | {"schema": schema + 1}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no whole line of schema {schema}: {type(error).__name__} {error}") from error
     return line

@@ -6,6 +6,7 @@ goes on. What it prints on standard output is what it was asked for: not to be a
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import Any, TextIO
@@ -65,5 +66,8 @@ def prepare() -> None:
         sys.stdout = os.fdopen(1, "w", closefd=False)
     if sys.stderr is None:
         sys.stderr = os.fdopen(2, "w", closefd=False)
+    for stream in (sys.stdout, sys.stderr):  # a path may have bytes, and a record halves of a pair, that are no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if not isinstance(sys.stderr, Patient):
         sys.stderr = Patient(sys.stderr)

@@ -36,6 +36,13 @@ def canonical_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
+def _as_text(value: Any) -> Any:
+    """A field of a trial such that every encoding has it."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_text, value))
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """One measurement, in a process of its own.
@@ -49,8 +56,8 @@ class Trial:
     timeout: float = 600.0
 
     def describe(self) -> dict[str, Any]:
-        """`kind` and all fields, as they stand in a record."""
-        return {"kind": self.kind} | {f.name: getattr(self, f.name) for f in fields(self)}
+        """`kind` and all fields, as they stand in a record: a path's byte that is not UTF-8 as its escape."""
+        return {"kind": self.kind} | {f.name: _as_text(getattr(self, f.name)) for f in fields(self)}
 
     @cached_property
     def id(self) -> str:

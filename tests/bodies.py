@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -118,8 +119,51 @@ def _unrecordable(trial: Act) -> dict[str, Any]:
     return {"object": object()}
 
 
+def _nothing(trial: Act) -> Any:
+    return None
+
+
+def _a_list(trial: Act) -> Any:
+    return [1, 2]
+
+
+def _deep(trial: Act) -> dict[str, Any]:
+    value: Any = 0
+    for _ in range(100):
+        value = [value]
+    return {"deep": value}
+
+
 def _big(trial: Act) -> dict[str, Any]:
     return {"text": "x" * 3_000_000}
+
+
+def _huge(trial: Act) -> dict[str, Any]:
+    return {"text": "x" * 64_000_000}
+
+
+def _no_text(trial: Act) -> dict[str, Any]:
+    """Fail with half of a pair of code units, which no encoding has, and leave another one in what is printed."""
+    print(os.fsdecode(b"\xff"), file=sys.stderr)
+    raise ValueError("half \ud83d of a face, and \udcff of a path")
+
+
+def _halves(trial: Act) -> dict[str, Any]:
+    return {"half \ud83d": ["\udcff"]}
+
+
+def _scribble(trial: Act) -> dict[str, Any]:
+    """Write to every descriptor that there is."""
+    for descriptor in range(3, 300):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"key": 1, "outcome": "fine"}\n')
+    return {"number": trial.number}
+
+
+def _stop(trial: Act) -> dict[str, Any]:
+    """Stop the process that forked this one, as Ctrl-Z would."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return {"number": trial.number}
 
 
 def _infinite(trial: Act) -> dict[str, Any]:
@@ -153,7 +197,15 @@ ACTIONS = {
     "segfault": _segfault,
     "leave": _leave,
     "unrecordable": _unrecordable,
+    "nothing": _nothing,
+    "a list": _a_list,
+    "deep": _deep,
     "big": _big,
+    "huge": _huge,
+    "no text": _no_text,
+    "halves": _halves,
+    "scribble": _scribble,
+    "stop": _stop,
     "infinite": _infinite,
     "offspring": _offspring,
 }

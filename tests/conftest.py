@@ -14,15 +14,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are sma
 os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run has measured
 os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as where nobody has said what they are
 
-from clipping import BACKENDS, load_backend
-from clipping.kernels import cpu
+from clipping import BACKENDS, library, load_backend
 
 # A slow machine is no fault of what it tests.
 settings.register_profile("dpbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dpbench")
 
 LIBRARIES = tempfile.TemporaryDirectory(prefix="dpbench-tests-")
-cpu._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # compiled once by each process of the tests
+library._folder = lambda: Path(LIBRARIES.name)  # type: ignore[assignment]  # compiled once by each process of the tests
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
-from clipping import cache, load_backend
+from clipping import cache, library, load_backend
 from clipping.kernels import cpu
 from clipping.rules import Route
 from clipping.rules.pixels import Geometry, compiled_norm
@@ -27,9 +27,14 @@ LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C com
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """Libraries are looked for anew in the test, and after it."""
-    cpu._library.cache_clear()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     cpu._library.cache_clear()
+    library._load.cache_clear()
 
 
 def exact_linear(a: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -120,7 +125,7 @@ def test_images_of_other_widths_than_the_output(size: tuple[int, int], stride: i
 def test_exact_with_vectors_of_every_width(
     narrower: str, forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.setattr(cpu, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
     monkeypatch.setenv("CC", f"cc {narrower}")
     for dtype, rtol in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
         assert cpu.supported(torch.empty(0, dtype=dtype))
@@ -222,11 +227,12 @@ def test_no_samples_or_no_positions():
 
 
 def test_without_a_compiler_the_formulas_remain(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(cpu, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
     for compiler in ("no-such-compiler", "false", "cc --no-such-option"):
-        cpu._library.cache_clear()
+        forget()
         monkeypatch.setenv("CC", compiler)
-        assert not cpu.supported(torch.empty(0))
+        with pytest.warns(UserWarning, match="no kernels in C, torch's own operations remain: .*(found|compile)"):
+            assert not cpu.supported(torch.empty(0))
         model = torch.nn.Linear(3, 2)
         with load_backend("bk_mixed")(model, lambda out, _: out.square().sum((1, 2)), verify=False) as backend:
             for _ in range(3):
@@ -238,24 +244,25 @@ def test_a_compiler_that_hangs_is_not_waited_for(forgotten: None, monkeypatch: p
     def run(*args: object, timeout: float, **options: object) -> None:
         raise subprocess.TimeoutExpired("cc", timeout)
 
-    monkeypatch.setattr(cpu, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(cpu.subprocess, "run", run)
-    assert not cpu.supported(torch.empty(0))
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(library.subprocess, "run", run)
+    with pytest.warns(UserWarning, match="longer than 60 s"):
+        assert not cpu.supported(torch.empty(0))
 
 
 @LIBRARY
 def test_a_library_is_compiled_once_and_found_again(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(cpu, "_folder", lambda: tmp_path / "new")
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path / "new")
     assert cpu.supported(torch.empty(0))
     (made,) = (tmp_path / "new").iterdir()
     assert made.suffix == ".so"
-    cpu._library.cache_clear()
-    monkeypatch.setattr(cpu, "_compile", None)
+    forget()
+    monkeypatch.setattr(library, "_compile", None)
     assert cpu.supported(torch.empty(0))
 
 
 def test_off_keeps_and_compiles_nothing(forgotten: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cpu, "_folder", cache.folder)
+    monkeypatch.setattr(library, "_folder", cache.folder)
     monkeypatch.setenv("DPBENCH_CACHE", "off")
     assert cache.folder() is None and not cpu.supported(torch.empty(0))
 

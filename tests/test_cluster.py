@@ -91,10 +91,12 @@ def test_published_points():
 
 def step_record(path, backend, seconds, round_):
     trial = {"kind": "step", "model": "cnn", "backend": backend, "batch_size": 8, "device": "cpu"}
-    trial |= {"precision": "float32"}
+    trial |= {"precision": "float32", "image_size": 32, "num_classes": 10}
+    result = {"parameters": 10**6, "step_seconds": [seconds] * 3}
+    result["memory"] = {"source": "cpu_allocator", "peak_bytes": 2**20, "baseline_bytes": 2**19}
     line = {"type": "trial", "schema": 1, "experiment": "memory_speed", "id": f"{backend}{round_}", "round": round_}
     line |= {"fingerprint": "f", "trial": trial, "outcome": "ok", "evidence": None, "seconds": 36.0}
-    line |= {"utc": f"2026-01-01T00:00:0{round_}Z", "result": {"parameters": 10**6, "step_seconds": [seconds] * 3}}
+    line |= {"utc": f"2026-01-01T00:00:0{round_}Z", "result": result}
     with path.open("a") as file:
         file.write(json.dumps(line) + "\n")
 

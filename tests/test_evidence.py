@@ -249,9 +249,11 @@ def test_a_profile_keeps_traces_of_a_size_and_says_what_failed():
 
 
 def test_files_lie_beside_the_records(tmp_path):
-    store = Store(tmp_path, {}, host="here")
-    store.append({"id": "abc", "round": 0, "result": {"files": {"a b.json.gz": "aGFsbG8="}, "other": 1}})
-    store.append({"id": "abd", "round": 0, "result": None})
+    store = Store(tmp_path, {"device": "cpu", "device_name": "CPU"}, host="here")
+    ended = {"experiment": "e", "round": 0, "fingerprint": "f", "trial": {"kind": "of ours"}, "outcome": "error"}
+    ended |= {"seconds": 1.0, "utc": "2026-01-01T00:00:00.000000Z"}
+    store.append(ended | {"id": "abc", "result": {"files": {"a b.json.gz": "aGFsbG8="}, "other": 1}})
+    store.append(ended | {"id": "abd", "result": None})
     store.close()
     first, second = read_records(tmp_path)
     assert first["result"]["other"] == 1 and second["result"] is None

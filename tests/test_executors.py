@@ -163,7 +163,8 @@ class TwoNodes:
         host = "ab"[self.keys % 2]
         facts = where(host, executor=NO_CLUSTER | {"driver": socket.gethostname()})
         place = Place(host, facts, Machine.of(facts).fingerprint(trial), 0.1)
-        self.answers.append(Answer(self.keys, Outcome.OK, None, {}, 0.5, place))
+        found = {"epsilon": 1.0, "kind": "upper_bound", "compute_seconds": 0.1}
+        self.answers.append(Answer(self.keys, Outcome.OK, None, found, 0.5, place))
         return self.keys
 
     def wait(self, timeout=None):

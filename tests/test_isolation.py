@@ -58,6 +58,13 @@ def test_the_result_comes_back(isolation):
         ("segfault", Outcome.CRASH, "killed by SIGSEGV", None),
         ("segfault", Outcome.CRASH, "last words", None),
         ("leave", Outcome.CRASH, "exit code 3", None),
+        ("nothing", Outcome.ERROR, "result: expected an object, got None", None),
+        ("a list", Outcome.ERROR, "result: expected an object, got [1, 2]", None),
+        ("deep", Outcome.ERROR, "nested too deeply", None),
+        ("no text", Outcome.ERROR, r"half \ud83d of a face, and \udcff of a path", None),
+        ("halves", Outcome.OK, None, {r"half \ud83d": [r"\udcff"]}),
+        ("scribble", Outcome.ERROR, "wrote to a descriptor that is not its own", None),
+        ("stop", Outcome.OK, None, {"number": 0}),
         ("unrecordable", Outcome.ERROR, "not JSON serializable", None),
         ("infinite", Outcome.OK, None, {"epsilon": "inf"}),
         ("big", Outcome.OK, None, {"text": "x" * 3_000_000}),
@@ -196,3 +203,30 @@ def test_what_the_harness_costs_a_trial(isolation):
         seconds.append(time.monotonic() - started)
     stolen = CpuTime.now().stolen_since(before) or 0.0
     assert quick(min(seconds) * (1 - stolen), 0.3)
+
+
+def test_a_large_result_is_copied_a_few_times_and_not_once_for_each_piece_of_it(isolation):
+    """64 MB come through pipes of 64 KiB: looked through anew for each piece, they would take minutes."""
+    begun = time.monotonic()
+    answer = isolation.run(Act(action="huge"))
+    assert answer.outcome is Outcome.OK and len(answer.result["text"]) == 64_000_000
+    assert time.monotonic() - begun < 30
+
+
+def test_who_scribbles_harms_no_trial_beside_it(isolation):
+    waiting = isolation.submit(bodies.Beside(action="sleep", seconds=1.0, number=7))
+    scribbling = isolation.submit(bodies.Beside(action="scribble"))
+    found = {}
+    while len(found) < 2:
+        found |= {answer.key: answer for answer in isolation.wait(1.0)}
+    assert found[scribbling].outcome is Outcome.ERROR
+    assert (found[waiting].outcome, found[waiting].result) == (Outcome.OK, {"number": 7})
+
+
+def test_a_server_that_is_stopped_goes_on_and_can_be_closed():
+    with Isolation() as own:
+        assert own.run(Act(action="stop", number=3)).result == {"number": 3}
+        own.submit(Act(action="stop"))
+        time.sleep(0.5)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 4

@@ -373,7 +373,7 @@ def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monke
     path, parsed = write(run, "memory_speed_table")
     assert "✗ refuted 18× <faster> arXiv:0000.00000" in " ".join(parsed.text().split()) and parsed.count("svg") == 0
     text = (path.parent / "cpu-test-cpu-2-cpus" / "memory_speed_table.md").read_text(encoding="utf-8")
-    assert "✗ refuted: 18× <faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
+    assert "✗ refuted: 18× &lt;faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
     with pytest.raises(ValueError, match=r"expected a verdict, one of confirmed, .*, no data, got 'maybe'"):
         Claim("a", "b", "maybe", "c")
 

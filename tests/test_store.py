@@ -11,9 +11,14 @@ import pytest
 from dpbench import records, store
 from dpbench.store import Store, read_records, read_runs
 
+ENVIRONMENT = {"device": "cpu", "device_name": "CPU"}
+
 
 def record(number: int) -> dict:
-    return {"experiment": "e", "id": f"{number:016x}", "round": 0, "outcome": "ok", "result": {"n": number}}
+    return {
+        **{"experiment": "e", "id": f"{number:016x}", "round": 0, "fingerprint": "f", "trial": {"kind": "of ours"}},
+        **{"outcome": "ok", "seconds": 1.0, "utc": "2026-01-01T00:00:00.000000Z", "result": {"n": number}},
+    }
 
 
 def fail(warning: str) -> None:
@@ -22,7 +27,7 @@ def fail(warning: str) -> None:
 
 @pytest.fixture
 def written(tmp_path):
-    runs = Store(tmp_path / "deep" / "e", {"device": "cpu"})
+    runs = Store(tmp_path / "deep" / "e", ENVIRONMENT)
     for number in range(3):
         runs.append(record(number))
     runs.close()
@@ -31,7 +36,7 @@ def written(tmp_path):
 
 def test_what_is_appended_is_read_back_in_order(written):
     (run,) = read_runs(written.parent, fail)
-    assert run.environment == {"device": "cpu"} and run.path == written
+    assert run.environment == ENVIRONMENT and run.path == written
     assert [r["result"]["n"] for r in run.records] == [0, 1, 2]
 
 
@@ -59,7 +64,7 @@ def test_no_file_before_the_first_record(tmp_path):
 
 
 def test_two_runs_of_one_process_within_a_second_have_a_file_each(tmp_path):
-    stores = [Store(tmp_path, {}) for _ in range(3)]
+    stores = [Store(tmp_path, ENVIRONMENT) for _ in range(3)]
     for number, runs in enumerate(stores):
         runs.append(record(number))
         runs.close()

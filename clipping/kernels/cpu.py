@@ -11,8 +11,8 @@ tile of inner products stays in registers from the first feature to the last, on
 of one Gram matrix meets that of the other as soon as both are there. The sources need no library and no header of
 torch's: threads are torch's own, by `torch_parallel_for`.
 
-**Compiled** on the machine, once, by $CC or cc, in a second, into the folder of `clipping.cache`. Where there is none,
-no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
+**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.library`). Where there is no folder to keep
+them, no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
 `clipping.rules` are the exact fallback.
 
 **Exactness.** Inner products have the dtype of the tensors, float32 at least; rows of tiles are added up in float64.
@@ -21,15 +21,9 @@ The same tensors give the same bits, whatever the number of threads.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,15 +34,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from clipping import cache
+from clipping import library
 from clipping.interface import norm_dtype
 
-SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
-REALS = {torch.float32: ("float", 4), torch.float64: ("double", 8)}
+REALS = {torch.float32: "float", torch.float64: "double"}
+"""dtype -> type of C."""
 PART = 512
 """Positions of a sample that a thread takes at a time."""
-SECONDS = 60
-"""A compiler that takes longer is not waited for."""
 
 Phase = tuple[Tensor, Sequence[tuple[int, ...]]]
 """An image x [n, C, *size], and how far (rows, columns) the pixels are that a position reads."""
@@ -118,11 +110,11 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
         ]
     )
     sizes = phases, len(images), inputs[0].shape[1], g.shape[1], g.shape[2] * width, width
-    library, count = _loaded(dtype), len(g)
-    scratch = g.new_zeros(min(torch.get_num_threads(), count) * library.pixel_scratch(*sizes))
+    kernels, count = _loaded(dtype), len(g)
+    scratch = g.new_zeros(min(torch.get_num_threads(), count) * kernels.pixel_scratch(*sizes))
     if not fake:
         starts = _torch().torch_parallel_for, _torch().torch_get_thread_idx
-        library.pixel_gram_norm(*sizes, *starts, g.data_ptr(), count, scratch.data_ptr(), found.data_ptr())
+        kernels.pixel_gram_norm(*sizes, *starts, g.data_ptr(), count, scratch.data_ptr(), found.data_ptr())
     return found
 
 
@@ -201,10 +193,10 @@ def _offsets(pairs: tuple[tuple[int, ...], ...]) -> ctypes.Array[ctypes.c_int64]
 
 
 def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
-    library = _library(dtype)
-    if library is None:
+    kernels = _library(dtype)
+    if kernels is None:
         raise RuntimeError("expected a library: ask `supported` first, and use the formulas of clipping.rules")
-    return library
+    return kernels
 
 
 @functools.cache
@@ -217,61 +209,27 @@ def _torch() -> ctypes.CDLL:
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The kernels for float32 or float64, compiled if need be; None where that cannot be done."""
-    folder = _folder()
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if folder is None or not shutil.which(compiler[0]):
-        return None
-    real, size = REALS[dtype]
-    machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    flags = ["-O3", machine, "-ffp-contract=fast", f"-DREAL={real}", f"-DSIZE={size}", "-shared", "-fPIC"]
-    known = chr(10).join([*compiler, *flags, *(file.read_text() for file in SOURCES), platform.node(), _processor()])
-    path = folder / f"kernels-{real}-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
     try:
-        if not path.exists():
-            _compile([*compiler, *flags, *(str(file) for file in SOURCES if file.suffix == ".c")], path)
-        library = ctypes.CDLL(str(path))
+        kernels = library.load(REALS[dtype]).kernels
         _torch().torch_parallel_for, _torch().torch_get_thread_idx
-    except (OSError, AttributeError, StopIteration, subprocess.SubprocessError):
+    except (library.NoLibrary, OSError, AttributeError, StopIteration) as missing:
+        if not getattr(missing, "expected", False):
+            warnings.warn(f"no kernels in C, torch's own operations remain: {missing}", stacklevel=2)
         return None
     number: Any = ctypes.c_int64
     address: Any = ctypes.c_void_p
-    library.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
-    library.pixel_gram_norm.argtypes = [address, *[number] * 5, *[address] * 3, number, address, address]
-    library.squares.argtypes = [address, address, number, number, address]
-    library.column_norms.argtypes = [address, address, number, number, number, address]
-    library.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
-    library.pixel_scratch.argtypes, library.pixel_scratch.restype = [address, *[number] * 5], number
+    kernels.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
+    kernels.pixel_gram_norm.argtypes = [address, *[number] * 5, *[address] * 3, number, address, address]
+    kernels.squares.argtypes = [address, address, number, number, address]
+    kernels.column_norms.argtypes = [address, address, number, number, number, address]
+    kernels.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
+    kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, *[number] * 5], number
     for kernel in (
-        library.gram_norm,
-        library.pixel_gram_norm,
-        library.squares,
-        library.column_norms,
-        library.scale_gradients,
+        kernels.gram_norm,
+        kernels.pixel_gram_norm,
+        kernels.squares,
+        kernels.column_norms,
+        kernels.scale_gradients,
     ):
         kernel.restype = None
-    return library
-
-
-def _folder() -> Path | None:
-    return cache.folder()
-
-
-def _compile(command: list[str], path: Path) -> None:
-    """Whole or not at all, whoever else compiles it at the same time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, timeout=SECONDS)
-        partial.replace(path)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-def _processor() -> str:
-    """What it can do: a home may be shared by machines of one name and other processors."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return kernels

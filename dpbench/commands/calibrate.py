@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from typing import Any
 
 from accounting import ArgumentError, Calibration, calibrate, load_accountant
@@ -69,7 +70,7 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
         if texts["steps"] is not None:
             raise UsageError("either --steps or --epochs", "both")
         q, epochs = number("--sample-rate", texts["sample_rate"] or "nan"), number("--epochs", texts["epochs"])
-        if not (q > 0 and 0 <= epochs / q < math.inf):
+        if not (q > 0 and 0 <= epochs <= sys.float_info.max and epochs / q < math.inf):
             raise UsageError("--epochs to be a number >= 0, at a sample rate above 0", texts["epochs"])
         texts |= {"steps": str(math.ceil(epochs / q * (1 - 1e-12))), "epochs": None}
     for name, text in texts.items():

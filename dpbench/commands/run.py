@@ -10,9 +10,9 @@ from pathlib import Path
 
 from dpbench.allowance import check_minutes
 from dpbench.environment import DEVICES
-from dpbench.errors import UsageError, one_of
+from dpbench.errors import one_of
 from dpbench.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
-from dpbench.experiment import load_experiment
+from dpbench.experiment import check_rounds, load_experiment
 from dpbench.outcome import RETRYABLE
 from dpbench.runner import Request
 from dpbench.selection import parse_only
@@ -119,8 +119,8 @@ def check(rounds: int | None, retry: Collection[str]) -> None:
     Raises:
         UsageError: for a number of rounds, or outcomes to retry, that cannot be.
     """
-    if rounds is not None and rounds < 1:
-        raise UsageError("at least 1 for --rounds", rounds)
+    if rounds is not None:
+        check_rounds(rounds, "--rounds")
     known = sorted(map(str, RETRYABLE))
     for name in retry:
         one_of("an outcome for --retry", name, known)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -80,7 +81,7 @@ def _split(ref: str) -> tuple[Path, str]:
     path, _, name = ref.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UsageError("path/file.py:Class", ref)
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise UsageError("path/file.py:Class of an existing file", ref)
     return file, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -27,6 +28,8 @@ def connect(address: str | None) -> Any:
         import ray
     except ImportError:
         raise missing("ray", "ray") from None
+    if not os.getcwd().isprintable():
+        raise UsageError("a working folder whose path is text (UTF-8), as Ray needs it", os.getcwd())
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}
     options["runtime_env"] = {"env_vars": {"PYTHONPATH": our_path()}}
     if address in (None, "local"):

@@ -22,6 +22,7 @@ Nothing is ever downloaded. Importing this package does not import torch: `BUILT
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,7 +113,7 @@ def split_file(ref: str) -> tuple[Path, str]:
     path, _, factory = ref.rpartition(":")
     if not path.endswith(".py") or not factory.isidentifier():
         raise UsageError("path/file.py:factory", ref)
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if not file.is_file():
         raise UsageError("path/file.py:factory of an existing file", ref)
     return file, factory

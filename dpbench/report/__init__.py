@@ -340,7 +340,9 @@ def write_report(
         matplotlib.rcParams.update(style.RC)
         parts = [_written(part, output, pictures) for part in _parts(records, chosen)]
         others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
-        tables = {f"trials-{kind}": plain.kind_of(kind) for kind in sorted(others)}
+        # a kind is named by whoever wrote the record, and must be no way to another folder
+        named = {kind: kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)}
+        tables = {f"trials-{name}": plain.kind_of(kind) for kind, name in named.items()}
         parts += [_written(part, output, pictures) for part in _parts(records, tables)]
         output.mkdir(parents=True, exist_ok=True)
         path = page.write(output / "report.html", parts, again)

@@ -64,7 +64,8 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     def key(i: int) -> tuple[Any, ...]:
         fault, backend, form, rate = (frame[name][i] for name in _SETTING)
         known = faults.index(fault) if fault in faults else len(faults)
-        return known, rate, forms.index(form), fault, style.backend_key(backend), frame.seed[i]
+        at = forms.index(form) if form in forms else len(forms)
+        return known, rate, at, form, fault, style.backend_key(backend), frame.seed[i]
 
     return frame.iloc[sorted(range(len(frame)), key=key)].reset_index(drop=True)
 

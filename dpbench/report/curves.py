@@ -114,7 +114,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
     axes.set_ylim(low, high)
     if panel.y_log and high / low < 1000:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 40 else (1.0, 3.0)))
-    xs = [x for curve in panel.curves for x in curve.x]
+    xs = [x for curve in panel.curves for x in curve.x if x > _LEAST or not panel.x_log]
     if not xs:
         axes.set_xticks([])
         axes.set_yticks([])
@@ -159,9 +159,14 @@ def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
     )
 
 
+#: What an axis in logarithms can begin at, with room below.
+_LEAST = 1e-250
+
+
 def _reach(panel: Panel) -> tuple[float, float]:
     """The y axis, with a little room."""
-    shown = [y for c in panel.curves for y in c.y if math.isfinite(y) and (y > 0 or not panel.y_log)]
+    least = _LEAST if panel.y_log else -math.inf
+    shown = [y for c in panel.curves for y in c.y if math.isfinite(y) and y > least]
     shown += [mark.y for mark in panel.marks]
     high = panel.above if panel.above is not None else max(shown, default=1.0)
     low = panel.below if panel.below is not None else min(shown, default=0.1)

@@ -148,6 +148,8 @@ def _draw(figure: Figure, block: Block, left: float, width: float, top: float, h
         depth += _ROW
     widths = [_CHARACTER * len(row.label) for row in block.rows] + [_BOLD * len(name) for name, _ in headings]
     names = min(max(_NAMES[0], max(widths, default=0.0) + 0.12), _NAMES[1])
+    if not block.panels:  # nothing could be compared: the caption and the table say why
+        return
     share = (width - names - (len(block.panels) - 1) * _GAP) / len(block.panels)
     depth = block.depth()
     for index, panel in enumerate(block.panels):

@@ -110,7 +110,7 @@ class Growth:
                 "largest batch on its GPU."
             )
         chosen = [r for r in records if self.of(r)[0] in set(frame.model)]
-        return captions.caption(said, chosen, left_out)
+        return captions.caption(said, chosen or records, left_out)
 
     def plot(self, frame: pd.DataFrame, caption: str) -> Figure:
         """Three panels a model, all against size."""

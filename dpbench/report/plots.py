@@ -24,10 +24,11 @@ def max_batch_throughput(frame: pd.DataFrame, caption: str) -> Figure:
     def block(chosen: pd.Series[bool], *, speeds: bool) -> Block:
         cells: list[Any] = list(frame[chosen].itertuples(index=False))
         panels = []
-        if sized.any():
+        if sized.any() or not speeds:  # where nothing came of it, a panel says why
             own = [_size_bar(cell) for cell in cells]
-            budget = style.size(frame.budget_bytes.dropna().iloc[0])
-            panels.append(Panel(f"Maximum batch size in {budget}", "samples", own, beside=sizes))
+            known = frame.budget_bytes.dropna()
+            budget = f" in {style.size(known.iloc[0])}" if len(known) else ""
+            panels.append(Panel(f"Maximum batch size{budget}", "samples", own, beside=sizes))
         if speeds:
             one_batch = captions.one_batch(frame)
             at = f" at batch size {frame.batch_size.dropna().iloc[0]}" if one_batch else ""

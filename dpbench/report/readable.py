@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import decimal
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,17 +13,25 @@ import pandas as pd
 from dpbench.report import style
 from dpbench.report.style import missing
 
+#: What begins a tag or an entity, and no comparison.
+_MARKUP = re.compile(r"<(?=[A-Za-z/!?])|&(?=#?\w+;)")
+
 
 def markdown(frame: pd.DataFrame) -> str:
     """A frame of texts as a Markdown table, padded so that it can be read as it stands."""
     rows = [[str(column) for column in frame.columns], *frame.astype(str).values.tolist()]
-    rows = [[text.replace("|", "\\|").replace("\n", " ") for text in row] for row in rows]
+    rows = [[no_html(text).replace("|", "\\|").replace("\n", " ") for text in row] for row in rows]
     widths = [max(3, *(len(row[i]) for row in rows)) for i in range(len(frame.columns))]
     lines = [
         "| " + " | ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)) + " |" for row in rows
     ]
     rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
+
+
+def no_html(text: str) -> str:
+    """Text for Markdown, in which no tag and no entity stands: what a record says of its machine is shown, not done."""
+    return _MARKUP.sub(lambda sign: "&lt;" if sign[0] == "<" else "&amp;", text)
 
 
 def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:

@@ -56,7 +56,8 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             met = found.get("counts") or {}
             counts = {name: met.get(name, 0) for name in (NUMBER, REFUSED)}
             rows.append(as_row(trial["backend"], trial["dtype"], found) | counts)
-    rows.sort(key=lambda row: (style.backend_key(row["backend"]), DTYPES.index(row["dtype"])))
+    order = {dtype: place for place, dtype in enumerate(DTYPES)}
+    rows.sort(key=lambda row: (style.backend_key(row["backend"]), order.get(row["dtype"], len(order)), row["dtype"]))
     return frame_of(rows, (*FIELDS, NUMBER, REFUSED))
 
 

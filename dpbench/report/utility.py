@@ -41,7 +41,7 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
                 "noise_multiplier": result.get("noise_multiplier"),
                 "seconds": result["curve"][-1]["seconds"],
                 "seconds_to_98": reached,
-                "test_loss": result["test_losses"][-1],
+                "test_loss": float(result["test_losses"][-1]),
                 "seed": record.trial["seed"],
             }
         )

@@ -55,7 +55,7 @@ def write(path: Path, parts: Sequence[Part], again: str) -> Path:
     Raises:
         OSError: if it cannot be written.
     """
-    path.write_text(render(parts, again), encoding="utf-8")
+    path.write_text(render(parts, again), encoding="utf-8", errors="backslashreplace")
     return path
 
 
