@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Siz
 from statistics import median
 from typing import Any
 
-from dpbench.records import Record, from_line, grouped
+from dpbench.records import PAIRED, Record, from_line, grouped
 from dpbench.stats import MUCH_DRIFT, Series, shared_drift, trend
 
 #: What a trial that has every CPU to itself makes of the load average is the number of CPUs; so much more is others'.
@@ -107,7 +107,7 @@ def series_of(record: Record) -> dict[str, Series]:
     if record.kind == "step":
         seconds = record.result.get("step_seconds")
         return {record.trial["backend"]: {record.round: seconds}} if seconds else {}
-    if record.kind != "overhead":
+    if record.kind not in PAIRED:
         return {}
     found: dict[str, Series] = {}
     for name, entry in record.result.get("backends", {}).items():
@@ -123,7 +123,7 @@ def drift_of(records: Sequence[Record]) -> dict[Any, float]:
     """Round -> by which factor its times stand above those of the other rounds, over all cells that `records` time."""
     cells: dict[tuple[str, str], dict[Any, Any]] = {}
     for record in records:
-        if record.outcome == "ok" or record.kind == "overhead":  # there each backend has an outcome of its own
+        if record.outcome == "ok" or record.kind in PAIRED:  # there each backend has an outcome of its own
             for backend, series in series_of(record).items():
                 cells.setdefault((record.id, backend), {}).update(series)
     return shared_drift(list(cells.values()))

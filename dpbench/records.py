@@ -19,6 +19,8 @@ from dpbench.store import Run, read_runs
 
 K = TypeVar("K", bound=Hashable)
 
+#: Kinds of trial in which several backends take turns, and each has an entry.
+PAIRED = ("overhead", "training_step")
 #: A reason for leaving records out of a figure -> how many.
 LeftOut = Counter[str]
 
@@ -182,7 +184,7 @@ def entries(records: Iterable[Record]) -> list[Record]:
     """
     found = []
     for record in records:
-        if record.kind != "overhead":
+        if record.kind not in PAIRED:
             found.append(record)
             continue
         known = record.result.get("backends", {})

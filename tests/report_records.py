@@ -54,14 +54,24 @@ class RunFile:
         return self
 
     def overhead(
-        self, model, seconds, peaks=None, failed=None, batch_size=8, round=0, outcome="ok", fingerprint="v1", **fields
+        self,
+        model,
+        seconds,
+        peaks=None,
+        failed=None,
+        batch_size=8,
+        round=0,
+        outcome="ok",
+        fingerprint="v1",
+        kind=OverheadTrial,
+        **fields,
     ):
         """One trial of many backends: name -> the seconds of its step in each round (None: it had no turn there).
 
         `peaks`: name -> bytes, 1 MiB where it is not named; `failed`: name -> (outcome, evidence).
         """
         failed = failed or {}
-        trial = OverheadTrial(model=model, backends=[*seconds, *failed], batch_size=batch_size, **fields)
+        trial = kind(model=model, backends=[*seconds, *failed], batch_size=batch_size, **fields)
         backends = {}
         for name, series in seconds.items():
             entry = step_result([], (peaks or {}).get(name, 2**20)) | {"outcome": "ok", "evidence": None}

@@ -17,6 +17,7 @@ from dpbench.coverage import CoverageTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
 from dpbench.sensitivity import SensitivityTrial
+from dpbench.step_trials import TrainingStepTrial
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -219,6 +220,8 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
     run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
     run.add(SensitivityTrial(backend="vmap"), outcome="crash", evidence="killed")
     run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), {"built": False, "reason": "no such model"})
+    step = TrainingStepTrial(model="vgg11", backends=["nonprivate", "bk_mixed"], batch_size=8)
+    run.add(step, outcome="timeout", evidence="still running")
     spread = DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=4)
     run.add(spread, outcome="timeout", evidence="still running")
     drawn, _ = draw(run, figure)

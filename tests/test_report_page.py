@@ -16,6 +16,7 @@ from dpbench.evidence_trials import DeviceTrial, NormsTrial, PartsTrial, Profile
 from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
 from dpbench.report.page import svg
 from dpbench.sensitivity import SensitivityTrial
+from dpbench.step_trials import TrainingStepTrial
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -112,6 +113,7 @@ def everything(run, name="net.py:make"):
         tokens = {"model": f"transformers:gpt2@{size}", "image_size": None}
         run.overhead(seconds={"nonprivate": [1.0], "ghost": [2.0]}, **tokens)
     run.overhead("timm:deit_tiny_patch16_224", {"nonprivate": [1.0], "mixed_ghost": [1.5]}, image_size=224)
+    run.overhead("vgg11", {"nonprivate": [1.0], "bk_mixed": [1.1]}, kind=TrainingStepTrial)
     use = {"parameter": "a.weight", "op": "linear", "T": 2, "d": 4, "p": 8, "two_T_squared": 8, "p_times_d": 32}
     costs = {name: {"ghost": 1, "instantiate": 2} for name in ("bytes", "flops")}
     rows, summary = [use | costs | {"paper_choice": "ghost", "plan": "kept"}], {"inputs": [[8, 3, 32, 32]]}

@@ -68,6 +68,10 @@ class Step:
     def __call__(self) -> None:
         self.losses = self.backend(self.inputs, self.targets).losses
 
+    def close(self) -> None:
+        """Take the backend's hooks off the model."""
+        self.backend.close()
+
     def holds(self) -> list[Tensor]:
         """What lives before and after the step: parameters, buffers and the batch."""
         return [*self.backend.model.parameters(), *self.backend.model.buffers(), *tensors_in(self.inputs, self.targets)]

@@ -66,10 +66,18 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
         NotHere: the device has not this precision.
     """
     device = device_of(trial.device)
+    return compared(trial, device, [Entry(name, trial, device) for name in trial.backends])
+
+
+def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry]) -> dict[str, Any]:
+    """All entries on one batch: opened, round after round a turn each, and the memory of each.
+
+    Raises:
+        PartlyFailed: see `run`.
+    """
     with arithmetic(trial.precision, device), allocations_that_fail(device):
         workload = open_workload(trial)
         batch = workload.batch(trial.batch_size)
-        entries = [Entry(name, trial, device) for name in trial.backends]
         for entry in entries:
             entry.open(workload, *batch)
         for number in range(trial.rounds):
@@ -118,16 +126,14 @@ class Entry:
     steps: int = 1
     fewest: int = WINDOW
     verified: bool = True
+    private: bool = True
     _step: Step | None = None
 
     def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
         """Verify it, and warm it up."""
         with self._guarded():
-            clip = Flat(max_grad_norm=self.trial.max_grad_norm)
-            backend = backend_class(self.name)(workload.model, workload.loss_fn, clip=clip, verify=False)
-            self._step = Step(backend, inputs, targets)
-            if self.verified:
-                self._verify(backend, inputs, targets)
+            self._opened(workload, inputs, targets)
+            assert self._step is not None
             gc.collect()
             stopwatch = stopwatch_for(self.device)
             seconds = warm_up(self._step, stopwatch=stopwatch, max_seconds=self.trial.max_seconds / 2)
@@ -136,9 +142,17 @@ class Entry:
             expected = min(seconds)  # a first step pays for kernels, a second one may time a planner's routes
             self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
             self.rounds = range(self.trial.rounds)
-            if backend.private:  # ordinary training has a turn in every round: each ratio needs it
+            if self.private:  # ordinary training has a turn in every round: each ratio needs it
                 self.rounds = rounds_for(self.steps * expected, self.trial.rounds, self.trial.max_seconds)
             self.record |= {"warmup_seconds": seconds, "turns": []}
+
+    def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
+        """Make its step."""
+        clip = Flat(max_grad_norm=self.trial.max_grad_norm)
+        backend = backend_class(self.name)(workload.model, workload.loss_fn, clip=clip, verify=False)
+        self._step, self.private = Step(backend, inputs, targets), backend.private
+        if self.verified:
+            self._verify(backend, inputs, targets)
 
     def _verify(self, backend: Backend, inputs: Any, targets: Any) -> None:
         self.record["verification"], wrong = verify.verified(backend, inputs, targets, self.trial.precision)
@@ -168,15 +182,22 @@ class Entry:
         with self._guarded():
             assert self._step.losses is not None
             self.record["loss"] = float(self._step.losses.double().mean())
-            self.record["coverage"] = dict(self._step.backend.coverage)
-            # a fresh one: there is nothing of an earlier step that it releases
-            watched = Step(self._step.backend, self._step.inputs, self._step.targets)
-            memory = measured_peak(watched, watched.holds(), self.device)
-            del watched
+            memory = self._peak()
             self._close()
             if self.device.type == "cuda":
-                memory = without(torch.cuda.memory_allocated(self.device) - memory.baseline_bytes, memory)
+                memory = without(self._left_by_others(memory), memory)
             self.record["memory"] = memory.as_record()
+
+    def _peak(self) -> Memory:
+        assert self._step is not None
+        self.record["coverage"] = dict(self._step.backend.coverage)
+        # a fresh one: there is nothing of an earlier step that it releases
+        watched = Step(self._step.backend, self._step.inputs, self._step.targets)
+        return measured_peak(watched, watched.holds(), self.device)
+
+    def _left_by_others(self, memory: Memory) -> int:
+        """Bytes of a CUDA device when this backend is closed, but for the baseline, which all share."""
+        return torch.cuda.memory_allocated(self.device) - memory.baseline_bytes
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -195,7 +216,7 @@ class Entry:
 
     def _close(self) -> None:
         if self._step is not None:
-            self._step.backend.close()
+            self._step.close()
         self._step = None
         gc.collect()
 

@@ -44,6 +44,7 @@ from dpbench.report import (
     style,
     tables,
     time_to,
+    training_step,
     trajectories,
     utility,
 )
@@ -159,6 +160,7 @@ FIGURES = {
         overhead.plot,
         finding=findings.paired,
     ),
+    "training_step": training_step.FIGURE,
     "resolution": FigureKind(
         "time, memory and their growth against the size of the images",
         ("overhead",),

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 
 from dpbench.conditions import warnings
+from dpbench.records import PAIRED
 from dpbench.report import failures, published, style
 from dpbench.report.select import LeftOut, Record, grouped
 
@@ -100,7 +101,7 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
     if setting:
         if sizes := _distinct(r.setting("image_size") for r in records):
             where.append(_join(f"{size}×{size}" for size in sizes) + " inputs")
-        timed = [r for r in records if r.kind in ("step", "overhead")]
+        timed = [r for r in records if r.kind in ("step", *PAIRED)]
         if threads := _distinct(r.setting("threads") for r in timed if r.setting("device") == "cpu"):
             where.append(f"{_join(threads)} thread{'s' if threads != [1] else ''}")
         if timed:

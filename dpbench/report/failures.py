@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from dpbench.records import PAIRED
 from dpbench.report import style
 from dpbench.report.cells import DOES_NOT_FIT, is_probe
 from dpbench.report.select import Record
@@ -50,7 +51,7 @@ def cause(record: Record) -> str:
 def what(record: Record) -> str:
     """Which trial it was, in a few words."""
     words = " ".join(f"{sign}{record.trial[name]}" for name, sign in _SHOWN.items() if name in record.trial)
-    pixels = f" {record.trial['image_size']} px" if record.kind == "overhead" and record.trial["image_size"] else ""
+    pixels = f" {record.trial['image_size']} px" if record.kind in PAIRED and record.trial["image_size"] else ""
     return (words or record.kind) + pixels
 
 

@@ -1,0 +1,65 @@
+"""Joules of a stretch of work, where a counter can be read: RAPL of a CPU's packages, NVML of a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from dpbench.measure.gpu import _handle
+
+_RAPL = Path("/sys/class/powercap")
+NOT_READABLE = "not readable"
+
+
+def counter(device: torch.device) -> tuple[str, Callable[[], float] | None]:
+    """What counts ("RAPL", "NVML" or "not readable"), and a function to joules since some moment; None without."""
+    if device.type == "cuda":
+        read = _of_gpu(device)
+        return ("NVML", read) if read is not None else (NOT_READABLE, None)
+    read = _of_packages()
+    return ("RAPL", read) if read is not None else (NOT_READABLE, None)
+
+
+def _of_packages() -> Callable[[], float] | None:
+    """All packages of the machine, whoever works on them; a counter that went past its end is taken on from there."""
+    packages = [path for path in sorted(_RAPL.glob("intel-rapl:*")) if path.name.count(":") == 1]
+    try:
+        ranges = [int((path / "max_energy_range_uj").read_text()) for path in packages]
+        last = [int((path / "energy_uj").read_text()) for path in packages]
+    except (OSError, ValueError):
+        return None
+    if not packages:
+        return None
+    total = 0
+
+    def read() -> float:
+        nonlocal total
+        for i, path in enumerate(packages):
+            now = int((path / "energy_uj").read_text())
+            total += (now - last[i]) % (ranges[i] + 1)
+            last[i] = now
+        return total / 1e6
+
+    return read
+
+
+def _of_gpu(device: torch.device) -> Callable[[], float] | None:
+    found = _handle(device)
+    if found is None:
+        return None
+    nvml, handle = found
+
+    def read() -> float:
+        millijoules = ctypes.c_ulonglong()
+        if nvml.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(millijoules)):
+            raise OSError("the driver does not say")
+        return millijoules.value / 1000
+
+    try:
+        read()
+    except (OSError, AttributeError):
+        return None
+    return read

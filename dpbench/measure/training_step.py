@@ -1,0 +1,259 @@
+"""Body of a `TrainingStepTrial`: whole training steps, of engines as their libraries ship them, interleaved.
+
+A step is forward pass, losses, backward, clipping, noise (σ = 1) and the optimizer's own; gradients are let go of at
+its end. Each engine has a copy of the model, of the same seed, and an optimizer of its own; all share the batch.
+Otherwise they are opened, timed in turns and watched as the backends of `dpbench.measure.overhead` are, by which an
+engine's clipping is first compared with the oracle. What a loader draws is no part of it.
+
+The result is that of an `OverheadTrial`, and ``energy``: by which counter, or "not readable". With one, a turn has
+``joules_per_step``: of all that the machine's processors, or the GPU, did meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.interface import forward
+from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.measure import energy
+from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
+from dpbench.measure.memory import measured_peak
+from dpbench.measure.overhead import Entry, compared
+from dpbench.models import Workload
+from dpbench.step_trials import TrainingStepTrial
+
+#: Steps to an epoch of the data set that engines are told of: their accountants ask.
+STEPS = 100
+
+
+def run(trial: TrainingStepTrial) -> dict[str, Any]:
+    """See the module's docstring.
+
+    Raises:
+        PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
+        NotHere: the device has not this precision.
+    """
+    device = device_of(trial.device)
+    by, joules = energy.counter(device)
+    entries = [_Engine(name, trial, device, joules=joules) for name in trial.backends]
+    return compared(trial, device, entries) | {"energy": by}
+
+
+@dataclass
+class TrainingStep:
+    """One whole step, ready to run.
+
+    Attributes:
+        model, optimizer: that it trains.
+        take: a step; the losses [B].
+        undo: takes the engine off.
+        batch: (inputs, targets).
+        losses: of the last step.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    take: Callable[[], Tensor]
+    undo: Callable[[], None]
+    batch: tuple[Any, Any]
+    losses: Tensor | None = None
+
+    def __call__(self) -> None:
+        self.losses = self.take()
+
+    def close(self) -> None:
+        """Take the engine off the model."""
+        self.undo()
+
+    def holds(self) -> list[Tensor]:
+        """What lives before and after the step: parameters, buffers, the optimizer's state and the batch."""
+        state = [value for each in self.optimizer.state.values() for value in each.values()]
+        return [*self.model.parameters(), *self.model.buffers(), *tensors_in(*state), *tensors_in(*self.batch)]
+
+
+@dataclass
+class _Engine(Entry):
+    """An engine's step, from its opening to its record. `joules` since some moment, where a counter can be read."""
+
+    trial: TrainingStepTrial
+    joules: Callable[[], float] | None = None
+    _step: Any = field(default=None)
+    _batch_bytes: int = 0
+
+    def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
+        super()._opened(workload, inputs, targets)
+        self._close()
+        own = open_workload(self.trial)
+        optimizer = _optimizer(self.trial.optimizer, own.model)
+        opened = _OF_OTHERS.get(self.name, _ours)
+        take, undo = opened(self.name, own, optimizer, inputs, targets)
+        self._batch_bytes = storage_bytes(tensors_in(inputs, targets))
+        self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
+
+    def turn(self, number: int, position: int) -> None:
+        """As of an entry, with its energy."""
+        before = self.joules() if self.joules is not None else 0.0
+        super().turn(number, position)
+        if self.joules is not None and self._step is not None:
+            self.record["turns"][-1]["joules_per_step"] = (self.joules() - before) / self.steps
+
+    def _peak(self) -> Memory:
+        return measured_peak(self._step, self._step.holds(), self.device)
+
+    def _left_by_others(self, memory: Memory) -> int:
+        """Of a CUDA device when this engine is closed, and its model with it: all but the batch."""
+        return torch.cuda.memory_allocated(self.device) - self._batch_bytes
+
+
+Opened = tuple[Callable[[], Tensor], Callable[[], None]]
+
+
+def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if name == "SGD":
+        return torch.optim.SGD(trained, lr=1e-3, momentum=0.9)
+    return torch.optim.AdamW(trained, lr=1e-4)
+
+
+def _losses(workload: Workload, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+    return workload.loss_fn(forward(model, inputs), targets)
+
+
+def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    def take() -> Tensor:
+        losses = _losses(workload, workload.model, inputs, targets)
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.detach()
+
+    return take, _nothing
+
+
+def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    size = len(targets)
+    options: dict[str, Any] = {"batch_size": size, "sample_size": STEPS * size, "max_grad_norm": 1.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        engine = PrivacyEngine(workload.model, noise_multiplier=1.0, backend=name, sampling="shuffled", **options)
+        engine.attach(optimizer)
+    step: Any = optimizer.step
+
+    def take() -> Tensor:
+        losses = _losses(workload, workload.model, inputs, targets)
+        step(loss=losses)
+        optimizer.zero_grad()
+        return losses.detach()
+
+    return take, engine.detach
+
+
+def _opacus_hooks(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    model = GradSampleModule(workload.model, loss_reduction="mean")
+    private = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets))
+
+    def take() -> Tensor:
+        losses = _losses(workload, model, inputs, targets)
+        losses.mean().backward()
+        private.step()
+        private.zero_grad()
+        return losses.detach()
+
+    return take, model.to_standard_module
+
+
+def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    from opacus.grad_sample import GradSampleModuleFastGradientClipping
+    from opacus.optimizers import DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+    model = GradSampleModuleFastGradientClipping(
+        workload.model, max_grad_norm=1.0, use_ghost_clipping=True, loss_reduction="mean"
+    )
+    private = DPOptimizerFastGradientClipping(
+        optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets)
+    )
+
+    def take() -> Tensor:
+        losses = _losses(workload, model, inputs, targets)
+        DPTensorFastGradientClipping(model, private, losses, loss_reduction="mean").backward()
+        private.step()
+        private.zero_grad()
+        return losses.detach()
+
+    return take, model.to_standard_module
+
+
+def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    size, library = len(targets), importlib.import_module("private_CNN")
+    hooks = importlib.import_module("private_CNN.privacy_utils.autograd_grad_sample")
+    engine = library.PrivacyEngine(
+        workload.model,
+        batch_size=size,
+        sample_size=STEPS * size,
+        epochs=1,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        ghost_clipping=True,
+        mixed=True,
+    )
+    engine.attach(optimizer)
+    step: Any = optimizer.step
+
+    def take() -> Tensor:
+        hooks.set_hooks_mode("ghost_norm_mixed")  # a global of its module, which a step leaves as it needs it
+        losses = _losses(workload, workload.model, inputs, targets)
+        step(loss=losses)
+        optimizer.zero_grad()
+        return losses.detach()
+
+    return take, engine.detach
+
+
+def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    size = len(targets)
+    engine = importlib.import_module("fastDP").PrivacyEngine(
+        workload.model,
+        batch_size=size,
+        sample_size=STEPS * size,
+        epochs=1,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        clipping_mode="MixOpt",
+        clipping_fn="Abadi",
+        clipping_style="all-layer",
+        loss_reduction="mean",
+    )
+    engine.attach(optimizer)
+
+    def take() -> Tensor:
+        losses = _losses(workload, workload.model, inputs, targets)
+        losses.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return losses.detach()
+
+    return take, engine.detach
+
+
+def _nothing() -> None:
+    pass
+
+
+_OF_OTHERS = {
+    "nonprivate": _plain,
+    "opacus_hooks": _opacus_hooks,
+    "opacus_ghost": _opacus_ghost,
+    "private_cnn": _private_cnn,
+    "fastdp": _fastdp,
+}

@@ -1,0 +1,61 @@
+"""What private training costs as people run it, forward to optimizer: our engine, Opacus', private_CNN's and fastDP's.
+
+One trial a model and optimizer, in one process: ratios are of turns in the same round. Noise is in it, each library's
+default. The engine of ours beside the plain step once more, in parts. On a CPU it ends in half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+from dpbench.evidence_trials import PartsTrial
+from dpbench.experiment import Cell, Experiment, grid
+from dpbench.step_trials import TrainingStepTrial
+
+ENGINES = ("nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp")
+VIT = "timm:vit_tiny_patch16_224?patch_size=4"
+CONVNEXT = "timm:convnext_pico?patch_size=2"
+GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128"
+BERT = (
+    "transformers:bert?num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
+    "@128"
+)
+#: Model -> (optimizer, batch size on a CPU, on CUDA).
+IMAGES = {
+    "cnn": ("SGD", 256, 2048),
+    "resnet18": ("SGD", 64, 512),
+    "resnet50": ("SGD", 32, 256),
+    "vgg11": ("SGD", 64, 512),
+    VIT: ("AdamW", 64, 512),
+    CONVNEXT: ("AdamW", 32, 256),
+}
+TEXTS = {GPT2: ("AdamW", 16, 128), BERT: ("AdamW", 16, 128)}
+
+
+def cells(device: str) -> list[Cell]:
+    cuda = device == "cuda"
+    found: list[Cell] = []
+    for models, more in ((IMAGES, {}), (TEXTS, {"image_size": None, "data": "synthetic"})):
+        for model, (optimizer, on_cpu, on_cuda) in models.items():
+            of = {"model": model, "batch_size": on_cuda if cuda else on_cpu, "optimizer": optimizer, "device": device}
+            found += grid(
+                TrainingStepTrial, backends=ENGINES, rounds=15 if cuda else 7, max_seconds=12.0, **(of | more)
+            )
+            found += grid(PartsTrial, steps=7, **(of | more))
+    return found
+
+
+def smoke(device: str) -> list[Cell]:
+    few = {"model": "cnn", "batch_size": 4, "device": device}
+    return [
+        *grid(TrainingStepTrial, backends=ENGINES, rounds=2, max_seconds=0.2, optimizer="AdamW", **few),
+        *grid(PartsTrial, steps=2, **few),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="training_step",
+    doc="the whole private training step, forward to optimizer, of our engine and of every peer's, on 8 models",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("training_step", "parts"),
+)
