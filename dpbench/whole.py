@@ -115,6 +115,7 @@ _TRIALS = {
     "peak": f"{_STEP} simulated memory_budget",
     "largest": f"{_STEP} memory_budget",
     "overhead": f"{_TURNS} rounds",
+    "training_step": f"{_TURNS} rounds optimizer",
     "distributed": f"{_TURNS} processes spread",
     "epsilon": f"{_EPSILON} noise_multiplier steps",
     "epsilon_sweep": f"{_EPSILON} noise_multiplier steps",
@@ -144,7 +145,12 @@ _MEMORY: Shape = {
 }
 _VERIFICATION: Shape = {"max_norm_error": NUMBER, "max_grad_error": NUMBER, "tolerance": NUMBER}
 _COVERAGE = Each(FINITE)
-_TURN: Shape = {"round": COUNT, "position?": COUNT, "step_seconds": Some(ABOVE_0)}
+_TURN: Shape = {
+    "round": COUNT,
+    "position?": COUNT,
+    "step_seconds": Some(ABOVE_0),
+    "joules_per_step?": Or(FINITE, None),
+}
 _ENTRY: Shape = {
     "outcome": OUTCOME,
     "evidence?": _TEXT,
@@ -163,6 +169,8 @@ _PROFILED: Shape = {
     **dict.fromkeys(("operations", "device_seconds"), FINITE),
     "top": [{"name": TEXT, "asked_by": _TEXT, "calls": FINITE, "seconds": SECONDS, "share": FINITE}],
 }
+_PAIRED: Shape = {"backends": Each(Or(_MEASURED, _FAILED)), "parameters?": WHOLE}
+_PART: Shape = {"seconds": Some(SECONDS), "launches": Or(FINITE, None), "waits": Or(FINITE, None)}
 _CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": Each(ANY)}
 _ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": Or(_COVERAGE, None)}
 _ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
@@ -197,7 +205,8 @@ _RESULTS: Mapping[str, Shape] = {
         "ended?": TEXT,
         "probes?": [{"batch_size": POSITIVE, "fits": FLAG, "peak_bytes": POSITIVE}],
     },
-    "overhead": {"backends": Each(Or(_MEASURED, _FAILED)), "parameters?": WHOLE},
+    "overhead": _PAIRED,
+    "training_step": _PAIRED | {"energy?": TEXT},
     "distributed": {
         "backends": Each({"memory": Some(_MEMORY), "turns": Some(_TURN)}),
         "communication": TEXT,
@@ -252,11 +261,11 @@ _RESULTS: Mapping[str, Shape] = {
         "tensors": COUNT,
         "counted": TEXT,
         "steps": {
-            name: {
-                "parts": Each({"seconds": Some(SECONDS), "launches": _NUMBER, "waits": _NUMBER}),
-                "step_seconds": Some(ABOVE_0),
-            }
-            for name in ("plain", "private")
+            name: {"parts": dict.fromkeys(parts.split(), _PART), "step_seconds": Some(ABOVE_0)}
+            for name, parts in (
+                ("plain", "forward backward optimizer rest"),
+                ("private", "forward clip finite noise optimizer rest"),
+            )
         },
     },
     "profile": {"counted": TEXT, "backends": Each(Or(_PROFILED, _FAILED))},
@@ -342,7 +351,7 @@ def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
     result, shape = line["result"], _RESULTS.get(kind, Each(ANY))
     if line["outcome"] == Outcome.OK:
         found = flaw(result, shape, "result") or flaw(result, _FILES, "result")
-        asked = line["trial"]["backends"] if found is None and kind == "overhead" else ()
+        asked = line["trial"]["backends"] if found is None and kind in ("overhead", "training_step") else ()
         missing = [name for name in asked if name not in result["backends"]]
         return f"result.backends: expected {missing[0]}, got none" if missing else found
     if result is None or not isinstance(shape, dict):

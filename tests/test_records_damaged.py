@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from report_records import RunFile, save_no_pictures
 
-from dpbench import environment, machines, store
+from dpbench import environment, machines, store, whole
 from dpbench.cli import main
+from dpbench.report import FIGURES
 from dpbench.shapes import DEPTH
 from dpbench.store import read_runs
 from dpbench.trials import OverheadTrial, PeakTrial, SweepTrial
@@ -198,6 +199,11 @@ def test_every_record_that_is_kept_here_is_whole():
     said: list[str] = []
     files = sorted((ROOT / "results").glob("*/*.jsonl"))
     assert sum(len(run.records) for path in files for run in read_runs(path, said.append)) > 4000 and said == []
+
+
+def test_every_kind_that_a_figure_is_drawn_of_has_a_shape():
+    drawn = {kind for figure in FIGURES.values() for kind in figure.kinds}
+    assert drawn <= set(whole._TRIALS) and drawn <= set(whole._RESULTS) and len(drawn) > 10
 
 
 def test_results_of_kinds_of_ones_own_have_any_form():
