@@ -88,8 +88,7 @@ def run(args: argparse.Namespace) -> int:
         _say(f"batch size {question.batch_size} (--batch-size says another)")
     if wrong := overload(os.getloadavg()[0], available_cpus()):
         _say(f"warning: {wrong}")
-    variables = server_variables(question.device) | {"DPBENCH_CACHE": "off"}  # nothing is left behind
-    with Isolation(variables) as isolation:
+    with Isolation(server_variables(question.device)) as isolation:
         agenda = Agenda(question, isolation, _say, begun=begun)
         found = in_order(agenda.carry_out().values())
     _say(f"[{time.monotonic() - begun:3.0f} s] done")
