@@ -247,3 +247,9 @@ def test_the_parameters_that_are_named():
     grads["0.bias"] = torch.zeros(0)
     with pytest.raises(FloatingPointError, match=r"in '1\.weight'"):
         finite.require_finite(grads)
+
+
+def test_large_entries_whose_sum_overflows_are_finite():
+    finite.require_finite({"a": torch.full((3,), 3e38), "b": torch.ones(2)})
+    with pytest.raises(FloatingPointError, match="in 'b'"):
+        finite.require_finite({"a": torch.full((3,), 3e38), "b": torch.tensor([1.0, float("nan")])})
