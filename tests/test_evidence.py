@@ -168,7 +168,7 @@ def test_parts_add_up_to_the_step_and_leave_the_engine_as_it_was():
             assert entry["parts"][part]["launches"] > 0, (name, part)
     own, plain = (found["steps"][name]["parts"] for name in ("private", "plain"))
     assert own["optimizer"]["launches"] == plain["optimizer"]["launches"]
-    assert own["finite"]["waits"] <= 1
+    assert own["finite"]["waits"] <= 2  # on a CPU, where a number is read at no cost
 
 
 def test_a_part_inside_of_another_is_not_counted_twice():
