@@ -113,8 +113,6 @@ class _Private:
             if not any(isinstance(callback, _Epsilon) for callback in trainer.callbacks):
                 trainer.callbacks.append(_Epsilon())
         super().setup(trainer)  # type: ignore[misc]
-        if trainer.state.fn == TrainerFn.FITTING and len(self.optimizers) != 1:  # type: ignore[attr-defined]
-            raise ValueError(f"expected one optimizer, got {len(self.optimizers)}: an engine has one")  # type: ignore[attr-defined]
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Of training: as many turns as an epoch has, and the engine's loader behind them; others as they are."""
