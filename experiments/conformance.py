@@ -7,8 +7,8 @@ record moves the sum. A peer that cannot be imported here is left out with its r
 from __future__ import annotations
 
 from dpbench.conformance import ConformanceTrial
+from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.experiment import Experiment, grid
-from dpbench.sensitivity import SensitivityTrial
 
 OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]

@@ -5,8 +5,8 @@ No measurement of speed: small models, one round. A peer that cannot be imported
 
 from __future__ import annotations
 
+from dpbench.conformance.sensitivity import DTYPES, SensitivityTrial
 from dpbench.experiment import Experiment, grid
-from dpbench.sensitivity import DTYPES, SensitivityTrial
 
 OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]

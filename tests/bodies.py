@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dpbench.outcome import Mismatch, OverBudget
 from dpbench.trials import Trial
+from dpbench.trials.outcome import Mismatch, OverBudget
 
 
 @dataclass(frozen=True, kw_only=True)

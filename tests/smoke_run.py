@@ -10,7 +10,7 @@ from pathlib import Path
 
 from processor import PATIENCE
 
-from dpbench.store import read_records
+from dpbench.records.store import read_records
 
 Cell = tuple[str, int, str]
 

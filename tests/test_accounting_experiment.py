@@ -10,9 +10,9 @@ from accounting import ACCOUNTANTS, ArgumentError, NoAnswer
 from dpbench.experiment import load_experiment
 from dpbench.measure import epsilon
 from dpbench.measure.epsilon import calibrate, run
-from dpbench.outcome import classify
-from dpbench.store import to_json
 from dpbench.trials import CalibrationTrial, EpsilonTrial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import classify
 
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
 

@@ -10,17 +10,17 @@ import pytest
 from test_runner import Fake, sleepers
 from test_schedule import CELLS, record_of
 
-from dpbench import allowance as module
-from dpbench.allowance import Allowance, check_minutes
 from dpbench.errors import UsageError
-from dpbench.executors import Cluster
 from dpbench.experiment import load_experiment
-from dpbench.isolation import Answer
-from dpbench.outcome import Outcome
-from dpbench.progress import Progress
-from dpbench.runner import Request, run
-from dpbench.schedule import Clock, History, Run, Schedule
-from dpbench.store import read_runs
+from dpbench.process.parent import Answer
+from dpbench.records.store import read_runs
+from dpbench.run import allowance as module
+from dpbench.run.allowance import Allowance, check_minutes
+from dpbench.run.executors import Cluster
+from dpbench.run.progress import Progress
+from dpbench.run.runner import Request, run
+from dpbench.run.schedule import Clock, History, Run, Schedule
+from dpbench.trials.outcome import Outcome
 
 FIRST, SECOND = (trial.replace(timeout=3600.0) for trial in CELLS[:2])
 

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from processor import PATIENCE, as_quick_as_imports
 
-from dpbench.cli import COMMANDS, main
+from dpbench.cli import main
+from dpbench.cli.command_line import COMMANDS
+from dpbench.cli.examples import EXAMPLES, QUESTIONS
 from dpbench.errors import UsageError
-from dpbench.examples import EXAMPLES, QUESTIONS
 from dpbench.experiment import grid
-from dpbench.search import MaxBatch
-from dpbench.selection import parse_only, select
+from dpbench.run.selection import parse_only, select
 from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials.max_batch import MaxBatch
 
 ROOT = Path(__file__).resolve().parent.parent
 EPSILON = ["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "1000", "--delta", "1e-5"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from clipping import library
-from dpbench import environment
-from dpbench.machines import Machine
+from dpbench.records.reader import environment
+from dpbench.run.machines import Machine
 from dpbench.trials import EpsilonTrial, StepTrial
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -199,7 +199,7 @@ def test_whether_kernels_run_is_part_of_the_fingerprint(made: Path, monkeypatch:
 
 def test_the_environment_says_what_was_loaded(made: Path):
     """In a process with torch, as trials run in: the compiler and the digest of each library, or why there is none."""
-    code = "from dpbench.environment import *; print(torch_facts(TorchFacts(device='cpu'))['kernels'])"
+    code = "from dpbench.records.environment import *; print(torch_facts(TorchFacts(device='cpu'))['kernels'])"
     variables = {**os.environ, "DPBENCH_CACHE": str(made.parent), "CC": "cc"}
     for compiler, expected in (("cc", library._whole(made)[0][:16]), ("false", "false does not compile them")):
         done = subprocess.run(

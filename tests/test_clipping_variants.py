@@ -11,11 +11,12 @@ from torch import nn
 
 from clipping import BACKENDS, VARIANTS, load_backend
 from dpbench.cli import main
-from dpbench.conformance.references import backend_class, validate_backend
 from dpbench.errors import UsageError
 from dpbench.experiment import grid
-from dpbench.selection import parse_only, select
+from dpbench.run.selection import parse_only, select
 from dpbench.trials import StepTrial, Trial
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.backends import validate_backend
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -7,8 +7,17 @@ import json
 import pytest
 
 from dpbench.cli import main
-from dpbench.cluster import PUBLISHED, Cluster, Job, Measured, bill, communication_for, load_cluster, published_check
 from dpbench.errors import UsageError
+from dpbench.run.cluster import (
+    PUBLISHED,
+    Cluster,
+    Job,
+    Measured,
+    bill,
+    communication_for,
+    load_cluster,
+    published_check,
+)
 
 LINES = {"nodes": "2", "gpus_per_node": "2", "price_per_gpu_hour": "3.0", "bandwidth": "1e9", "latency": "0.0"}
 FOUR = Cluster(nodes=2, gpus_per_node=2, price_per_gpu_hour=3.0, bandwidth=1e9, latency=1e-3)

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 from processor import PATIENCE
 
-from dpbench.cli import main
-from dpbench.commands import check
-from dpbench.isolation import Answer, Isolation
-from dpbench.outcome import Outcome
+from dpbench.cli import check, main
+from dpbench.process.parent import Answer, Isolation
 from dpbench.trials import CheckTrial
+from dpbench.trials.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["model", "backend", "status", "max_norm_error", "max_grad_error", "coverage", "reason"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dpbench.cli import main
-from dpbench.commands.explain import table
+from dpbench.cli.explain import table
 from dpbench.measure.explain import run, sizes
 from dpbench.trials import ExplainTrial
 
@@ -215,7 +215,7 @@ def test_the_table_numbers_its_reasons():
     ],
 )
 def test_numbers_have_three_digits(number, shown):
-    from dpbench.commands.explain import _short
+    from dpbench.cli.explain import _short
 
     assert _short(number) == shown
 
@@ -343,7 +343,7 @@ def test_the_table_says_what_was_measured(measured):
     ],
 )
 def test_seconds_have_three_digits(number, shown):
-    from dpbench.commands.explain import _seconds
+    from dpbench.cli.explain import _seconds
 
     assert _seconds(number) == shown
 

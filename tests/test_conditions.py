@@ -9,8 +9,8 @@ import pytest
 from report_records import CPU, RunFile
 
 from dpbench.cli import main
-from dpbench.conditions import Watch, differences, drifting, gpu_trouble, overload, theft, warnings
-from dpbench.records import read
+from dpbench.records.conditions import Watch, differences, drifting, gpu_trouble, overload, theft, warnings
+from dpbench.records.reader import read
 from dpbench.trials import StepTrial
 
 
@@ -241,7 +241,7 @@ def test_a_run_tells_of_rounds_that_drift():
 def test_a_run_on_a_loaded_machine_warns_on_standard_error(tmp_path, capsys, monkeypatch):
     bodies = os.path.join(os.path.dirname(__file__), "bodies.py")
     (tmp_path / "mine.py").write_text(
-        "from dpbench.experiment import Experiment\nfrom dpbench.reference import load_module\n"
+        "from dpbench.experiment import Experiment\nfrom dpbench.trials.reference import load_module\n"
         f"def cells(device): return [load_module({bodies!r}).Act(action='sleep')]\n"
         "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1)\n"
     )

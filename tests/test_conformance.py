@@ -13,19 +13,19 @@ from processor import PATIENCE
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
 from clipping.oracle import Microbatch
-from dpbench.cli import main
-from dpbench.commands import check
-from dpbench.conformance import ConformanceTrial, ResolveTrial
+from dpbench.cli import check, main
+from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.judging import Measured, Wrong, judge
-from dpbench.conformance.references import backend_class, validate_backend
 from dpbench.conformance.refusals import REFUSALS
 from dpbench.conformance.scorecard import as_row, scorecard
 from dpbench.conformance.suite import checks, conformance
 from dpbench.errors import UsageError
-from dpbench.isolation import Answer, Isolation
 from dpbench.models import BUILTIN
-from dpbench.outcome import Outcome
+from dpbench.process.parent import Answer, Isolation
 from dpbench.trials import CheckTrial, Trial
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.backends import ResolveTrial, validate_backend
+from dpbench.trials.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 FIELDS = ["model", "backend", "status", "max_norm_error", "max_grad_error", "coverage", "reason"]

@@ -13,8 +13,8 @@ from report_records import RunFile, save_no_pictures
 
 from clipping import ClippedGradient, Problem
 from clipping.oracle import Microbatch
-from dpbench import coverage
-from dpbench.coverage import CoverageTrial, models, size_of
+from dpbench.conformance import coverage
+from dpbench.conformance.coverage import CoverageTrial, models, size_of
 from dpbench.errors import UsageError
 from dpbench.measure.coverage import run
 from dpbench.models import load_workload
@@ -46,7 +46,10 @@ def test_the_list_has_a_model_of_every_module_of_timm():
 
 
 def test_the_list_is_read_without_importing_the_libraries():
-    code = "import sys, dpbench.coverage as c; c.models(); print({'torch', 'timm', 'transformers'} & set(sys.modules))"
+    code = (
+        "import sys, dpbench.conformance.coverage as c; c.models(); "
+        "print({'torch', 'timm', 'transformers'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from dpbench import data
 from dpbench.errors import UsageError
+from dpbench.models import data
 
 
 def batches(spec, image_size=32, num_classes=10, dtype=torch.float32, seed=0):

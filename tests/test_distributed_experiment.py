@@ -7,7 +7,7 @@ import os
 import pytest
 
 from dpbench.experiment import load_experiment
-from dpbench.isolation import Isolation
+from dpbench.process.parent import Isolation
 from dpbench.report import distributed
 from dpbench.report.select import LeftOut, Record
 from dpbench.training.scale import DistributedTrial

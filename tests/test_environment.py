@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dpbench import environment, machines
 from dpbench.errors import UsageError
-from dpbench.isolation import Isolation
-from dpbench.machines import FolderName, Machines
+from dpbench.process.parent import Isolation
+from dpbench.records.reader import environment
+from dpbench.run import machines
+from dpbench.run.machines import FolderName, Machines
 from dpbench.trials import EpsilonTrial, StepTrial
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
@@ -47,9 +48,9 @@ def root(tmp_path, monkeypatch):
         ("clipping/kernels/one.h", STEP, True),
         ("dpbench/measure/one.py", STEP, True),
         ("dpbench/models/one.py", STEP, True),
-        ("dpbench/data.py", STEP, True),
+        ("dpbench/models/data.py", STEP, True),
         ("accounting/one.py", STEP, False),
-        ("dpbench/cli.py", STEP, False),
+        ("dpbench/cli/command_line.py", STEP, False),
         ("accounting/one.py", EPSILON, True),
         ("clipping/one.py", EPSILON, False),
     ],

@@ -15,16 +15,16 @@ from processor import PATIENCE
 from report_records import CUDA, RunFile
 
 from dpbench.engine import engine as engine_module
-from dpbench.evidence_trials import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.experiment import MaxBatch, load_experiment
 from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
-from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
+from dpbench.records.store import Store, read_records
 from dpbench.report import evidence as tables
 from dpbench.report import write_report
 from dpbench.report.select import LeftOut, read
-from dpbench.store import Store, read_records
 from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
 
 EVIDENCE = load_experiment("evidence")
 #: What each stage is made of.

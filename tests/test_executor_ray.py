@@ -14,8 +14,8 @@ from processor import PATIENCE, quick
 from smoke_run import smoke, smoke_here
 from test_runner import Fake, sleepers
 
-from dpbench.processes import processes
-from dpbench.store import read_runs
+from dpbench.process.linux import processes
+from dpbench.records.store import read_runs
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -50,7 +50,7 @@ GONE = """
 import os
 from dataclasses import dataclass
 from typing import ClassVar
-from dpbench.environment import hash_of
+from dpbench.records.environment import hash_of
 
 @dataclass(frozen=True, kw_only=True)
 class Gone(bodies.Act):

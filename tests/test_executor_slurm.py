@@ -14,7 +14,7 @@ from processor import PATIENCE
 from smoke_run import smoke, smoke_here
 from test_runner import Fake, sleepers
 
-from dpbench.store import read_runs
+from dpbench.records.store import read_runs
 
 pytest.importorskip("submitit")
 LOCAL = ("--executor", "slurm", "--cluster", "local")

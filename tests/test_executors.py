@@ -14,27 +14,27 @@ import pytest
 from report_records import CPU, RunFile
 from test_runner import Fake, sleepers
 
-from dpbench import environment, shards
 from dpbench.errors import UsageError
-from dpbench.executors import EXECUTORS, Cluster, worker
-from dpbench.executors.blocks import blocks_of, key_of
-from dpbench.executors.cpus import own_cpus
-from dpbench.executors.ray_cluster import cpus_of, device_of
-from dpbench.executors.worker import different
 from dpbench.experiment import MaxBatch, grid, load_experiment
-from dpbench.isolation import Answer, Place
-from dpbench.loop import Loop
-from dpbench.machines import Machine, Sweep, machines_of
-from dpbench.outcome import Outcome
-from dpbench.progress import Progress
-from dpbench.records import LeftOut, read
-from dpbench.reference import load_module
+from dpbench.process.parent import Answer, Place
+from dpbench.records.reader import LeftOut, environment, read
+from dpbench.records.store import Run as RunRead
+from dpbench.records.store import read_records, read_runs
 from dpbench.report import tables
-from dpbench.schedule import Clock, History, Run, Schedule
-from dpbench.shards import Shards
-from dpbench.store import Run as RunRead
-from dpbench.store import read_records, read_runs
+from dpbench.run import shards
+from dpbench.run.executors import EXECUTORS, Cluster, worker
+from dpbench.run.executors.blocks import blocks_of, key_of
+from dpbench.run.executors.cpus import own_cpus
+from dpbench.run.executors.ray_cluster import cpus_of, device_of
+from dpbench.run.executors.worker import different
+from dpbench.run.loop import Loop
+from dpbench.run.machines import Machine, Sweep, machines_of
+from dpbench.run.progress import Progress
+from dpbench.run.schedule import Clock, History, Run, Schedule
+from dpbench.run.shards import Shards
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials.outcome import Outcome
+from dpbench.trials.reference import load_module
 
 bodies = load_module(str(Path(__file__).with_name("bodies.py")))
 ROOT = Path(__file__).resolve().parent.parent
@@ -249,7 +249,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path, name, p
 
 def test_slurm_needs_an_experiment_that_its_jobs_can_find():
     pytest.importorskip("submitit")
-    from dpbench.runner import Request, run
+    from dpbench.run.runner import Request, run
 
     request = Request(
         experiment=load_experiment("accountants"), results=Path("x"), cluster=Cluster(name="slurm", cluster="local")
@@ -289,7 +289,7 @@ def test_a_ray_cluster_without_a_gpu_is_measured_on_its_cpus_unless_cuda_is_aske
 
 def test_what_a_job_asks_of_slurm(tmp_path, monkeypatch):
     pytest.importorskip("submitit")
-    from dpbench.executors import slurm_queue
+    from dpbench.run.executors import slurm_queue
 
     def asked(device, **options):
         monkeypatch.setattr(slurm_queue.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -308,7 +308,7 @@ def test_what_a_job_asks_of_slurm(tmp_path, monkeypatch):
 
 
 def test_every_executor_is_known_to_the_runner():
-    from dpbench.runner import _CLUSTERS
+    from dpbench.run.runner import _CLUSTERS
 
     assert ("local", *_CLUSTERS) == EXECUTORS
 

@@ -10,9 +10,9 @@ import pytest
 
 from dpbench.errors import UsageError
 from dpbench.experiment import experiment_names, grid, load_experiment
-from dpbench.outcome import FINAL, RETRYABLE, Outcome
-from dpbench.search import MaxBatch
 from dpbench.trials import CheckTrial, EpsilonTrial, OverheadTrial, PeakTrial, StepTrial, Trial, canonical_json
+from dpbench.trials.max_batch import MaxBatch
+from dpbench.trials.outcome import FINAL, RETRYABLE, Outcome
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
 

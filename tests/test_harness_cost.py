@@ -16,8 +16,8 @@ from statistics import median
 import pytest
 from processor import PATIENCE, quick
 
-from dpbench.processes import CpuTime
-from dpbench.store import read_records
+from dpbench.process.linux import CpuTime
+from dpbench.records.store import read_records
 
 ROOT = Path(__file__).resolve().parent.parent
 TRIALS, ROUNDS, TRIES = 4, 3, 3

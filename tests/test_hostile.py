@@ -14,10 +14,10 @@ from report_records import RunFile, save_no_pictures
 
 from dpbench import cli
 from dpbench.cli import main
-from dpbench.executors import cpus
 from dpbench.report import files, readable
 from dpbench.report.parts import Part
 from dpbench.report.pictures import Pictures
+from dpbench.run.executors import cpus
 from dpbench.trials import EpsilonTrial
 
 HEAD = """

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from processor import PATIENCE, quick
 
-from dpbench.isolation import Isolation
-from dpbench.outcome import Outcome
-from dpbench.processes import CpuTime
-from dpbench.reference import load_module
+from dpbench.process.linux import CpuTime
+from dpbench.process.parent import Isolation
+from dpbench.trials.outcome import Outcome
+from dpbench.trials.reference import load_module
 
 bodies = load_module(str(Path(__file__).with_name("bodies.py")))
 Act = bodies.Act
@@ -173,8 +173,8 @@ def wait_for_pids(folder: Path, count: int = 4, name: str = "pids") -> list[int]
 def test_when_the_parent_is_killed_server_and_trial_go_with_it(tmp_path):
     code = f"""
 import sys, time
-from dpbench.isolation import Isolation
-from dpbench.reference import load_module
+from dpbench.process.parent import Isolation
+from dpbench.trials.reference import load_module
 bodies = load_module({bodies.__file__!r})
 isolation = Isolation()
 print(isolation.run(bodies.Act(action="where")).result["parent"], flush=True)

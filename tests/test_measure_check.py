@@ -14,8 +14,8 @@ from clipping.oracle import Microbatch
 from dpbench.measure import check
 from dpbench.measure.check import Case, arranged, between, cases, weighted, worst
 from dpbench.models import load_workload
-from dpbench.outcome import Mismatch
 from dpbench.trials import CheckTrial
+from dpbench.trials.outcome import Mismatch
 
 TRIAL = CheckTrial(model="cnn", backend="mixed_ghost", image_size=8)
 

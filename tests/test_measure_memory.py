@@ -13,8 +13,8 @@ from dpbench.measure import memory
 from dpbench.measure.bench import Memory, device_of, storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases
-from dpbench.outcome import OverBudget
 from dpbench.trials import PeakTrial
+from dpbench.trials.outcome import OverBudget
 
 CPU = torch.device("cpu")
 MIB = 2**20

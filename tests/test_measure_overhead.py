@@ -12,11 +12,11 @@ import torch
 
 import clipping
 from clipping.oracle import Microbatch, NonPrivate
-from dpbench.isolation import Isolation
 from dpbench.measure import memory, overhead
-from dpbench.outcome import RETRYABLE, Outcome, PartlyFailed, classify
-from dpbench.store import to_json
+from dpbench.process.parent import Isolation
 from dpbench.trials import OverheadTrial, PeakTrial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import RETRYABLE, Outcome, PartlyFailed, classify
 
 TRIAL = OverheadTrial(
     model="cnn", backends=["nonprivate", "mixed_ghost"], batch_size=4, image_size=16, rounds=3, max_seconds=0.1

@@ -13,9 +13,9 @@ from clipping import Flat, UnsupportedModel
 from clipping.oracle import Microbatch
 from dpbench.measure import memory, step
 from dpbench.models import load_workload
-from dpbench.outcome import Mismatch, Outcome, OverBudget, classify
-from dpbench.store import to_json
 from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import Mismatch, Outcome, OverBudget, classify
 
 TRIAL = StepTrial(model="cnn", backend="mixed_ghost", batch_size=4, image_size=16, steps=2, max_seconds=0.1)
 

@@ -7,8 +7,8 @@ import torch
 
 from dpbench.measure import energy, training_step
 from dpbench.measure.bench import open_workload
-from dpbench.records import entries
-from dpbench.step_trials import TrainingStepTrial
+from dpbench.records.reader import entries
+from dpbench.trials.whole_step import TrainingStepTrial
 from experiments.training_step import EXPERIMENT
 
 ENGINES = ("nonprivate", "bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from dpbench.errors import UsageError
 from dpbench.models import BUILTIN, ModelError, load_workload, required_modules, validate_reference
 from dpbench.models.losses import classification_loss, token_loss
-from dpbench.reference import load_object
+from dpbench.trials.reference import load_object
 
 # Parameters with ten classes at 32x32. ResNets and VGGs: as published for the same networks with BatchNorm, whose
 # affine parameters have the same shapes; cnn: Table 4 of arXiv:2205.10683 says 0.551M; the other two: counted.

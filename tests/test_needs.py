@@ -22,8 +22,8 @@ from packaging.utils import canonicalize_name
 from processor import PATIENCE
 
 from dpbench.experiment import experiment_names
-from dpbench.outcome import FINAL
-from dpbench.store import read_records
+from dpbench.records.store import read_records
+from dpbench.trials.outcome import FINAL
 
 ROOT = Path(__file__).resolve().parent.parent
 NEEDED = {

@@ -15,8 +15,8 @@ from report_records import RunFile
 import dpbench
 from dpbench.errors import UsageError
 from dpbench.experiment import Experiment, grid
-from dpbench.reference import load_module
 from dpbench.trials import EpsilonTrial, StepTrial
+from dpbench.trials.reference import load_module
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTING = {"sample_rate": 0.01, "noise_multiplier": 4.0, "delta": 1e-5}

@@ -31,18 +31,18 @@ from clipping.verification import (
 )
 from dpbench.cli import main
 from dpbench.errors import UsageError
-from dpbench.evidence_trials import PartsTrial, ProfileTrial
 from dpbench.experiment import load_experiment
 from dpbench.measure import largest, memory, overhead, parts, precision, profile, recommend, step
 from dpbench.measure.bench import open_workload
-from dpbench.measure.not_here import NotHere
 from dpbench.models import Workload
-from dpbench.outcome import Mismatch, Outcome, classify
-from dpbench.precision import PROFILES, with_profile
-from dpbench.recommend.agenda import Agenda, Question
 from dpbench.report import write_report
-from dpbench.selection import select
+from dpbench.run.recommend.agenda import Agenda, Question
+from dpbench.run.selection import select
 from dpbench.trials import LargestTrial, OverheadTrial, PeakTrial, RecommendTrial, StepTrial
+from dpbench.trials.evidence import PartsTrial, ProfileTrial
+from dpbench.trials.not_here import NotHere
+from dpbench.trials.outcome import Mismatch, Outcome, classify
+from dpbench.trials.precision import PROFILES, with_profile
 
 CPU = torch.device("cpu")
 STEP = StepTrial(model="cnn", backend="mixed_ghost", batch_size=4, image_size=16, steps=2, max_seconds=0.1)

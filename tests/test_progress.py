@@ -19,8 +19,8 @@ import pytest
 from processor import PATIENCE
 from test_runner import Fake, sleepers
 
-from dpbench.progress import Progress
-from dpbench.schedule import Run
+from dpbench.run.progress import Progress
+from dpbench.run.schedule import Run
 from dpbench.trials import StepTrial
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -94,7 +94,7 @@ def terminal(request):
 def seconds(monkeypatch):
     """A clock that goes on when it is told to."""
     clock = [1000.0]
-    monkeypatch.setattr("dpbench.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("dpbench.run.progress.time.monotonic", lambda: clock[0])
 
     def pass_by(more: float) -> None:
         clock[0] += more

@@ -9,14 +9,14 @@ import pytest
 
 from clipping import BACKENDS
 from dpbench.cli import main
-from dpbench.commands.recommend import default_batch_size, parse_size, size_in_words
+from dpbench.cli.recommend import default_batch_size, parse_size, size_in_words
 from dpbench.errors import UsageError
-from dpbench.isolation import Answer
-from dpbench.outcome import Outcome
-from dpbench.recommend.agenda import GROUPS, Agenda, Question
-from dpbench.recommend.findings import Finding, in_order, take_group, take_search
-from dpbench.recommend.verdict import contenders, verdict
+from dpbench.process.parent import Answer
+from dpbench.run.recommend.agenda import GROUPS, Agenda, Question
+from dpbench.run.recommend.findings import Finding, in_order, take_group, take_search
+from dpbench.run.recommend.verdict import contenders, verdict
 from dpbench.trials import LargestTrial, RecommendTrial
+from dpbench.trials.outcome import Outcome
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 16 * 2**30

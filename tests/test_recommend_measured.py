@@ -12,8 +12,8 @@ import pytest
 from processor import PATIENCE
 
 from clipping import BACKENDS, load_backend
-from dpbench.recommend.agenda import GROUPS
-from dpbench.recommend.findings import Finding, take_group
+from dpbench.run.recommend.agenda import GROUPS
+from dpbench.run.recommend.findings import Finding, take_group
 from dpbench.trials import LargestTrial, RecommendTrial
 
 ROOT = Path(__file__).resolve().parent.parent

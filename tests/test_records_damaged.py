@@ -14,13 +14,15 @@ from typing import Any
 import pytest
 from report_records import RunFile, save_no_pictures
 
-from dpbench import environment, machines, store, whole
 from dpbench.cli import main
+from dpbench.records.reader import environment, store
+from dpbench.records.store import read_runs
 from dpbench.report import FIGURES
-from dpbench.shapes import DEPTH
-from dpbench.store import read_runs
+from dpbench.run import machines
 from dpbench.trials import OverheadTrial, PeakTrial, SweepTrial
-from dpbench.whole import flaw_of_line, flaw_of_result
+from dpbench.trials import line_shapes as whole
+from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result
+from dpbench.trials.shapes import DEPTH
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if any(path.glob("*.jsonl")))

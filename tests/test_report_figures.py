@@ -13,11 +13,10 @@ from report_records import CUDA, GIB, RunFile
 
 from clipping import VARIANTS
 from dpbench.conformance import ConformanceTrial
-from dpbench.coverage import CoverageTrial
+from dpbench.conformance.coverage import CoverageTrial
+from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.select import read
-from dpbench.sensitivity import SensitivityTrial
-from dpbench.step_trials import TrainingStepTrial
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -30,6 +29,7 @@ from dpbench.trials import (
     StepTrial,
     SweepTrial,
 )
+from dpbench.trials.whole_step import TrainingStepTrial
 
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]

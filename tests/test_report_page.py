@@ -11,12 +11,10 @@ from matplotlib.figure import Figure
 from report_records import CPU, CUDA, GIB, RunFile
 
 from dpbench.conformance import ConformanceTrial
-from dpbench.coverage import CoverageTrial
-from dpbench.evidence_trials import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.conformance.coverage import CoverageTrial
+from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
 from dpbench.report.page import svg
-from dpbench.sensitivity import SensitivityTrial
-from dpbench.step_trials import TrainingStepTrial
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
@@ -29,6 +27,8 @@ from dpbench.trials import (
     StepTrial,
     SweepTrial,
 )
+from dpbench.trials.evidence import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.whole_step import TrainingStepTrial
 
 HOSTILE = "<script>alert(1)</script>\"&'"
 

@@ -16,7 +16,7 @@ import pytest
 from processor import PATIENCE
 from test_runner import ROOT, Fake, sleepers
 
-from dpbench.store import read_records
+from dpbench.records.store import read_records
 
 
 def numbers(fake: Fake) -> Counter[int]:

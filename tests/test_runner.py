@@ -18,13 +18,13 @@ import pytest
 from bodies import beside
 from processor import PATIENCE
 
-from dpbench.store import read_records, read_runs
+from dpbench.records.store import read_records, read_runs
 
 BODIES = Path(__file__).with_name("bodies.py")
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = """
 from dpbench.experiment import Experiment, grid
-from dpbench.reference import load_module
+from dpbench.trials.reference import load_module
 bodies = load_module({bodies!r})
 
 def cells(device):
@@ -91,7 +91,7 @@ class Fake:
         return found
 
     def servers(self) -> list[int]:
-        return [pid for pid in self._marked() if b"dpbench.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        return [pid for pid in self._marked() if b"dpbench.process.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def wait_for(self, count: int, name: str = "ended") -> None:
         until = time.monotonic() + PATIENCE

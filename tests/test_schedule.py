@@ -8,9 +8,9 @@ import random
 import pytest
 
 from dpbench.experiment import MaxBatch, grid
-from dpbench.outcome import FINAL, Outcome
-from dpbench.schedule import Clock, History, Run, Schedule, step_search
+from dpbench.run.schedule import Clock, History, Run, Schedule, step_search
 from dpbench.trials import LargestTrial, PeakTrial, StepTrial
+from dpbench.trials.outcome import FINAL, Outcome
 
 BACKENDS = ["nonprivate", "ghost", "vmap"]
 CELLS = grid(StepTrial, model=["cnn", "vgg11"], backend=BACKENDS, batch_size=[8, 16])

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.search import Forecast, MaxBatch, Probe
 from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials.max_batch import Forecast, MaxBatch, Probe
 
 MIB = 2**20
 BUDGET = 16 * 2**30

@@ -13,20 +13,19 @@ from report_records import RunFile
 
 from clipping import BACKENDS, ClippedGradient, Flat, Problem, UnsupportedModel, load_backend
 from clipping.oracle import Microbatch
-from dpbench.cli import main
-from dpbench.commands import check
+from dpbench.cli import check, main
 from dpbench.conformance import ConformanceTrial
-from dpbench.isolation import Answer, Isolation
+from dpbench.conformance.sensitivity import DTYPES, LIMITS, SensitivityTrial
+from dpbench.conformance.sensitivity.problems import cancelling
+from dpbench.conformance.sensitivity.records import RECORDS
+from dpbench.conformance.sensitivity.scorecard import FIELDS, in_units
+from dpbench.conformance.sensitivity.search import FOUND, KINDS, Point
 from dpbench.measure.sensitivity import measured, names_place, sensitivity
-from dpbench.outcome import Outcome
+from dpbench.process.parent import Answer, Isolation
 from dpbench.report import LeftOut, scorecard, write_report
 from dpbench.report import sensitivity as figure
 from dpbench.report.select import read
-from dpbench.sensitivity import DTYPES, LIMITS, SensitivityTrial
-from dpbench.sensitivity.problems import cancelling
-from dpbench.sensitivity.records import RECORDS
-from dpbench.sensitivity.scorecard import FIELDS, in_units
-from dpbench.sensitivity.search import FOUND, KINDS, Point
+from dpbench.trials.outcome import Outcome
 
 CASES = {case.name: case for case in RECORDS}
 CLIPPING = [name for name in BACKENDS if name != "nonprivate"]

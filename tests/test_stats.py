@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dpbench.stats import compare, compare_exact, compare_paired, level, outliers, shared_drift, trend
+from dpbench.records.statistics import compare, compare_exact, compare_paired, level, outliers, shared_drift, trend
 
 ROUNDS, STEPS = 7, 5
 

@@ -8,8 +8,9 @@ import os
 
 import pytest
 
-from dpbench import records, store
-from dpbench.store import Store, read_records, read_runs
+from dpbench.records.reader import reader as records
+from dpbench.records.reader import store
+from dpbench.records.store import Store, read_records, read_runs
 
 ENVIRONMENT = {"device": "cpu", "device_name": "CPU"}
 

@@ -16,12 +16,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dpbench import store
-from dpbench.isolation import Answer
-from dpbench.loop import make_record
-from dpbench.outcome import Outcome
-from dpbench.schedule import History, Run, Schedule
-from dpbench.store import Store, read_records, to_json
+from dpbench.process.parent import Answer
+from dpbench.records.reader import store
+from dpbench.records.store import Store, read_records
+from dpbench.run.loop import make_record
+from dpbench.run.schedule import History, Run, Schedule
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import Outcome
 
 TRIALS = [Act(action="sleep", number=number) for number in range(6)]
 FEW = TRIALS[:2]

@@ -15,10 +15,10 @@ from clipping.verification import compare, verify
 from dpbench import PrivacyEngine
 from dpbench.cli import main
 from dpbench.conformance.cases import CASES
-from dpbench.conformance.references import backend_class, validate_backend
 from dpbench.conformance.suite import checks, conformance
 from dpbench.errors import UsageError
 from dpbench.measure import verify as measured
+from dpbench.trials.backend_classes import backend_class, validate_backend
 
 
 def problem(batch=8):

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dpbench import records as records_module
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
+from dpbench.records.reader import reader as records_module
 from dpbench.report import time_to, trajectories, utility
 from dpbench.training import UtilityTrial
 

@@ -28,12 +28,12 @@ from clipping import Flat, kernels, load_backend
 from clipping.interface import norm_dtype
 from clipping.rules import Route, made
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
-from dpbench.evidence_trials import NormsTrial
 from dpbench.measure.bench import device_of
 from dpbench.measure.norm_cases import Case, cases
-from dpbench.measure.not_here import NotHere
 from dpbench.measure.precision import arithmetic, dtype_of
-from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
+from dpbench.trials.evidence import NormsTrial
+from dpbench.trials.not_here import NotHere
+from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
 
 LIMITS = {"float32": 2e-5, "tf32": 2.0**-9, "bfloat16": 2.0**-6}
 KERNEL_LIMITS = {"float32": 1e-5, "tf32": 1e-5, "bfloat16": 1e-4}

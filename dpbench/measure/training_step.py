@@ -27,7 +27,7 @@ from dpbench.measure.bench import Memory, device_of, open_workload, storage_byte
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.overhead import Entry, compared
 from dpbench.models import Workload
-from dpbench.step_trials import TrainingStepTrial
+from dpbench.trials.whole_step import TrainingStepTrial
 
 #: Steps to an epoch of the data set that engines are told of: their accountants ask.
 STEPS = 100

@@ -23,7 +23,7 @@ from clipping.interface import leading_dimension
 from clipping.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
 from dpbench.measure.precision import arithmetic, tf32
 from dpbench.models import Workload
-from dpbench.outcome import Mismatch
+from dpbench.trials.outcome import Mismatch
 
 SAMPLES = 2
 

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpbench.errors import UsageError, nearest
+from dpbench.trials.packages import SCHEMES, required_modules
 
 if TYPE_CHECKING:
     import torch
@@ -53,14 +54,6 @@ BUILTIN: dict[str, tuple[str, str]] = {
     "vgg19": ("dpbench.models.vgg:vgg19", "VGG-19, CIFAR form, GroupNorm, 20.0M parameters"),
 }
 
-# scheme -> modules that a server process can import once, before it forks a trial
-SCHEMES: dict[str, tuple[str, ...]] = {
-    "timm": ("timm",),
-    "torchvision": ("torchvision",),
-    # the first model's module brings what all of them share, which takes longer than transformers itself
-    "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
-    "tiny": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
-}
 _FORMS = "timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory"
 
 
@@ -137,11 +130,6 @@ def validate_reference(ref: str) -> None:
         split_options(name)
 
 
-def required_modules(ref: str) -> tuple[str, ...]:
-    """Modules that are worth importing before a trial with this model is forked; () for built-ins and files."""
-    return SCHEMES.get(split_reference(ref)[0], ())
-
-
 def load_workload(
     ref: str,
     *,
@@ -162,8 +150,8 @@ def load_workload(
         ref: see the module's docstring.
         image_size: height and width of the images; the constructor is told where it asks.
         num_classes: labels are 0 .. num_classes-1.
-        data: see `dpbench.data`. Text models read seeded random tokens whatever `data` says, except that real images
-            for a text model are refused.
+        data: see `dpbench.models.data`. Text models read seeded random tokens whatever `data` says, except that real
+            images for a text model are refused.
         device: where the model and the batches lie.
         dtype: "float32", "float64", "bfloat16" or "float16", of the parameters and floating inputs; tokens and labels
             stay int64.

@@ -22,7 +22,7 @@ from dpbench.errors import nearest
 from dpbench.models import ModelError, Workload, split_file
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
-from dpbench.reference import load_module
+from dpbench.trials.reference import load_module
 
 
 @dataclass

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from dpbench import data as datasets
 from dpbench.errors import one_of
 from dpbench.models import BUILTIN, Workload, split_reference
+from dpbench.models import data as datasets
 from dpbench.models.adapt import place
 from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
 from dpbench.models.language import TextModel, transformers_model
 from dpbench.models.losses import classification_loss, token_loss
 from dpbench.models.tiny import tiny_model
-from dpbench.reference import load_object
+from dpbench.trials.reference import load_object
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 

@@ -17,6 +17,7 @@ from typing import Any
 import matplotlib
 
 from dpbench.errors import one_of
+from dpbench.records.store import slug
 from dpbench.report import (
     accounting_map,
     audit,
@@ -52,7 +53,6 @@ from dpbench.report.paired import entries
 from dpbench.report.parts import Claim, FigureKind, Part
 from dpbench.report.pictures import Pictures
 from dpbench.report.select import LeftOut, Record, by_device, facets, newest, newest_version, read
-from dpbench.store import slug
 
 __all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "write_report"]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from dpbench.conditions import warnings
-from dpbench.records import PAIRED
+from dpbench.records.conditions import warnings
+from dpbench.records.reader import PAIRED
 from dpbench.report import failures, published, style
 from dpbench.report.select import LeftOut, Record, grouped
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from dpbench.records import PAIRED
+from dpbench.records.reader import PAIRED
 from dpbench.report import style
 from dpbench.report.cells import DOES_NOT_FIT, is_probe
 from dpbench.report.select import Record

@@ -11,7 +11,7 @@ from dpbench.report import published, style
 from dpbench.report.style import missing, times
 
 CONFIRMED, REFUTED, NOT_REACHED, NO_DATA = "confirmed", "refuted", "not reached here", "no data"
-#: Less is no difference: of two times (`dpbench.stats`), and of two searches for a largest batch.
+#: Less is no difference: of two times (`dpbench.records.statistics`), and of two searches for a largest batch.
 SLACK = 1.02
 _TABLE_4 = ("cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16")
 _PAPER_BUDGET = 16 * 2**30

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from dpbench.records import Record, entries
+from dpbench.records.reader import Record, entries
 from dpbench.report.cells import Row, exactness, good_rounds, peaks_by_round, spread, why
 
 __all__ = ["COLUMNS", "entries", "paired_row", "turns"]

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from matplotlib.figure import Figure
 
-from dpbench.forked import available_cpus
+from dpbench.process.linux import available_cpus
 
 # Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
 _DPI, _TALLEST = 200, 30_000

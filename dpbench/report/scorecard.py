@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from dpbench.conformance.scorecard import as_row, scorecard
+from dpbench.conformance.sensitivity import scorecard as sensitivity
 from dpbench.report import captions, style
 from dpbench.report.figures import WIDTH, sheet
 from dpbench.report.select import LeftOut, Record
-from dpbench.sensitivity import scorecard as sensitivity
 
 #: result -> (marker, colour, size)
 MARKS = {"exact": ("o", "#BBD5BB", 18), "refuses": ("_", "#555555", 40), "wrong": ("X", style.FAILURE, 52)}

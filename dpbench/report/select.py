@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dpbench.records import LeftOut, Record, by_device, grouped, newest, newest_trial, newest_version, read
+from dpbench.records.reader import LeftOut, Record, by_device, grouped, newest, newest_trial, newest_version, read
 
 __all__ = ["LeftOut", "Record", "by_device", "facets", "grouped", "newest", "newest_trial", "newest_version", "read"]
 

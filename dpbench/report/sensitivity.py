@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from dpbench.conformance.sensitivity import DTYPES, FAILURES
+from dpbench.conformance.sensitivity.scorecard import FIELDS, as_row, in_units
 from dpbench.report import captions, style
 from dpbench.report.cells import frame_of
 from dpbench.report.curves import box
@@ -19,8 +21,6 @@ from dpbench.report.figures import AXIS, WIDTH, sheet
 from dpbench.report.findings import PEERS
 from dpbench.report.parts import FigureKind
 from dpbench.report.select import LeftOut, Record
-from dpbench.sensitivity import DTYPES, FAILURES
-from dpbench.sensitivity.scorecard import FIELDS, as_row, in_units
 
 #: dtype -> (colour, marker, size)
 LOOKS = {

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.conditions import shared_warnings
+from dpbench.records.conditions import shared_warnings
 from dpbench.report import captions, style
 from dpbench.report.figures import Bar, Panel, Row, bars
 from dpbench.report.select import LeftOut, Record

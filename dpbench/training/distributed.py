@@ -34,14 +34,14 @@ from clipping.interface import forward, map_tensors
 from clipping.spread import held_here
 from clipping.verification import Agreement, limit_of
 from dpbench.engine import PrivacyEngine, PrivacyWarning
-from dpbench.forked import available_cpus
 from dpbench.measure import verify
 from dpbench.measure.bench import storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, warm_up
 from dpbench.models import Workload, load_workload
-from dpbench.outcome import Outcome, TrialFailure, classify
+from dpbench.process.linux import available_cpus
 from dpbench.training.scale import DistributedTrial
+from dpbench.trials.outcome import Outcome, TrialFailure, classify
 
 #: A turn is one step, or as many as fill so long, but these at most.
 TURN_SECONDS, MOST_IN_A_TURN = 0.3, 10

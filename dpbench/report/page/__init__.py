@@ -17,8 +17,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from dpbench.conditions import pooled
 from dpbench.experiment import experiment_names, load_experiment
+from dpbench.records.conditions import pooled
 from dpbench.report import failures, style
 from dpbench.report.cells import DOES_NOT_FIT, is_probe
 from dpbench.report.page import svg
