@@ -24,7 +24,7 @@ c and τ are assumptions. With them a null comparison of such times, under an au
 round to round, 3 % in size) errs in 0.5 to 0.9 % of cases; with c = 1 and τ = 0 it erred in 4.7 %. A drift that hardly
 shows within a run cannot be known from it: with a correlation of 0.9 it errs in 2.5 %. Ratios within rounds: 0.2 %.
 
-How often the verdicts err is shown by simulation in tests/test_stats.py.
+How often the verdicts err is shown by simulation in tests/records/test_stats.py.
 """
 
 from __future__ import annotations
