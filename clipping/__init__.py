@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from clipping.functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
-    from clipping.interface import Backend, ClippedGradient, Problem, UnsupportedModel
+    from clipping.interface import Backend
+    from clipping.types import ClippedGradient, Problem, UnsupportedModel
     from clipping.verification import Agreement, WrongGradient, compare
 
 __all__ = [
@@ -84,12 +85,12 @@ _LAZY = {
     "Automatic": "clipping.functions",
     "Backend": "clipping.interface",
     "ClipFunction": "clipping.functions",
-    "ClippedGradient": "clipping.interface",
+    "ClippedGradient": "clipping.types",
     "Flat": "clipping.functions",
     "GlobalBound": "clipping.functions",
     "PerLayer": "clipping.functions",
-    "Problem": "clipping.interface",
-    "UnsupportedModel": "clipping.interface",
+    "Problem": "clipping.types",
+    "UnsupportedModel": "clipping.types",
     "WrongGradient": "clipping.verification",
     "compare": "clipping.verification",
 }

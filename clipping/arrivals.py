@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.interface import without_autocast
+from clipping.formats import without_autocast
 from clipping.rules.base import Refused
 from clipping.uses import Noted, Use
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from clipping.interface import Problem
+from clipping.types import Problem
 
 REMEDY = "hand over the model as it was before torch.compile (its _orig_mod), or use microbatch"
 

@@ -39,13 +39,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.batches import map_tensors
 from clipping.costs import Costs, predicted
 from clipping.ghost import FastGradClip, Ghost, MixedGhost, TapeBackend
-from clipping.interface import LossFunction, map_tensors
 from clipping.planner import Planner
 from clipping.readings import Reading, cross_terms, decide, in_words, record
 from clipping.regret import fresh_costs, regrets
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
+from clipping.types import LossFunction
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 

@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from clipping.functions import Automatic, Flat, PerLayer
-from clipping.interface import Parameters, Problem
 from clipping.peer import Peer, Step, norms_of
+from clipping.types import Parameters, Problem
 
 CLIPPING: dict[type, tuple[str, str]] = {
     Flat: ("Abadi", "all-layer"),

@@ -25,30 +25,22 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
+from clipping.batches import forward
 from clipping.compiled import compiled_code, compiled_modules, reentrant_checkpoint
+from clipping.formats import HALF, norm_dtype, without_autocast
 from clipping.functions import ClipFunction
 from clipping.graph import unrecorded
-from clipping.interface import (
-    HALF,
-    Backend,
-    ClippedGradient,
-    LossFunction,
-    Parameters,
-    Problem,
-    UnsupportedModel,
-    forward,
-    norm_dtype,
-    without_autocast,
-)
+from clipping.interface import Backend
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
-from clipping.oracle import with_zeros
 from clipping.planner import Planner, Strategy
+from clipping.reference import with_zeros
 from clipping.rounding import excess, portion
 from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
 from clipping.sources import Source
 from clipping.spread import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.tape import Tape
+from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 
 UNSEEN = (1024, 4096)
 """Positions and features that a model is taken to have until it was called."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.interface import Parameters, Problem
 from clipping.tape import Tape
+from clipping.types import Parameters, Problem
 
 _LEAF: Any = type(torch.zeros((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 """`AccumulateGrad`: the node of a leaf."""

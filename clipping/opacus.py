@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.interface import Parameters, Problem, norm_dtype
+from clipping.formats import norm_dtype
 from clipping.peer import Peer, Step, norms_of
 from clipping.samples import factors_by_name
+from clipping.types import Parameters, Problem
 
 
 class _Opacus(Peer):

@@ -20,8 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clipping.interface import Backend, ClippedGradient, Parameters, Problem, UnsupportedModel, norm_dtype
-from clipping.oracle import with_zeros
+from clipping.formats import norm_dtype
+from clipping.interface import Backend
+from clipping.reference import with_zeros
+from clipping.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 
 NOISE = "Full backward hook is firing|Using a non-full backward hook|In CPU autocast"
 """Warnings about the libraries' own ways, which nobody who uses them can change."""

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from clipping.interface import Parameters, Problem
 from clipping.peer import Peer, Step, norms_of
+from clipping.types import Parameters, Problem
 
 
 class PrivateCNN(Peer):

@@ -13,13 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
+from clipping.batches import leading_dimension
+from clipping.formats import norm_dtype
 from clipping.ghost import TapeBackend
 from clipping.graph import unrecorded
-from clipping.interface import Problem, UnsupportedModel, leading_dimension, norm_dtype
 from clipping.planner import Plan, Planner
 from clipping.rules import EmbeddingWeight, Refused, Route, Rule
 from clipping.sources import Source
 from clipping.tape import Tape
+from clipping.types import Problem, UnsupportedModel
 from clipping.uses import Use
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from clipping.blocks import added, in_parts
+from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
-from clipping.interface import norm_dtype, wide_dtype
 from clipping.rounding import portion, smallest
 from clipping.squares import sum_of_squares
 

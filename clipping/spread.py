@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from clipping.interface import ClippedGradient, Problem, map_tensors
+from clipping.batches import map_tensors
+from clipping.types import ClippedGradient, Problem
 
 _BOOKS = "use bk_mixed or bk_ghost"
 _WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"

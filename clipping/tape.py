@@ -33,7 +33,7 @@ from torch.overrides import TorchFunctionMode
 
 from clipping.activations import Activations
 from clipping.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
-from clipping.interface import Parameters, Problem, map_tensors
+from clipping.batches import map_tensors
 from clipping.marks import Marks, tensors
 from clipping.orientation import MOVABLE, samples_first
 from clipping.rows import Rows
@@ -51,6 +51,7 @@ from clipping.rules import (
     title,
 )
 from clipping.sources import Source, depends_on_data, derive, mark_data, mark_disjoint, parameter_source, remade
+from clipping.types import Parameters, Problem
 from clipping.unbatched import as_rows, whose
 from clipping.uses import Noted, Use
 

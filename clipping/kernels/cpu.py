@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from clipping import library
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 """dtype -> type of C."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.blocks import added, blocks, concatenated, each
-from clipping.interface import norm_dtype, wide_dtype
+from clipping.formats import norm_dtype, wide_dtype
 from clipping.kernels import cpu
 from clipping.rounding import Reach, of_rows, portion, row_norms
 from clipping.rules.grams import HALVED, part

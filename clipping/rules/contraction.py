@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.interface import wide_dtype
+from clipping.formats import wide_dtype
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import Bilinear, Gradient, Refused, Rule, Spec
 from clipping.rules.grams import gram_product, part

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping import kernels
-from clipping.interface import norm_dtype, wide_dtype
+from clipping.formats import norm_dtype, wide_dtype
 from clipping.kernels import cpu
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Spec, Work

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.blocks import added, blocks
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.rounding import Reach, of_rows, portion, row_norms
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
 from clipping.rules.grams import part, within

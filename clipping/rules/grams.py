@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.rules.products import products
 from clipping.squares import sum_of_squares
 

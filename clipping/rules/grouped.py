@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rows import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.blocks import blocks, concatenated
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.kernels import cpu
 from clipping.rounding import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.blocks import each, in_parts
-from clipping.interface import without_autocast
+from clipping.formats import without_autocast
 from clipping.temporaries import Convolution
 
 PIECE = 2 * 2**20

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.interface import HALF, norm_dtype
+from clipping.formats import HALF, norm_dtype
 from clipping.kernels import cpu, in_two_dimensions
 from clipping.rules.grams import part
 from clipping.rules.products import products

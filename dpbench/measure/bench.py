@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Backend
-from clipping.interface import map_tensors
+from clipping.batches import map_tensors
 from dpbench.measure.precision import autocasting
 from dpbench.models import Workload, load_workload
 from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial

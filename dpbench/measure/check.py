@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from clipping import Agreement, ClippedGradient, Flat, compare
-from clipping.interface import leading_dimension, map_tensors
-from clipping.oracle import of_means
+from clipping.batches import leading_dimension, map_tensors
+from clipping.reference import of_means
 from clipping.verification import CAST_TOLERANCE, Limit
 from dpbench.measure import verify
 from dpbench.measure.bench import open_workload

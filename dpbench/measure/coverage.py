@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
-from clipping.interface import forward, map_tensors
+from clipping.batches import forward, map_tensors
 from clipping.verification import CAST_TOLERANCE
 from dpbench.conformance.coverage import KERNEL, LOOP, CoverageTrial
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst

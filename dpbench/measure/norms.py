@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Flat, kernels, load_backend
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.rules import Route, made
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
 from dpbench.measure.bench import device_of

@@ -44,7 +44,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.blocks import InTurn, Parts, taken_by
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.temporaries import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.interface import forward
+from clipping.batches import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in

@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
+from clipping.batches import map_tensors
 from clipping.explain import Cost, Row, explain
-from clipping.interface import map_tensors
 from clipping.planner import Planner
 from clipping.rules import Rule
 from clipping.rules.linear import LinearWeight

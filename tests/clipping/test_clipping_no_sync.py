@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipping import Automatic, Flat, PerLayer, load_backend
-from clipping.interface import map_tensors
+from clipping.batches import map_tensors
 from dpbench.models import load_workload
 
 

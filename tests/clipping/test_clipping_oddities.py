@@ -8,7 +8,7 @@ from oddities import EXACT, REFUSED, B, Case, Odd
 from torch import Tensor, nn
 
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.oracle import definition
+from clipping.reference import definition
 
 BACKENDS = ("ghost", "bk_mixed", "fastgradclip")
 CLIP = Flat(max_grad_norm=0.5)

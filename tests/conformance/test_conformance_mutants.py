@@ -19,7 +19,7 @@ from hooked import KNOWN, Grads, Hooked
 from torch import Tensor, nn
 
 from clipping import Backend, ClippedGradient, Flat, load_backend, norms
-from clipping.interface import forward
+from clipping.batches import forward
 from clipping.rules import Rule
 from clipping.rules.base import Bias
 from clipping.rules.convolution import ConvolutionWeight

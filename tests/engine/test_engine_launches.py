@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import kernels
-from clipping.interface import ClippedGradient
 from clipping.kernels import noise
 from clipping.kernels.noise import Segments
+from clipping.types import ClippedGradient
 from dpbench import PrivacyEngine
 
 MOST = 60
