@@ -46,30 +46,45 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "nonprivate": ("clipping.oracle:NonPrivate", "ordinary training: the gradient of the summed loss, nothing clipped"),
     "microbatch": ("clipping.oracle:Microbatch", "one sample at a time: the definition, and the oracle of every check"),
     "vmap": ("clipping.vmap:Vmap", "all per-sample gradients at once by torch.func.vmap(grad)"),
-    "fastgradclip": ("clipping.ghost:FastGradClip", "two backward passes, every gradient instantiated layer by layer"),
-    "ghost": ("clipping.ghost:Ghost", "two backward passes, ghost norm in every layer that has one"),
-    "mixed_ghost": ("clipping.ghost:MixedGhost", "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)"),
-    "bk_ghost": ("clipping.ghost:BkGhost", "book-keeping, one backward pass: ghost norm in every layer that has one"),
-    "bk_mixed": ("clipping.ghost:BkMixed", "book-keeping, one backward pass: the cheaper norm in each layer"),
-    "opacus_hooks": ("clipping.opacus:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),
-    "opacus_functorch": ("clipping.opacus:OpacusFunctorch", "Opacus: the same, every layer by vmap(grad)"),
-    "opacus_ew": ("clipping.opacus:OpacusEw", "Opacus: per-sample gradients by PyTorch's expanded weights"),
+    "fastgradclip": (
+        "clipping.tape_backends:FastGradClip",
+        "two backward passes, every gradient instantiated layer by layer",
+    ),
+    "ghost": ("clipping.tape_backends:Ghost", "two backward passes, ghost norm in every layer that has one"),
+    "mixed_ghost": (
+        "clipping.tape_backends:MixedGhost",
+        "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)",
+    ),
+    "bk_ghost": (
+        "clipping.tape_backends:BkGhost",
+        "book-keeping, one backward pass: ghost norm in every layer that has one",
+    ),
+    "bk_mixed": ("clipping.tape_backends:BkMixed", "book-keeping, one backward pass: the cheaper norm in each layer"),
+    "opacus_hooks": ("clipping.peers.opacus:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),
+    "opacus_functorch": ("clipping.peers.opacus:OpacusFunctorch", "Opacus: the same, every layer by vmap(grad)"),
+    "opacus_ew": ("clipping.peers.opacus:OpacusEw", "Opacus: per-sample gradients by PyTorch's expanded weights"),
     "opacus_ghost": (
-        "clipping.opacus:OpacusGhost",
+        "clipping.peers.opacus:OpacusGhost",
         "Opacus: two backward passes, ghost norm in linear layers and embeddings",
     ),
     "private_cnn": (
-        "clipping.private_cnn:PrivateCNN",
+        "clipping.peers.private_cnn:PrivateCNN",
         "private_CNN: mixed ghost clipping by the authors of arXiv:2205.10683",
     ),
-    "fastdp": ("clipping.fastdp:FastDP", "fastDP: book-keeping by the authors of arXiv:2210.00038 (MixOpt)"),
+    "fastdp": ("clipping.peers.fastdp:FastDP", "fastDP: book-keeping by the authors of arXiv:2210.00038 (MixOpt)"),
 }
 
 # name:variant -> the same; loaded wherever a backend is, and in no list
 VARIANTS: dict[str, tuple[str, str]] = {
-    "bk_mixed:paper": ("clipping.ghost:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"),
-    "bk_mixed:time": ("clipping.ghost:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"),
-    "bk_mixed:memory": ("clipping.ghost:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"),
+    "bk_mixed:paper": (
+        "clipping.tape_backends:BkMixedPaper",
+        "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd",
+    ),
+    "bk_mixed:time": ("clipping.tape_backends:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"),
+    "bk_mixed:memory": (
+        "clipping.tape_backends:BkMixedMemory",
+        "bk_mixed with the routes that keep least, whatever the time",
+    ),
 }
 
 # name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list

@@ -28,8 +28,8 @@ from clipping.types import Problem
 from clipping.verification import CAST_TOLERANCE, in_float64
 
 if TYPE_CHECKING:
-    from clipping.tape import Tape
-    from clipping.uses import Use
+    from clipping.tape.record import Tape
+    from clipping.tape.uses import Use
 
 RATE = 1 / 400
 KNOWN = 32

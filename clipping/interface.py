@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from clipping import spread
+from clipping import distributed as spread
 from clipping.apart import TOLERANCE, Occasions, changed, mixing
 from clipping.batches import leading_dimension, losses_of, map_tensors
 from clipping.draws import Draws

@@ -13,8 +13,8 @@ from clipping.batches import leading_dimension, losses_of, map_tensors
 from clipping.blocks import Parts, each, sum_dtype
 from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
+from clipping.kernels.squares import sum_of_squares
 from clipping.samples import WIDENED, factors_by_name
-from clipping.squares import sum_of_squares
 from clipping.types import ClippedGradient, LossFunction, Parameters
 
 

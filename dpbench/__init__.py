@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpbench.engine import Misuse, PrivacyEngine, PrivacySpent, PrivacyWarning
-    from dpbench.run.notebook import load, run
+    from dpbench.execution.notebook import load, run
 
 __version__: str
 __all__ = ["Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning", "load", "run"]
@@ -27,8 +27,8 @@ _LAZY = {
     "PrivacyEngine": "dpbench.engine",
     "PrivacySpent": "dpbench.engine",
     "PrivacyWarning": "dpbench.engine",
-    "load": "dpbench.run.notebook",
-    "run": "dpbench.run.notebook",
+    "load": "dpbench.execution.notebook",
+    "run": "dpbench.execution.notebook",
 }
 
 

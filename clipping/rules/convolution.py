@@ -21,13 +21,13 @@ from torch import Tensor
 from clipping import kernels
 from clipping.formats import norm_dtype, wide_dtype
 from clipping.kernels import cpu
+from clipping.kernels.chunked_conv import Pieces, Share, applies
+from clipping.kernels.conv_memory import Convolution
+from clipping.kernels.gram import gram_product, part
+from clipping.kernels.matmul import products
+from clipping.kernels.pixel_gram import Geometry, compiled_norm, every, phases, pixel_gram_product
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Spec, Work
-from clipping.rules.grams import gram_product, part
-from clipping.rules.pieces import Pieces, Share, applies
-from clipping.rules.pixels import Geometry, compiled_norm, every, phases, pixel_gram_product
-from clipping.rules.products import products
-from clipping.temporaries import Convolution
 
 MOST_PIXELS = 1024
 """Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""

@@ -12,12 +12,12 @@ from torch import Tensor
 from clipping import kernels
 from clipping.blocks import added, blocks
 from clipping.formats import norm_dtype
+from clipping.kernels.gram import part, within
+from clipping.kernels.matmul import products
+from clipping.kernels.squares import sum_of_squares
 from clipping.rounding import Reach, of_rows, portion, row_norms
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
-from clipping.rules.grams import part, within
 from clipping.rules.linear import LinearWeight
-from clipping.rules.products import products
-from clipping.squares import sum_of_squares
 
 
 class EmbeddingWeight(Rule):

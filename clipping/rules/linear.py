@@ -10,11 +10,11 @@ from torch import Tensor
 
 from clipping import kernels
 from clipping.kernels import cpu
+from clipping.kernels.gram import gram_product, part, within
+from clipping.kernels.matmul import by_onednn, product, products
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
-from clipping.rules.grams import gram_product, part, within
-from clipping.rules.products import by_onednn, product, products
 
 
 class LinearWeight(Bilinear):

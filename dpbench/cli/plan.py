@@ -11,11 +11,11 @@ from pathlib import Path
 
 from dpbench.cli.run import add_request_arguments, request_from
 from dpbench.errors import UsageError
+from dpbench.execution.progress import duration
+from dpbench.execution.runner import Plan, make_plan
+from dpbench.execution.schedule import TYPICAL_PROBES, Run, step_search
 from dpbench.experiment import MaxBatch
 from dpbench.records.environment import device_name, resolve_device
-from dpbench.run.progress import duration
-from dpbench.run.runner import Plan, make_plan
-from dpbench.run.schedule import TYPICAL_PROBES, Run, step_search
 from dpbench.trials import OverheadTrial, Trial
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import FINAL, Outcome
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         metavar="FILE",
         type=Path,
-        help="five lines of TOML, see dpbench.run.cluster: predict it all there",
+        help="five lines of TOML, see dpbench.execution.cluster: predict it all there",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
 

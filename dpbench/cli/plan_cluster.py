@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpbench.records.reader import Record, read
-from dpbench.run.cluster import (
+from dpbench.execution.cluster import (
     PUBLISHED,
     PUBLISHED_RATIO,
     Cluster,
@@ -20,9 +19,10 @@ from dpbench.run.cluster import (
     load_cluster,
     published_check,
 )
-from dpbench.run.progress import duration
-from dpbench.run.runner import Plan, Request
-from dpbench.run.schedule import TYPICAL_PROBES, Clock
+from dpbench.execution.progress import duration
+from dpbench.execution.runner import Plan, Request
+from dpbench.execution.schedule import TYPICAL_PROBES, Clock
+from dpbench.records.reader import Record, read
 from dpbench.trials import Trial
 from dpbench.trials.json_text import to_json
 

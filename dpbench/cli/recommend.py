@@ -16,14 +16,14 @@ from typing import Any
 
 from dpbench.cli.explain import aligned
 from dpbench.errors import UsageError
+from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
+from dpbench.execution.recommend.findings import ORDINARY, Finding, in_order
+from dpbench.execution.recommend.verdict import Verdict, verdict
 from dpbench.models import split_reference, validate_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Isolation
 from dpbench.records.conditions import overload
 from dpbench.records.environment import DEVICES, device_name, resolve_device, server_variables
-from dpbench.run.recommend.agenda import UNUSED, Agenda, Question
-from dpbench.run.recommend.findings import ORDINARY, Finding, in_order
-from dpbench.run.recommend.verdict import Verdict, verdict
 from dpbench.trials.json_text import to_json
 from dpbench.trials.precision import PROFILES
 

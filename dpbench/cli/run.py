@@ -7,12 +7,12 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from dpbench.execution.allowance import check_minutes
+from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
+from dpbench.execution.runner import Request, check_choices
+from dpbench.execution.selection import parse_only
 from dpbench.experiment import load_experiment
 from dpbench.records.environment import DEVICES
-from dpbench.run.allowance import check_minutes
-from dpbench.run.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
-from dpbench.run.runner import Request, check_choices
-from dpbench.run.selection import parse_only
 
 _VARIABLES = """\
 DPBENCH_HOST=NAME      what this machine is called in records; machines of one name are taken for one, so that what one
@@ -112,8 +112,8 @@ def cluster_from(args: argparse.Namespace) -> Cluster | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from dpbench.run.progress import Progress
-    from dpbench.run.runner import run as run_request
+    from dpbench.execution.progress import Progress
+    from dpbench.execution.runner import run as run_request
 
     request = request_from(args)
     done = run_request(request, Progress())

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from clipping.distributed import reshard, sharded_modules, unwrapped
 from clipping.recording import for_recording
-from clipping.spread import reshard, sharded_modules, unwrapped
 from clipping.types import UnsupportedModel
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import Abandoned, load, save

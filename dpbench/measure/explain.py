@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import UnsupportedModel
 from clipping.explain import STRATEGIES, Cost, Explanation, Row, explain
-from clipping.ghost import BkMixed
 from clipping.oracle import NonPrivate
-from clipping.planner import Planner
+from clipping.planning.planner import Planner
+from clipping.tape_backends import BkMixed
 from dpbench.errors import UsageError
 from dpbench.measure import verify
 from dpbench.measure.bench import Step, tensors_in

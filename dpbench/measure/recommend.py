@@ -12,11 +12,11 @@ import time
 from typing import Any
 
 from dpbench.errors import UsageError
+from dpbench.execution.recommend.findings import LEFT_OUT, ORDINARY
 from dpbench.measure.bench import device_of, open_workload, parameter_count, tensors_in
 from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail, order
 from dpbench.measure.precision import arithmetic, facts
-from dpbench.run.recommend.findings import LEFT_OUT, ORDINARY
 from dpbench.trials import RecommendTrial
 from dpbench.trials.outcome import Outcome
 

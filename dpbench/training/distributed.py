@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
 from clipping.batches import forward, map_tensors
-from clipping.spread import held_here
+from clipping.distributed import held_here
 from clipping.verification import Agreement, limit_of
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import verify

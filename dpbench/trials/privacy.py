@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from accounting.sampling import PROVED
 from dpbench.trials.base import Trial
 
 
@@ -27,6 +26,8 @@ class _AccountingTrial(Trial):
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
+        from accounting.sampling import PROVED  # brings numpy, and `list` answers at once
+
         if self.adjacency == "" and self.sampling in PROVED:
             object.__setattr__(self, "adjacency", PROVED[self.sampling][0])
 

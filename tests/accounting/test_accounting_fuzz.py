@@ -69,7 +69,8 @@ def fuzz(seed, count):
 
 
 def in_a_process(seed, count):
-    code = f"import sys; sys.path.insert(0, 'tests'); from test_accounting_fuzz import fuzz; fuzz({seed}, {count})"
+    code = "import sys; sys.path.insert(0, 'tests/accounting'); from test_accounting_fuzz import fuzz; "
+    code += f"fuzz({seed}, {count})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1]) < 1024  # MiB

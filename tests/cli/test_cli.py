@@ -18,8 +18,8 @@ from dpbench.cli import main
 from dpbench.cli.command_line import COMMANDS
 from dpbench.cli.examples import EXAMPLES, QUESTIONS
 from dpbench.errors import UsageError
+from dpbench.execution.selection import parse_only, select
 from dpbench.experiment import grid
-from dpbench.run.selection import parse_only, select
 from dpbench.trials import PeakTrial, StepTrial
 from dpbench.trials.max_batch import MaxBatch
 

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from clipping import UnsupportedModel, load_backend
 from clipping.batches import map_tensors
 from clipping.explain import Cost, Row, explain
-from clipping.planner import Planner
+from clipping.planning.planner import Planner
 from clipping.rules import Rule
 from clipping.rules.linear import LinearWeight
 

@@ -10,13 +10,13 @@ from cases import CASES
 from test_explain import BATCH, total
 from torch import nn
 
-from clipping.costs import predicted
 from clipping.explain import explain
-from clipping.ghost import MixedGhost
-from clipping.planner import Plan, Planner
-from clipping.readings import record
+from clipping.parameter_use import record
+from clipping.planning.costs import predicted
+from clipping.planning.planner import Plan, Planner
 from clipping.regret import candidates, followed, regrets, remeasured, settled
 from clipping.rules import Route
+from clipping.tape_backends import MixedGhost
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_nothing_is_timed_unless_it_was_asked_for(monkeypatch):
     def timed(*_):
         raise AssertionError("timed")
 
-    monkeypatch.setattr("clipping.planner.measured", timed)
+    monkeypatch.setattr("clipping.planning.planner.measured", timed)
     monkeypatch.setattr("clipping.regret.measured", timed)
     model, x = measurable()
     found = explain(model, total, x, torch.zeros(BATCH))

@@ -12,12 +12,11 @@ import pandas as pd
 import pytest
 from report_records import RunFile, save_no_pictures
 
-from dpbench import cli
-from dpbench.cli import main
+from dpbench.cli import command_line, main
+from dpbench.execution.executors import cpus
 from dpbench.report import files, readable
 from dpbench.report.parts import Part
 from dpbench.report.pictures import Pictures
-from dpbench.run.executors import cpus
 from dpbench.trials import EpsilonTrial
 
 HEAD = """
@@ -126,15 +125,16 @@ def test_paths_that_are_not_utf_8(tmp_path, capsys, monkeypatch):
     path, output = folder / os.fsdecode(b"e\xfe.py"), folder / os.fsdecode(b"o\xfd")
     path.write_text(HEAD + "EXPERIMENT = make(figures=('epsilon_epochs',))\n")
     for stream in ("stdout", "stderr"):  # as a terminal has them: strict
-        monkeypatch.setattr(cli.sys, stream, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+        monkeypatch.setattr(command_line.sys, stream, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
     for command in ("run", "plan"):
         assert main([command, str(path), "--device", "cpu", "--output", str(output)]) == 0
     assert main(["report", str(output / "mine")]) == 0
     assert main(["plan", str(path) + "x"]) == 2
     assert rb"o\udcfd" in (output / "mine" / "report.html").read_bytes()
-    cli.sys.stdout.flush()
+    command_line.sys.stdout.flush()
     assert (
-        rb"o\udcfd" in cli.sys.stdout.buffer.getvalue() and b"done 1, remaining 0" in cli.sys.stdout.buffer.getvalue()
+        rb"o\udcfd" in command_line.sys.stdout.buffer.getvalue()
+        and b"done 1, remaining 0" in command_line.sys.stdout.buffer.getvalue()
     )
 
 

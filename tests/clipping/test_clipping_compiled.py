@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from clipping.compiled import compiled_code, compiled_modules
+from clipping.tape.compiled import compiled_code, compiled_modules
 
 
 def layers() -> nn.Sequential:
@@ -62,7 +62,7 @@ def test_an_error_of_the_compiler_is_told_from_the_models_own():
 
 def test_asking_imports_no_compiler():
     code = (
-        "import sys; from torch import nn; from clipping.compiled import compiled_modules as c;"
+        "import sys; from torch import nn; from clipping.tape.compiled import compiled_modules as c;"
         "print(list(c(nn.Linear(2, 2))), 'torch._dynamo' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

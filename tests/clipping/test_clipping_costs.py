@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from clipping import costs, load_backend
-from clipping.costs import Costs, Notebook, measured, predicted
+from clipping import load_backend
+from clipping.planning import costs
+from clipping.planning.costs import Costs, Notebook, measured, predicted
 from clipping.rules import Spec
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
@@ -204,7 +205,7 @@ def test_formulas_need_no_tensors():
 TRAINING = """
 import sys, torch
 from torch import nn
-import clipping.planner as planner
+import clipping.planning.planner as planner
 from clipping import load_backend
 calls = []
 real = planner.measured

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
+from clipping.kernels.matmul import full_precision, product, products
+from clipping.kernels.pixel_gram import Geometry, pixel_gram_product
 from clipping.rules import base, norm
-from clipping.rules.pixels import Geometry, pixel_gram_product
-from clipping.rules.products import full_precision, product, products
 from dpbench.models import load_workload
 
 
@@ -162,7 +162,7 @@ def test_products_of_half_precision_on_cuda_ask_for_float32_and_cast_nothing():
 
 
 def test_the_two_halves_of_a_number_are_sixteen_bits_of_it():
-    from clipping.rules.products import _halves
+    from clipping.kernels.matmul import _halves
 
     x = torch.randn(1000)
     upper, lower = _halves(x)

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
-from clipping import cache, library, load_backend
-from clipping.kernels import cpu
+from clipping import cache, load_backend
+from clipping.kernels import cpu, library
+from clipping.kernels.pixel_gram import Geometry, compiled_norm
 from clipping.rules import Route
-from clipping.rules.pixels import Geometry, compiled_norm
 
 LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from clipping import library
-from dpbench.records.reader import environment
-from dpbench.run.machines import Machine
+from clipping.kernels import library
+from dpbench.execution.machines import Machine
+from dpbench.records import environment
 from dpbench.trials import EpsilonTrial, StepTrial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -230,6 +230,6 @@ def test_a_bare_name_and_a_link_are_folders_like_others(made: Path, monkeypatch:
 
 
 def test_importing_it_imports_no_torch():
-    code = "import sys, clipping.library; print('torch' in sys.modules)"
+    code = "import sys, clipping.kernels.library; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "False", done.stderr

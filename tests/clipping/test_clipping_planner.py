@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import clipping.planner
+import clipping.planning.planner
 from clipping import compare, kernels, load_backend
-from clipping.costs import Costs
-from clipping.ghost import BkMixed
-from clipping.planner import Plan, Planner
+from clipping.planning.costs import Costs
+from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
-from clipping.tape import Tape
+from clipping.tape.record import Tape
+from clipping.tape_backends import BkMixed
 
 Timed = Callable[[Any, Any], Costs]
 
@@ -73,7 +73,7 @@ def costs(monkeypatch) -> Callable[[Timed], None]:
     """Replaces all costs by those of a function of rule and output."""
 
     def use(function: Timed) -> None:
-        monkeypatch.setattr(clipping.planner, "predicted", function)
+        monkeypatch.setattr(clipping.planning.planner, "predicted", function)
 
     return use
 
@@ -161,8 +161,8 @@ def test_a_limit_out_of_reach_costs_a_fair_price_and_no_more(costs):
 
 def test_a_plan_is_made_once_and_timed_at_the_second_call(monkeypatch):
     calls: list[int] = []
-    real = clipping.planner.measured
-    monkeypatch.setattr(clipping.planner, "measured", lambda *a: (calls.append(1), real(*a))[1])
+    real = clipping.planning.planner.measured
+    monkeypatch.setattr(clipping.planning.planner, "measured", lambda *a: (calls.append(1), real(*a))[1])
     model, seen = network(), []
     with load_backend("bk_mixed")(model, total, verify=False) as backend:
         for _ in range(4):
@@ -175,13 +175,13 @@ def test_a_plan_is_made_once_and_timed_at_the_second_call(monkeypatch):
 
 @pytest.mark.parametrize("strategy", ["paper", "memory"])
 def test_strategies_without_seconds_time_nothing(monkeypatch, strategy):
-    monkeypatch.setattr(clipping.planner, "measured", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(clipping.planning.planner, "measured", lambda *_: pytest.fail("timed"))
     planner = Planner(strategy)
     assert not planned(planner, times=3).timed
 
 
 def test_fake_tensors_are_never_timed(monkeypatch):
-    monkeypatch.setattr(clipping.planner, "measured", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(clipping.planning.planner, "measured", lambda *_: pytest.fail("timed"))
     with FakeTensorMode():
         model = network()
         with load_backend("bk_mixed")(model, total, verify=False) as backend:
@@ -221,7 +221,7 @@ def test_memory_that_runs_out_while_timing_leaves_the_formulas(monkeypatch):
         calls.append(1)
         raise torch.OutOfMemoryError("no memory for a second copy")
 
-    monkeypatch.setattr(clipping.planner, "measured", too_large)
+    monkeypatch.setattr(clipping.planning.planner, "measured", too_large)
     model = network()
     formulas = planned(Planner("auto"), model=model)
     with load_backend("bk_mixed")(model, total, verify=False) as backend:
@@ -236,7 +236,7 @@ def test_an_error_of_a_rule_while_timing_is_no_memory_error(monkeypatch):
     def broken(rule: Any, output: Any) -> Costs:
         raise RuntimeError("a mistake in a rule")
 
-    monkeypatch.setattr(clipping.planner, "measured", broken)
+    monkeypatch.setattr(clipping.planning.planner, "measured", broken)
     with load_backend("bk_mixed")(network(), total, verify=False) as backend:
         backend(*batch())
         with pytest.raises(RuntimeError, match="a mistake in a rule"):

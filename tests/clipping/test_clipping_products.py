@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.rules import products as module
-from clipping.rules.products import onednn_from, product, products
+from clipping.kernels import matmul as module
+from clipping.kernels.matmul import onednn_from, product, products
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

@@ -9,12 +9,13 @@ from routes import BATCH, OPERATIONS, Operation, cancelling, forced, gradients, 
 from torch import Tensor, nn
 
 from clipping import Flat, PerLayer, load_backend
-from clipping.ghost import MixedGhost
 from clipping.kernels import cpu
-from clipping.planner import Planner
-from clipping.readings import record
-from clipping.rules import Route, Rule, grams
-from clipping.tape import Tape
+from clipping.kernels import gram as grams
+from clipping.parameter_use import record
+from clipping.planning.planner import Planner
+from clipping.rules import Route, Rule
+from clipping.tape.record import Tape
+from clipping.tape_backends import MixedGhost
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import judge
 from dpbench.conformance.suite import checks

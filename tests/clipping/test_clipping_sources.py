@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.sources import Source
-from clipping.tape import Tape
+from clipping.tape.record import Tape
 
 SAMPLES = 3
 INDEX = torch.tensor([[0, 4, 4], [2, 0, 1]])

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from clipping import compare, load_backend
-from clipping.rules import base, pieces
-from clipping.rules.pieces import Pieces, in_pieces
-from clipping.tape import Tape
-from clipping.temporaries import Convolution
+from clipping.kernels import chunked_conv as pieces
+from clipping.kernels.chunked_conv import Pieces, in_pieces
+from clipping.kernels.conv_memory import Convolution
+from clipping.rules import base
+from clipping.tape.record import Tape
 from dpbench.measure.memory import measured_peak
 
 CPU = torch.device("cpu")

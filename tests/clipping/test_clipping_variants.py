@@ -12,8 +12,8 @@ from torch import nn
 from clipping import BACKENDS, VARIANTS, load_backend
 from dpbench.cli import main
 from dpbench.errors import UsageError
+from dpbench.execution.selection import parse_only, select
 from dpbench.experiment import grid
-from dpbench.run.selection import parse_only, select
 from dpbench.trials import StepTrial, Trial
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.backends import validate_backend

@@ -28,7 +28,7 @@ NAMES = (
 
 def results(*arguments: str, **variables: str) -> dict[str, str | None]:
     """What `noise_checks.py` found, in a process of its own."""
-    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parent)}
+    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
     done = subprocess.run(
         [sys.executable, str(HERE / "noise_checks.py"), *arguments], capture_output=True, text=True, env=environment
     )

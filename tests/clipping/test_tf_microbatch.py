@@ -18,7 +18,8 @@ from dpbench.conformance.cases import CASES
 from dpbench.conformance.suite import checks, conformance
 from dpbench.errors import UsageError
 from dpbench.measure import verify as measured
-from dpbench.trials.backend_classes import backend_class, validate_backend
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.backends import validate_backend
 
 
 def problem(batch=8):

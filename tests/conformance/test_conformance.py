@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIELDS = ["model", "backend", "status", "max_norm_error", "max_grad_error", "coverage", "reason"]
 MINE = """
 from clipping import Backend, UnsupportedModel
-from clipping.ghost import BkMixed
+from clipping.tape_backends import BkMixed
 from my_neighbour import HALF
 
 class Mine(BkMixed):

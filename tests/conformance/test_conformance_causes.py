@@ -13,11 +13,11 @@ from hooked import Grads, Hooked
 from torch import Tensor, nn
 
 import clipping.apart
-import clipping.arrivals
-import clipping.ghost
-import clipping.tape
+import clipping.tape.arrivals
+import clipping.tape.record
+import clipping.tape_backends
 from clipping import Backend, ClippedGradient, load_backend
-from clipping.graph import unrecorded
+from clipping.tape.graph import unrecorded
 from dpbench.conformance.suite import conformance
 
 PARAMETERS_OF_NO_LAYER = [
@@ -122,7 +122,7 @@ def blind_to_reads(patch: pytest.MonkeyPatch) -> None:
         unrecorded(*graph)  # which also tells what has to arrive
         return []
 
-    patch.setattr(clipping.ghost, "unrecorded", blind)
+    patch.setattr(clipping.tape_backends, "unrecorded", blind)
 
 
 def blind_after_the_first_step(patch: pytest.MonkeyPatch) -> None:
@@ -133,25 +133,27 @@ def blind_after_the_first_step(patch: pytest.MonkeyPatch) -> None:
         steps.append(unrecorded(*graph))
         return steps[0]
 
-    patch.setattr(clipping.ghost, "unrecorded", once)
+    patch.setattr(clipping.tape_backends, "unrecorded", once)
 
 
 def without_leaves(patch: pytest.MonkeyPatch) -> None:
     """A leaf that the model made leads to nothing, and what does not arrive is not missed."""
-    expect = clipping.arrivals.Arrivals.expect
-    patch.setattr(clipping.arrivals.Arrivals, "expect", lambda self, uses, leaves, graph: expect(self, uses, [], graph))
-    patch.setattr(clipping.arrivals.Arrivals, "require_complete", lambda self: None)
+    expect = clipping.tape.arrivals.Arrivals.expect
+    patch.setattr(
+        clipping.tape.arrivals.Arrivals, "expect", lambda self, uses, leaves, graph: expect(self, uses, [], graph)
+    )
+    patch.setattr(clipping.tape.arrivals.Arrivals, "require_complete", lambda self: None)
 
 
 def without_renewal(patch: pytest.MonkeyPatch) -> None:
     """What is made of parameters stays what it was when it is changed in place."""
-    patch.setattr(clipping.tape.Tape, "_renewed", lambda self, tensor: self._sources.get(id(tensor)))
+    patch.setattr(clipping.tape.record.Tape, "_renewed", lambda self, tensor: self._sources.get(id(tensor)))
     blind_to_reads(patch)
 
 
 def without_rows(patch: pytest.MonkeyPatch) -> None:
     """Gradients in the rows of other samples are passed over."""
-    patch.setattr(clipping.ghost, "mixed_rows", lambda *step: None)
+    patch.setattr(clipping.tape_backends, "mixed_rows", lambda *step: None)
 
 
 def without_others(patch: pytest.MonkeyPatch) -> None:

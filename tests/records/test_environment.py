@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from dpbench.errors import UsageError
+from dpbench.execution import machines
+from dpbench.execution.machines import FolderName, Machines
 from dpbench.process.parent import Isolation
-from dpbench.records.reader import environment
-from dpbench.run import machines
-from dpbench.run.machines import FolderName, Machines
+from dpbench.records import environment
 from dpbench.trials import EpsilonTrial, StepTrial
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)

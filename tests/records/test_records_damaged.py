@@ -15,10 +15,10 @@ import pytest
 from report_records import RunFile, save_no_pictures
 
 from dpbench.cli import main
-from dpbench.records.reader import environment, store
+from dpbench.execution import machines
+from dpbench.records import environment, store
 from dpbench.records.store import read_runs
 from dpbench.report import FIGURES
-from dpbench.run import machines
 from dpbench.trials import OverheadTrial, PeakTrial, SweepTrial
 from dpbench.trials import line_shapes as whole
 from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result

@@ -8,8 +8,8 @@ import os
 
 import pytest
 
-from dpbench.records.reader import reader as records
-from dpbench.records.reader import store
+from dpbench.records import reader as records
+from dpbench.records import store
 from dpbench.records.store import Store, read_records, read_runs
 
 ENVIRONMENT = {"device": "cpu", "device_name": "CPU"}

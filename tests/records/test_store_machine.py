@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dpbench.execution.loop import make_record
+from dpbench.execution.schedule import History, Run, Schedule
 from dpbench.process.parent import Answer
-from dpbench.records.reader import store
+from dpbench.records import store
 from dpbench.records.store import Store, read_records
-from dpbench.run.loop import make_record
-from dpbench.run.schedule import History, Run, Schedule
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import Outcome
 

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.ghost import BkMixed
-from clipping.planner import Plan, Planner, has_choice
+from clipping.planning.planner import Plan, Planner, has_choice
 from clipping.rules import Route, Rule, made
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
+from clipping.tape_backends import BkMixed
 
 BATCH = 3
 

@@ -11,7 +11,7 @@ import pytest
 
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
-from dpbench.records.reader import reader as records_module
+from dpbench.records import reader as records_module
 from dpbench.report import time_to, trajectories, utility
 from dpbench.training import UtilityTrial
 

@@ -16,9 +16,9 @@ from torch import nn
 import clipping
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.formats import coarsest, formats
-from clipping.ghost import BkMixed
 from clipping.oracle import Microbatch
 from clipping.recording import Recording, for_recording
+from clipping.tape_backends import BkMixed
 from clipping.verification import (
     GRADIENTS,
     ROUNDINGS,
@@ -31,13 +31,13 @@ from clipping.verification import (
 )
 from dpbench.cli import main
 from dpbench.errors import UsageError
+from dpbench.execution.recommend.agenda import Agenda, Question
+from dpbench.execution.selection import select
 from dpbench.experiment import load_experiment
 from dpbench.measure import largest, memory, overhead, parts, precision, profile, recommend, step
 from dpbench.measure.bench import open_workload
 from dpbench.models import Workload
 from dpbench.report import write_report
-from dpbench.run.recommend.agenda import Agenda, Question
-from dpbench.run.selection import select
 from dpbench.trials import LargestTrial, OverheadTrial, PeakTrial, RecommendTrial, StepTrial
 from dpbench.trials.evidence import PartsTrial, ProfileTrial
 from dpbench.trials.not_here import NotHere
