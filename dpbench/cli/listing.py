@@ -35,11 +35,12 @@ def everything() -> dict[str, list[dict[str, str]]]:
     from clipping import BACKENDS
     from dpbench.models import BUILTIN
 
-    tables = {"backends": BACKENDS, "models": BUILTIN, "accountants": ACCOUNTANTS}
-    listed = {"experiments": [{"name": name, "doc": _experiment_doc(name)} for name in experiment_names()]}
-    for kind, table in tables.items():
-        listed[kind] = [{"name": name, "doc": doc} for name, (_, doc) in table.items()]
-    return listed
+    return {
+        "experiments": [{"name": name, "doc": _experiment_doc(name)} for name in experiment_names()],
+        "backends": [{"name": name, "doc": info.doc} for name, info in BACKENDS.items()],
+        "models": [{"name": name, "doc": doc} for name, (_, doc) in BUILTIN.items()],
+        "accountants": [{"name": name, "doc": info.doc} for name, info in ACCOUNTANTS.items()],
+    }
 
 
 def _experiment_doc(name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from dpbench.models.tiny_config import HEADS
 from dpbench.trials import STEP_SOURCES, Trial
-from dpbench.trials.packages import required_modules
+from dpbench.trials.packages import modules_of_backends, required_modules
 
 #: What the table calls the task of image models, and of mixtures of experts: all in one kernel, or one by one.
 IMAGES, KERNEL, LOOP = "image classification", "mixture of experts, one kernel", "mixture of experts, in a loop"
@@ -74,8 +74,7 @@ class CoverageTrial(Trial):
         return False
 
     def modules(self) -> tuple[str, ...]:
-        peer = ("opacus",) if any(name.startswith("opacus") for name in self.backends) else ()
-        return ("torch", *required_modules(self.model), *peer)
+        return ("torch", *required_modules(self.model), *modules_of_backends(self.backends))
 
 
 def models() -> list[tuple[str, str]]:

@@ -18,9 +18,9 @@ from dpbench.report import captions, style
 from dpbench.report.cells import frame_of
 from dpbench.report.curves import box
 from dpbench.report.figures import AXIS, WIDTH, sheet
-from dpbench.report.findings import PEERS
 from dpbench.report.parts import FigureKind
 from dpbench.report.select import LeftOut, Record
+from dpbench.trials.backends import PEERS
 
 #: dtype -> (colour, marker, size)
 LOOKS = {

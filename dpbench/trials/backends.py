@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from clipping import is_backend, known_backends
+from clipping.registry import BACKENDS, is_backend, known_backends
 from dpbench.errors import UsageError, nearest
 from dpbench.trials.base import Trial
+from dpbench.trials.packages import modules_of_backends
+
+#: Names of backends in the order of `clipping.registry`: ours, ordinary training first, and other libraries'.
+OURS = tuple(name for name, info in BACKENDS.items() if not info.peer)
+PEERS = tuple(name for name, info in BACKENDS.items() if info.peer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +33,7 @@ class BackendTrial(Trial):
         return False
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch", "opacus") if self.backend.startswith("opacus") else ("torch",)
+        return ("torch", *modules_of_backends((self.backend,)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,10 @@
-"""The packages that a reference to a model needs. What references mean: `dpbench.models`."""
+"""The packages that models and backends need, by their references alone: worth importing before a trial is forked."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+from clipping.registry import BACKENDS
 
 #: Scheme of a reference -> modules that a server process can import once, before it forks a trial.
 SCHEMES: dict[str, tuple[str, ...]] = {
@@ -16,3 +20,9 @@ def required_modules(ref: str) -> tuple[str, ...]:
     """Modules that are worth importing before a trial with this model is forked; () for built-ins and files."""
     is_file = (ref.rpartition(":")[0] or ref).endswith(".py")
     return () if is_file else SCHEMES.get(ref.partition(":")[0], ())
+
+
+def modules_of_backends(names: Iterable[str]) -> tuple[str, ...]:
+    """The same of backends: what the rows of `clipping.registry` say."""
+    known = (BACKENDS[name] for name in names if name in BACKENDS)
+    return tuple(dict.fromkeys(module for info in known for module in info.modules))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpbench.trials.base import Trial
-from dpbench.trials.packages import required_modules
+from dpbench.trials.packages import modules_of_backends, required_modules
 from dpbench.trials.precision import profile_of
 
 #: Sources (globs under the project's root) whose change makes a measurement of a training step another measurement.
@@ -31,11 +31,10 @@ class ModelTrial(Trial):
 
 def modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple[str, ...]:
     """The packages that a step of `model` under `backends` imports."""
-    peer = ("opacus",) if any(backend.startswith("opacus") for backend in backends) else ()
     digits = ("sklearn.datasets",) if getattr(trial, "data", None) == "digits" else ()
     # torch's profiler, which watches the memory on a CPU, looks for torch._inductor, and so imports it: two seconds
     profiler = ("torch._inductor",) if getattr(trial, "device", None) == "cpu" else ()
-    return ("torch", *profiler, *digits, *required_modules(model), *peer)
+    return ("torch", *profiler, *digits, *required_modules(model), *modules_of_backends(backends))
 
 
 @dataclass(frozen=True, kw_only=True)

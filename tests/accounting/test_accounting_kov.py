@@ -6,7 +6,7 @@ import mpmath
 import pytest
 
 from accounting import SubsampledGaussian, load_accountant
-from accounting.kov import _explicit, composed_epsilon
+from accounting.optimal_composition import _explicit, composed_epsilon
 
 
 def theorem(each, steps, i):

@@ -10,7 +10,7 @@ from accounting import NoAnswer, SubsampledGaussian, load_accountant
 from accounting.convolution import epsilon_of
 from accounting.discretised import Step, worse
 from accounting.gaussian import exact_epsilon
-from accounting.merged import better
+from accounting.optimistic_grid import better
 from accounting.prv import ACCURACY, LEAST, LEAST_SIGMA, bracket
 
 POINTS = [  # σ, q, T, δ

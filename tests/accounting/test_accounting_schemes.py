@@ -14,7 +14,8 @@ from scipy.special import ndtr
 
 from accounting import ACCOUNTANTS, SAMPLINGS, ArgumentError, NoAnswer, SubsampledGaussian, load_accountant
 from accounting.convolution import Losses, epsilon_of
-from accounting.sampling import PROVED, SCHEMES, epochs_begun, log_truncation
+from accounting.reductions import epochs_begun, log_truncation
+from accounting.sampling import PROVED, SCHEMES
 from accounting.schemes import epsilon
 
 MNIST = {"noise_multiplier": 1.1, "sample_rate": 256 / 60_000}

@@ -91,7 +91,11 @@ def test_under_another_scheme(capsys):
 
 
 def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(accounting.ACCOUNTANTS, "pld", ("accounting.no_such_module:Pld", "needs what is not there"))
+    monkeypatch.setitem(
+        accounting.ACCOUNTANTS,
+        "pld",
+        accounting.AccountantInfo("accounting.no_such_module:Pld", "needs what is not there"),
+    )
     found = rows("--accountant", "pld", "--accountant", "rdp", capsys=capsys)
     assert "no_such_module" in found["pld"]["detail"]["reason"] and found["rdp"]["epsilon"] <= 1.0
 

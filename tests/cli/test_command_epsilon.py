@@ -75,7 +75,9 @@ def test_an_accountant_without_an_answer_leaves_the_others_theirs(capsys, monkey
             return float("nan"), {}
 
     monkeypatch.setattr(accounting, "Broken", Broken, raising=False)
-    monkeypatch.setitem(accounting.ACCOUNTANTS, "simple", ("accounting:Broken", "never answers"))
+    monkeypatch.setitem(
+        accounting.ACCOUNTANTS, "simple", accounting.AccountantInfo("accounting:Broken", "never answers")
+    )
     code, out, _ = dpbench(*POINT, "--format", "json", capsys=capsys)
     simple, strong, moments, *_ = json.loads(out)
     assert code == 0
@@ -129,7 +131,11 @@ def test_steps_in_any_notation(capsys):
 
 
 def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(accounting.ACCOUNTANTS, "pld", ("accounting.no_such_module:Pld", "needs what is not there"))
+    monkeypatch.setitem(
+        accounting.ACCOUNTANTS,
+        "pld",
+        accounting.AccountantInfo("accounting.no_such_module:Pld", "needs what is not there"),
+    )
     code, out, _ = dpbench(*POINT, "--format", "json", capsys=capsys)
     rows = {row["accountant"]: row for row in json.loads(out)}
     assert code == 0 and rows["pld"]["epsilon"] is None

@@ -92,8 +92,8 @@ WRONG = [DividesByTheNorm, MergesTwins, SqueezesTheBatch, NeverClips, RoundsTo32
 def backends(monkeypatch):
     monkeypatch.setitem(sys.modules, "backends_of_test_measure_check", sys.modules[__name__])
     for backend in [*WRONG, Refuses]:
-        reference = (f"backends_of_test_measure_check:{backend.__name__}", "for a test")
-        monkeypatch.setitem(clipping.BACKENDS, backend.name, reference)
+        info = clipping.BackendInfo(f"backends_of_test_measure_check:{backend.__name__}", "for a test")
+        monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
 
 
 def failing(backend: str) -> tuple[Mismatch, set[str]]:

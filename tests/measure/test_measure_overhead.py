@@ -103,8 +103,8 @@ class Hoarding(NonPrivate):
 def backends(monkeypatch):
     monkeypatch.setitem(sys.modules, "backends_of_test_measure_overhead", sys.modules[__name__])
     for backend in (Logged, Base, Other, Wrong, Absent, Tiring, Hungry, Hoarding):
-        reference = (f"backends_of_test_measure_overhead:{backend.__name__}", "for a test")
-        monkeypatch.setitem(clipping.BACKENDS, backend.name, reference)
+        info = clipping.BackendInfo(f"backends_of_test_measure_overhead:{backend.__name__}", "for a test")
+        monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
     CALLS.clear()
     gc.freeze()  # as the process does that forks trials: what was imported is not looked through before every turn
     yield

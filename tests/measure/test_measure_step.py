@@ -48,8 +48,8 @@ def backends(monkeypatch):
     here = sys.modules[__name__]
     monkeypatch.setitem(sys.modules, "backends_of_test_measure_step", here)
     for backend in (Doubled, Absent):
-        reference = (f"backends_of_test_measure_step:{backend.__name__}", "for a test")
-        monkeypatch.setitem(clipping.BACKENDS, backend.name, reference)
+        info = clipping.BackendInfo(f"backends_of_test_measure_step:{backend.__name__}", "for a test")
+        monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
 
 
 def test_the_record_of_a_step():

@@ -66,7 +66,9 @@ class Rounded(Microbatch):
 @pytest.fixture(autouse=True)
 def rounded(monkeypatch):
     monkeypatch.setitem(sys.modules, "backends_of_test_precision", sys.modules[__name__])
-    monkeypatch.setitem(clipping.BACKENDS, "rounded", ("backends_of_test_precision:Rounded", "for a test"))
+    monkeypatch.setitem(
+        clipping.BACKENDS, "rounded", clipping.BackendInfo("backends_of_test_precision:Rounded", "for a test")
+    )
 
 
 # ---- what a trial says

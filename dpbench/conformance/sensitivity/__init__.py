@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpbench.trials import STEP_SOURCES, Trial
+from dpbench.trials.packages import modules_of_backends
 
 __all__ = ["DTYPES", "FAILURES", "LIMITS", "OUTCOMES", "SensitivityTrial"]
 
@@ -41,7 +42,7 @@ class SensitivityTrial(Trial):
         return False
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch", "opacus") if self.backend.startswith("opacus") else ("torch",)
+        return ("torch", *modules_of_backends((self.backend,)))
 
     def label(self) -> str:
         return f"{super().label()} {self.dtype}"

@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from accounting.base import Accountant, SubsampledGaussian
+from accounting.base import Accountant
 from accounting.gaussian import amplified, exact_epsilon
+from accounting.mechanism import SubsampledGaussian
 from accounting.search import golden
 
 _MOST_STEPS = 1e7
