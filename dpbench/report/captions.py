@@ -8,8 +8,9 @@ import pandas as pd
 
 from dpbench.records.conditions import warnings
 from dpbench.records.reader import PAIRED
-from dpbench.report import failures, published, style
-from dpbench.report.select import LeftOut, Record, grouped
+from dpbench.report import style
+from dpbench.report.data import failures, published
+from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.trials.packages import modules_of_backends
 
 

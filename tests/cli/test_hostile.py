@@ -14,9 +14,10 @@ from report_records import RunFile, save_no_pictures
 
 from dpbench.cli import command_line, main
 from dpbench.execution.executors import cpus
-from dpbench.report import files, readable
+from dpbench.report import readable
+from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output import files
 from dpbench.report.parts import Part
-from dpbench.report.pictures import Pictures
 from dpbench.trials import EpsilonTrial
 
 HEAD = """

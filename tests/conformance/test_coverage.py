@@ -321,8 +321,8 @@ def test_the_reasons_name_every_model_that_is_not_exact_or_not_built(records, mo
 
 
 def test_the_figure_has_a_bar_for_each_backend_in_each_group(records):
-    from dpbench.report import coverage as figure
-    from dpbench.report.select import LeftOut, read
+    from dpbench.report.data.select import LeftOut, read
+    from dpbench.report.figures import coverage as figure
 
     found = read(records.path.parent)
     frame = figure.table(found, LeftOut())
@@ -336,8 +336,8 @@ def test_the_figure_has_a_bar_for_each_backend_in_each_group(records):
 
 
 def test_a_backend_that_is_not_there_is_in_no_share(tmp_path):
-    from dpbench.report import coverage as figure
-    from dpbench.report.select import LeftOut, read
+    from dpbench.report.data.select import LeftOut, read
+    from dpbench.report.figures import coverage as figure
 
     file = RunFile(tmp_path / "a.jsonl", experiment="coverage")
     trial = CoverageTrial(model="timm:a", task="t", backends=("ghost", "opacus_hooks"))

@@ -22,9 +22,10 @@ from dpbench.conformance.sensitivity.scorecard import FIELDS, in_units
 from dpbench.conformance.sensitivity.search import FOUND, KINDS, Point
 from dpbench.measure.sensitivity import measured, names_place, sensitivity
 from dpbench.process.parent import Answer, Isolation
-from dpbench.report import LeftOut, scorecard, write_report
-from dpbench.report import sensitivity as figure
-from dpbench.report.select import read
+from dpbench.report import LeftOut, write_report
+from dpbench.report.data.select import read
+from dpbench.report.figures import scorecard
+from dpbench.report.figures import sensitivity as figure
 from dpbench.trials.outcome import Outcome
 
 CASES = {case.name: case for case in RECORDS}

@@ -32,7 +32,7 @@ from dpbench.records import environment
 from dpbench.records.reader import LeftOut, read
 from dpbench.records.store import Run as RunRead
 from dpbench.records.store import read_records, read_runs
-from dpbench.report import tables
+from dpbench.report.data import tables
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.outcome import Outcome
 from dpbench.trials.reference import load_module

@@ -8,7 +8,8 @@ from report_records import CPU, CUDA, GIB, RunFile, save_no_pictures, step_resul
 
 from dpbench.conformance import ConformanceTrial
 from dpbench.errors import UsageError
-from dpbench.report import published, write_report
+from dpbench.report import write_report
+from dpbench.report.data import published
 from dpbench.trials import PeakTrial, StepTrial
 
 FOLDER = "cpu-test-cpu-2-cpus"

@@ -10,7 +10,7 @@ from matplotlib.text import Text
 from report_records import RunFile
 
 from dpbench.report import FIGURES, LeftOut, style, write_report
-from dpbench.report.select import read
+from dpbench.report.data.select import read
 from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial
 
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}

@@ -3,11 +3,13 @@
 import pytest
 from report_records import CUDA, RunFile
 
-from dpbench.report import FIGURES, LeftOut, claims, published, write_report
-from dpbench.report.claims import CLAIMS
-from dpbench.report.judges import CONFIRMED, NO_DATA, NOT_REACHED, REFUTED
+from dpbench.report import FIGURES, LeftOut, write_report
+from dpbench.report.data import published
+from dpbench.report.data.claims import CONFIRMED, NO_DATA, NOT_REACHED, REFUTED
+from dpbench.report.data.select import newest, newest_version, read
+from dpbench.report.figures import claims
+from dpbench.report.figures.claims import CLAIMS
 from dpbench.report.parts import VERDICTS
-from dpbench.report.select import newest, newest_version, read
 
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
 TEXT = {"image_size": None, "num_classes": None, "data": "synthetic"}

@@ -16,7 +16,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
-from dpbench.report.select import read
+from dpbench.report.data.select import read
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (

@@ -9,7 +9,8 @@ import pytest
 from processor import PATIENCE
 from report_records import RunFile
 
-from dpbench.report import latex, write_report
+from dpbench.report import write_report
+from dpbench.report.output import latex
 
 ASCII = "".join(map(chr, range(32, 127)))
 SIGNS = "–—…·×±µ≥≤≈∞∝→²³Σ†✕✗αβγδελμσ✓éüö"

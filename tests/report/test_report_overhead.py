@@ -10,7 +10,8 @@ import pytest
 from report_records import RunFile, save_no_pictures
 from test_report_figures import draw
 
-from dpbench.report import published, style, write_report
+from dpbench.report import style, write_report
+from dpbench.report.data import published
 from dpbench.trials import OverheadTrial
 
 FOLDER = "cpu-test-cpu-2-cpus"

@@ -13,8 +13,9 @@ from report_records import CPU, CUDA, GIB, RunFile
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
-from dpbench.report import FIGURES, Claim, FigureKind, page, style, write_report
-from dpbench.report.page import svg
+from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
+from dpbench.report.output import page
+from dpbench.report.output.page import svg
 from dpbench.training import AuditTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (

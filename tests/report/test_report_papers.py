@@ -4,8 +4,12 @@ import pytest
 from report_records import RunFile, memory
 from test_report_figures import draw, words
 
-from dpbench.report import FIGURES, LeftOut, beside, decisions, growth, published, style, write_report
-from dpbench.report.select import read
+from dpbench.report import FIGURES, LeftOut, style, write_report
+from dpbench.report.data import published
+from dpbench.report.data.select import read
+from dpbench.report.figures import beside_papers as beside
+from dpbench.report.figures import decision_map as decisions
+from dpbench.report.figures import growth
 from dpbench.trials import ExplainTrial, PeakTrial, StepTrial
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from dpbench.report import style
-from dpbench.report.pictures import Pictures
+from dpbench.report.drawing.pictures import Pictures
 
 
 @pytest.fixture

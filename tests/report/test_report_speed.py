@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from processor import work
 from report_many import write_many
 
-from dpbench.report import pictures, write_report
+from dpbench.report import write_report
+from dpbench.report.drawing import pictures
 
 #: Of the yardstick's time on one CPU, a report's on two: ten seconds where that is 3.7 s. It takes twice as long.
 LIMIT = 2.7

@@ -2,8 +2,8 @@
 
 import json
 
-from dpbench.report.page import svg
-from dpbench.report.pictures import Pictures
+from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output.page import svg
 from dpbench.trials import EpsilonTrial, OverheadTrial, PeakTrial, StepTrial
 
 GIB = 2**30

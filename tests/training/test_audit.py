@@ -12,7 +12,7 @@ from scipy.stats import norm
 from accounting import refutation
 from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound, p_value, rate_upper_bound
 from dpbench.records import reader as records_module
-from dpbench.report import audit
+from dpbench.report.figures import audit
 from dpbench.training import FAULTS, FORMS, TESTS, AuditTrial
 from dpbench.trials.outcome import Mismatch
 

@@ -8,8 +8,8 @@ import pytest
 
 from dpbench.experiment import load_experiment
 from dpbench.process.parent import Isolation
-from dpbench.report import distributed
-from dpbench.report.select import LeftOut, Record
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.figures import distributed
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import Trial
 

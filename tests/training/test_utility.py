@@ -12,7 +12,9 @@ import pytest
 from dpbench.errors import UsageError
 from dpbench.experiment import load_experiment
 from dpbench.records import reader as records_module
-from dpbench.report import time_to, trajectories, utility
+from dpbench.report.figures import time_to_accuracy as time_to
+from dpbench.report.figures import utility
+from dpbench.report.figures import utility_curves as trajectories
 from dpbench.training import UtilityTrial
 
 

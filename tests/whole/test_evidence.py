@@ -19,9 +19,9 @@ from dpbench.experiment import MaxBatch, load_experiment
 from dpbench.measure import device, norms, parts, profile
 from dpbench.measure.traces import Trace
 from dpbench.records.store import Store, read_records
-from dpbench.report import evidence as tables
 from dpbench.report import write_report
-from dpbench.report.select import LeftOut, read
+from dpbench.report.data.select import LeftOut, read
+from dpbench.report.figures import evidence as tables
 from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
