@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from clipping.formats import HALF, norm_dtype
-from clipping.kernels import cpu, in_two_dimensions
+from clipping.kernels import cpu
+from clipping.kernels.cuda import in_two_dimensions
 from clipping.kernels.gram import part
 from clipping.kernels.matmul import products
 

@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping import kernels
 from clipping.blocks import added, blocks, concatenated, each
 from clipping.formats import norm_dtype, wide_dtype
-from clipping.kernels import cpu
+from clipping.kernels import cpu, cuda
 from clipping.kernels.chunked_conv import Share
 from clipping.kernels.gram import HALVED, part
 from clipping.kernels.squares import sum_of_squares
@@ -224,7 +223,7 @@ class Rule(ABC):
 
     def offer_kernels(self, *ways: str) -> None:
         """Triton's kernels as further ways of the norm, where they run: they write neither Grams nor gradients."""
-        if kernels.supported(self.parameter):
+        if cuda.supported(self.parameter):
             self.ghosts = (*self.ghosts, *ways)
 
     def offer_compiled(self) -> None:

@@ -16,12 +16,12 @@ from kernel_checks import CHECKS, COMPILED, outcome
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping import kernels
-from clipping.kernels import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
+from clipping.kernels import cuda
+from clipping.kernels.cuda import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
 from dpbench.measure.simulate import StorageLifetimes
 
 HERE = Path(__file__).resolve().parents[1] / "support"
-TRITON = pytest.mark.skipif(not kernels._has_triton(), reason="Triton is not installed")
+TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 
 
@@ -87,7 +87,7 @@ def test_neither_gram_matrices_nor_gradients_are_in_memory_on_a_gpu():
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors that say they are on a CUDA device of the right kind."""
-    monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
     with FakeTensorMode():
         yield
 
@@ -114,7 +114,7 @@ def test_supported_on_a_gpu_that_is_new_enough(dtype: torch.dtype, fake_gpu: Non
     x = torch.empty(2, 3, dtype=dtype, device="cuda")
     assert supported(x) and supported(torch.empty(2, dtype=torch.int64, device="cuda"), x)
     assert not supported(x, x.to("cpu")) and not supported(x, x.double()) and not supported(x, x.to("cuda:1"))
-    monkeypatch.setattr(kernels, "_capability", lambda device: (7, 5))
+    monkeypatch.setattr(cuda, "_capability", lambda device: (7, 5))
     assert not supported(x)
 
 
@@ -123,7 +123,7 @@ def test_not_supported_on_a_cpu_nor_without_tensors():
 
 
 def test_not_supported_without_triton(monkeypatch: pytest.MonkeyPatch, fake_gpu: None):
-    monkeypatch.setattr(kernels, "_has_triton", lambda: False)
+    monkeypatch.setattr(cuda, "_has_triton", lambda: False)
     assert not supported(torch.empty(2, 3, device="cuda"))
 
 
@@ -169,7 +169,7 @@ def test_shapes_that_do_not_fit_are_refused(fake_gpu: None):
 @pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "without Triton"])
 def test_importing_the_kernels_imports_no_triton(hidden: bool):
     code = "import sys\n" + ("sys.modules['triton'] = None\n" if hidden else "")
-    code += "import torch, clipping.tape_backends, clipping.kernels as k\n"
+    code += "import torch, clipping.tape_backends, clipping.kernels.cuda as k\n"
     code += "print(k.supported(torch.zeros(2)), sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
     assert done.stdout.startswith("False ") and "'triton.language'" not in done.stdout, done.stderr

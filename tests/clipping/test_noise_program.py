@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipping import kernels
+from clipping.kernels import cuda
 
 HERE = Path(__file__).resolve().parents[1] / "support"
-TRITON = pytest.mark.skipif(not kernels._has_triton(), reason="Triton is not installed")
+TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 NAMES = (
     "words_bit_by_bit",

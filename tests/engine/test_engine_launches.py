@@ -15,7 +15,6 @@ from launches import Launches
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping import kernels
 from clipping.kernels import noise
 from clipping.kernels.noise import Segments
 from clipping.types import ClippedGradient
@@ -27,8 +26,8 @@ MOST = 60
 @pytest.fixture
 def triton(monkeypatch):
     """As on a machine with a GPU and Triton; the programs themselves are run elsewhere (`test_noise_program`)."""
-    monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "_has_triton", lambda: True)
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "_has_triton", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     tables, known = Segments.tables, {}
 

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping import kernels
-from clipping.kernels import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
+from clipping.kernels import cuda
+from clipping.kernels.cuda import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
 from clipping.rules import Route
 from clipping.rules.convolution import ConvolutionWeight
 
@@ -145,12 +145,12 @@ def every_number_of_blocks(device: str) -> None:
 def launched_in_turn(device: str) -> None:
     """More programs than one launch has."""
     a, g = draw(device, torch.float32, 5, 20, 3), draw(device, torch.float32, 5, 20, 4)
-    whole, kernels.PROGRAMS = kernels.PROGRAMS, 8
+    whole, cuda.PROGRAMS = cuda.PROGRAMS, 8
     try:
         for norm in BOTH:
             close(norm(a, g, tiles=Tiles(16, 16, 16, 1)), squared(a, g))
     finally:
-        kernels.PROGRAMS = whole
+        cuda.PROGRAMS = whole
 
 
 def beyond_32_bits(device: str) -> None:
@@ -264,9 +264,9 @@ POSITIONS_LAST = ("a_position", "g_position", "ids_position")
 # program, dtype, tiles, constants, the arguments that are 1: Triton makes constants of those
 COMPILED: dict[str, tuple[str, torch.dtype, Tiles, dict[str, int], tuple[str, ...]]] = {}
 for _dtype in DTYPES:
-    _gram = kernels._gram_tiles(4096, 4096, _dtype)
-    _gradient = kernels._gradient_tiles(4096, 4096, 4096, _dtype)
-    _smallest = kernels._gram_tiles(1, 1, _dtype)
+    _gram = cuda._gram_tiles(4096, 4096, _dtype)
+    _gradient = cuda._gradient_tiles(4096, 4096, 4096, _dtype)
+    _smallest = cuda._gram_tiles(1, 1, _dtype)
     COMPILED |= {
         f"gram, features last, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST),
         f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST),
