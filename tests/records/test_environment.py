@@ -28,10 +28,18 @@ def fingerprint(trial, device):
 @pytest.fixture
 def root(tmp_path, monkeypatch):
     """A project of one file for each that is measured; nothing of it cached before or after."""
-    for name in ("clipping", "accounting", "dpbench/measure", "dpbench/models", "clipping/rules", "clipping/kernels"):
+    for name in (
+        "clipping",
+        "accounting",
+        "dpbench/measure",
+        "dpbench/models",
+        "clipping/rules",
+        "clipping/kernels",
+        "dpbench/cli",
+    ):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "one.py").write_text("x = 1\n")
-    (tmp_path / "dpbench" / "data.py").write_text("x = 1\n")
+    (tmp_path / "dpbench/models/data.py").write_text("x = 1\n")
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     environment.hash_of.cache_clear()
     yield tmp_path
