@@ -69,7 +69,7 @@ def fuzz(seed, count):
 
 
 def in_a_process(seed, count):
-    code = "import sys; sys.path.insert(0, 'tests/accounting'); from test_accounting_fuzz import fuzz; "
+    code = "import sys; sys.path[:0] = ['tests/accounting', 'tests/support']; from test_accounting_fuzz import fuzz; "
     code += f"fuzz({seed}, {count})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]

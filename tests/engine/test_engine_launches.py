@@ -15,7 +15,7 @@ from launches import Launches
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.kernels import noise
+from clipping.kernels import cuda, noise
 from clipping.kernels.noise import Segments
 from clipping.types import ClippedGradient
 from dpbench import PrivacyEngine
