@@ -21,7 +21,7 @@ from dpbench.conformance.scorecard import RESULTS, as_row, count, text
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.conformance.sensitivity import scorecard as sensitivity
 from dpbench.errors import UsageError
-from dpbench.models import BUILTIN, validate_reference
+from dpbench.models.references import BUILTIN, validate_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.environment import resolve_device, server_variables

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpbench.errors import UsageError
-from dpbench.models import validate_reference
+from dpbench.models.references import validate_reference
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.environment import DEVICES, resolve_device
 from dpbench.trials import ExplainTrial

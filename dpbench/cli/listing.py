@@ -33,7 +33,7 @@ def everything() -> dict[str, list[dict[str, str]]]:
     """Kind -> entries with `name` and `doc`. Imports no torch."""
     from accounting import ACCOUNTANTS
     from clipping import BACKENDS
-    from dpbench.models import BUILTIN
+    from dpbench.models.references import BUILTIN
 
     return {
         "experiments": [{"name": name, "doc": _experiment_doc(name)} for name in experiment_names()],

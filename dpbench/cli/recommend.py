@@ -19,7 +19,7 @@ from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
 from dpbench.execution.recommend.findings import ORDINARY, Finding, in_order
 from dpbench.execution.recommend.verdict import Verdict, verdict
-from dpbench.models import split_reference, validate_reference
+from dpbench.models.references import split_reference, validate_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Isolation
 from dpbench.records.conditions import overload

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from clipping import Backend
 from clipping.batches import map_tensors
 from dpbench.measure.precision import autocasting
-from dpbench.models import Workload, load_workload
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import Workload
 from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import PartsTrial, ProfileTrial
 from dpbench.trials.precision import profile_of

@@ -34,7 +34,7 @@ from clipping.reference import of_means
 from clipping.verification import CAST_TOLERANCE, Limit
 from dpbench.measure import verify
 from dpbench.measure.bench import open_workload
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials import CheckTrial
 from dpbench.trials.backend_classes import backend_class
 

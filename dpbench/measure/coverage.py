@@ -31,7 +31,8 @@ from clipping.batches import forward, map_tensors
 from clipping.verification import CAST_TOLERANCE
 from dpbench.conformance.coverage import KERNEL, LOOP, CoverageTrial
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
-from dpbench.models import ModelError, Workload, load_workload
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.backend_classes import UnavailableBackend, backend_class
 
 #: Height and width of images, tried in turn.

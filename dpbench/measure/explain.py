@@ -29,7 +29,9 @@ from dpbench.measure import verify
 from dpbench.measure.bench import Step, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, time_steps
-from dpbench.models import Workload, load_workload, split_reference
+from dpbench.models.loading import load_workload
+from dpbench.models.references import split_reference
+from dpbench.models.workload import Workload
 from dpbench.trials import ExplainTrial, LargestTrial, RecommendTrial
 
 Sized = ExplainTrial | LargestTrial | RecommendTrial

@@ -45,7 +45,7 @@ from dpbench.measure.bench import Memory, Step, device_of, open_workload, parame
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials import OverheadTrial
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.outcome import FINAL, Mismatch, Outcome, PartlyFailed, classify

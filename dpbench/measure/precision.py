@@ -19,7 +19,7 @@ from torch import Tensor
 
 from clipping.batches import forward, map_tensors
 from clipping.formats import formats
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials.not_here import NotHere
 from dpbench.trials.precision import Profile, profile_of
 

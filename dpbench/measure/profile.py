@@ -19,7 +19,7 @@ from clipping import Flat
 from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import Trace, traced
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials.backend_classes import available_backend
 from dpbench.trials.evidence import ProfileTrial
 from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify

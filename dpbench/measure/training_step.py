@@ -26,7 +26,7 @@ from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.overhead import Entry, compared
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials.whole_step import TrainingStepTrial
 
 #: Steps to an epoch of the data set that engines are told of: their accountants ask.

@@ -22,7 +22,7 @@ from clipping import Agreement, Backend, ClipFunction, ClippedGradient, compare,
 from clipping.batches import leading_dimension
 from clipping.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
 from dpbench.measure.precision import arithmetic, tf32
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials.outcome import Mismatch
 
 SAMPLES = 2

@@ -19,9 +19,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest
-from dpbench.models import ModelError, Workload, split_file
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
+from dpbench.models.references import split_file
+from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.reference import load_module
 
 

@@ -38,7 +38,8 @@ from dpbench.measure import verify
 from dpbench.measure.bench import storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, warm_up
-from dpbench.models import Workload, load_workload
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import Workload
 from dpbench.process.linux import available_cpus
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials.outcome import Outcome, TrialFailure, classify

@@ -115,7 +115,7 @@ def test_the_default_is_every_built_in_model_and_every_backend(capsys, monkeypat
     monkeypatch.setattr(check, "answers", lambda trials: [(trial, ended) for trial in seen.extend(trials) or trials])
     code, rows, _ = run(capsys=capsys)
     from clipping import BACKENDS
-    from dpbench.models import BUILTIN
+    from dpbench.models.references import BUILTIN
 
     assert code == 0 and len(rows) == len(BUILTIN) * len(BACKENDS)
     assert {(t.model, t.backend) for t in seen} == {(m, b) for m in BUILTIN for b in BACKENDS}

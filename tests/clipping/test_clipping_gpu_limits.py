@@ -14,7 +14,7 @@ from clipping import Flat, load_backend
 from clipping.kernels.matmul import full_precision, product, products
 from clipping.kernels.pixel_gram import Geometry, pixel_gram_product
 from clipping.rules import base, norm
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 
 
 class Groups(TorchDispatchMode):

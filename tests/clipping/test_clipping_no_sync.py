@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from clipping import Automatic, Flat, PerLayer, load_backend
 from clipping.batches import map_tensors
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 
 
 class Waits(AssertionError):

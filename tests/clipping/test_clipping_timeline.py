@@ -21,7 +21,7 @@ from clipping.tape_backends import BkMixed
 from dpbench.measure.bench import Step
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.simulate import simulated_peak
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 
 VIT = "timm:vit_tiny_patch16_224?patch_size=4&depth=3"
 GPT = "transformers:gpt2?n_layer=2&n_embd=192&n_head=6&vocab_size=2048@128"

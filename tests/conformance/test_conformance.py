@@ -20,7 +20,7 @@ from dpbench.conformance.refusals import REFUSALS
 from dpbench.conformance.scorecard import as_row, scorecard
 from dpbench.conformance.suite import checks, conformance
 from dpbench.errors import UsageError
-from dpbench.models import BUILTIN
+from dpbench.models.references import BUILTIN
 from dpbench.process.parent import Answer, Isolation
 from dpbench.trials import CheckTrial, Trial
 from dpbench.trials.backend_classes import backend_class

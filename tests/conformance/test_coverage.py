@@ -17,7 +17,7 @@ from dpbench.conformance import coverage
 from dpbench.conformance.coverage import CoverageTrial, models, size_of
 from dpbench.errors import UsageError
 from dpbench.measure.coverage import run
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 from dpbench.models.tiny_config import FIRST_TOKEN, divided, shrunk
 from dpbench.report import write_report
 

@@ -13,7 +13,7 @@ from clipping import ClippedGradient, Problem, UnsupportedModel
 from clipping.oracle import Microbatch
 from dpbench.measure import check
 from dpbench.measure.check import Case, arranged, between, cases, weighted, worst
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 from dpbench.trials import CheckTrial
 from dpbench.trials.outcome import Mismatch
 

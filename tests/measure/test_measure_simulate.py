@@ -25,7 +25,7 @@ from dpbench.measure import memory
 from dpbench.measure.bench import Step, storage_bytes
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.simulate import StorageLifetimes, simulated_device, simulated_peak
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 from dpbench.trials import PeakTrial
 
 MIB = 2**20

@@ -12,7 +12,7 @@ import clipping
 from clipping import Flat, UnsupportedModel
 from clipping.oracle import Microbatch
 from dpbench.measure import memory, step
-from dpbench.models import load_workload
+from dpbench.models.loading import load_workload
 from dpbench.trials import PeakTrial, StepTrial
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import Mismatch, Outcome, OverBudget, classify

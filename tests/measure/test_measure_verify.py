@@ -11,7 +11,7 @@ from torch import nn
 from clipping import Agreement, Flat, load_backend
 from clipping.verification import CAST_TOLERANCE, Limit
 from dpbench.measure import verify
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 
 
 def workload(dtype: torch.dtype = torch.float64) -> Workload:

@@ -11,8 +11,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpbench.errors import UsageError
-from dpbench.models import BUILTIN, ModelError, load_workload, required_modules, validate_reference
+from dpbench.models.loading import load_workload
 from dpbench.models.losses import classification_loss, token_loss
+from dpbench.models.references import BUILTIN, validate_reference
+from dpbench.models.workload import ModelError
+from dpbench.trials.packages import required_modules
 from dpbench.trials.reference import load_object
 
 # Parameters with ten classes at 32x32. ResNets and VGGs: as published for the same networks with BatchNorm, whose
@@ -136,8 +139,9 @@ def test_required_modules_can_be_imported_and_builtins_require_none():
 
 def test_names_are_listed_and_checked_without_torch():
     code = (
-        "import sys; from dpbench import models, data; models.validate_reference('cnn'); data.validate_data('digits');"
-        "models.required_modules('timm:x'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "import sys; from dpbench.models import data, references; references.validate_reference('cnn');"
+        "data.validate_data('digits');"
+        "from dpbench.trials.packages import required_modules; required_modules('timm:x'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

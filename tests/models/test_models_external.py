@@ -8,9 +8,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpbench.errors import UsageError
-from dpbench.models import ModelError, load_workload
 from dpbench.models.adapt import replace_batch_norm
 from dpbench.models.language import SIZES
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import ModelError
 
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from dpbench.execution.selection import parse_only
-from dpbench.models import ModelError, load_workload, validate_reference
+from dpbench.models.loading import load_workload
 from dpbench.models.options import parse_value, split_options
+from dpbench.models.references import validate_reference
+from dpbench.models.workload import ModelError
 
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=16&n_head=2&vocab_size=50"
 BERT = "transformers:bert?num_hidden_layers=1&hidden_size=16&num_attention_heads=2&intermediate_size=32&vocab_size=50"

@@ -99,7 +99,7 @@ def test_outcomes_are_final_or_can_be_retried():
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_experiment_declares_trials_for_either_device(name, device):
     from clipping import is_backend
-    from dpbench.models import validate_reference
+    from dpbench.models.references import validate_reference
 
     experiment = load_experiment(name)
     assert experiment.name == name and experiment.doc

@@ -36,7 +36,7 @@ from dpbench.execution.selection import select
 from dpbench.experiment import load_experiment
 from dpbench.measure import largest, memory, overhead, parts, precision, profile, recommend, step
 from dpbench.measure.bench import open_workload
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.report import write_report
 from dpbench.trials import LargestTrial, OverheadTrial, PeakTrial, RecommendTrial, StepTrial
 from dpbench.trials.evidence import PartsTrial, ProfileTrial
