@@ -20,8 +20,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from dpbench.errors import UsageError, one_of
-from dpbench.experiment import Cell, Experiment, MaxBatch
+from dpbench.experiment import Cell, Experiment, MaxBatch, load_experiment
+from dpbench.records.environment import DEVICES
 from dpbench.records.reader import LeftOut, Record, entries, locate, newest, read
+from dpbench.trials import Trial
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -114,10 +116,9 @@ def run(
         UsageError: anything of this cannot be.
         KeyboardInterrupt: it was interrupted; everything that ended is recorded, and the same call continues there.
     """
-    from dpbench.execution.progress import Progress
-    from dpbench.execution.runner import Request, check_choices, make_plan
-    from dpbench.execution.runner import run as run_request
-    from dpbench.records.environment import DEVICES
+    from dpbench.execution.progress import Progress  # these bring numpy, for which `load` does not wait
+    from dpbench.execution.runner import Request, check_choices, make_plan  # the same
+    from dpbench.execution.runner import run as run_request  # the same
 
     retry = [retry] if isinstance(retry, str) else list(retry)
     check_choices(rounds, retry)
@@ -145,9 +146,6 @@ def run(
 
 def _experiment(given: Any, device: str, name: str) -> tuple[Experiment, str]:
     """(the experiment that is meant, the device that is meant)."""
-    from dpbench.experiment import load_experiment
-    from dpbench.trials import Trial
-
     if isinstance(given, str):
         return load_experiment(given), device
     if isinstance(given, Experiment):

@@ -29,6 +29,7 @@ from dpbench.measure import verify
 from dpbench.measure.bench import Step, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, time_steps
+from dpbench.models.external import needs
 from dpbench.models.loading import load_workload
 from dpbench.models.references import split_reference
 from dpbench.models.workload import Workload
@@ -79,8 +80,6 @@ def sizes(trial: Sized) -> tuple[int, int]:
 
 def _timm_size(name: str) -> int | None:
     """The resolution that the published weights of a timm model were trained at, if timm knows."""
-    from dpbench.models.external import needs
-
     with needs("timm"):
         import timm
     config = timm.get_pretrained_cfg(name, allow_unregistered=True) if timm.is_model(name) else None

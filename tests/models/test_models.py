@@ -139,9 +139,9 @@ def test_required_modules_can_be_imported_and_builtins_require_none():
 
 def test_names_are_listed_and_checked_without_torch():
     code = (
-        "import sys; from dpbench.models import data, references; references.validate_reference('cnn');"
-        "data.validate_data('digits');"
-        "from dpbench.trials.packages import required_modules; required_modules('timm:x'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+        "import sys; from dpbench.models import data, references; from dpbench.trials.packages import required_modules;"
+        "references.validate_reference('cnn'); data.validate_data('digits'); required_modules('timm:x');"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

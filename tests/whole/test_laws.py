@@ -58,6 +58,76 @@ def test_clipping_imports_torch_alone():
     assert {name: found for name, found in foreign.items() if found} == {}
 
 
+#: From the ground up: a room imports from floors below its own, and from nowhere else.
+FLOORS = (
+    ("dpbench.errors", "clipping", "accounting"),
+    ("dpbench.trials", "dpbench.engine"),
+    ("dpbench.experiment", "dpbench.models", "dpbench.process"),
+    ("dpbench.records", "dpbench.conformance"),
+    ("dpbench.execution",),
+    ("dpbench.measure", "dpbench"),
+    ("dpbench.training", "dpbench.integrations"),
+    ("dpbench.report", "experiments"),
+    ("dpbench.cli",),
+    ("dpbench.__main__",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+
+
+def room_of(module: str) -> str:
+    return next(room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in FLOOR)
+
+
+def imported(name: str) -> dict[str, set[int]]:
+    """Module of ours -> the lines on which `name` imports it, or something out of it."""
+    found: dict[str, set[int]] = {}
+    for node in ast.walk(ast.parse(NAMES[name].read_text())):
+        named: list[str] = []
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            named = [each if each in NAMES else str(node.module) for each in inside]
+        for each in named:
+            if each in NAMES and each != name:
+                found.setdefault(each, set()).add(node.lineno)
+    return found
+
+
+IMPORTED = {name: imported(name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_room_imports_from_lower_floors_alone(name):
+    own = room_of(name)
+    others = {other for other in IMPORTED[name] if room_of(other) != own}
+    assert {other for other in others if FLOOR[room_of(other)] >= FLOOR[own]} == set()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way, name])
+        if name not in done:
+            for other in IMPORTED[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in NAMES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("dpbench.cli") and name != "dpbench"])
+def test_an_import_of_ours_inside_of_a_function_says_why(name):
+    """Commands import what is heavy when they run; elsewhere a comment beside the import has the reason."""
+    lines = NAMES[name].read_text().splitlines()
+    inside = {n for where in IMPORTED[name].values() for n in where if lines[n - 1].startswith("    ")}
+    typed = {n for n in inside if "TYPE_CHECKING" in "".join(lines[max(0, n - 12) : n - 1])}
+    assert [lines[n - 1] for n in sorted(inside - typed) if "#" not in lines[n - 1]] == []
+
+
 def test_nothing_imports_experiments():
     assert [str(path) for path in MODULES if "experiments" in imports(path)] == []
 
