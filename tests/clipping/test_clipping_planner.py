@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import clipping.planning.planner
-from clipping import compare, kernels, load_backend
+from clipping import compare, load_backend
+from clipping.kernels import cuda
 from clipping.planning.costs import Costs
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route
@@ -311,8 +312,8 @@ def test_uses_that_share_a_parameter_have_no_choice():
 @pytest.mark.parametrize("triton", [True, False])
 def test_a_plan_by_formula_alone_has_kernels_on_a_gpu_that_has_them(triton, monkeypatch):
     """A norm of small gradients is little work beside writing and reading them; the library multiplies faster."""
-    monkeypatch.setattr(kernels, "_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "_has_triton", lambda: triton)
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "_has_triton", lambda: triton)
     ways = {}
     for features, positions in ((16, 16), (2048, 512)):
         with FakeTensorMode():

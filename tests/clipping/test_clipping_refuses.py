@@ -306,5 +306,5 @@ def test_importing_clipping_imports_no_torch():
     code = "import sys, clipping; print(sorted(clipping.BACKENDS)); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "False"
-    here = {"BACKENDS", "FAMILIES", "VARIANTS", "is_backend", "known_backends", "load_backend"}
+    here = {"BACKENDS", "FAMILIES", "VARIANTS", "BackendInfo", "is_backend", "known_backends", "load_backend"}
     assert set(clipping.__all__) - here == set(clipping._LAZY)

@@ -29,8 +29,6 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDED = {
     "torch",
     "torchvision",
-    "timm",
-    "transformers",
     "pandas",
     "matplotlib",
     "jinja2",
@@ -39,6 +37,7 @@ NEEDED = {
     "tqdm",
 }
 OPTIONAL = {"opacus", "dp-accounting"}
+MODELS = {"timm", "transformers"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
@@ -81,7 +80,7 @@ def bare(tmp_path_factory) -> Path:
     """A Python that has neither of the two."""
     missing = sorted(NEEDED - set(installed()))
     assert missing == [], f"not installed here: {missing}"
-    return python_with(tmp_path_factory.mktemp("bare"), with_what_they_need(NEEDED) - OPTIONAL)
+    return python_with(tmp_path_factory.mktemp("bare"), with_what_they_need(NEEDED) - OPTIONAL - MODELS)
 
 
 def run(python: Path, output: Path, *arguments: str) -> list[dict]:
@@ -101,7 +100,7 @@ def test_the_environment_has_nothing_else(bare):
     done = subprocess.run([str(bare), "-c", code], capture_output=True, text=True, cwd=bare.parent)
     names, there = json.loads(done.stdout)
     assert there == ["numpy"], done.stderr
-    assert {canonicalize_name(name) for name in names} == with_what_they_need(NEEDED) - OPTIONAL
+    assert {canonicalize_name(name) for name in names} == with_what_they_need(NEEDED) - OPTIONAL - MODELS
 
 
 def test_the_stress_test_runs_with_what_is_needed_and_says_that_opacus_is_missing(bare, tmp_path):
@@ -124,17 +123,46 @@ def test_an_accountant_whose_package_is_missing_has_no_answer_and_the_others_hav
     assert {record["outcome"] for record in records if record not in missing} == {"ok"}
 
 
+TRAINING = """
+import sys, torch
+import accounting, clipping
+from dpbench import PrivacyEngine
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = PrivacyEngine(model, batch_size=4, sample_size=16, epochs=1, max_grad_norm=1.0, target_epsilon=3)
+engine.attach(optimizer)
+for x, y in engine.data_loader(torch.utils.data.TensorDataset(torch.randn(16, 3), torch.zeros(16).long())):
+    optimizer.step(loss=torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+print(round(engine.privacy_spent().epsilon, 1), accounting.load_accountant("moments").kind, len(clipping.BACKENDS))
+"""
+
+
+def test_training_needs_torch_numpy_and_scipy_alone(tmp_path):
+    python = python_with(tmp_path / "three", with_what_they_need({"torch", "numpy", "scipy"}))
+    done = subprocess.run([str(python), "-c", TRAINING], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert done.stdout.split()[1:] == ["upper_bound", "14"] and float(done.stdout.split()[0]) <= 3.0, done.stderr
+
+
+@pytest.mark.parametrize("reference", ["timm:resnet18", "transformers:gpt2", "tiny:causal/gpt2"])
+def test_a_model_of_a_library_that_is_missing_is_one_line(bare, reference):
+    command = [str(bare), "-m", "dpbench", "explain", reference]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 2 and "pip install 'dpbench[models]'" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.skipif("evidence" not in experiment_names(), reason="there is no such experiment")
-def test_the_figures_for_a_gpu_need_nothing_else_either(bare, tmp_path):
+def test_the_figures_for_a_gpu_need_the_models_beside_them_and_nothing_else(tmp_path):
     """In miniature and on a CPU: every trial ends, and none by an exception."""
-    outcomes = {record["outcome"] for record in run(bare, tmp_path, "evidence")}
+    python = python_with(tmp_path / "models", with_what_they_need(NEEDED | MODELS) - OPTIONAL)
+    outcomes = {record["outcome"] for record in run(python, tmp_path, "evidence")}
     assert "ok" in outcomes <= FINAL
 
 
 @pytest.mark.skipif("opacus" not in installed(), reason="opacus is not installed")
 def test_with_opacus_its_trials_run(tmp_path):
-    python = python_with(tmp_path / "whole", with_what_they_need(NEEDED | OPTIONAL))
+    python = python_with(tmp_path / "whole", with_what_they_need(NEEDED | OPTIONAL | MODELS))
     records = run(python, tmp_path / "out", "stress_test", "--only", "backend=opacus_hooks")
     assert {record["outcome"] for record in records} <= {"ok", "over_budget"} and len(records) > 1
 
