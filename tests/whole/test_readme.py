@@ -7,7 +7,25 @@ import subprocess
 import sys
 from pathlib import Path
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_points_at_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+    named = re.findall(r"`((?:clipping|accounting|dpbench|experiments|tests|engine|execution|process)/[\w./]*)`", text)
+    there = [any((root / path).exists() for root in (ROOT, ROOT / "dpbench")) for path in named]
+    assert [path for path, found in zip(named, there, strict=True) if not found] == []
+
+
+def test_the_first_page_fits_three_screens():
+    assert len(README.splitlines()) <= 130
 
 
 def program(with_text):
