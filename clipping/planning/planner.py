@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.norms import is_small_pulled_back
-from clipping.planning.costs import MOST_SAMPLES, Costs, Notebook, measured, predicted
+from clipping.planning.costs import MOST_SAMPLES, Costs, Notebook, ghost_by_paper, measured, predicted
 from clipping.planning.timeline import Balance, Held, Timeline, storage_of
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
@@ -163,7 +163,7 @@ class Planner:
         for position, ((use, source, rule), what) in enumerate(zip(readings, kinds, strict=True)):
             if has_choice(source, rule, tape.counts):
                 choices = choices_of(rule, use, costs[what])
-                paper = 2 * rule.positions**2 <= rule.inputs * rule.outputs
+                paper = ghost_by_paper(rule.positions, rule.inputs, rule.outputs)
                 items.append(Item(position, paper, costs[what], choices, choices[0]))
             else:
                 alone = all(tape.counts[name] == 1 for name in source.parameters)
