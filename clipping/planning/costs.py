@@ -197,7 +197,7 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
 _FOREIGN = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
-class Notebook:
+class CostCache:
     """Measured costs by kind of use, read from the device's file and written back when one is added.
 
     Args:
