@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -222,6 +222,14 @@ class Backend(ABC):
         said = " ".join(str(error).split())[:300]
         problem = Problem("model", f"{reason}: {type(error).__name__}: {said}", "use microbatch or a tape backend")
         return UnsupportedModel(self.name, [problem])
+
+    def settle(self) -> dict[str, Any]:
+        """Decide nothing anew that changes how a step rounds; what was decided, as plain values for `resume`."""
+        return {}
+
+    def resume(self, settled: Mapping[str, Any]) -> None:
+        """Decide as the backend that was settled: the same batches give the same bits, on a machine of that kind."""
+        del settled  # a backend that decides nothing has nothing to go on with
 
     def close(self) -> None:
         """Take every hook off the model. Closing twice is fine."""

@@ -153,10 +153,10 @@ def recordable(cls: type[Backend]) -> bool:
     return issubclass(cls, (TapeBackend, Microbatch))
 
 
-def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction) -> Backend:
-    """A backend whose plan is made by formula, and so the same in every run: training can be repeated bit for bit."""
+def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction, *, timing: bool = False) -> Backend:
+    """A backend whose plan is made by formula, and so the same in every run, unless `timing` has it timed."""
     assert recordable(cls)
-    options: dict[str, Any] = {"timing": False} if issubclass(cls, BkMixed) else {}
+    options: dict[str, Any] = {"timing": timing} if issubclass(cls, BkMixed) else {}
     return cls(model, _no_loss, clip=clip, verify=False, **options)
 
 

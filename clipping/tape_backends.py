@@ -17,11 +17,12 @@ weighted gradient is formed where the norm is found, in all of them alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
@@ -30,6 +31,7 @@ from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.formats import HALF, norm_dtype, without_autocast
 from clipping.functions import ClipFunction
 from clipping.interface import Backend
+from clipping.kernels.matmul import onednn_from, take_onednn_from
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
@@ -256,6 +258,16 @@ class BkMixed(TapeBackend):
         super().__init__(model, loss_fn, clip=clip, verify=verify)
         # between a sharded module's passes its parameters are not there to be timed with
         self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
+
+    def settle(self) -> dict[str, Any]:
+        """See `clipping.interface.Backend.settle`; which library multiplies is part of it."""
+        return {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
+
+    def resume(self, settled: Mapping[str, Any]) -> None:
+        """See `clipping.interface.Backend.resume`."""
+        if settled:
+            self.planner.resume(settled["plans"])
+            take_onednn_from(torch.get_num_threads(), settled["onednn_from"])
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
         found = self.planner.plan(tape, losses, lambda: held_here(self.model))

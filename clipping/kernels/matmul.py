@@ -8,7 +8,6 @@ once, if there is one, they are oneDNN's.
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
@@ -96,9 +95,22 @@ def by_onednn(x: Tensor, multiplications: int) -> bool:
     return multiplications >= onednn_from(torch.get_num_threads())
 
 
-@functools.cache
 def onednn_from(threads: int) -> float:
     """Multiplications from which on a product is faster by oneDNN with so many threads; infinite if it never is."""
+    if threads not in _FROM:
+        _FROM[threads] = _timed_from()
+    return _FROM[threads]
+
+
+def take_onednn_from(threads: int, multiplications: float) -> None:
+    """Let this process multiply as another one did, which has timed it."""
+    _FROM[threads] = multiplications
+
+
+_FROM: dict[int, float] = {}
+
+
+def _timed_from() -> float:
     found = math.inf
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return found

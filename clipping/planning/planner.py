@@ -15,35 +15,31 @@ The strategies of arXiv:2205.10683 and what is better known since:
 
 Times come from formulas at first. A model that is called a second time with a batch of about the same size is being
 trained: its uses are then timed on the device, once (`clipping.planning.costs`), and planned again. All routes are
-exact, so a plan changes a result by rounding only.
+exact, so a plan changes a result by rounding only. What is to be repeated bit for bit takes its plans along: `settle`
+ends the timing, and gives them as plain values for `resume`.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.norms import is_small_pulled_back
+from clipping.planning.choices import Choice, choices_of, formula_route, has_choice, held_without_choice
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
-from clipping.planning.timeline import Balance, Held, Timeline, storage_of
+from clipping.planning.timeline import Balance, Held, Timeline
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use
 
-CALL = 3e-5
-"""Seconds of another block of samples, roughly: what smaller blocks are charged where they were not timed."""
-
-KEEPING = 1.1
-"""What kept gradients are charged, times what was timed: they move through all of the step's memory, and what is as
-fast without them is faster with the rest of the step."""
-
+_LOG = logging.getLogger(__name__)
 UNTIMED = 4.0
 """What a Triton kernel is charged, times its formula, in a plan that nothing is timed for: it reaches about a quarter
 of what libraries multiply by, and wins where Gram matrices or gradients would be written, and read, for little work."""
@@ -53,14 +49,6 @@ AIMED_AT = 0.9
 
 Kind = tuple[Hashable, ...]
 Strategy = Literal["auto", "time", "memory", "paper"]
-
-
-class Choice(NamedTuple):
-    """One thing to do with a use: its route, seconds of one sample, and what it holds (batch in all)."""
-
-    route: Route
-    seconds: float
-    held: Held
 
 
 @dataclass(eq=False)
@@ -123,6 +111,22 @@ class Planner:
         self._plans: dict[Hashable, Plan] = {}
         self._calls: Counter[Hashable] = Counter()
         self._notebooks: dict[torch.device, CostCache] = {}
+        self._resumed: dict[str, list[Route]] = {}
+
+    def settle(self) -> dict[str, list[list[object]]]:
+        """The plans so far, kind of step -> a route for each rule. From now on none is timed."""
+        self.timing = False
+        made = {repr(step): plan.routes for step, plan in self._plans.items()}
+        return {
+            step: [[route.ghost, route.way, route.block, route.kept] for route in routes]
+            for step, routes in {**self._resumed, **made}.items()
+        }
+
+    def resume(self, settled: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+        """Plan as the planner that was settled, whatever this one has found: the same steps give the same bits."""
+        self.timing = False
+        self._plans.clear()
+        self._resumed = {step: [Route(*route) for route in routes] for step, routes in settled.items()}
 
     def plan(self, tape: Tape, losses: Tensor, outside: Callable[[], list[Tensor]]) -> Plan:
         """The plan for what was recorded, made anew only for a kind of step that was not seen before.
@@ -137,9 +141,14 @@ class Planner:
         step = (losses.shape[0].bit_length(), losses.device, *kinds)
         self._calls[step] += 1
         known = self._plans.get(step)
+        routes = self._resumed.get(repr(step)) if known is None and self._resumed else None
+        if routes is not None and len(routes) == len(readings):
+            known = self._plans[step] = Plan(routes, [], 0, 0, False)
         may_time = self._calls[step] > 1 and self._times(losses)
         if known is None or (may_time and not known.timed):
             self._plans[step] = self._made(tape, losses, outside(), readings, kinds, may_time)
+            how = "by their times on this device" if may_time else "by formula"
+            _LOG.info("%d norms of a step of %d samples are planned %s", len(readings), losses.shape[0], how)
         return self._plans[step]
 
     def _made(
@@ -292,89 +301,3 @@ def kind(rule: Rule, output: Spec) -> Kind:
     """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two."""
     samples = min(rule.samples(output), MOST_SAMPLES).bit_length()
     return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold
-
-
-def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
-    """Its norm can be found in more than one way, and is that of its parameter alone."""
-    alone = all(counts[name] == 1 for name in source.parameters)
-    several = len(rule.ghosts) + len(rule.instantiations) > 1
-    return alone and source.rearranged and several and not rule.is_fallback
-
-
-def formula_route(source: Source, rule: Rule, output: Spec) -> Route:
-    """For a use without a choice, or one of several uses of a parameter: what the formulas prefer."""
-    if not source.rearranged:
-        return Route()
-    costs = predicted(rule, output)
-    ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
-    if ghost is not None and (instantiated is None or ghost[1] < instantiated[1]):
-        return ghost[0]
-    return Route(kept=rule.is_kept(output))
-
-
-def held_without_choice(use: Use, source: Source, rule: Rule, route: Route, shared: set[str] | None) -> Held:
-    """What a use holds whose route is settled.
-
-    Args:
-        use, source, rule, route: one reading.
-        shared: parameters of several uses that were met before, added to here; None if its own are used once.
-    """
-    output, count = use.output, rule.samples(use.output)
-    size, gradients = output.numel() * output.element_size(), count * rule.instantiated_bytes(output)
-    if shared is not None and not (route.ghost and source.is_parameter):
-        new = [name for name in source.parameters if name not in shared]
-        shared.update(new)  # all uses of a parameter add up to one gradient a sample
-        return Held(use.node, gradients if new else 0, None, 0 if new else gradients)
-    if route.kept:
-        return Held(use.node, gradients, None, 0)
-    if not source.rearranged and is_small_pulled_back(source, rule, output):
-        entries = sum(p.numel() for p in source.parameters.values())
-        return Held(use.node, count * entries * output.element_size(), None, gradients)
-    held_input = rule.held_input()
-    stored = None if held_input is None else storage_of(held_input)
-    return Held(use.node, 0, stored, 0, size, rule.summing_bytes(output))
-
-
-def choices_of(rule: Rule, use: Use, costs: Costs) -> list[Choice]:
-    """What can be done with a use (see the module's text), the fastest of a kind before those that take less memory."""
-    output = use.output
-    count, size = rule.samples(output), output.numel() * output.element_size()
-    held_input = rule.held_input()
-    stored = None if held_input is None else storage_of(held_input)
-    summing = rule.summing_bytes(output)
-    found = []
-    for ghost in (True, False):
-        for route, seconds, block in _routes(rule, output, costs, ghost=ghost):
-            workspace = rule.norm_bytes(output, route.way or rule.best_way(output, ghost=ghost), block)
-            held = Held(use.node, 0, stored, workspace, size, summing)
-            found.append(Choice(route, seconds + costs.weight_gradient, held))
-            if not ghost and costs.kept is not None:
-                each = rule.instantiated_bytes(output)
-                held = Held(use.node, count * each, None, max(0, workspace - block * each))
-                found.append(Choice(replace(route, kept=True), KEEPING * (seconds + costs.kept), held))
-    return found
-
-
-def _routes(rule: Rule, output: Spec, costs: Costs, *, ghost: bool) -> list[tuple[Route, float, int]]:
-    """(route, seconds of one sample, samples to a block): the fastest, then smaller blocks, timed ones if there are."""
-    best = costs.best(ghost=ghost)
-    if best is None:
-        return []
-    count = rule.samples(output)
-    found: list[tuple[Route, float, int]] = []
-    others = [(Route(*key), seconds) for key, seconds in costs.norms.items() if key[0] == ghost]
-    for route, seconds in [best, *sorted(others, key=lambda other: other[1])]:
-        block = _block(rule, output, route, count)
-        if all(block < known for _, _, known in found):
-            found.append((route, seconds, block))
-    route, seconds, block = found[-1]
-    for smaller in (-(-block // 4), -(-block // 16)):
-        if smaller < found[-1][2]:
-            more = CALL * (count / smaller - count / block) / max(1, count)
-            found.append((replace(route, block=smaller), seconds + more, smaller))
-    return found
-
-
-def _block(rule: Rule, output: Spec, route: Route, count: int) -> int:
-    way = route.way or rule.best_way(output, ghost=route.ghost)
-    return -(-count // len(rule.blocks(output, way, route.block)))

@@ -27,6 +27,7 @@ def save(engine: State) -> dict[str, Any]:
         "noise": engine.noise.state_dict(),
         "sums": {name: total.clone() for name, total in engine._sums.items()},
         "size": engine._size,
+        "backend": engine._recorder.backend.settle(),
         "place": list(place()),
     }
 
@@ -41,6 +42,7 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
         raise ValueError(f"expected {name}={saved.get(name)!r} as in the checkpoint, got {mine[name]!r}")
     require_own_part(state, list(place()))
     engine.noise.load_state_dict(state["noise"], replay=replay)
+    engine._recorder.backend.resume(state.get("backend", {}))
     engine._abandoned.go_on(state, engine.steps)
     engine._sampler.take(state["key"])
     engine.steps, engine.drawn, engine._sampled = state["steps"], state["drawn"], state["sampled"]

@@ -70,7 +70,7 @@ class PrivacyEngine(State):
         accountant: a name of `accounting`; "prv" if None, or "rdp:whole" beside discrete noise.
         noise: "gaussian" (`dpbench.engine.noise`), or "discrete": exact on a grid (`dpbench.engine.discrete`).
         secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
-        generator: of the caller's, for noise and sampling that can be repeated: not private.
+        generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
         ghost_clipping, mixed: private_CNN's choice of a backend.
@@ -129,9 +129,9 @@ class PrivacyEngine(State):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
         self.noise = source_of(noise, self.noise_multiplier, sum(p.numel() for p in model.parameters()), generator)
-        self._sampler = Sampler(self.settings, shared_key(secret(generator)))
-        self._tickets = Tickets()
-        self._recorder = Recorder(model, for_recording(cls, model, self.clip), self._tickets.read)
+        self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
+        planned = for_recording(cls, model, self.clip, timing=generator is None)
+        self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread = Sums(), Unread()
         self.steps = self.drawn = 0

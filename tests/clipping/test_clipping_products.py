@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping.kernels import matmul as module
-from clipping.kernels.matmul import onednn_from, product, products
+from clipping.kernels.matmul import product, products
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -77,7 +77,7 @@ def test_the_size_is_the_smallest_of_those_that_win_without_a_gap(monkeypatch, r
         pytest.skip("torch was built without oneDNN")
     turns = list(ratios)
     monkeypatch.setattr(module, "_ratio", lambda run, other: turns.pop(0))
-    found = onednn_from.__wrapped__(2)
+    found = module._timed_from()
     assert found == (math.inf if from_side is None else from_side**3)
 
 
@@ -96,4 +96,4 @@ def test_a_disturbed_turn_decides_nothing(monkeypatch, disturbed):
 
 def test_without_onednn_there_is_no_size(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert onednn_from.__wrapped__(2) == math.inf
+    assert module._timed_from() == math.inf

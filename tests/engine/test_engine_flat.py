@@ -49,6 +49,7 @@ def make(optimizer=torch.optim.SGD, model=None, **changes):
     settings = {"batch_size": 8, "sample_size": 64, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
     engine = PrivacyEngine(model, **settings | changes)
     engine.noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
+    engine._recorder.backend.settle()  # by formula: two trainings are compared bit by bit
     engine._sampler.take(KEY)
     chosen = optimizer(model.parameters(), lr=0.1)
     engine.attach(chosen)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.planning.planner import Plan, Planner, has_choice
+from clipping.planning.choices import has_choice
+from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route, Rule, made
 from clipping.rules.convolution import convolution, transposed_convolution
 from clipping.rules.embedding import embedding, embedding_bag
