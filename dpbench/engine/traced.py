@@ -12,7 +12,8 @@ custom function, say, are not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +62,10 @@ class Trace:
             tolerance = coarsest([*self._outputs, losses], TOLERANCE)
             try:
                 with draws.again():
-                    before = self._again(None)[id(losses)]
+                    before = self._again(_copy)[id(losses)]
                 for half in halves:
                     with draws.again():
-                        after = self._again(half)[id(losses)]
+                        after = self._again(partial(with_others_replaced, half=half))[id(losses)]
                     sample = differing([before], [after], half, tolerance)
                     if sample is not None:
                         return sample
@@ -99,13 +100,15 @@ class Trace:
         self._outputs.append(traced)
         return traced
 
-    def _again(self, half: Tensor | None) -> dict[int, Any]:
-        """Identity of each traced tensor -> its value now."""
+    def _again(
+        self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> dict[int, Any]:
+        """Identity of each traced tensor -> its value, where it began with `change` of what it was; others `fixed`."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
         for x in self._outputs:
-            values[id(x)] = x.detach().clone() if half is None else with_others_replaced(x, half)
+            values[id(x)] = change(x)
         for note in self._notes:
-            args, kwargs = mapped(lambda x: values.get(id(x), x), (note.args, note.kwargs))
+            args, kwargs = mapped(lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs))
             _pair(note.result, note.operation(*args, **kwargs), values)
         return values
 
@@ -141,6 +144,10 @@ def plain(x: Tensor) -> Tensor:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
 
 
 def _in_place(operation: Any) -> bool:

@@ -1,0 +1,214 @@
+"""From the gradient of a mean back to the gradient of each sample: `loss.backward()` of a loss over the batch.
+
+Opacus' loops reduce the loss themselves: L = (1/B) Σ_i ℓ_i(o_i), o_i the model's outputs for sample i. The model is cut
+off at its outputs: what it returns in training is a tensor of the same numbers with another graph, which notes the
+gradient that arrives, v_i = ∂L/∂o_i. As o_i depends on sample i alone,
+
+    ∂ℓ_i/∂θ = (∂o_i/∂θ)ᵀ B v_i = ∂/∂θ ⟨o_i, B v_i⟩,    v_i held fixed,
+
+so the engine is given the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ where the loss is a sum). Their gradients are the samples'
+own, if v_i depends on sample i alone: `dpbench.integrations.opacus.reduction` looks whether it does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.interface import leading_dimension
+from dpbench.engine import Misuse
+from dpbench.engine.containers import mapped
+from dpbench.engine.traced import plain
+from dpbench.integrations.opacus.reduction import Look, Looks
+
+ACCUMULATION = (
+    "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
+    "not accumulated; take a larger batch_size, and BatchMemoryManager(max_physical_batch_size=...) for its pieces"
+)
+
+
+class Cut:
+    """One forward pass: its outputs with their graph, and what arrived at each.
+
+    Attributes:
+        batch_size: B.
+        outputs: [B, ...] each.
+        gradients: of each output, summed over backward passes; None where none arrived.
+        passes: autograd's numbers of the backward passes that reached it.
+    """
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.outputs: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.passes: set[int] = set()
+
+    def take(self, x: Tensor) -> Tensor:
+        """The same numbers with a graph of their own."""
+        self.outputs.append(x)
+        self.gradients.append(None)
+        place = len(self.outputs) - 1
+
+        def arrived(gradient: Tensor) -> None:
+            before = self.gradients[place]
+            self.gradients[place] = gradient if before is None else before + gradient
+            self.passes.add(torch._C._current_graph_task_id())
+
+        return _handed(x, arrived)
+
+    def losses(self, scale: float) -> Tensor:
+        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩."""
+        found = [
+            (output * (gradient * scale).to(output.dtype)).flatten(1).sum(1)
+            for output, gradient in zip(self.outputs, self.gradients, strict=True)
+            if gradient is not None
+        ]
+        return torch.stack([each.to(found[0]) for each in found]).sum(0)
+
+
+class Outputs:
+    """Cuts a model off at its outputs, and turns what arrives there into the losses of the samples.
+
+    Args:
+        model: whose forward passes the engine records already.
+        mean: the loss is a mean over the batch; else a sum.
+        forget: called when forward passes are let go without a step.
+    """
+
+    def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
+        self._mean, self._forget = mean, forget
+        self._model = model
+        self._cuts: list[Cut] = []
+        self._looks, self._look = Looks(), None  # type: Looks, Look | None
+        self._by_loader = False
+        self._handles = [
+            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._cuts.clear()
+        self._see(None)
+
+    def batch(self, batch: Any) -> Any:
+        """What the loader hands out next; its tensors note what is done with them where that is looked at."""
+        self._see(self._looks.due())
+        self._by_loader = True
+        return batch if self._look is None else self._look.batch(batch)
+
+    def _see(self, look: Look | None) -> None:
+        if self._look is not None:
+            self._look.close()
+        self._look, self._by_loader = look, False
+
+    @property
+    def pending(self) -> bool:
+        """Has a backward pass arrived that was not stepped?"""
+        return any(cut.passes for cut in self._cuts)
+
+    def clear(self) -> None:
+        """`zero_grad()`: what has arrived is left out; forward passes whose backward is to come are kept."""
+        if self.pending:
+            self._cuts.clear()
+            self._see(None)
+            self._forget()
+
+    def take(self) -> Tensor:
+        """The losses [B] of the batch, with their graph; what was recorded is done with.
+
+        Raises:
+            Misuse: no backward pass, or several batches.
+            UnsupportedModel: a loss whose gradient for one sample depends on others.
+        """
+        everything, self._cuts = self._cuts, []
+        look, self._look = self._look, None
+        self._by_loader = False
+        try:
+            return self._losses(everything, look)
+        finally:
+            for cut in everything:  # the caller may keep its loss, and with it the cut
+                cut.outputs.clear()
+            if look is not None:
+                look.close()
+
+    def _losses(self, everything: list[Cut], look: Look | None) -> Tensor:
+        cuts = [cut for cut in everything if cut.passes]
+        if not cuts:
+            raise Misuse(
+                "expected loss.backward() of a forward pass in training mode before optimizer.step(), got no gradient "
+                "at the model's outputs"
+            )
+        if len({cut.batch_size for cut in cuts}) > 1 or not set.intersection(*(cut.passes for cut in cuts)):
+            raise Misuse(ACCUMULATION)
+        batch_size = cuts[0].batch_size
+        if look is not None:
+            arrived = [gradient for cut in everything for gradient in cut.gradients]
+            look.judge(arrived, batch_size, mean=self._mean)
+        if batch_size == 0:
+            return torch.zeros(0)
+        scale = float(batch_size) if self._mean else 1.0
+        parts = [cut.losses(scale) for cut in cuts]
+        return torch.stack([part.to(parts[0]) for part in parts]).sum(0)
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if module is not self._model or not (module.training and torch.is_grad_enabled()):
+            return None
+        if self.pending:
+            raise Misuse(ACCUMULATION)
+        if not self._by_loader and not self._cuts:  # batches of the caller's own
+            self._see(self._looks.due())
+        return mapped(plain, (args, kwargs))
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if module is not self._model or not (module.training and torch.is_grad_enabled()):
+            return None
+        cut = Cut(leading_dimension(args, kwargs))
+        found = mapped(lambda x: self._cut(cut, plain(x)), output)
+        if cut.outputs:
+            self._cuts.append(cut)
+        return found
+
+    def _cut(self, cut: Cut, x: Tensor) -> Tensor:
+        empty = cut.batch_size == 0
+        if not x.is_floating_point() or not (x.requires_grad or empty):
+            return x
+        if not x.dim() or x.shape[0] != cut.batch_size:
+            return _handed(x, _barred(list(x.shape), cut.batch_size))
+        handed = cut.take(x)
+        return handed if self._look is None else self._look.begun(handed)
+
+
+class _Handed(torch.autograd.Function):
+    """A tensor of given numbers, in no graph but this function's, which tells what gradient arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: list[Tensor], arrived: Callable[[Tensor], None]) -> Tensor:
+        ctx.arrived = arrived
+        return x[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.arrived(gradient.detach())
+        return None, None, None
+
+
+def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+    anchor = torch.zeros((), requires_grad=True)
+    handed: Tensor = _Handed.apply(anchor, [x], arrived)
+    return handed
+
+
+def _barred(shape: list[int], batch_size: int) -> Callable[[Tensor], None]:
+    def arrived(gradient: Tensor) -> None:
+        raise Misuse(
+            f"expected a loss of outputs [{batch_size}, ...] with the samples first, got one of an output {shape}, in "
+            "which samples are mixed already: compute the loss outside of the model, from its logits"
+        )
+
+    return arrived

@@ -1,0 +1,198 @@
+"""Is the gradient that arrives at the outputs of a sample that sample's own? The loss is run again to see.
+
+What the caller computes from the outputs and from the loader's tensors (labels, masks, weights) is noted in the first
+few batches, and in one of 200 later (`dpbench.engine.traced`). At `optimizer.step()` it runs again:
+
+others   with the samples outside of S replaced by one of S, outputs and labels alike, for several S: the gradients of
+         the outputs of S must be the same. A mean over the tokens that are no padding, or weighted by classes, is
+         divided by what the whole batch holds, and is found so.
+twice    with each sample there twice: under a mean gradients are halved, under a sum they stay. So a sum that was said
+         to be a mean is found, whose gradients would be multiplied by the size of the batch.
+
+What cannot run again (numbers that left torch, tensors of another loader) is said once, and not looked at.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.apart import TOLERANCE, differing, separating, with_others_replaced
+from clipping.draws import Draws
+from clipping.formats import coarsest
+from clipping.interface import Problem, UnsupportedModel
+from dpbench.engine import PrivacyWarning
+from dpbench.engine.containers import mapped
+from dpbench.engine.traced import Trace, Traced, plain
+
+FIRST, RATE = 3, 1 / 200
+"""Batches that are looked at first, and the share of later ones."""
+DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
+REMEDY = (
+    "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or hand make_private the "
+    "criterion with grad_sample_mode='ghost', which takes the losses of the samples"
+)
+
+
+class Looks:
+    """When to look."""
+
+    def __init__(self) -> None:
+        self._first, self._random = FIRST, random.Random(0)
+
+    def due(self) -> Look | None:
+        """For the next batch."""
+        if self._first > 0:
+            self._first -= 1
+            return Look()
+        return Look() if self._random.random() < RATE else None
+
+
+class Look(Trace):
+    """One batch: what is computed from it, and how the loss came about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handed: list[Tensor] = []  # what was made of the model's outputs, in the order of their cuts
+        self._losses: list[tuple[int, Any]] = []  # identity of what backward() was called on, its gradient
+
+    def batch(self, batch: Any) -> Any:
+        """The loader's tensors, which note what is done with them."""
+        return mapped(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
+
+    def begun(self, handed: Tensor) -> Tensor:
+        """The same of an output of the model."""
+        traced = self._begun(handed)
+        self._handed.append(traced)
+        return traced
+
+    def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        if operation is Tensor.backward:
+            gradient = kwargs.get("gradient", args[1] if len(args) > 1 else None)
+            self._losses.append((id(args[0]), gradient))
+            return operation(*args, **kwargs)
+        return super().run(operation, args, kwargs)
+
+    def close(self) -> None:
+        super().close()
+        self._handed.clear()
+        self._losses.clear()
+
+    def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
+        """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own; and close.
+
+        Raises:
+            UnsupportedModel: they are not.
+        """
+        try:
+            if batch_size > 1 and self._open and self._handed:
+                self._judge(arrived, batch_size, mean)
+        finally:
+            self.close()
+
+    def _judge(self, arrived: Sequence[Tensor | None], batch_size: int, mean: bool) -> None:
+        draws = Draws()
+        tolerance = 10 * coarsest([x for x in arrived if x is not None], TOLERANCE)
+        reached = [x is not None for x in arrived]
+        was = [x for x in arrived if x is not None]
+
+        def gradients(change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
+            """Of the outputs that a gradient had reached; None if the loss cannot run so."""
+            try:
+                with draws.again(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+                    found = self._gradients(change, fixed)
+            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+                return None
+            return [x for x, wanted in zip(found, reached, strict=True) if wanted]
+
+        everybody = torch.ones(batch_size, dtype=torch.bool)
+        same = gradients(lambda x: x.detach().clone(), lambda x: x)
+        if len(reached) != len(self._handed) or same is None or _differ(was, same, everybody, tolerance):
+            _unknown("it cannot be run again")
+            return
+        for half in separating(batch_size):
+            replaced = gradients(partial(with_others_replaced, half=half), lambda x: x)
+            if replaced is None:
+                _unknown("it cannot be run with other labels")
+                break
+            sample = differing(was, replaced, half, tolerance)
+            if sample is not None:
+                reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
+                raise UnsupportedModel("opacus", [Problem("criterion", reason, REMEDY)])
+        twice = gradients(lambda x: _twice(x, batch_size), lambda x: _twice(x, batch_size))
+        if twice is None:
+            _unknown("it cannot be run with each sample twice")
+            return
+        of_mean = not _differ([x / 2 for x in was], [x[:batch_size] for x in twice], everybody, tolerance)
+        of_sum = not _differ(was, [x[:batch_size] for x in twice], everybody, tolerance)
+        if of_mean == of_sum:  # of a loss that has no gradient; or that is neither
+            return
+        if mean and of_sum and not self._divided(batch_size):
+            reason = "the loss is a sum over the batch, and loss_reduction='mean' multiplies by the size of the batch"
+            remedy = "say loss_reduction='sum', or give the criterion reduction='mean'"
+            raise UnsupportedModel("opacus", [Problem("criterion", reason, remedy)])
+        if not mean and of_mean:
+            reason = "the loss is a mean over the batch, whose size divides each gradient, with loss_reduction='sum'"
+            remedy = "say loss_reduction='mean', or give the criterion reduction='sum'"
+            raise UnsupportedModel("opacus", [Problem("criterion", reason, remedy)])
+
+    def _gradients(self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
+        leaves: dict[int, Tensor] = {}
+        handed = {id(x) for x in self._handed}
+
+        def begin(x: Tensor) -> Tensor:
+            found = change(plain(x))
+            if id(x) not in handed:
+                return found
+            leaves[id(x)] = found.requires_grad_()
+            return found.clone()  # which may be changed in place
+
+        values = self._again(begin, fixed)
+        outputs = [leaves[id(x)] for x in self._handed]
+        total: list[Tensor] = [torch.zeros_like(x) for x in outputs]
+        for loss, gradient in self._losses:
+            found = torch.autograd.grad(values[loss], outputs, gradient, retain_graph=True, allow_unused=True)
+            total = [sum_ if x is None else sum_ + x for sum_, x in zip(total, found, strict=True)]
+        return total
+
+    def _divided(self, batch_size: int) -> bool:
+        """Did the caller divide by a multiple of B, or multiply by 1/B? Then a sum is a mean all the same."""
+        for note in self._notes:
+            name = getattr(note.operation, "__name__", "")
+            for number in note.args:
+                if isinstance(number, bool) or not isinstance(number, Real) or not number:
+                    continue
+                divisor = float(number) if name in DIVISIONS else 1 / float(number)
+                if (name in DIVISIONS or "mul" in name) and divisor >= 1 and abs(divisor / batch_size % 1) < 1e-6:
+                    return True
+        return False
+
+
+def _differ(one: Sequence[Tensor], other: Sequence[Tensor], everybody: Tensor, tolerance: float) -> bool:
+    return any(a.shape != b.shape for a, b in zip(one, other, strict=True)) or (
+        differing(one, other, everybody, tolerance) is not None
+    )
+
+
+def _twice(x: Tensor, batch_size: int) -> Tensor:
+    """[2B·k, ...] of what has B·k rows; the same of anything else."""
+    if isinstance(x, nn.Parameter) or not x.dim() or not len(x) or len(x) % batch_size:
+        return x.detach().clone()
+    return torch.cat([x.detach(), x.detach()])
+
+
+def _unknown(why: str) -> None:
+    warnings.warn(
+        f"nobody has seen that the loss keeps samples apart: {why}; take the batches from the loader that make_private "
+        "returns, and keep to torch's operations",
+        PrivacyWarning,
+        stacklevel=2,
+    )
