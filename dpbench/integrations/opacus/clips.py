@@ -75,8 +75,7 @@ class Clips:
         self.function = self.at(self.norm)
 
     def at(self, norm: float) -> ClipFunction:
-        """The function of this norm, which is then `norm`."""
-        self.norm = norm
+        """The function of another norm."""
         if self._shares is not None:
             return PerTensor(tuple(share * norm for share in self._shares))
         if self._clipping == "automatic":

@@ -70,6 +70,7 @@ class DPOptimizer(Optimizer):
     def max_grad_norm(self, value: float) -> None:
         if value != self._clips.norm:
             set_clip(self._engine, self._clips.at(float(value)))
+            self._clips.norm = float(value)
 
     @property
     def params(self) -> list[nn.Parameter]:

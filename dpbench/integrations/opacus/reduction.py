@@ -125,23 +125,25 @@ class Look(Trace):
             sample = differing(was, replaced, half, tolerance)
             if sample is not None:
                 reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
-                raise UnsupportedModel("opacus", [Problem("criterion", reason, REMEDY)])
-        twice = gradients(lambda x: _twice(x, batch_size), lambda x: _twice(x, batch_size))
-        if twice is None:
-            _unknown("it cannot be run with each sample twice")
+                raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
+        twice = gradients(lambda x: _twice(x, batch_size), lambda x: _twice(x, batch_size)) or []
+        first, second = [x[:batch_size] for x in twice], [x[batch_size:] for x in twice]
+        if not twice or _differ(first, second, everybody, tolerance):
+            if mean != self._averaged(batch_size):
+                _unknown("it cannot be run with each sample twice")
             return
-        of_mean = not _differ([x / 2 for x in was], [x[:batch_size] for x in twice], everybody, tolerance)
-        of_sum = not _differ(was, [x[:batch_size] for x in twice], everybody, tolerance)
+        of_mean = not _differ([x / 2 for x in was], first, everybody, tolerance)
+        of_sum = not _differ(was, first, everybody, tolerance)
         if of_mean == of_sum:  # of a loss that has no gradient; or that is neither
             return
         if mean and of_sum and not self._divided(batch_size):
             reason = "the loss is a sum over the batch, and loss_reduction='mean' multiplies by the size of the batch"
             remedy = "say loss_reduction='sum', or give the criterion reduction='mean'"
-            raise UnsupportedModel("opacus", [Problem("criterion", reason, remedy)])
+            raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
         if not mean and of_mean:
             reason = "the loss is a mean over the batch, whose size divides each gradient, with loss_reduction='sum'"
             remedy = "say loss_reduction='mean', or give the criterion reduction='sum'"
-            raise UnsupportedModel("opacus", [Problem("criterion", reason, remedy)])
+            raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
     def _gradients(self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
@@ -162,6 +164,15 @@ class Look(Trace):
             found = torch.autograd.grad(values[loss], outputs, gradient, retain_graph=True, allow_unused=True)
             total = [sum_ if x is None else sum_ + x for sum_, x in zip(total, found, strict=True)]
         return total
+
+    def _averaged(self, batch_size: int) -> bool:
+        """Was there a mean, by the names of the operations?"""
+        for note in self._notes:
+            name = getattr(note.operation, "__name__", "")
+            reduction = note.kwargs.get("reduction", "mean" if name.endswith(("loss", "entropy")) else "")
+            if name == "mean" or reduction == "mean":
+                return True
+        return self._divided(batch_size)
 
     def _divided(self, batch_size: int) -> bool:
         """Did the caller divide by a multiple of B, or multiply by 1/B? Then a sum is a mean all the same."""
