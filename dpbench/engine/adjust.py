@@ -6,7 +6,7 @@ All of it is accounted: steps keep the noise that they were released with (`Sett
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,8 @@ from dpbench.engine.settings import require_sensitivity
 from dpbench.engine.sizes import Sizes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from clipping import ClipFunction
     from dpbench.engine.engine import PrivacyEngine
 
@@ -78,6 +80,11 @@ def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
     require_sensitivity(clip)
     engine.clip = clip
     engine._recorder.backend.clip = clip
+
+
+def watch_norms(engine: PrivacyEngine, see: Callable[[Tensor], None]) -> None:
+    """Call `see` with the norms [B] of each piece before clipping: not private, and not accounted."""
+    engine._recorder.see = see
 
 
 def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:

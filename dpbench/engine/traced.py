@@ -12,6 +12,7 @@ custom function, say, are not looked at.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -136,6 +137,15 @@ class Traced(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(plain(self), memo)
+
+    def __format__(self, spec: str) -> str:  # torch formats numbers of its own class alone
+        return format(plain(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return plain(self).__repr__(**options)
 
 
 def plain(x: Tensor) -> Tensor:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -351,6 +355,9 @@ def test_a_loss_inside_the_model_is_refused_and_logits_beside_it_are_taken():
     x, y = next(iter(loader))
     with pytest.raises(Misuse, match=r"samples are mixed already: compute the loss outside of the model"):
         net(x, y)["loss"].backward()
+    _, net, optimizer, _, loader = private(Inside(), grad_sample_mode="ghost")
+    with pytest.raises(Misuse, match=r"samples are mixed already: compute the loss outside of the model"):
+        net(x, y)["loss"].backward()
     engine, net, optimizer, loader = private(Inside())
     for x, y in loader:
         F.cross_entropy(net(x, y)["logits"], y).backward()
@@ -388,14 +395,113 @@ def test_what_cannot_be_run_again_is_said():
         trained(loss)
 
 
+def test_a_loss_that_becomes_another_one_later_is_looked_at_again():
+    _, net, optimizer, loader = private(batch_size=6)
+    steps = 0
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for x, y in loader:
+            out = net(x)
+            optimizer.zero_grad()
+            (F.cross_entropy(out, y) if steps < 25 else MIXING["centred by a detached mean"](out, y)).backward()
+            optimizer.step()
+            steps += 1
+    assert 25 <= steps <= 27
+
+
+def test_losses_and_outputs_are_tensors_like_others_in_every_batch():
+    _, net, optimizer, loader = private()
+    kept = []
+    for x, y in loader:
+        optimizer.zero_grad()
+        out = net(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        optimizer.step()
+        kept.append(loss)
+        assert f"{loss:.2f}" == f"{loss.item():.2f}" and repr(out.detach()).startswith("tensor(")
+        assert copy.deepcopy(loss.detach()) == loss and out.detach().numpy().shape == (len(y.numpy()), 3)
+        assert float(out.argmax(1).eq(y).float().mean()) <= 1
+        torch.save([loss, y], io.BytesIO())
+    assert len(kept) == 10 and sum(kept).item() == pytest.approx(sum(float(each) for each in kept), rel=1e-5)
+
+
+def test_copies_of_the_model_are_ordinary_ones():
+    engine, net, optimizer, loader = private()
+    for x, y in loader:
+        F.cross_entropy(net(x), y).backward()
+        average = copy.deepcopy(net)
+        F.cross_entropy(average(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.cleanup()
+    file = io.BytesIO()
+    torch.save(net, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded.eval()(x), net.eval()(x)) and engine.engine.steps == 10
+
+
+def test_gradients_of_inputs_end_at_the_outputs_and_are_refused():
+    _, net, optimizer, loader = private()
+    (x, _) = next(iter(loader))
+    maker = nn.Linear(6, 6)
+    with pytest.raises(Misuse, match=r"inputs that need no gradient.*call model.eval\(\)"):
+        net(maker(x))
+    net.eval()
+    net(maker(x)).sum().backward()
+    assert bool(maker.weight.grad.any())
+    optimizer.zero_grad()
+    net.train()
+    net(x).sum().div(len(x)).backward()
+    optimizer.step()
+
+
+def test_scaled_losses_are_refused():
+    _, net, optimizer, loader = private()
+    x, y = next(iter(loader))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(F.cross_entropy(net(x), y)).backward()
+    with pytest.raises(Misuse, match="expected no GradScaler"):
+        scaler.step(optimizer)
+
+
+def test_opacus_need_not_be_installed():
+    code = """
+import sys
+sys.modules["opacus"] = None
+import torch
+from torch import nn
+from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
+net = nn.Linear(4, 2)
+data = torch.utils.data.TensorDataset(torch.randn(40, 4), torch.randint(0, 2, (40,)))
+engine = PrivacyEngine()
+assert engine.get_compatible_module(net) is net
+model, optimizer, loader = engine.make_private(
+    module=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), noise_multiplier=1.0, max_grad_norm=1.0,
+    data_loader=torch.utils.data.DataLoader(data, batch_size=10))
+with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as pieces:
+    for x, y in pieces:
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+print(engine.engine.steps)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "4", done.stderr
+
+
 REFUSED = [
-    (dict(clipping="adaptiv"), ValueError, "expected clipping, one of flat, per_layer, automatic"),
+    (dict(clipping="adaptiv"), ValueError, "expected clipping, one of flat, .*; did you mean 'adaptive'"),
     (dict(grad_sample_mode="gost"), ValueError, "expected grad_sample_mode, one of .*; did you mean 'ghost'"),
     (dict(grad_sample_mode="no_op"), ValueError, "expected grad_sample_mode, one of hooks"),
     (dict(loss_reduction="none"), ValueError, "expected loss_reduction, one of mean, sum, got 'none'"),
     (dict(batch_first=False), ValueError, "expected batch_first=True, got False: let the samples come first"),
     (dict(rand_on_empty=True), ValueError, "expected rand_on_empty=False"),
-    (dict(max_grad_nrom=1.0), TypeError, "expected the arguments of make_private, got 'max_grad_nrom'"),
+    (
+        dict(max_grad_nrom=1.0),
+        TypeError,
+        "expected the arguments of make_private with clipping='flat', got 'max_grad_nrom'",
+    ),
     (dict(max_grad_norm=[1.0, 1.0]), ValueError, "expected a number as max_grad_norm, or with clipping='per_layer'"),
     (dict(max_grad_norm=[1.0], clipping="per_layer"), ValueError, "one of each of the 4 trainable parameters, got 1"),
     (dict(max_grad_norm=-1.0), ValueError, "max_grad_norm=-1.0 >= 0"),

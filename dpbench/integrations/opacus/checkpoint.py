@@ -71,7 +71,9 @@ def load(
     state = torch.load(path, **{"weights_only": False, **(torch_load_kwargs or {})})
     module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
     if KEY in state:
-        _go_on(private, state, moved=noise_scheduler is not None, norm=grad_clip_scheduler is not None)
+        _go_on(
+            private, state, moved=noise_scheduler is not None, norm=grad_clip_scheduler is not None or private.adaptive
+        )
     else:
         accountant.load_state_dict(state["privacy_accountant_state_dict"])
     for name, part in (

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from clipping import Automatic, Flat, PerLayer
 from clipping.interface import ClipFunction
 from dpbench.errors import nearest
+from dpbench.integrations.opacus.quantile import ARGUMENTS, STABILISER, Quantile
 
-STABILISER = 1e-6
-"""Opacus adds it to each norm."""
-NAMES = ("flat", "per_layer", "automatic")
+NAMES = ("flat", "per_layer", "automatic", "adaptive")
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,26 @@ class Clips:
         max_grad_norm: C; for "per_layer" a list, one of each trainable parameter, in the optimizer's order, or C of
             all, which have equal shares.
         optimizer, model: whose parameters they are.
+        noise_multiplier: σ.
+        options: of "adaptive", `quantile.ARGUMENTS`; of the others none.
+
+    Attributes:
+        norm: C.
+        quantile: what moves C, of "adaptive".
 
     Raises:
-        ValueError: one line that names the argument.
+        ValueError, TypeError: one line that names the argument.
     """
 
-    def __init__(self, clipping: str, max_grad_norm: Any, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    def __init__(
+        self,
+        clipping: str,
+        max_grad_norm: Any,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        noise_multiplier: float,
+        options: dict[str, Any],
+    ) -> None:
         if clipping not in NAMES:
             hint = nearest(str(clipping), NAMES)
             raise ValueError(
@@ -68,14 +81,22 @@ class Clips:
                 + (f"; did you mean {hint!r}?" if hint else "")
             )
         self._clipping = clipping
+        wanted = set(ARGUMENTS) if clipping == "adaptive" else set()
+        if odd := sorted(options.keys() ^ wanted):
+            came = f"got {odd[0]!r} beside them" if odd[0] in options else f"got none named {odd[0]!r}"
+            raise TypeError(f"expected the arguments of make_private with clipping={clipping!r}, {came}")
+        self.quantile = Quantile(**options) if wanted else None
+        self.noise_multiplier = noise_multiplier
+        """σ of the noise beside it."""
         self._shares: tuple[float, ...] | None = None
         if isinstance(max_grad_norm, (list, tuple)):
             self._shares, max_grad_norm = _shares(clipping, max_grad_norm, optimizer, model)
         self.norm = float(max_grad_norm)
-        self.function = self.at(self.norm)
 
     def at(self, norm: float) -> ClipFunction:
-        """The function of another norm."""
+        """The function of this norm."""
+        if self.quantile is not None:
+            return self.quantile.clip(norm, self.noise_multiplier)
         if self._shares is not None:
             return PerTensor(tuple(share * norm for share in self._shares))
         if self._clipping == "automatic":

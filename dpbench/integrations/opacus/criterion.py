@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpbench.engine import Misuse
-from dpbench.integrations.opacus.outputs import ACCUMULATION
+from dpbench.integrations.opacus.outputs import ACCUMULATION, bar_reduced
 
 
 class Backward:
     """The losses whose `backward()` was called, until the step.
 
     Args:
+        model: whose own losses are refused.
         forget: called when they are let go without a step.
     """
 
-    def __init__(self, forget: Callable[[], None]) -> None:
-        self._forget = forget
+    def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
+        self._forget, self._handle = forget, bar_reduced(model)
         self._losses: Tensor | None = None
 
     @property
@@ -58,6 +59,7 @@ class Backward:
 
     def close(self) -> None:
         self._losses = None
+        self._handle.remove()
 
 
 class DPTensor:

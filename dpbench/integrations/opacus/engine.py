@@ -84,7 +84,8 @@ class PrivacyEngine:
             loss_reduction: of the loss: "mean" or "sum" over the batch.
             poisson_sampling: False keeps the loader's batches. These are accounted as what they are, one pass an epoch,
                 for making one record's gradient zero: a much larger ε than Opacus says, which counts them as samples.
-            clipping: "flat", "per_layer", or "automatic".
+            clipping: "flat", "per_layer", "automatic", or "adaptive" with the arguments of Opacus' AdaClip in `others`;
+                the noise of its count is within the noise multiplier.
             noise_generator: noise and samples that can be repeated: not private.
             grad_sample_mode: one of `MODES`.
             wrap_model: False returns what takes the hooks off in the module's place; the model is used as it is.
@@ -97,7 +98,7 @@ class PrivacyEngine:
         """
         _one_of("grad_sample_mode", grad_sample_mode, MODES)
         _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
-        _refuse(others, batch_first, rand_on_empty)
+        _refuse(batch_first, rand_on_empty)
         if self.engine is not None:
             raise Misuse(
                 "expected one make_private of a PrivacyEngine, got a second one: make a PrivacyEngine for each model, "
@@ -107,15 +108,21 @@ class PrivacyEngine:
         if isinstance(data_loader, DPDataLoader):
             data_loader = data_loader.source
         length = _length(data_loader)
-        clips = Clips(clipping, max_grad_norm, optimizer, model)
+        clips = Clips(clipping, max_grad_norm, optimizer, model, noise_multiplier, others)
+        if clips.quantile is not None and not poisson_sampling:
+            raise Misuse(
+                "expected poisson_sampling=True with clipping='adaptive', got False: a gradient that is made zero is "
+                "still counted, and moves the count by twice what its noise covers"
+            )
+        function = clips.at(clips.norm)
         records = len(data_loader.dataset)  # type: ignore[arg-type]
         engine = Engine(
             model,
             batch_size=max(1, int(records * (1 / length))),  # as Opacus rounds
             sample_size=records,
-            max_grad_norm=clips.function.sensitivity,
+            max_grad_norm=function.sensitivity,
             noise_multiplier=noise_multiplier,
-            clip=clips.function,
+            clip=function,
             accountant=self.accountant.mechanism(),
             secure=self.secure_mode,
             generator=noise_generator,
@@ -126,7 +133,7 @@ class PrivacyEngine:
         loss: Any = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
         forget = partial(drop_recorded, engine)
         ghost = grad_sample_mode.startswith("ghost")
-        losses = Backward(forget) if ghost else Outputs(model, loss_reduction == "mean", forget)
+        losses = Backward(model, forget) if ghost else Outputs(model, loss_reduction == "mean", forget)
         loader = DPDataLoader(data_loader, engine, poisson_sampling, losses.batch)
         private = DPOptimizer(optimizer, engine, losses, clips, loss_reduction, loader.stepped)
         self.engine, self.dataset, self._optimizer = engine, data_loader.dataset, private
@@ -272,9 +279,7 @@ def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
         )
 
 
-def _refuse(others: dict[str, Any], batch_first: bool, rand_on_empty: bool) -> None:
-    if others:
-        raise TypeError(f"expected the arguments of make_private, got {sorted(others)[0]!r} beside them")
+def _refuse(batch_first: bool, rand_on_empty: bool) -> None:
     if not batch_first:
         raise ValueError(
             "expected batch_first=True, got False: let the samples come first in the model's inputs and outputs, and "

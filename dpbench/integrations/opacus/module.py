@@ -44,7 +44,7 @@ class GradSampleModule(nn.Module):
         super().__init__()
         self._module = model
         self.loss_reduction = loss_reduction
-        self.__dict__["_close_all"] = close
+        self._close_all = close
         self.train(model.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,6 +57,10 @@ class GradSampleModule(nn.Module):
             if name == "_module":  # of a copy that is being made
                 raise
         return getattr(self._module, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which has no engine: its model is an ordinary one."""
+        return {**self.__dict__, "_close_all": _nothing}
 
     def cleanup(self) -> None:
         """Leave model and optimizer as they were before `make_private`. Twice is fine."""
@@ -75,6 +79,10 @@ class GradSampleModule(nn.Module):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
+
+
+def _nothing() -> None:
+    """There is nothing to take off."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

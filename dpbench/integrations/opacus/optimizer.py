@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.engine.adjust import set_clip, set_noise_multiplier
+from dpbench.engine.adjust import set_clip, set_noise_multiplier, watch_norms
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward
 from dpbench.integrations.opacus.outputs import Outputs
@@ -33,6 +33,9 @@ class DPOptimizer(Optimizer):
         stepped: called when a logical batch was released.
     """
 
+    _step_supports_amp_scaling = True
+    """A GradScaler then calls `step`, which refuses it."""
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -51,6 +54,8 @@ class DPOptimizer(Optimizer):
         self._skip = False
         self._grads = {p: p.grad for p in self.params}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
+        if clips.quantile is not None:
+            watch_norms(engine, lambda norms: clips.quantile.see(norms, clips.norm))  # type: ignore[union-attr]
 
     @property
     def noise_multiplier(self) -> float:
@@ -59,7 +64,12 @@ class DPOptimizer(Optimizer):
 
     @noise_multiplier.setter
     def noise_multiplier(self, value: float) -> None:
-        set_noise_multiplier(self._engine, float(value))
+        clips, value = self._clips, float(value)
+        moved = None if clips.quantile is None else clips.quantile.clip(clips.norm, value)
+        set_noise_multiplier(self._engine, value)
+        if moved is not None:
+            clips.noise_multiplier = value
+            set_clip(self._engine, moved)
 
     @property
     def max_grad_norm(self) -> float:
@@ -71,6 +81,11 @@ class DPOptimizer(Optimizer):
         if value != self._clips.norm:
             set_clip(self._engine, self._clips.at(float(value)))
             self._clips.norm = float(value)
+
+    @property
+    def adaptive(self) -> bool:
+        """Does the norm move by itself?"""
+        return self._clips.quantile is not None
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -150,19 +165,30 @@ class DPOptimizer(Optimizer):
         Raises:
             Misuse: without a backward pass before it.
         """
+        if vars(self).pop("found_inf", None) is not None or vars(self).pop("grad_scale", None) is not None:
+            raise Misuse("expected no GradScaler: scaled gradients would be clipped; bfloat16 autocast needs none")
         if closure is not None:
             with torch.enable_grad():
                 closure()
         losses = self.losses.take()
         self._refuse_other_gradients()
         skip, self._skip = self._skip, False
-        if skip:
-            self._engine.virtual_step(losses)
-        else:
-            self._engine.step(losses)
+        quantile = self._clips.quantile
+        before = 0.0 if quantile is None else quantile.count
+        try:
+            if skip:
+                self._engine.virtual_step(losses)
+            else:
+                self._engine.step(losses)
+        except BaseException:
+            if quantile is not None:  # of a piece that is tried again, or of a batch that is given up
+                quantile.count = before if self._engine._sums else 0.0
+            raise
         self._grads = {p: p.grad for p in self.params}
         if self._engine.stepped:
             self._stepped()
+            if quantile is not None:
+                self.max_grad_norm = quantile.next(self._engine, self.max_grad_norm)
 
     def state_dict(self) -> dict[str, Any]:
         return self.original_optimizer.state_dict()

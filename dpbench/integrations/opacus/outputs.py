@@ -12,6 +12,7 @@ own, if v_i depends on sample i alone: `dpbench.integrations.opacus.reduction` l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 
 from clipping.interface import leading_dimension
 from dpbench.engine import Misuse
-from dpbench.engine.containers import mapped
+from dpbench.engine.containers import mapped, tensors_in
+from dpbench.engine.recorder import Hook
 from dpbench.engine.traced import plain
 from dpbench.integrations.opacus.reduction import Look, Looks
 
@@ -29,19 +31,25 @@ ACCUMULATION = (
     "not accumulated; take a larger batch_size, and BatchMemoryManager(max_physical_batch_size=...) for its pieces"
 )
 
+MANY = 256
+"""Nodes of a loss by which it is told from others."""
+
 
 class Cut:
     """One forward pass: its outputs with their graph, and what arrived at each.
 
-    Attributes:
+    Args:
         batch_size: B.
+        ran: told of the nodes of each backward pass that reaches it.
+
+    Attributes:
         outputs: [B, ...] each.
         gradients: of each output, summed over backward passes; None where none arrived.
         passes: autograd's numbers of the backward passes that reached it.
     """
 
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
+    def __init__(self, batch_size: int, ran: Callable[[tuple[str, ...]], None]) -> None:
+        self.batch_size, self._ran = batch_size, ran
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         self.passes: set[int] = set()
@@ -55,7 +63,10 @@ class Cut:
         def arrived(gradient: Tensor) -> None:
             before = self.gradients[place]
             self.gradients[place] = gradient if before is None else before + gradient
-            self.passes.add(torch._C._current_graph_task_id())
+            number = torch._C._current_graph_task_id()
+            if number not in self.passes:
+                self.passes.add(number)
+                self._ran(_running())
 
         return _handed(x, arrived)
 
@@ -85,8 +96,8 @@ class Outputs:
         self._looks, self._look = Looks(), None  # type: Looks, Look | None
         self._by_loader = False
         self._handles = [
-            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._after), with_kwargs=True),
         ]
 
     def close(self) -> None:
@@ -161,6 +172,11 @@ class Outputs:
             return None
         if self.pending:
             raise Misuse(ACCUMULATION)
+        if any(x.requires_grad for x in tensors_in((args, kwargs))):
+            raise Misuse(
+                "expected inputs that need no gradient, got some of another trained model, whose gradient would end "
+                "here: detach() them, or for a gradient of inputs call model.eval(), and optimizer.zero_grad() after it"
+            )
         if not self._by_loader and not self._cuts:  # batches of the caller's own
             self._see(self._looks.due())
         return mapped(plain, (args, kwargs))
@@ -168,7 +184,7 @@ class Outputs:
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if module is not self._model or not (module.training and torch.is_grad_enabled()):
             return None
-        cut = Cut(leading_dimension(args, kwargs))
+        cut = Cut(leading_dimension(args, kwargs), self._looks.ran)
         found = mapped(lambda x: self._cut(cut, plain(x)), output)
         if cut.outputs:
             self._cuts.append(cut)
@@ -182,6 +198,18 @@ class Outputs:
             return _handed(x, _barred(list(x.shape), cut.batch_size))
         handed = cut.take(x)
         return handed if self._look is None else self._look.begun(handed)
+
+
+def bar_reduced(model: nn.Module) -> Any:
+    """A hook that refuses the backward pass of a loss inside the model: its handle."""
+
+    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if module is not model or not (module.training and torch.is_grad_enabled()):
+            return None
+        size = leading_dimension(args, kwargs)
+        return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size)), output)
+
+    return model.register_forward_hook(Hook(after), with_kwargs=True)
 
 
 class _Handed(torch.autograd.Function):
@@ -202,6 +230,28 @@ def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
     anchor = torch.zeros((), requires_grad=True)
     handed: Tensor = _Handed.apply(anchor, [x], arrived)
     return handed
+
+
+def _running() -> tuple[str, ...]:
+    """The nodes of the backward pass that this thread is in, by name; none where it is another thread's (on a GPU)."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        loss = frame.f_locals.get("self")
+        if frame.f_code.co_name == "backward" and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            return _names(loss.grad_fn)
+        frame = frame.f_back
+    return ()
+
+
+def _names(node: Any) -> tuple[str, ...]:
+    """Of the nodes from this one to the outputs of models, each once."""
+    found, to_go = {node: node.name()}, [node]
+    while to_go and len(found) < MANY:
+        for after, _ in to_go.pop().next_functions:
+            if after is not None and after not in found:
+                found[after] = after.name()
+                to_go.append(after)
+    return tuple(found.values())
 
 
 def _barred(shape: list[int], batch_size: int) -> Callable[[Tensor], None]:

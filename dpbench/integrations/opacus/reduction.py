@@ -1,7 +1,8 @@
 """Is the gradient that arrives at the outputs of a sample that sample's own? The loss is run again to see.
 
 What the caller computes from the outputs and from the loader's tensors (labels, masks, weights) is noted in the first
-few batches, and in one of 200 later (`dpbench.engine.traced`). At `optimizer.step()` it runs again:
+few batches, in the one after each new kind of loss, and in one of 200 later (`dpbench.engine.traced`). At
+`optimizer.step()` it runs again:
 
 others   with the samples outside of S replaced by one of S, outputs and labels alike, for several S: the gradients of
          the outputs of S must be the same. A mean over the tokens that are no padding, or weighted by classes, is
@@ -32,8 +33,8 @@ from dpbench.engine import PrivacyWarning
 from dpbench.engine.containers import mapped
 from dpbench.engine.traced import Trace, Traced, plain
 
-FIRST, RATE = 3, 1 / 200
-"""Batches that are looked at first, and the share of later ones."""
+FIRST, RATE, KNOWN = 3, 1 / 200, 32
+"""Batches that are looked at first, the share of later ones, and how many losses are told apart."""
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
 REMEDY = (
     "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or hand make_private the "
@@ -46,6 +47,7 @@ class Looks:
 
     def __init__(self) -> None:
         self._first, self._random = FIRST, random.Random(0)
+        self._graphs: set[tuple[str, ...]] = set()
 
     def due(self) -> Look | None:
         """For the next batch."""
@@ -53,6 +55,12 @@ class Looks:
             self._first -= 1
             return Look()
         return Look() if self._random.random() < RATE else None
+
+    def ran(self, nodes: tuple[str, ...]) -> None:
+        """A backward pass of these nodes of autograd's, between loss and outputs: after a new kind one more is due."""
+        if nodes not in self._graphs and len(self._graphs) < KNOWN:
+            self._graphs.add(nodes)
+            self._first = max(self._first, 1)
 
 
 class Look(Trace):
