@@ -11,7 +11,7 @@ import pytest
 import torch
 from opacus.schedulers import ExponentialNoise
 from opacus_loops import digits
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from clipping import load_backend
@@ -195,3 +195,30 @@ def test_an_argument_that_is_missing_is_named():
             max_grad_norm=1.0,
             **missing,
         )
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_one_record_moves_the_sum_by_the_norm_at_most(mode, clipping):
+    """Its inputs are 1e4 times the others'; all records are in the batch, once with it and once without."""
+
+    def summed(records: int) -> Tensor:
+        x = torch.cat([X[:20], 1e4 * X[20:21]])[:records]
+        model = net()
+        made = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            data_loader=DataLoader(TensorDataset(x, Y[:records]), batch_size=records),
+            noise_multiplier=0.0,
+            max_grad_norm=0.5,
+            clipping=clipping,
+            grad_sample_mode=mode,
+        )
+        criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+        for a, b in made[-1]:
+            criterion(made[0](a), b).backward()
+            made[1].step()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).double() * records
+
+    moved = float((summed(21) - summed(20)).norm())
+    assert 0.2 < moved <= 0.5 * (1 + 1e-4)

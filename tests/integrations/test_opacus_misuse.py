@@ -64,6 +64,9 @@ SOUND: dict[str, Loss] = {
     "weighted, then averaged": lambda o, y: F.cross_entropy(o, y, weight=CLASSES, reduction="none").mean(),
     "of several numbers a sample": lambda o, y: F.mse_loss(o, F.one_hot(y, 3).float()),
     "masked, and divided by all": lambda o, y: (F.cross_entropy(o, y, reduction="none") * (y != 1)).mean(),
+    "divided by a tensor": lambda o, y: F.cross_entropy(o, y, reduction="sum") / torch.tensor(len(y)),
+    "one number a sample": lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], (y == 1).float()),
+    "divided and averaged": lambda o, y: F.cross_entropy(o, y) + F.cross_entropy(o, y, reduction="sum") / len(y),
     "changed in place": lambda o, y: F.cross_entropy((o * 1).mul_(0.5), y),
     "a logarithm of its own": lambda o, y: -(o.log_softmax(1)[torch.arange(len(y)), y]).mean(),
 }
@@ -99,7 +102,24 @@ def test_a_sum_is_no_mean_and_a_mean_no_sum():
         trained(F.cross_entropy, loss_reduction="sum")
     with pytest.raises(UnsupportedModel, match="is a sum over the batch"):  # Poisson batches have other sizes
         trained(lambda o, y: F.cross_entropy(o, y, reduction="sum") / 24)
+    for reduction in ("mean", "sum"):
+        with pytest.raises(UnsupportedModel, match="over the batch"):
+            trained(lambda o, y: F.cross_entropy(o, y) + o.square().sum(), loss_reduction=reduction)
     assert trained(lambda o, y: F.cross_entropy(o, y, reduction="sum"), loss_reduction="sum") == 10
+
+
+def test_outputs_that_are_changed_in_place_where_the_model_needs_them():
+    """As in ordinary training: an error of autograd's, and no wrong gradient."""
+    engine, net, optimizer, loader = private(nn.Sequential(nn.Linear(6, 1), nn.Sigmoid(), nn.Flatten(0)))
+    x, y = next(iter(loader))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        out = net(x)
+        assert out.shape == (len(x),)
+        F.mse_loss(out.mul_(3.0), (y == 1).float()).backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            optimizer.step()
+    assert engine.engine.steps == 0
 
 
 class Tokens(nn.Module):

@@ -96,7 +96,9 @@ def load(
 def _go_on(private: DPOptimizer, state: dict[str, Any], *, moved: bool, norm: bool) -> None:
     engine, own = private._engine, state[KEY]
     history = state["privacy_accountant_state_dict"]["history"]
-    saved = own["engine"]["settings"]
+    saved, rate = own["engine"]["settings"], engine.settings.mechanism.sample_rate
+    if history and history[-1][1] != rate:
+        raise ValueError(f"expected sample_rate={history[-1][1]!r} as in the checkpoint, got {rate!r}")
     if len(history) > 1 or engine.settings.earlier or moved:
         if engine.steps:
             raise Misuse(

@@ -41,6 +41,8 @@ class DPDataLoader(DataLoader[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "source":
             raise AttributeError(name)
+        if self.poisson and name in ("sampler", "batch_sampler"):
+            raise AttributeError(f"expected the batches of this loader itself, got its {name}: the engine samples them")
         return getattr(self.source, name)
 
     def stepped(self) -> None:

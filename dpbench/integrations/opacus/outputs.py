@@ -23,7 +23,7 @@ from clipping.interface import leading_dimension
 from dpbench.engine import Misuse
 from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.recorder import Hook
-from dpbench.engine.traced import plain
+from dpbench.engine.traced import Traced, plain
 from dpbench.integrations.opacus.reduction import Look, Looks
 
 ACCUMULATION = (
@@ -73,7 +73,7 @@ class Cut:
     def losses(self, scale: float) -> Tensor:
         """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩."""
         found = [
-            (output * (gradient * scale).to(output.dtype)).flatten(1).sum(1)
+            (output * (gradient * scale).to(output.dtype)).reshape(self.batch_size, -1).sum(1)
             for output, gradient in zip(self.outputs, self.gradients, strict=True)
             if gradient is not None
         ]
@@ -179,7 +179,8 @@ class Outputs:
             )
         if not self._by_loader and not self._cuts:  # batches of the caller's own
             self._see(self._looks.due())
-        return mapped(plain, (args, kwargs))
+        noted = any(isinstance(x, Traced) for x in tensors_in((args, kwargs)))
+        return mapped(plain, (args, kwargs)) if noted else None
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         if module is not self._model or not (module.training and torch.is_grad_enabled()):

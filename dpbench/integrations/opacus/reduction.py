@@ -110,6 +110,8 @@ class Look(Trace):
         tolerance = 10 * coarsest([x for x in arrived if x is not None], TOLERANCE)
         reached = [x is not None for x in arrived]
         was = [x for x in arrived if x is not None]
+        if not any(bool(x.any()) for x in was):
+            return
 
         def gradients(change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
             """Of the outputs that a gradient had reached; None if the loss cannot run so."""
@@ -142,16 +144,17 @@ class Look(Trace):
             return
         of_mean = not _differ([x / 2 for x in was], first, everybody, tolerance)
         of_sum = not _differ(was, first, everybody, tolerance)
-        if of_mean == of_sum:  # of a loss that has no gradient; or that is neither
+        if of_mean if mean else of_sum:
             return
-        if mean and of_sum and not self._divided(batch_size):
-            reason = "the loss is a sum over the batch, and loss_reduction='mean' multiplies by the size of the batch"
-            remedy = "say loss_reduction='sum', or give the criterion reduction='mean'"
-            raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
-        if not mean and of_mean:
+        if not mean:
             reason = "the loss is a mean over the batch, whose size divides each gradient, with loss_reduction='sum'"
             remedy = "say loss_reduction='mean', or give the criterion reduction='sum'"
-            raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
+        elif not self._divided(batch_size):
+            reason = "the loss is a sum over the batch, and loss_reduction='mean' multiplies by the size of the batch"
+            remedy = "say loss_reduction='sum', or give the criterion reduction='mean'"
+        else:
+            return
+        raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
     def _gradients(self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor]:
         """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
@@ -187,6 +190,8 @@ class Look(Trace):
         for note in self._notes:
             name = getattr(note.operation, "__name__", "")
             for number in note.args:
+                if isinstance(number, Tensor) and not isinstance(number, Traced) and not number.dim():
+                    number = number.item()
                 if isinstance(number, bool) or not isinstance(number, Real) or not number:
                     continue
                 divisor = float(number) if name in DIVISIONS else 1 / float(number)
