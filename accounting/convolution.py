@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accounting.base import NoAnswer
+from accounting.mechanism import NoAnswer
 from accounting.search import golden
 from accounting.series import Array
 

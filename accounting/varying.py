@@ -19,9 +19,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from accounting.base import Accountant, ArgumentError, Guarantee, NoAnswer, SubsampledGaussian
+from accounting.base import Accountant, Guarantee
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
 from accounting.rdp import LARGEST, SMALLEST, to_epsilon
-from accounting.sampling import HOME, at_home
+from accounting.reductions import at_home
+from accounting.sampling import HOME
 from accounting.search import descend
 from accounting.series import log_moments
 

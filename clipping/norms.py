@@ -19,18 +19,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.arrivals import Arrival
 from clipping.blocks import blocks, concatenated, each, sum_dtype
+from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
-from clipping.interface import Parameters, norm_dtype, wide_dtype
-from clipping.oracle import gradients
+from clipping.kernels.gram import part
+from clipping.kernels.squares import sum_of_squares
+from clipping.reference import gradients
 from clipping.rounding import UNKNOWN, Doubt, Reach
 from clipping.rules import Copies, Rule, Spec
-from clipping.rules.grams import part
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
-from clipping.squares import sum_of_squares
-from clipping.uses import Use
+from clipping.tape.arrivals import Arrival
+from clipping.tape.uses import Use
+from clipping.types import Parameters
 
 SMALL = 64
 """What fits so often into a workspace is small: a batch's gradients of one parameter that are kept whatever the route

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.blocks import blocks, concatenated
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.kernels import cpu
+from clipping.kernels.gram import part
 from clipping.rounding import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
-from clipping.rules.grams import part
 
 
 class _Scale(Rule):

@@ -14,15 +14,15 @@ from accounting import SubsampledGaussian
 from dpbench.engine.errors import Misuse
 from dpbench.engine.settings import require_sensitivity
 from dpbench.engine.sizes import Sizes
+from dpbench.engine.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from clipping import ClipFunction
-    from dpbench.engine.engine import PrivacyEngine
 
 
-def set_rate(engine: PrivacyEngine, sample_rate: float, steps_per_epoch: int) -> None:
+def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
     """Draw and account batches of rate q where that is not b/n: n q is no whole number, and b, the divisor, is.
 
     Raises:
@@ -36,13 +36,13 @@ def set_rate(engine: PrivacyEngine, sample_rate: float, steps_per_epoch: int) ->
     engine._sizes = Sizes(engine.settings.sample_size, engine.settings.sample_size * sample_rate)
 
 
-def plan(engine: PrivacyEngine, steps: int, target_epsilon: float, target_delta: float) -> None:
+def plan(engine: State, steps: int, target_epsilon: float, target_delta: float) -> None:
     """Say for how many steps, and for which ε at which δ, the noise was calibrated: later steps are warned of."""
     settings = replace(engine.settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
     engine.settings = settings
 
 
-def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float) -> None:
+def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
     """σ of the steps that are to come.
 
     Raises:
@@ -68,7 +68,7 @@ def set_noise_multiplier(engine: PrivacyEngine, noise_multiplier: float) -> None
     engine.settings = replace(settings, mechanism=mechanism, earlier=earlier)
 
 
-def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
+def set_clip(engine: State, clip: ClipFunction) -> None:
     """The clipping function of the logical batches that are to come; noise is scaled to its sensitivity.
 
     Raises:
@@ -82,12 +82,12 @@ def set_clip(engine: PrivacyEngine, clip: ClipFunction) -> None:
     engine._recorder.backend.clip = clip
 
 
-def watch_norms(engine: PrivacyEngine, see: Callable[[Tensor], None]) -> None:
+def watch_norms(engine: State, see: Callable[[Tensor], None]) -> None:
     """Call `see` with the norms [B] of each piece before clipping: not private, and not accounted."""
     engine._recorder.see = see
 
 
-def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
+def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
     """Account for the steps of an earlier training of this model, too: (mechanism, how many) of each part.
 
     Raises:
@@ -103,16 +103,16 @@ def begin_after(engine: PrivacyEngine, parts: Sequence[tuple[SubsampledGaussian,
     engine.drawn = engine.steps
 
 
-def count_batches(engine: PrivacyEngine, batches: int) -> None:
+def count_batches(engine: State, batches: int) -> None:
     """A loader that is not the engine's has handed out so many logical batches, of which none are counted twice."""
     engine.drawn = max(engine.drawn, batches)
 
 
-def drop_recorded(engine: PrivacyEngine) -> None:
+def drop_recorded(engine: State) -> None:
     """Let go of the forward passes since the last step: their batch is left out."""
     engine._recorder.drop()
 
 
-def drop_parts(engine: PrivacyEngine) -> None:
+def drop_parts(engine: State) -> None:
     """A logical batch of the caller's begins: what an unfinished one has left is in no sum."""
     engine._drop_parts()

@@ -17,17 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import TOLERANCE, Occasions, changed, mixing, separating
+from clipping.batches import leading_dimension, map_tensors
+from clipping.distributed import no_rows, row_of_zeros
 from clipping.draws import Draws
 from clipping.formats import coarsest
-from clipping.interface import (
-    Backend,
-    ClippedGradient,
-    UnsupportedModel,
-    leading_dimension,
-    map_tensors,
-)
+from clipping.interface import Backend
 from clipping.recording import Recording
-from clipping.spread import no_rows, row_of_zeros
+from clipping.types import ClippedGradient, UnsupportedModel
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses

@@ -138,7 +138,7 @@ def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
 
 def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: float) -> ClipFunction:
     """A clipping function by its name, or the one that was given."""
-    from clipping import Automatic, ClipFunction, Flat, PerLayer
+    from clipping import Automatic, ClipFunction, Flat, PerLayer  # with torch, which declarations do without
 
     if isinstance(clip, str):
         if clip not in CLIPS:

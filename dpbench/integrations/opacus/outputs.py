@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.interface import leading_dimension
+from clipping.batches import leading_dimension
 from dpbench.engine import Misuse
 from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.recorder import Hook

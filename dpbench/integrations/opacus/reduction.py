@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from clipping.apart import TOLERANCE, differing, separating, with_others_replaced
 from clipping.draws import Draws
 from clipping.formats import coarsest
-from clipping.interface import Problem, UnsupportedModel
+from clipping.types import Problem, UnsupportedModel
 from dpbench.engine import PrivacyWarning
 from dpbench.engine.containers import mapped
 from dpbench.engine.traced import Trace, Traced, plain
