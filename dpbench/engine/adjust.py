@@ -108,6 +108,11 @@ def count_batches(engine: State, batches: int) -> None:
     engine.drawn = max(engine.drawn, batches)
 
 
+def drawn_by_engine(engine: State) -> bool:
+    """Did the engine's loader draw every batch that was released?"""
+    return engine._sampled == engine.steps
+
+
 def drop_recorded(engine: State) -> None:
     """Let go of the forward passes since the last step: their batch is left out."""
     engine._recorder.drop()

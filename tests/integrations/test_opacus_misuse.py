@@ -67,6 +67,7 @@ SOUND: dict[str, Loss] = {
     "divided by a tensor": lambda o, y: F.cross_entropy(o, y, reduction="sum") / torch.tensor(len(y)),
     "one number a sample": lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], (y == 1).float()),
     "divided and averaged": lambda o, y: F.cross_entropy(o, y) + F.cross_entropy(o, y, reduction="sum") / len(y),
+    "with random numbers of its own": lambda o, y: F.cross_entropy(F.dropout(o, 0.3), y),
     "changed in place": lambda o, y: F.cross_entropy((o * 1).mul_(0.5), y),
     "a logarithm of its own": lambda o, y: -(o.log_softmax(1)[torch.arange(len(y)), y]).mean(),
 }
@@ -78,6 +79,7 @@ MIXING: dict[str, Loss] = {
     "contrastive": lambda o, y: F.cross_entropy(o @ o.T, torch.arange(len(o))),
     "the hardest half": lambda o, y: F.cross_entropy(o, y, reduction="none").topk(len(o) // 2).values.mean(),
     "a root of the mean": lambda o, y: F.mse_loss(o, F.one_hot(y, 3).float()).sqrt(),
+    "centred, with random numbers": lambda o, y: F.cross_entropy(F.dropout(o, 0.3) - o.detach().mean(0), y),
     "the largest": lambda o, y: F.cross_entropy(o, y, reduction="none").max(),
 }
 
@@ -389,7 +391,10 @@ def test_batches_of_the_caller_s_own_loader_are_seen_to_be_assumed():
     """Its labels are constants where the loss runs again: what is made of outputs alone is found all the same."""
     records = data()
     engine, net, optimizer, _ = private(records=records)
-    with pytest.warns(PrivacyWarning, match=r"batches had exactly 24 samples: not Poisson samples"):
+    with (
+        pytest.warns(PrivacyWarning, match=r"batches had exactly 24 samples: not Poisson samples"),
+        pytest.warns(PrivacyWarning, match=r"a batch was not one of the loader that make_private returned"),
+    ):
         for _ in range(2):
             for x, y in DataLoader(records, batch_size=24):
                 F.cross_entropy(net(x), y).backward()
@@ -426,6 +431,54 @@ def test_a_loss_that_becomes_another_one_later_is_looked_at_again():
             optimizer.step()
             steps += 1
     assert 25 <= steps <= 27
+
+
+INPUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pairs of samples": lambda x: 0.7 * x + 0.3 * x[torch.arange(len(x) - 1, -1, -1)],
+    "divided by the batch's deviation": lambda x: (x - x.mean(0)) / x.std(0),
+    "centred in place": lambda x: x.sub_(x.mean(0)),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_inputs_that_mix_samples_are_refused(mode, name):
+    made = private(grad_sample_mode=mode)
+    net, optimizer, loader = made[1], made[2], made[-1]
+    criterion = made[3] if mode == "ghost" else F.cross_entropy
+    with pytest.raises(UnsupportedModel, match=r"what the model reads for sample \d+ changes with the other samples"):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(net(INPUTS[name](x)), y).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_inputs_that_are_made_of_each_sample_alone_are_taken(mode):
+    made = private(grad_sample_mode=mode)
+    engine, net, optimizer, loader = made[0], made[1], made[2], made[-1]
+    criterion = made[3] if mode == "ghost" else F.cross_entropy
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for x, y in loader:
+            optimizer.zero_grad()
+            x = (x - 0.1) / 2 + 0.1 * torch.randn_like(x) - x.mean(1, keepdim=True)
+            criterion(net(x.flip(1)), y).backward()
+            optimizer.step()
+    assert engine.engine.steps == 10
+
+
+def test_a_pass_that_only_evaluates_is_no_look_at_the_loss():
+    _, net, optimizer, loader = private()
+    net.eval()
+    with torch.no_grad():
+        assert sum(len(net(x)) for x, _ in loader) > 0
+    net.train()
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for x, y in loader:
+            F.cross_entropy(net(x), y, weight=CLASSES).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def test_losses_and_outputs_are_tensors_like_others_in_every_batch():

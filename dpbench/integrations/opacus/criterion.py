@@ -8,27 +8,33 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpbench.engine import Misuse
-from dpbench.integrations.opacus.outputs import ACCUMULATION, bar_reduced
+from dpbench.integrations.opacus.outputs import ACCUMULATION, barred
+from dpbench.integrations.opacus.watch import Watch
 
 
-class Backward:
-    """The losses whose `backward()` was called, until the step.
+class Backward(Watch):
+    """The losses whose `backward()` was called, until the step. The engine looks at them; here only inputs are noted.
 
     Args:
         model: whose own losses are refused.
-        forget: called when they are let go without a step.
+        forget: called when forward passes are let go without a step.
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
-        self._forget, self._handle = forget, bar_reduced(model)
+        super().__init__(model, forget)
         self._losses: Tensor | None = None
+
+    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        if self._look is not None:
+            self._look.stop()  # what follows is the engine's to note
+        return barred(args, kwargs, output)
 
     @property
     def pending(self) -> bool:
         """Were there losses that were not stepped?"""
         return self._losses is not None
 
-    def begin(self, losses: Tensor) -> None:
+    def arrived(self, losses: Tensor) -> None:
         """`backward()` of these [B]: the gradients come with the step."""
         if self._losses is not None:
             raise Misuse(f"{ACCUMULATION}; several losses of one batch are added first: (loss_a + loss_b).backward()")
@@ -41,10 +47,18 @@ class Backward:
             Misuse: no backward pass.
         """
         losses, self._losses = self._losses, None
+        look = self._taken()
         if losses is None:
             raise Misuse(
                 "expected loss.backward() of the criterion that make_private returned before optimizer.step(), got none"
             )
+        if look is not None:
+            try:
+                look.judge_inputs(len(losses) if losses.dim() else 0)
+            finally:
+                look.close()
+            if look.done:
+                self.looks.done()
         return losses
 
     def clear(self) -> None:
@@ -53,13 +67,9 @@ class Backward:
             self._losses = None
             self._forget()
 
-    def batch(self, batch: Any) -> Any:
-        """As the loader has it: the engine sees the losses themselves, and looks at those."""
-        return batch
-
     def close(self) -> None:
+        super().close()
         self._losses = None
-        self._handle.remove()
 
 
 class DPTensor:
@@ -82,7 +92,7 @@ class DPTensor:
 
     def backward(self) -> None:
         """The gradients are clipped, and so formed at `optimizer.step()`."""
-        self._backward.begin(self.loss_per_sample)
+        self._backward.arrived(self.loss_per_sample)
 
     def _with(self, losses: Tensor) -> DPTensor:
         return DPTensor(losses, self.loss_reduction, self._backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.engine.adjust import set_clip, set_noise_multiplier, watch_norms
+from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
+from dpbench.engine.adjust import drawn_by_engine, set_clip, set_noise_multiplier, watch_norms
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward
 from dpbench.integrations.opacus.outputs import Outputs
@@ -51,7 +52,7 @@ class DPOptimizer(Optimizer):
         self.step_hook: StepHook | None = None
         self.losses = losses
         self._engine, self._clips, self._stepped = engine, clips, stepped
-        self._skip = False
+        self._skip = self._told = False
         self._grads = {p: p.grad for p in self.params}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         if clips.quantile is not None:
@@ -187,6 +188,7 @@ class DPOptimizer(Optimizer):
         self._grads = {p: p.grad for p in self.params}
         if self._engine.stepped:
             self._stepped()
+            self._see_who_draws()
             if quantile is not None:
                 self.max_grad_norm = quantile.next(self._engine, self.max_grad_norm)
 
@@ -223,6 +225,16 @@ class DPOptimizer(Optimizer):
             torch._foreach_mul_(grads, float(self.expected_batch_size))
         if self.step_hook is not None:
             self.step_hook(self)
+
+    def _see_who_draws(self) -> None:
+        if self._told or self._engine.settings.mechanism.sampling != "poisson" or drawn_by_engine(self._engine):
+            return
+        self._told = True
+        warnings.warn(
+            "a batch was not one of the loader that make_private returned: that it is a new Poisson sample is assumed",
+            PrivacyWarning,
+            stacklevel=4,
+        )
 
     def _refuse_other_gradients(self) -> None:
         """What reached a parameter by another way than the model's outputs would be lost."""

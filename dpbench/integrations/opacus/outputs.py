@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from clipping.batches import leading_dimension
 from dpbench.engine import Misuse
-from dpbench.engine.containers import mapped, tensors_in
-from dpbench.engine.recorder import Hook
-from dpbench.engine.traced import Traced, plain
-from dpbench.integrations.opacus.reduction import Look, Looks
+from dpbench.engine.containers import mapped
+from dpbench.engine.traced import plain
+from dpbench.integrations.opacus.reduction import Look
+from dpbench.integrations.opacus.watch import Watch
 
 ACCUMULATION = (
     "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
@@ -80,7 +80,7 @@ class Cut:
         return torch.stack([each.to(found[0]) for each in found]).sum(0)
 
 
-class Outputs:
+class Outputs(Watch):
     """Cuts a model off at its outputs, and turns what arrives there into the losses of the samples.
 
     Args:
@@ -90,33 +90,13 @@ class Outputs:
     """
 
     def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
-        self._mean, self._forget = mean, forget
-        self._model = model
+        super().__init__(model, forget)
+        self._mean = mean
         self._cuts: list[Cut] = []
-        self._looks, self._look = Looks(), None  # type: Looks, Look | None
-        self._by_loader = False
-        self._handles = [
-            model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
-            model.register_forward_hook(Hook(self._after), with_kwargs=True),
-        ]
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        super().close()
         self._cuts.clear()
-        self._see(None)
-
-    def batch(self, batch: Any) -> Any:
-        """What the loader hands out next; its tensors note what is done with them where that is looked at."""
-        self._see(self._looks.due())
-        self._by_loader = True
-        return batch if self._look is None else self._look.batch(batch)
-
-    def _see(self, look: Look | None) -> None:
-        if self._look is not None:
-            self._look.close()
-        self._look, self._by_loader = look, False
 
     @property
     def pending(self) -> bool:
@@ -138,8 +118,7 @@ class Outputs:
             UnsupportedModel: a loss whose gradient for one sample depends on others.
         """
         everything, self._cuts = self._cuts, []
-        look, self._look = self._look, None
-        self._by_loader = False
+        look = self._taken()
         try:
             return self._losses(everything, look)
         finally:
@@ -161,31 +140,22 @@ class Outputs:
         if look is not None:
             arrived = [gradient for cut in everything for gradient in cut.gradients]
             look.judge(arrived, batch_size, mean=self._mean)
+            if look.done:
+                self.looks.done()
         if batch_size == 0:
             return torch.zeros(0)
         scale = float(batch_size) if self._mean else 1.0
         parts = [cut.losses(scale) for cut in cuts]
         return torch.stack([part.to(parts[0]) for part in parts]).sum(0)
 
-    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module is not self._model or not (module.training and torch.is_grad_enabled()):
-            return None
+    def begin(self) -> None:
         if self.pending:
             raise Misuse(ACCUMULATION)
-        if any(x.requires_grad for x in tensors_in((args, kwargs))):
-            raise Misuse(
-                "expected inputs that need no gradient, got some of another trained model, whose gradient would end "
-                "here: detach() them, or for a gradient of inputs call model.eval(), and optimizer.zero_grad() after it"
-            )
         if not self._by_loader and not self._cuts:  # batches of the caller's own
-            self._see(self._looks.due())
-        noted = any(isinstance(x, Traced) for x in tensors_in((args, kwargs)))
-        return mapped(plain, (args, kwargs)) if noted else None
+            self._see(self.looks.due())
 
-    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if module is not self._model or not (module.training and torch.is_grad_enabled()):
-            return None
-        cut = Cut(leading_dimension(args, kwargs), self._looks.ran)
+    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        cut = Cut(leading_dimension(args, kwargs), self.looks.ran)
         found = mapped(lambda x: self._cut(cut, plain(x)), output)
         if cut.outputs:
             self._cuts.append(cut)
@@ -201,16 +171,10 @@ class Outputs:
         return handed if self._look is None else self._look.begun(handed)
 
 
-def bar_reduced(model: nn.Module) -> Any:
-    """A hook that refuses the backward pass of a loss inside the model: its handle."""
-
-    def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        if module is not model or not (module.training and torch.is_grad_enabled()):
-            return None
-        size = leading_dimension(args, kwargs)
-        return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size)), output)
-
-    return model.register_forward_hook(Hook(after), with_kwargs=True)
+def barred(args: Any, kwargs: Any, output: Any) -> Any:
+    """The output of a model, whose scalars refuse a backward pass: they are losses of the whole batch."""
+    size = leading_dimension(args, kwargs)
+    return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size)), output)
 
 
 class _Handed(torch.autograd.Function):

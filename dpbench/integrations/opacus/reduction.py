@@ -4,9 +4,10 @@ What the caller computes from the outputs and from the loader's tensors (labels,
 few batches, in the one after each new kind of loss, and in one of 200 later (`dpbench.engine.traced`). At
 `optimizer.step()` it runs again:
 
-others   with the samples outside of S replaced by one of S, outputs and labels alike, for several S: the gradients of
-         the outputs of S must be the same. A mean over the tokens that are no padding, or weighted by classes, is
-         divided by what the whole batch holds, and is found so.
+others   with the samples outside of S replaced by one of S, inputs, outputs and labels alike, for several S: what the
+         model reads for S, and the gradients of the outputs of S, must be the same. A mean over the tokens that are no
+         padding, or weighted by classes, is divided by what the whole batch holds, and is found so; and so are pairs
+         of samples that were mixed before the model.
 twice    with each sample there twice: under a mean gradients are halved, under a sum they stay. So a sum that was said
          to be a mean is found, whose gradients would be multiplied by the size of the batch.
 
@@ -30,7 +31,7 @@ from clipping.draws import Draws
 from clipping.formats import coarsest
 from clipping.types import Problem, UnsupportedModel
 from dpbench.engine import PrivacyWarning
-from dpbench.engine.containers import mapped
+from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.traced import Trace, Traced, plain
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
@@ -40,6 +41,16 @@ REMEDY = (
     "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or hand make_private the "
     "criterion with grad_sample_mode='ghost', which takes the losses of the samples"
 )
+ALONE = "make what the model reads of each sample alone: normalise by constants, and mix no samples of the batch"
+Change = Callable[[Tensor], Tensor]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
 
 
 class Looks:
@@ -51,10 +62,11 @@ class Looks:
 
     def due(self) -> Look | None:
         """For the next batch."""
-        if self._first > 0:
-            self._first -= 1
-            return Look()
-        return Look() if self._random.random() < RATE else None
+        return Look() if self._random.random() < RATE or self._first > 0 else None
+
+    def done(self) -> None:
+        """One batch was looked at."""
+        self._first -= self._first > 0
 
     def ran(self, nodes: tuple[str, ...]) -> None:
         """A backward pass of these nodes of autograd's, between loss and outputs: after a new kind one more is due."""
@@ -64,16 +76,31 @@ class Looks:
 
 
 class Look(Trace):
-    """One batch: what is computed from it, and how the loss came about."""
+    """One batch: what is computed from it, and how the loss came about.
+
+    Attributes:
+        done: it was looked at.
+    """
+
+    done = False
 
     def __init__(self) -> None:
         super().__init__()
+        self._inputs: list[Tensor] = []  # that the model has read
         self._handed: list[Tensor] = []  # what was made of the model's outputs, in the order of their cuts
         self._losses: list[tuple[int, Any]] = []  # identity of what backward() was called on, its gradient
 
     def batch(self, batch: Any) -> Any:
         """The loader's tensors, which note what is done with them."""
         return mapped(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
+
+    def read(self, *trees: Any) -> None:
+        """The model is called with these."""
+        self._inputs += [x for x in tensors_in(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
+
+    def stop(self) -> None:
+        """Note no more; what was noted is kept."""
+        self._open = False
 
     def begun(self, handed: Tensor) -> Tensor:
         """The same of an output of the model."""
@@ -90,49 +117,68 @@ class Look(Trace):
 
     def close(self) -> None:
         super().close()
+        self._inputs.clear()
         self._handed.clear()
         self._losses.clear()
 
+    def judge_inputs(self, batch_size: int) -> None:
+        """Say whether what the model has read for a sample, of B, was made of that sample alone.
+
+        Raises:
+            UnsupportedModel: it was not.
+        """
+        if batch_size < 2 or not self._inputs:
+            return
+        self.done = True
+        draws = Draws()
+        was = _run(draws, partial(self._inputs_again, _copy))
+        for half in separating(batch_size):
+            now = _run(draws, partial(self._inputs_again, partial(with_others_replaced, half=half)))
+            if was is None or now is None or any(a.shape != b.shape for a, b in zip(was, now, strict=True)):
+                _unknown("what is made of a batch before the model cannot be run again")
+                return
+            sample = differing(was, now, half, coarsest(was, TOLERANCE))
+            if sample is not None:
+                reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
+                raise UnsupportedModel("make_private", [Problem("batch", reason, ALONE)])
+
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
-        """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own; and close.
+        """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own.
 
         Raises:
             UnsupportedModel: they are not.
         """
-        try:
-            if batch_size > 1 and self._open and self._handed:
-                self._judge(arrived, batch_size, mean)
-        finally:
-            self.close()
-
-    def _judge(self, arrived: Sequence[Tensor | None], batch_size: int, mean: bool) -> None:
-        draws = Draws()
-        tolerance = 10 * coarsest([x for x in arrived if x is not None], TOLERANCE)
-        reached = [x is not None for x in arrived]
+        self.judge_inputs(batch_size)
         was = [x for x in arrived if x is not None]
-        if not any(bool(x.any()) for x in was):
+        if batch_size < 2 or not self._handed or not any(bool(x.any()) for x in was):
             return
+        self.done = True
+        draws = Draws()
+        tolerance = 10 * coarsest(was, TOLERANCE)
+        reached = [x is not None for x in arrived]
 
-        def gradients(change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor] | None:
+        def gradients(change: Change, fixed: Change = _itself, draws: Draws = draws) -> list[Tensor] | None:
             """Of the outputs that a gradient had reached; None if the loss cannot run so."""
-            try:
-                with draws.again(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                    found = self._gradients(change, fixed)
-            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
-                return None
-            return [x for x, wanted in zip(found, reached, strict=True) if wanted]
+            found = _run(draws, partial(self._gradients, change, fixed))
+            return None if found is None else [x for x, wanted in zip(found, reached, strict=True) if wanted]
 
         everybody = torch.ones(batch_size, dtype=torch.bool)
-        same = gradients(lambda x: x.detach().clone(), lambda x: x)
-        if len(reached) != len(self._handed) or same is None or _differ(was, same, everybody, tolerance):
+        base = gradients(_copy) if len(reached) == len(self._handed) else None
+        if base is not None and _differ(was, base, everybody, tolerance):
+            with draws.again():  # are there random numbers in the loss? Then others give another one
+                torch.rand(1)
+                others = Draws()
+            other = gradients(_copy, draws=others)
+            base = base if other is not None and _differ(other, base, everybody, tolerance) else None
+        if base is None:
             _unknown("it cannot be run again")
             return
         for half in separating(batch_size):
-            replaced = gradients(partial(with_others_replaced, half=half), lambda x: x)
+            replaced = gradients(partial(with_others_replaced, half=half))
             if replaced is None:
                 _unknown("it cannot be run with other labels")
                 break
-            sample = differing(was, replaced, half, tolerance)
+            sample = differing(base, replaced, half, tolerance)
             if sample is not None:
                 reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
                 raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
@@ -142,8 +188,8 @@ class Look(Trace):
             if mean != self._averaged(batch_size):
                 _unknown("it cannot be run with each sample twice")
             return
-        of_mean = not _differ([x / 2 for x in was], first, everybody, tolerance)
-        of_sum = not _differ(was, first, everybody, tolerance)
+        of_mean = not _differ([x / 2 for x in base], first, everybody, tolerance)
+        of_sum = not _differ(base, first, everybody, tolerance)
         if of_mean if mean else of_sum:
             return
         if not mean:
@@ -156,7 +202,12 @@ class Look(Trace):
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
-    def _gradients(self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _inputs_again(self, change: Change) -> list[Tensor]:
+        """What the model reads, all tensors being what `change` makes of them."""
+        values = self._again(lambda x: change(plain(x)))
+        return [values[id(x)] for x in self._inputs]
+
+    def _gradients(self, change: Change, fixed: Change) -> list[Tensor]:
         """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
         leaves: dict[int, Tensor] = {}
         handed = {id(x) for x in self._handed}
@@ -198,6 +249,15 @@ class Look(Trace):
                 if (name in DIVISIONS or "mul" in name) and divisor >= 1 and abs(divisor / batch_size % 1) < 1e-6:
                     return True
         return False
+
+
+def _run(draws: Draws, again: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+    """What it gives with the random numbers from `draws` on; None where it cannot run."""
+    try:
+        with draws.again(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            return again()
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        return None
 
 
 def _differ(one: Sequence[Tensor], other: Sequence[Tensor], everybody: Tensor, tolerance: float) -> bool:
