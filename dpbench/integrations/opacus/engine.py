@@ -76,7 +76,8 @@ class PrivacyEngine:
         Args:
             module: what is trained. Unlike Opacus any that `dpbench.PrivacyEngine` can train: nn.LSTM, tied weights...
             optimizer: of the module's parameters.
-            data_loader: of a dataset with a length.
+            data_loader: of a dataset with a length. In several processes it is the same in all, and its batch size is
+                that of all together: each process gets its part of every sample.
             noise_multiplier: σ.
             max_grad_norm: C; with clipping="per_layer" also one of each trainable parameter.
             criterion: nn.CrossEntropyLoss() if None; used in the ghost modes alone.
@@ -109,6 +110,11 @@ class PrivacyEngine:
             data_loader = data_loader.source
         length = _length(data_loader)
         clips = Clips(clipping, max_grad_norm, optimizer, model, noise_multiplier, others)
+        if place()[1] > 1 and (clips.quantile is not None or not poisson_sampling):
+            raise Misuse(
+                "expected poisson_sampling=True, and no clipping='adaptive', in several processes: which records are in "
+                "a batch of the caller's, and how many are unclipped, is not known to all"
+            )
         if clips.quantile is not None and not poisson_sampling:
             raise Misuse(
                 "expected poisson_sampling=True with clipping='adaptive', got False: a gradient that is made zero is "
@@ -257,10 +263,6 @@ def _length(source: DataLoader[Any]) -> int:
     if isinstance(source.dataset, IterableDataset) or not hasattr(source.dataset, "__len__"):
         raise ValueError(
             "expected a data_loader of a dataset with a length, got one that only iterates: no batch of it is sampled"
-        )
-    if place()[1] > 1:
-        raise Misuse(
-            "expected one process, got several: take dpbench.PrivacyEngine, whose batch_size is that of all together"
         )
     if len(source) < 1:
         raise ValueError("expected a data_loader with at least one batch, got an empty one")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
-from dpbench.engine.adjust import drawn_by_engine, set_clip, set_noise_multiplier, watch_norms
+from dpbench.engine.adjust import drawn_by_engine, drop_recorded, set_clip, set_noise_multiplier, watch_norms
+from dpbench.engine.distributed import place
 from dpbench.integrations.opacus.clips import Clips
 from dpbench.integrations.opacus.criterion import Backward
 from dpbench.integrations.opacus.outputs import Outputs
@@ -171,8 +173,12 @@ class DPOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 closure()
-        losses = self.losses.take()
-        self._refuse_other_gradients()
+        try:
+            losses = self.losses.take()
+            self._refuse_other_gradients()
+        except BaseException:
+            self._give_up()
+            raise
         skip, self._skip = self._skip, False
         quantile = self._clips.quantile
         before = 0.0 if quantile is None else quantile.count
@@ -225,6 +231,13 @@ class DPOptimizer(Optimizer):
             torch._foreach_mul_(grads, float(self.expected_batch_size))
         if self.step_hook is not None:
             self.step_hook(self)
+
+    def _give_up(self) -> None:
+        """There is no loss: forward passes are let go, and other processes are told, who would wait for this one."""
+        drop_recorded(self._engine)
+        if place()[1] > 1:
+            with suppress(Misuse):
+                self._engine.step(None)
 
     def _see_who_draws(self) -> None:
         if self._told or self._engine.settings.mechanism.sampling != "poisson" or drawn_by_engine(self._engine):
