@@ -468,6 +468,25 @@ def test_inputs_that_are_made_of_each_sample_alone_are_taken(mode):
     assert engine.engine.steps == 10
 
 
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda o, y: F.cross_entropy(o, y, reduction="none") * (y != 1) / (y != 1).sum(),
+        lambda o, y: F.cross_entropy(o, y, reduction="none") / y.bincount(minlength=3)[y],
+        lambda o, y: F.cross_entropy(o - o.mean(0), y, reduction="none"),
+        lambda o, y: F.cross_entropy(o, y.flip(0), reduction="none"),
+    ],
+    ids=["divided by those that count", "balanced by the batch", "centred", "labels of others"],
+)
+def test_a_ghost_criterion_that_mixes_samples_is_refused(criterion):
+    _, net, optimizer, loss, loader = private(grad_sample_mode="ghost", criterion=criterion)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for x, y in loader:
+            loss(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_a_pass_that_only_evaluates_is_no_look_at_the_loss():
     _, net, optimizer, loader = private()
     net.eval()
@@ -632,6 +651,7 @@ def test_losses_of_the_ghost_criterion_are_added_and_weighed():
             out = net(x)
             loss = 0.25 * criterion(out, y) / 2 + criterion(-out, y) if apart else criterion(out, y)
             assert float(loss) == pytest.approx(loss.item()) and loss.detach().dim() == 0
+            assert f"{loss:.3f}" == f"{loss.item():.3f}"
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

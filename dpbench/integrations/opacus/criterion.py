@@ -7,13 +7,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from clipping.batches import leading_dimension
 from dpbench.engine import Misuse
+from dpbench.engine.containers import mapped
+from dpbench.engine.traced import plain
 from dpbench.integrations.opacus.outputs import ACCUMULATION, barred
 from dpbench.integrations.opacus.watch import Watch
 
 
 class Backward(Watch):
-    """The losses whose `backward()` was called, until the step. The engine looks at them; here only inputs are noted.
+    """The losses whose `backward()` was called, until the step.
 
     Args:
         model: whose own losses are refused.
@@ -25,8 +28,9 @@ class Backward(Watch):
         self._losses: Tensor | None = None
 
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        if self._look is not None:
-            self._look.stop()  # what follows is the engine's to note
+        look = self._look
+        if look is not None and leading_dimension(args, kwargs):  # in the place of the engine, which sees no labels
+            output = mapped(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
         return barred(args, kwargs, output)
 
     @property
@@ -45,6 +49,7 @@ class Backward(Watch):
 
         Raises:
             Misuse: no backward pass.
+            UnsupportedModel: losses or inputs of which one depends on other samples.
         """
         losses, self._losses = self._losses, None
         look = self._taken()
@@ -54,7 +59,7 @@ class Backward(Watch):
             )
         if look is not None:
             try:
-                look.judge_inputs(len(losses) if losses.dim() else 0)
+                look.judge_losses(losses, len(losses) if losses.dim() == 1 else 0)
             finally:
                 look.close()
             if look.done:
@@ -131,6 +136,9 @@ class DPTensor:
     def __neg__(self) -> DPTensor:
         return self._with(-self.loss_per_sample)
 
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
     def __repr__(self) -> str:
         return f"DPTensor({self.item():.4f}, loss_reduction={self.loss_reduction!r})"
 
@@ -185,8 +193,3 @@ class DPLoss:
             return self.criterion(*args, **kwargs)
         finally:
             self.criterion.reduction = before
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "criterion":
-            raise AttributeError(name)
-        return getattr(self.criterion, name)

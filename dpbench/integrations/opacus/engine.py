@@ -112,8 +112,8 @@ class PrivacyEngine:
         clips = Clips(clipping, max_grad_norm, optimizer, model, noise_multiplier, others)
         if place()[1] > 1 and (clips.quantile is not None or not poisson_sampling):
             raise Misuse(
-                "expected poisson_sampling=True, and no clipping='adaptive', in several processes: which records are in "
-                "a batch of the caller's, and how many are unclipped, is not known to all"
+                "expected poisson_sampling=True, and no clipping='adaptive', in several processes: which records are "
+                "in a batch of the caller's, and how many are unclipped, is not known to all"
             )
         if clips.quantile is not None and not poisson_sampling:
             raise Misuse(

@@ -98,10 +98,6 @@ class Look(Trace):
         """The model is called with these."""
         self._inputs += [x for x in tensors_in(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
 
-    def stop(self) -> None:
-        """Note no more; what was noted is kept."""
-        self._open = False
-
     def begun(self, handed: Tensor) -> Tensor:
         """The same of an output of the model."""
         traced = self._begun(handed)
@@ -130,10 +126,10 @@ class Look(Trace):
         if batch_size < 2 or not self._inputs:
             return
         self.done = True
-        draws = Draws()
-        was = _run(draws, partial(self._inputs_again, _copy))
+        draws, read = Draws(), [id(x) for x in self._inputs]
+        was = _run(draws, partial(self._values, read, _copy))
         for half in separating(batch_size):
-            now = _run(draws, partial(self._inputs_again, partial(with_others_replaced, half=half)))
+            now = _run(draws, partial(self._values, read, partial(with_others_replaced, half=half)))
             if was is None or now is None or any(a.shape != b.shape for a, b in zip(was, now, strict=True)):
                 _unknown("what is made of a batch before the model cannot be run again")
                 return
@@ -141,6 +137,29 @@ class Look(Trace):
             if sample is not None:
                 reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
                 raise UnsupportedModel("make_private", [Problem("batch", reason, ALONE)])
+
+    def judge_losses(self, losses: Tensor, batch_size: int) -> None:
+        """Say whether each of the losses [B] is made of its own sample alone, and what the model has read, too.
+
+        Raises:
+            UnsupportedModel: they are not.
+        """
+        self.judge_inputs(batch_size)
+        if batch_size < 2 or not isinstance(losses, Traced) or losses.noted_by is not self:
+            return
+        self.done = True
+        draws, key = Draws(), id(losses)
+        base = _run(draws, partial(self._values, [key], _copy))
+        for half in separating(batch_size):
+            replaced = _run(draws, partial(self._values, [key], partial(with_others_replaced, half=half)))
+            if base is None or replaced is None:
+                _unknown("it cannot be run with other labels")
+                return
+            sample = differing(base, replaced, half, coarsest(base, TOLERANCE))
+            if sample is not None:
+                reason = f"samples mix: the loss of sample {sample} changes with the other samples"
+                remedy = "let the criterion give each sample a loss of its own, divided by nothing that the batch holds"
+                raise UnsupportedModel("grad_sample_mode='ghost'", [Problem("criterion", reason, remedy)])
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
         """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own.
@@ -202,10 +221,10 @@ class Look(Trace):
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
-    def _inputs_again(self, change: Change) -> list[Tensor]:
-        """What the model reads, all tensors being what `change` makes of them."""
+    def _values(self, keys: Sequence[int], change: Change) -> list[Tensor]:
+        """Noted tensors by their identities, where all begin with what `change` makes of them."""
         values = self._again(lambda x: change(plain(x)))
-        return [values[id(x)] for x in self._inputs]
+        return [values[key] for key in keys]
 
     def _gradients(self, change: Change, fixed: Change) -> list[Tensor]:
         """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
