@@ -48,6 +48,8 @@ def better(step: Step, interval: float, theta: float, tolerance: float) -> Losse
     """A grid that is certainly better than the step, on removing a record.
 
     Args:
+        step: one step of the mechanism.
+        interval: between two losses of the grid.
         theta: the tilt e^{θy} under which it should be close.
         tolerance: a loss per step that may be lost.
     """

@@ -74,6 +74,10 @@ def bound_elsewhere(
 
     Args:
         at: an upper bound at (mechanism, steps, δ) for schemes out of `supports`; ∞ is one.
+        supports: the schemes that an accountant has a formula for.
+        mechanism: of any scheme.
+        steps: T.
+        delta: δ in (0, 1).
     """
 
     def ask(other: SubsampledGaussian, count: float, probability: float) -> Answer | None:

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 
 from clipping.batches import map_tensors
 from clipping.parameter_use import Reading, cross_terms, decide, in_words, record
-from clipping.planning.costs import Costs, predicted
+from clipping.planning.costs import Costs, ghost_by_paper, predicted
 from clipping.planning.planner import Planner
 from clipping.regret import fresh_costs, regrets
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
@@ -104,7 +104,7 @@ class Row:
         """The rule of arXiv:2205.10683: "ghost" if 2T² ≤ pd, else "instantiate"; None without a linear form."""
         if self.positions is None or self.inputs is None or self.outputs is None:
             return None
-        return "ghost" if 2 * self.positions**2 <= self.inputs * self.outputs else "instantiate"
+        return "ghost" if ghost_by_paper(self.positions, self.inputs, self.outputs) else "instantiate"
 
 
 @dataclass(frozen=True)

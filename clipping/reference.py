@@ -79,6 +79,8 @@ def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: i
 
     Args:
         samples: unclipped batches of one.
+        clip: of the means' norms.
+        together: samples in a mean.
     """
     names, sums = list(samples[0].grads), Sums(samples[0].grads)
     losses = torch.cat([sample.losses for sample in samples])

@@ -31,6 +31,7 @@ from clipping.formats import HALF, norm_dtype, without_autocast
 from clipping.functions import ClipFunction
 from clipping.interface import Backend
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
+from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
 from clipping.reference import with_zeros
 from clipping.rounding import excess, portion
@@ -215,7 +216,7 @@ class MixedGhost(TapeBackend):
     name = "mixed_ghost"
 
     def by_ghost(self, rule: Rule) -> bool:
-        return 2 * rule.positions**2 <= rule.inputs * rule.outputs
+        return ghost_by_paper(rule.positions, rule.inputs, rule.outputs)
 
 
 class BkGhost(Ghost):

@@ -120,7 +120,8 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
 
 def sum_of_squares(x: Tensor) -> Tensor:
     """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.kernels.gram` does in several
-    operations."""
+    operations.
+    """
     found = x.new_empty(len(x))
     if not isinstance(x, FakeTensor):
         _loaded(x.dtype).squares(_torch().torch_parallel_for, x.data_ptr(), *x.shape, found.data_ptr())

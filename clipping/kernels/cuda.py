@@ -70,7 +70,8 @@ class Tiles(NamedTuple):
 
 def supported(*tensors: Tensor) -> bool:
     """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
-    a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps."""
+    a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps.
+    """
     if not tensors or (tensors[0].is_cpu and not _interpreted()) or not _has_triton():
         return False
     device = tensors[0].device

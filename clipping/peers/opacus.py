@@ -89,7 +89,8 @@ class OpacusHooks(_Hooked):
 
 class OpacusFunctorch(_Hooked):
     """`grad_sample_mode="functorch"`: every layer by vmap(grad), or the outermost module that has
-    parameters of its own."""
+    parameters of its own.
+    """
 
     name = "opacus_functorch"
 

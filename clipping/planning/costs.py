@@ -67,6 +67,11 @@ class Costs(NamedTuple):
         return Route(*key), self.norms[key]
 
 
+def ghost_by_paper(positions: int, inputs: int, outputs: int) -> bool:
+    """The rule of arXiv:2205.10683 (equation 4.1), on space alone: 2T² ≤ pd."""
+    return 2 * positions**2 <= inputs * outputs
+
+
 def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Costs:
     """The same by formula, from rough rates.
 
@@ -192,7 +197,7 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
 _FOREIGN = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
-class Notebook:
+class CostCache:
     """Measured costs by kind of use, read from the device's file and written back when one is added.
 
     Args:

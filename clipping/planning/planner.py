@@ -30,7 +30,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.norms import is_small_pulled_back
-from clipping.planning.costs import MOST_SAMPLES, Costs, Notebook, measured, predicted
+from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.planning.timeline import Balance, Held, Timeline, storage_of
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
@@ -122,7 +122,7 @@ class Planner:
         self.timing, self.file = timing, file
         self._plans: dict[Hashable, Plan] = {}
         self._calls: Counter[Hashable] = Counter()
-        self._notebooks: dict[torch.device, Notebook] = {}
+        self._notebooks: dict[torch.device, CostCache] = {}
 
     def plan(self, tape: Tape, losses: Tensor, outside: Callable[[], list[Tensor]]) -> Plan:
         """The plan for what was recorded, made anew only for a kind of step that was not seen before.
@@ -163,7 +163,7 @@ class Planner:
         for position, ((use, source, rule), what) in enumerate(zip(readings, kinds, strict=True)):
             if has_choice(source, rule, tape.counts):
                 choices = choices_of(rule, use, costs[what])
-                paper = 2 * rule.positions**2 <= rule.inputs * rule.outputs
+                paper = ghost_by_paper(rule.positions, rule.inputs, rule.outputs)
                 items.append(Item(position, paper, costs[what], choices, choices[0]))
             else:
                 alone = all(tape.counts[name] == 1 for name in source.parameters)
@@ -210,9 +210,9 @@ class Planner:
         real = not isinstance(losses, FakeTensor) and losses.device.type != "meta"
         return self.timing and real and self.strategy in ("auto", "time")
 
-    def _notebook(self, device: torch.device) -> Notebook:
+    def _notebook(self, device: torch.device) -> CostCache:
         if device not in self._notebooks:
-            self._notebooks[device] = Notebook(device, file=self.file)
+            self._notebooks[device] = CostCache(device, file=self.file)
         return self._notebooks[device]
 
     def _choose(self, items: list[Item], timeline: Timeline, fixed: list[Held]) -> None:

@@ -31,7 +31,7 @@ from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
 from dpbench.engine.noise import secret
-from dpbench.engine.patch import Patch, claim, release
+from dpbench.engine.patch import Patch, claim, disclaim
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
 from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted
@@ -183,7 +183,7 @@ class PrivacyEngine(State):
             self._patch.undo()
             quieten(self._wrapped, False)
             self._patch = None
-            release(self)
+            disclaim(self)
         self._unread.read(wait=True)
 
     def step(self, loss: Any) -> None:

@@ -24,7 +24,7 @@ def claim(engine: State) -> None:
         _WATCH.append(register_optimizer_step_pre_hook(_watch))
 
 
-def release(engine: State) -> None:
+def disclaim(engine: State) -> None:
     """This engine is done; the watch ends with the last one."""
     _ENGINES.discard(engine)
     if not _ENGINES:

@@ -62,6 +62,7 @@ def load(source: Source, *, results: str | os.PathLike[str] = "results", superse
 
     Args:
         source: the name of an experiment or an `Experiment`, whose records lie in `results`; or a folder or file.
+        results: the folder of all results.
         superseded: with the records that a newer one of the same trial and round has replaced.
 
     Returns:

@@ -69,6 +69,8 @@ def _prctl(option: int, value: int) -> None:
 
 @dataclass(frozen=True)
 class Process:
+    """A process as /proc shows it."""
+
     pid: int
     parent: int
     session: int

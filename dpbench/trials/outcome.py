@@ -25,6 +25,8 @@ from typing import Any
 
 
 class Outcome(StrEnum):
+    """What became of a trial; the table above says what each means."""
+
     OK = "ok"
     OOM = "oom"
     OVER_BUDGET = "over_budget"

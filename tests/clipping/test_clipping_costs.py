@@ -15,7 +15,7 @@ from torch import nn
 
 from clipping import load_backend
 from clipping.planning import costs
-from clipping.planning.costs import Costs, Notebook, measured, predicted
+from clipping.planning.costs import CostCache, Costs, measured, predicted
 from clipping.rules import Spec
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
@@ -62,11 +62,11 @@ def test_a_disturbed_turn_is_not_on_record(monkeypatch):
 
 
 def test_what_is_written_down_is_read_again(folder):
-    notebook = Notebook(CPU)
+    notebook = CostCache(CPU)
     assert notebook.get("a") is None and not folder.exists()
     notebook.add({"a": COSTS})
     notebook.add({"b": OTHER})
-    again = Notebook(CPU)
+    again = CostCache(CPU)
     assert (again.get("a"), again.get("b"), again.get("c")) == (COSTS, OTHER, None)
     assert the_file(folder).name.startswith("routes-cpu-") and set(json.loads(the_file(folder).read_text())) == {
         "a",
@@ -90,46 +90,46 @@ def test_what_is_written_down_is_read_again(folder):
     ids=["torn", "empty", "a list", "null", "a number", "other fields", "binary", "brackets", "400 digits"],
 )
 def test_a_torn_or_foreign_file_is_measured_again(folder, text):
-    Notebook(CPU).add({"a": COSTS})
+    CostCache(CPU).add({"a": COSTS})
     the_file(folder).write_text(text)
-    notebook = Notebook(CPU)
+    notebook = CostCache(CPU)
     assert notebook.get("a") is None
     notebook.add({"b": OTHER})
-    assert (Notebook(CPU).get("a"), Notebook(CPU).get("b")) == (None, OTHER)
+    assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
 
 
 def test_bytes_that_are_no_text_are_measured_again(folder):
-    Notebook(CPU).add({"a": COSTS})
+    CostCache(CPU).add({"a": COSTS})
     the_file(folder).write_bytes(b"\xff\xfe{}")
-    assert Notebook(CPU).get("a") is None
+    assert CostCache(CPU).get("a") is None
 
 
 def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path, monkeypatch):
     """A file stands where the folder would be: no permission is asked, root has them all."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "file" / "cache"))
-    notebook = Notebook(CPU)
+    notebook = CostCache(CPU)
     notebook.add({"a": COSTS})
     assert notebook.get("a") == COSTS
-    assert Notebook(CPU).get("a") is None
+    assert CostCache(CPU).get("a") is None
 
 
 def test_off_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in (("HOME", str(tmp_path)), ("XDG_CACHE_HOME", str(tmp_path)), ("DPBENCH_CACHE", "off")):
         monkeypatch.setenv(name, value)
-    notebook = Notebook(CPU)
+    notebook = CostCache(CPU)
     notebook.add({"a": COSTS})
     assert notebook.get("a") == COSTS and not list(tmp_path.iterdir())
-    assert Notebook(CPU).get("a") is None
+    assert CostCache(CPU).get("a") is None
 
 
 def test_a_notebook_of_this_process_alone_leaves_the_file(folder):
-    Notebook(CPU).add({"a": COSTS})
-    notebook = Notebook(CPU, file=False)
+    CostCache(CPU).add({"a": COSTS})
+    notebook = CostCache(CPU, file=False)
     assert notebook.get("a") is None
     notebook.add({"b": OTHER})
-    assert Notebook(CPU).get("b") is None
+    assert CostCache(CPU).get("b") is None
 
 
 @pytest.mark.parametrize(
@@ -142,24 +142,24 @@ def test_where_the_file_lies_by_default(tmp_path, monkeypatch, variables, where)
     monkeypatch.setenv("HOME", str(tmp_path))
     for name, value in variables.items():
         monkeypatch.setenv(name, str(tmp_path / value) if value else "")
-    Notebook(CPU).add({"a": COSTS})
+    CostCache(CPU).add({"a": COSTS})
     assert len(list((tmp_path / where).glob("routes-cpu-*.json"))) == 1
 
 
 def test_another_number_of_threads_is_another_file(folder):
     before = torch.get_num_threads()
-    Notebook(CPU).add({"a": COSTS})
+    CostCache(CPU).add({"a": COSTS})
     try:
         torch.set_num_threads(before + 1)
-        assert Notebook(CPU).get("a") is None
-        Notebook(CPU).add({"a": OTHER})
+        assert CostCache(CPU).get("a") is None
+        CostCache(CPU).add({"a": OTHER})
     finally:
         torch.set_num_threads(before)
-    assert Notebook(CPU).get("a") == COSTS and len(list(folder.iterdir())) == 2
+    assert CostCache(CPU).get("a") == COSTS and len(list(folder.iterdir())) == 2
 
 
 def test_no_half_written_file_is_left(folder):
-    Notebook(CPU).add({"a": COSTS})
+    CostCache(CPU).add({"a": COSTS})
     assert [path.suffix for path in folder.iterdir()] == [".json"]
 
 

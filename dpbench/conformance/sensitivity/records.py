@@ -196,7 +196,8 @@ def with_entry(value: float) -> Make:
 
 def alike(numbers: torch.finfo) -> Problem:
     """Every gradient is C/4 in each of 16 coordinates, and the sum near where a digit is lost: record n + 1, for
-    several n in a row, of which one lets the sum jump."""
+    several n in a row, of which one lets the sum jump.
+    """
     inputs, weights = torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     most = 4096 if numbers.eps < 2.0**-8 else 1024
     batches = [
@@ -224,7 +225,8 @@ def of_one_word(numbers: torch.finfo) -> Problem:
 
 def in_order(numbers: torch.finfo) -> Problem:
     """n - 1 gradients of 1, then n - 1 just above half of the last digit of n: one more at the front, and the sum of
-    those of 1 is n, from where each of the others is rounded up to twice its size. (Casacuberta et al. 2022)"""
+    those of 1 is n, from where each of the others is rounded up to twice its size. (Casacuberta et al. 2022)
+    """
     n = 2 ** math.ceil(-math.log2(numbers.eps) / 2 + 0.5)
     ones = torch.ones(n - 1, 1, dtype=torch.float64)
     few = ones * (n / 2) * numbers.eps * (1 + max(2.0**-7, numbers.eps))

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from dpbench.records.reader import PAIRED
 from dpbench.report import style
 from dpbench.report.data.select import Record
-from dpbench.report.data.statistics import DOES_NOT_FIT, is_probe
+from dpbench.report.data.statistics import is_probe
+from dpbench.trials.outcome import DOES_NOT_FIT
 
 _SHOWN = {
     "family": "",

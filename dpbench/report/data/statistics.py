@@ -10,9 +10,9 @@ import pandas as pd
 
 from dpbench.report import style
 from dpbench.report.data.select import LeftOut, Record
+from dpbench.trials.outcome import DOES_NOT_FIT
 
 Row = dict[str, Any]
-DOES_NOT_FIT = ("oom", "over_budget")
 
 
 def is_probe(record: Record) -> bool:

@@ -18,7 +18,6 @@ from dpbench.report.data import published
 from dpbench.report.data.paired import entries, paired_row, turns
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.data.statistics import (
-    DOES_NOT_FIT,
     Row,
     batch,
     count_failures,
@@ -32,6 +31,7 @@ from dpbench.report.data.statistics import (
     spread,
     why,
 )
+from dpbench.trials.outcome import DOES_NOT_FIT
 
 Cell = tuple[str, str]
 # The paper's figure is for 16 GB: a budget from 16e9 bytes to 16 GiB is that one.

@@ -23,10 +23,11 @@ from dpbench.report import style
 from dpbench.report.data import failures
 from dpbench.report.data.paired import entries
 from dpbench.report.data.select import Record, by_device
-from dpbench.report.data.statistics import DOES_NOT_FIT, is_probe
+from dpbench.report.data.statistics import is_probe
 from dpbench.report.output.page import svg
 from dpbench.report.parts import VERDICTS, Part
 from dpbench.report.summary import days, join, several, summary
+from dpbench.trials.outcome import DOES_NOT_FIT
 
 #: Rows of a table that the page shows; the rest is in the CSV beside it. So many places of a failure, too.
 ROWS, PLACES = 1500, 10
