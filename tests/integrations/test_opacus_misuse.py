@@ -387,6 +387,77 @@ def test_a_loss_inside_the_model_is_refused_and_logits_beside_it_are_taken():
     assert engine.engine.steps == 10
 
 
+class Labelled(nn.Module):
+    """As a language model of transformers: the loss of its labels is inside, over the tokens."""
+
+    def __init__(self, weight: Tensor | None = None, aux: bool = False, feeds: bool = False) -> None:
+        super().__init__()
+        self.inner, self.weight, self.aux, self.feeds = Tokens(), weight, aux, feeds
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.inner(x)
+        loss = F.cross_entropy(logits.view(-1, 11), labels.view(-1), self.weight)
+        if self.aux:
+            loss = loss + self.inner.head.weight.square().sum()
+        return {"loss": loss, "logits": logits + 0 * loss if self.feeds else logits}
+
+
+def labelled(net: nn.Module, loss: Callable[[Any, Tensor], Tensor], ignored: Tensor | None = None) -> Tensor:
+    """The weights after an epoch without noise."""
+    records = tokens(ignored=False)
+    if ignored is not None:
+        records = TensorDataset(records.tensors[0], torch.where(ignored, -100, records.tensors[1]))
+    _, net, optimizer, loader = private(net, records=records, noise_multiplier=0.0, max_grad_norm=0.1)
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss(net(x, labels=y), y).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def test_a_loss_of_labels_inside_of_the_model_is_that_of_its_logits():
+    """All records in each batch, so that the two have the same ones."""
+
+    def weights(inside: bool, ignored: Tensor | None) -> Tensor:
+        records = tokens(ignored=False)
+        if ignored is not None:
+            records = TensorDataset(records.tensors[0], torch.where(ignored, -100, records.tensors[1]))
+        _, net, optimizer, loader = private(
+            Labelled(), records=records, batch_size=120, noise_multiplier=0.0, max_grad_norm=0.1
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(4):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    out = net(x, labels=y)
+                    (out["loss"] if inside else of_tokens(out["logits"], y)).backward()
+                    optimizer.step()
+        return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+    last = torch.arange(5).expand(120, 5) == 4  # of each sample the last token, as of every causal model
+    assert torch.allclose(weights(True, None), weights(False, None), atol=1e-7)
+    found = weights(True, last)
+    assert not torch.allclose(found, weights(True, None), atol=1e-4) and bool(found.isfinite().all())
+
+
+def test_a_loss_inside_that_is_no_mean_over_samples_is_refused():
+    inside, some = (lambda out, y: out["loss"]), torch.rand(120, 5, generator=torch.Generator().manual_seed(3)) < 0.3
+    for net, ignored in ((Labelled(), some), (Labelled(weight=torch.arange(11.0)), None), (Labelled(aux=True), None)):
+        with pytest.raises(Misuse, match="samples are mixed already"):
+            labelled(net, inside, ignored)
+    with pytest.raises(Misuse, match="got one that they are computed from"):
+        labelled(Labelled(feeds=True), lambda out, y: of_tokens(out["logits"], y))
+
+
+def test_a_forward_pass_that_fails_leaves_nothing_behind():
+    _, net, _, loader = private(Labelled(), records=tokens(ignored=False))
+    x, y = next(iter(loader))
+    with pytest.raises((RuntimeError, ValueError)):
+        net(x, labels=y[:, :2])
+    assert torch.overrides._len_torch_function_stack() == 0
+
+
 def test_batches_of_the_caller_s_own_loader_are_seen_to_be_assumed():
     """Its labels are constants where the loss runs again: what is made of outputs alone is found all the same."""
     records = data()
@@ -672,3 +743,13 @@ def test_losses_of_the_ghost_criterion_are_added_and_weighed():
     one.backward()
     with pytest.raises(Misuse, match=r"\(loss_a \+ loss_b\).backward\(\)"):
         other.backward()
+
+
+def test_labels_inside_of_the_model_in_another_order_than_the_samples():
+    class TimeFirst(Labelled):
+        def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+            logits = self.inner(x).transpose(0, 1)
+            return {"loss": F.cross_entropy(logits.reshape(-1, 11), labels.t().reshape(-1))}
+
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        labelled(TimeFirst(), lambda out, y: out["loss"])

@@ -28,6 +28,8 @@ class Backward(Watch):
         self._losses: Tensor | None = None
 
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        if output is None:
+            return None
         look = self._look
         if look is not None and leading_dimension(args, kwargs):  # in the place of the engine, which sees no labels
             output = mapped(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)

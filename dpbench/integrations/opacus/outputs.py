@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from clipping.batches import leading_dimension
 from dpbench.engine import Misuse
 from dpbench.engine.containers import mapped
 from dpbench.engine.traced import plain
+from dpbench.integrations.opacus.inside import LossInside, depends_on
 from dpbench.integrations.opacus.reduction import Look
 from dpbench.integrations.opacus.watch import Watch
 
@@ -43,7 +45,7 @@ class Cut:
         ran: told of the nodes of each backward pass that reaches it.
 
     Attributes:
-        outputs: [B, ...] each.
+        outputs: [B·k, ...] each.
         gradients: of each output, summed over backward passes; None where none arrived.
         passes: autograd's numbers of the backward passes that reached it.
     """
@@ -53,6 +55,8 @@ class Cut:
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         self.passes: set[int] = set()
+        self._leaves: list[Tensor] = []
+        self._done = False
 
     def take(self, x: Tensor) -> Tensor:
         """The same numbers with a graph of their own."""
@@ -61,6 +65,11 @@ class Cut:
         place = len(self.outputs) - 1
 
         def arrived(gradient: Tensor) -> None:
+            if self._done:
+                raise Misuse(
+                    "expected a loss inside of the model beside its outputs, got one that they are computed from: "
+                    "compute the loss outside of the model, from its logits"
+                )
             before = self.gradients[place]
             self.gradients[place] = gradient if before is None else before + gradient
             number = torch._C._current_graph_task_id()
@@ -68,10 +77,18 @@ class Cut:
                 self.passes.add(number)
                 self._ran(_running())
 
-        return _handed(x, arrived)
+        handed, anchor = _handed(x, arrived)
+        self._leaves.append(anchor)
+        return handed
+
+    @property
+    def anchors(self) -> set[int]:
+        """The leaves that the graphs of what was handed out end at, by their identities."""
+        return {id(anchor) for anchor in self._leaves}
 
     def losses(self, scale: float) -> Tensor:
-        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩."""
+        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩. Nothing arrives any more."""
+        self._done = True
         found = [
             (output * (gradient * scale).to(output.dtype)).reshape(self.batch_size, -1).sum(1)
             for output, gradient in zip(self.outputs, self.gradients, strict=True)
@@ -93,6 +110,8 @@ class Outputs(Watch):
         super().__init__(model, forget)
         self._mean = mean
         self._cuts: list[Cut] = []
+        self._cut: Cut | None = None
+        self._inside: LossInside | None = None
 
     def close(self) -> None:
         super().close()
@@ -148,25 +167,45 @@ class Outputs(Watch):
         parts = [cut.losses(scale) for cut in cuts]
         return torch.stack([part.to(parts[0]) for part in parts]).sum(0)
 
-    def begin(self) -> None:
+    def begin(self, args: Any, kwargs: Any) -> None:
         if self.pending:
             raise Misuse(ACCUMULATION)
         if not self._by_loader and not self._cuts:  # batches of the caller's own
             self._see(self.looks.due())
+        self._leave()  # of a forward pass that was interrupted
+        self._cut = Cut(leading_dimension(args, kwargs), self.looks.ran)
+        if "labels" in kwargs:
+            reduction = "mean" if self._mean else "sum"
+            self._inside = LossInside(self._cut.batch_size, partial(self._taken_off, self._cut), reduction)
+            self._inside.__enter__()
 
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        cut = Cut(leading_dimension(args, kwargs), self.looks.ran)
-        found = mapped(lambda x: self._cut(cut, plain(x)), output)
+        cut = self._cut
+        self._leave()
+        if output is None or cut is None:
+            return None
+        inside = len(cut.outputs)
+        found = mapped(lambda x: self._output(cut, plain(x), inside > 0), output)
         if cut.outputs:
             self._cuts.append(cut)
         return found
 
-    def _cut(self, cut: Cut, x: Tensor) -> Tensor:
+    def _leave(self) -> None:
+        inside, self._inside, self._cut = self._inside, None, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+    def _output(self, cut: Cut, x: Tensor, inside: bool) -> Tensor:
         empty = cut.batch_size == 0
         if not x.is_floating_point() or not (x.requires_grad or empty):
             return x
         if not x.dim() or x.shape[0] != cut.batch_size:
-            return _handed(x, _barred(list(x.shape), cut.batch_size))
+            if inside and depends_on(x, cut.anchors):
+                return x if self._look is None else self._look.noted(x)
+            return _handed(x, _barred(list(x.shape), cut.batch_size))[0]
+        return self._taken_off(cut, x)
+
+    def _taken_off(self, cut: Cut, x: Tensor) -> Tensor:
         handed = cut.take(x)
         return handed if self._look is None else self._look.begun(handed)
 
@@ -174,7 +213,7 @@ class Outputs(Watch):
 def barred(args: Any, kwargs: Any, output: Any) -> Any:
     """The output of a model, whose scalars refuse a backward pass: they are losses of the whole batch."""
     size = leading_dimension(args, kwargs)
-    return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size)), output)
+    return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size))[0], output)
 
 
 class _Handed(torch.autograd.Function):
@@ -191,10 +230,10 @@ class _Handed(torch.autograd.Function):
         return None, None, None
 
 
-def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> Tensor:
+def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+    """The same numbers, and the leaf that their graph ends at."""
     anchor = torch.zeros((), requires_grad=True)
-    handed: Tensor = _Handed.apply(anchor, [x], arrived)
-    return handed
+    return _Handed.apply(anchor, [x], arrived), anchor
 
 
 def _running() -> tuple[str, ...]:
@@ -223,7 +262,8 @@ def _barred(shape: list[int], batch_size: int) -> Callable[[Tensor], None]:
     def arrived(gradient: Tensor) -> None:
         raise Misuse(
             f"expected a loss of outputs [{batch_size}, ...] with the samples first, got one of an output {shape}, in "
-            "which samples are mixed already: compute the loss outside of the model, from its logits"
+            "which samples are mixed already: compute the loss outside of the model, from its logits (that of labels= "
+            "inside is taken in hooks mode if it is F.cross_entropy of as many labels of each sample, unweighted)"
         )
 
     return arrived

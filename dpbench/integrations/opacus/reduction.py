@@ -104,6 +104,14 @@ class Look(Trace):
         self._handed.append(traced)
         return traced
 
+    def noted(self, x: Tensor) -> Tensor:
+        """One of the tensors that were noted, which has lost its class on the way out of the model."""
+        node = _computed_by(x)
+        for note in reversed(self._notes):
+            if isinstance(note.result, Traced) and _computed_by(plain(note.result)) is node:
+                return note.result
+        return x
+
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         if operation is Tensor.backward:
             gradient = kwargs.get("gradient", args[1] if len(args) > 1 else None)
@@ -268,6 +276,14 @@ class Look(Trace):
                 if (name in DIVISIONS or "mul" in name) and divisor >= 1 and abs(divisor / batch_size % 1) < 1e-6:
                     return True
         return False
+
+
+def _computed_by(x: Tensor) -> Any:
+    """The node of autograd's that a tensor is the result of, whatever classes it had since."""
+    node: Any = x.grad_fn
+    while node is not None and node.name().startswith("AliasBackward"):
+        node = node.next_functions[0][0]
+    return node
 
 
 def _run(draws: Draws, again: Callable[[], list[Tensor]]) -> list[Tensor] | None:

@@ -30,7 +30,7 @@ class Watch:
         self._by_loader = False
         self._handles = [
             model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
-            model.register_forward_hook(Hook(self._after), with_kwargs=True),
+            model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
@@ -46,11 +46,11 @@ class Watch:
         self._by_loader = True
         return batch if self._look is None else self._look.batch(batch)
 
-    def begin(self) -> None:
+    def begin(self, args: Any, kwargs: Any) -> None:
         """Before a forward pass that trains."""
 
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the caller gets of a forward pass that trains."""
+        """What the caller gets of a forward pass that trains; `output` is None where it has raised."""
         raise NotImplementedError
 
     def _see(self, look: Look | None) -> None:
@@ -68,7 +68,6 @@ class Watch:
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._trains(module):
-            self.begin()
             if any(x.requires_grad for x in tensors_in((args, kwargs))):
                 raise Misuse(
                     "expected inputs that need no gradient, got some of another trained model, whose gradient would "
@@ -77,6 +76,7 @@ class Watch:
                 )
             if self._look is not None:
                 self._look.read(args, kwargs)
+            self.begin(args, kwargs)
         noted = any(isinstance(x, Traced) for x in tensors_in((args, kwargs)))
         return mapped(plain, (args, kwargs)) if noted else None
 
