@@ -343,24 +343,24 @@ class LayerByLayer(Norms):
         squares = self._squared_norms(source, rule, g)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
         self._doubtful(source, rule, g, squares, doubt=doubt)
-        factors = self._factors(squares, doubt)
+        factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             for name, gradient in self._sums.items():
                 doubt = Doubt(self._squares, self._parameters[name].numel(), of_layer=True)
-                self._grads[name] = weighted_sum(self._factors(sum_of_squares(gradient), doubt), gradient)
+                self._grads[name] = weighted_sum(self._factors(name, sum_of_squares(gradient), doubt), gradient)
                 self._not_by_ghost(name)
             self._sums.clear()
             return self._squares.sqrt(), self._grads
 
-    def _factors(self, squares: Tensor, doubt: Doubt) -> Tensor:
+    def _factors(self, name: str, squares: Tensor, doubt: Doubt) -> Tensor:
         squares = squares.to(self._squares).clamp_(min=0)
         self._squares += squares
-        # a layer's factors depend on its own norms and on L
+        # a layer's factors depend on its own norms, its place, and L
         layers = doubt.bound(squares).expand(len(self._parameters), -1)
-        return self._clip.factors(layers)[0]
+        return self._clip.factors(layers)[list(self._parameters).index(name)]
 
 
 def is_small(rule: Rule, g: Tensor) -> bool:

@@ -13,6 +13,7 @@ from dpbench.engine.noise import Noise
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import Settings
+from dpbench.engine.sizes import Sizes
 from dpbench.engine.sums import Sums
 from dpbench.engine.tickets import Tickets
 
@@ -36,6 +37,7 @@ class State:
     _unread: Unread
     _sampled: int
     _size: int
+    _sizes: Sizes
     _abandoned: Abandoned
     _drawing: int
     """The loader's logical batch whose pieces are in the sum; -1 for none."""
@@ -51,4 +53,7 @@ class State:
         raise NotImplementedError
 
     def _begin_drawing(self) -> None:
+        raise NotImplementedError
+
+    def _drop_parts(self) -> None:
         raise NotImplementedError
