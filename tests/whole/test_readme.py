@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from dpbench.integrations import sharp_edges
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "results" / "README.md"]
@@ -56,3 +58,12 @@ def test_the_accounting_example_gives_the_numbers_beside_it():
         expression, found, number = line.partition("  # ")
         if found:
             assert abs(eval(expression, names) - float(number)) < 0.001, line
+
+
+def test_every_sharp_edge_names_a_test_that_there_is():
+    text = sharp_edges.__doc__ or ""
+    named = re.findall(r"`(test_\w+)`", text)
+    there = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert len(named) > 20 and set(named) <= there, set(named) - there
