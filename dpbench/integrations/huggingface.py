@@ -31,7 +31,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
 from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.engine.settings import steps_per_epoch
 from dpbench.integrations.transformers_losses import per_sample_losses
 from dpbench.integrations.transformers_refusals import refuse
 from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, is_empty, per_sample
@@ -87,7 +86,7 @@ class PrivateTrainer(Trainer):
         privacy: how private.
 
     Attributes:
-        engine: the engine; None without a train_dataset, and before `train()` where FSDP shards the model.
+        engine: the engine; None without a train_dataset.
 
     Raises:
         ValueError: what cannot be private, and settings that do not fit, by name.
@@ -109,11 +108,11 @@ class PrivateTrainer(Trainer):
         super().__init__(model, args, data_collator, train_dataset, *others, **options)
         self.privacy = privacy
         self.engine: PrivacyEngine | None = None
-        self._restored: dict[str, Any] | None = None
         self._held: HeldLosses | None = None
         self._pieces: Pieces | None = None
-        if train_dataset is not None and not self.is_fsdp_enabled:
-            self.engine, self._mean = self._made()
+        if train_dataset is not None:
+            self.engine = self._made()
+            self._mean = Mean(self.engine)
 
     @property
     def logical_batch_size(self) -> int:
@@ -130,9 +129,7 @@ class PrivateTrainer(Trainer):
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir)
         if checkpoint:
-            self._restored = _state_in(Path(checkpoint), self.args.process_index)
-            if self.engine is not None:
-                self._restore(self.engine)
+            self._engine.load_state_dict(_state_in(Path(checkpoint), self.args.process_index))
         try:
             return super().train(resume_from_checkpoint, *others, **options)
         finally:
@@ -140,10 +137,7 @@ class PrivateTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         """As many turns as an epoch has, for Trainer's loop to count and to skip; the engine draws the records."""
-        if self.train_dataset is None:
-            raise ValueError("expected a train_dataset to train on, got none")
-        steps = steps_per_epoch(self.logical_batch_size, len(self.train_dataset), self.privacy.sampling)
-        turns = range(steps * self.args.gradient_accumulation_steps)
+        turns = range(self._engine.settings.steps_per_epoch * self.args.gradient_accumulation_steps)
         return DataLoader(turns, generator=torch.Generator())  # type: ignore[arg-type]
 
     def num_examples(self, dataloader: Any) -> int:
@@ -169,7 +163,7 @@ class PrivateTrainer(Trainer):
         self.model.train()
         getattr(self.optimizer, "train", lambda: None)()
         for piece, is_last in pieces.take(inputs):
-            if is_empty(piece) and not self.is_fsdp_enabled:
+            if is_empty(piece):
                 held.hold(None)
                 continue
             losses = self._losses(piece)
@@ -225,28 +219,30 @@ class PrivateTrainer(Trainer):
     def _begun(self) -> tuple[Pieces, HeldLosses]:
         """The pieces to draw and the step to take. In the first turn the engine is attached: all else is prepared."""
         if self._pieces is None or self._held is None:
-            if self.engine is None:  # FSDP has sharded the model by now
-                self.engine, self._mean = self._made()
-                self._restore(self.engine)
             if self._held is None:
                 advice = "PrivateTrainer takes the steps; call trainer.train()"
-                self._held = HeldLosses(self.engine, self.optimizer, advice)
-            self._pieces = Pieces(self._loader(self.engine))
+                self._held = HeldLosses(self._engine, self.optimizer, advice)
+            self._pieces = Pieces(self._loader())
         return self._pieces, self._held
 
-    def _made(self) -> tuple[PrivacyEngine, Mean]:
+    @property
+    def _engine(self) -> PrivacyEngine:
+        if self.engine is None:
+            raise ValueError("expected a train_dataset to train on, got none: give it when the trainer is made")
+        return self.engine
+
+    def _made(self) -> PrivacyEngine:
         args = self.args
         length: dict[str, Any] = {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
-        engine = PrivacyEngine(
+        return PrivacyEngine(
             self.model,
             batch_size=self.logical_batch_size,
             sample_size=len(self.train_dataset),
             **self.privacy.for_engine(args.max_grad_norm),
             **length,
         )
-        return engine, Mean(engine)
 
-    def _loader(self, engine: PrivacyEngine) -> Any:
+    def _loader(self) -> Any:
         args = self.args
         options = {
             "num_workers": args.dataloader_num_workers,
@@ -255,7 +251,7 @@ class PrivateTrainer(Trainer):
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        return engine.data_loader(
+        return self._engine.data_loader(
             self.train_dataset,
             max_physical_batch_size=args.train_batch_size,
             pad=self.privacy.pad,
@@ -268,11 +264,6 @@ class PrivateTrainer(Trainer):
         with self.compute_loss_context_manager():
             losses = self.compute_loss(self.model, inputs)
         return per_sample(losses, piece, "compute_loss_func" if self.compute_loss_func is not None else "compute_loss")
-
-    def _restore(self, engine: PrivacyEngine) -> None:
-        state, self._restored = self._restored, None
-        if state is not None:
-            engine.load_state_dict(state)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -62,6 +62,13 @@ def _of_arguments(args: Any) -> list[tuple[str, str, str, str]]:
         ),
         (args.fp16, "fp16", True, "False", "losses cannot be scaled before they are clipped; take bf16"),
         (bool(args.deepspeed), "deepspeed", args.deepspeed, "None", "it steps by itself; take torchrun alone"),
+        (
+            bool(args.fsdp),
+            "fsdp",
+            args.fsdp,
+            "''",
+            "it shards after the engine has seen the model; take PrivacyEngine in a loop of your own",
+        ),
         (args.torch_compile, "torch_compile", True, "False", "a compiled model shows no per-sample gradients"),
         (args.n_gpu > 1, "n_gpu", args.n_gpu, "1", "DataParallel splits batches; start by torchrun, a process a GPU"),
         (

@@ -154,7 +154,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path):
 def test_bf16_is_near(tmp_path):
     plain = trained(tmp_path, model=model_of("gpt2", torch.float32))
     rounded = trained(tmp_path, model=model_of("gpt2", torch.float32), bf16=True)
-    start = dict(model_of("gpt2", torch.float32).named_parameters())
+    start = model_of("gpt2", torch.float32).state_dict()
     moved = sum(float((p - start[name]).norm()) ** 2 for name, p in plain.items())
     off = sum(float((p - plain[name]).norm()) ** 2 for name, p in rounded.items())
     assert 0 < off < 0.05**2 * moved
@@ -399,6 +399,18 @@ def test_fp16_is_refused(tmp_path):
         PrivateTrainer(
             model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=PrivacyArguments(noise_multiplier=1.0)
         )
+
+
+def test_sharding_and_training_without_data_are_refused(tmp_path):
+    args = arguments(tmp_path)
+    args.fsdp = "full_shard"  # as on several GPUs
+    privacy = PrivacyArguments(noise_multiplier=1.0)
+    with pytest.raises(ValueError, match=r"expected fsdp='' with PrivateTrainer, got 'full_shard': .*loop of your own"):
+        PrivateTrainer(model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=privacy)
+    trainer = PrivateTrainer(model_of("gpt2"), arguments(tmp_path), eval_dataset=Records("gpt2", 8), privacy=privacy)
+    assert trainer.engine is None and trainer.evaluate()["eval_loss"] > 0
+    with pytest.raises(ValueError, match="expected a train_dataset to train on, got none: give it when"):
+        trainer.train()
 
 
 def test_methods_of_ones_own_and_streams_are_refused(tmp_path):
