@@ -251,7 +251,7 @@ def test_a_loss_over_the_batch_is_refused():
         ({"loader": {"sampler": WeightedRandomSampler([1.0] * 60, 60)}}, "got WeightedRandomSampler"),
         ({"loader": {"drop_last": True}}, "got drop_last=True"),
     ],
-    ids=str,
+    ids=["accumulation", "clipping", "overfitting", "by hand", "no optimizer", "sampler", "drop_last"],
 )
 def test_what_cannot_be_private_is_refused_by_name(options, words):
     options = dict(options)
