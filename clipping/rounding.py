@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.kernels import cpu
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0

@@ -18,16 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping import kernels
-from clipping.interface import norm_dtype, wide_dtype
-from clipping.kernels import cpu
+from clipping.formats import norm_dtype, wide_dtype
+from clipping.kernels import cpu, cuda
+from clipping.kernels.chunked_conv import Pieces, Share, applies
+from clipping.kernels.conv_memory import Convolution
+from clipping.kernels.gram import gram_product, part
+from clipping.kernels.matmul import products
+from clipping.kernels.pixel_gram import Geometry, compiled_norm, every, phases, pixel_gram_product
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Spec, Work
-from clipping.rules.grams import gram_product, part
-from clipping.rules.pieces import Pieces, Share, applies
-from clipping.rules.pixels import Geometry, compiled_norm, every, phases, pixel_gram_product
-from clipping.rules.products import products
-from clipping.temporaries import Convolution
 
 MOST_PIXELS = 1024
 """Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""
@@ -241,7 +240,7 @@ class ConvolutionWeight(Bilinear):
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
-            return kernels.convolution_norm(x, g, *self._geometry(), groups)
+            return cuda.convolution_norm(x, g, *self._geometry(), groups)
         if way in ("pixels", COMPILED):
             if groups > 1:
                 x, g = (y.reshape(count * groups, y.shape[1] // groups, *y.shape[2:]) for y in (x, g))
@@ -251,7 +250,7 @@ class ConvolutionWeight(Bilinear):
                 found = pixel_gram_product(x, g, self._geometry(), available)
         else:
             a, g = (y.transpose(1, 2) for y in self._positions(x, g))
-            found = kernels.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
+            found = cuda.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
         return found.view(count, groups).sum(1) if groups > 1 else found
 
     def _geometry(self) -> Geometry:
