@@ -99,20 +99,20 @@ class Norms(ABC):
 
     def _squared_norms(
         self, source: Source, rule: Rule, g: Tensor, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> Tensor:
+    ) -> tuple[Tensor, Reach | None]:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
 
-        With `others`, its companions, the sum of all their squared norms.
+        With `others`, its companions, the sum of all their squared norms. With its reach, where that is found at once.
         """
         if source.rearranged:
-            return rule.squared_norms(g, rule.route, others)
+            return rule.squares_and_reach(g, rule.route, others)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
 
         def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))
             return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
 
-        return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g)))
+        return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g))), None
 
     def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
         """U of a use; of one of which nothing else is known, by its squared norms."""
@@ -125,12 +125,13 @@ class Norms(ABC):
         rule: Rule,
         g: Tensor,
         squares: Tensor,
+        reach: Reach | None = None,
         *,
         second_pass: bool = False,
         doubt: Doubt | None = None,
     ) -> None:
         """Note that the squared norms of this use are not of the tensor which is summed."""
-        reach, ghost = self._reach(source, rule, g, squares), rule.route.ghost
+        reach, ghost = reach or self._reach(source, rule, g, squares), rule.route.ghost
         (doubt or self._doubt).add(reach, rule.features(), rule.positions, gram=ghost, second_pass=second_pass, of=g)
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
@@ -220,9 +221,9 @@ class TwoPasses(_WholeNorms):
             self._squares += sum_of_squares(gradient)
             self._sums_of[next(iter(source.parameters))] = gradient
             return
-        squares = self._squared_norms(source, rule, g).clamp_(min=0)
-        self._squares += squares
-        self._doubtful(source, rule, g, squares, second_pass=True)
+        squares, reach = self._squared_norms(source, rule, g)
+        self._squares += squares.clamp_(min=0)
+        self._doubtful(source, rule, g, squares, reach, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -296,11 +297,11 @@ class Book(_WholeNorms):
             source, rule, g = waiting
             groups.setdefault(rule.companions(g) if source.rearranged else id(rule), []).append(waiting)
         if groups:
-            squares = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
-            self._squares += torch.stack(squares).clamp_(min=0).sum(0)
-            for uses, of_all in zip(groups.values(), squares, strict=True):
+            found = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
+            self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
+            for uses, (squares, reach) in zip(groups.values(), found, strict=True):
                 for use in uses:
-                    self._doubtful(*use, of_all)
+                    self._doubtful(*use, squares, reach if use is uses[0] else None)
         self._waiting.clear()
         return super()._total()
 
@@ -339,9 +340,9 @@ class LayerByLayer(Norms):
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         if not source.rearranged or source.part is not None:  # factors are those of whole parameters
             return self._several(source, rule, g)
-        squares = self._squared_norms(source, rule, g)
+        squares, reach = self._squared_norms(source, rule, g)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(source, rule, g, squares, doubt=doubt)
+        self._doubtful(source, rule, g, squares, reach, doubt=doubt)
         factors = self._factors(squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 

@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.kernels import cpu
+from clipping.kernels import cpu, shifts
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 """Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
@@ -88,10 +88,19 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
         g: [b, T] of gradients.
         inputs, outputs: entries of each row.
     """
-    least = smallest(g.dtype)  # what both lose, least², is beneath notice
+    beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
+    if shifts.runs(a, g):
+        return Reach(*shifts.reach(a, g, (beside_inputs, beside_outputs)).unbind(1))
     of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
-    lost = g.sum(1).mul_(least * math.sqrt(inputs)).add_(of_inputs, alpha=least * math.sqrt(outputs))
+    lost = g.sum(1).mul_(beside_outputs).add_(of_inputs, alpha=beside_inputs)
     return Reach((a * g).sum(1), lost)
+
+
+def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
+    """What an input row's norm is multiplied by, and a gradient row's, for what the other row may have lost: each of
+    so many entries was smaller than can be squared. What both lost is beneath notice."""
+    least = smallest(dtype)
+    return least * math.sqrt(outputs), least * math.sqrt(inputs)
 
 
 def all_alike(terms: Tensor, entries: int) -> Reach:

@@ -18,14 +18,17 @@ after the other: the passes over T² entries are Σ of the kernel's sides, not t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import HALF, norm_dtype
-from clipping.kernels import cpu, in_two_dimensions
+from clipping.kernels import cpu, in_two_dimensions, shifts
+from clipping.rounding import Reach, of_lost
 from clipping.rules.grams import part
 from clipping.rules.products import products
 
@@ -100,6 +103,61 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
             found = _product(x, g, geometry, here, there)
             total += found if other == start else 2 * found
     return total
+
+
+def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -> int:
+    """Entries of the Gram matrices of one sample that `pixel_norms` makes."""
+    counts = [len(found) for found in _remainders(geometry)]
+    phases = [1 if count == 1 else stride for count, stride in zip(counts, geometry.stride, strict=True)]
+    pixels = math.prod(-(-n // stride) for n, stride in zip(size, geometry.stride, strict=True))
+    return math.prod(output_size) ** 2 + math.prod(phases) * pixels**2
+
+
+def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
+    """`pixel_gram_product` by whole Gram matrices and the kernel for GPUs, and what a reach is made of.
+
+    In one or two dimensions, where `shifts.runs`: each Gram matrix of pixels is one product of all phases.
+
+    Returns:
+        [n, 3] float32: squared norms, and `Reach` as it is from row norms.
+    """
+    least = of_lost(g.dtype, x.shape[1] * math.prod(geometry.kernel), g.shape[1])
+    x, g, options = in_two_dimensions(x, g, geometry)
+    geometry, phases = Geometry(*options), [1, 1]
+    for i, (remainders, stride) in enumerate(zip(_remainders(geometry), geometry.stride, strict=True)):
+        if len(remainders) == 1:
+            at = slice(min(remainders), None, stride)
+            x = x[:, :, at] if i == 0 else x[:, :, :, at]
+        elif rest := -x.shape[2 + i] % stride:
+            x = F.pad(x, [0, 0] * (1 - i) + [0, rest])
+        phases[i] = 1 if len(remainders) == 1 else stride
+    count, channels, *size = x.shape
+    if not x.numel():  # the kernel reads nothing but padding
+        return g.new_zeros(count, 3, dtype=norm_dtype(g.dtype))
+    grid = [n // phase for n, phase in zip(size, phases, strict=True)]
+    if math.prod(phases) > 1:
+        x = x.view(count, channels, grid[0], phases[0], grid[1], phases[1]).permute(0, 3, 5, 1, 2, 4)
+        x = x.reshape(-1, channels, *grid)
+    grams = _between(x, x).view(count, math.prod(phases), math.prod(grid), -1)
+    return shifts.shifted_norms(grams, _between(g, g), geometry, grid, phases, g.shape[3], least)
+
+
+def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least: tuple[float, float]) -> Reach:
+    """From norms of pixels [n, *size] and of the output's gradient [n, T], by the kernel for GPUs.
+
+    Args:
+        x, g: the norms.
+        geometry: of a convolution in one or two dimensions.
+        width: the last of the output's sizes.
+        least: see `clipping.rounding.of_lost`.
+    """
+    images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
+    return Reach(*shifts.reach(images[:, 0], g, least, options, width).unbind(1))
+
+
+def _remainders(geometry: Geometry) -> list[set[int]]:
+    """Which phases of each dimension a kernel reads."""
+    return [{(d * k - p) % s for k in range(size)} for size, s, p, d in zip(*geometry, strict=True)]
 
 
 def _product(x: Tensor, g: Tensor, geometry: Geometry, here: slice, there: slice) -> Tensor:
