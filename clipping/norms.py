@@ -23,7 +23,9 @@ from clipping.arrivals import Arrival
 from clipping.blocks import blocks, concatenated, each, sum_dtype
 from clipping.functions import ClipFunction
 from clipping.interface import Parameters, norm_dtype, wide_dtype
+from clipping.joined import Joined
 from clipping.oracle import gradients
+from clipping.portions import at_once
 from clipping.rounding import UNKNOWN, Doubt, Reach
 from clipping.rules import Copies, Rule, Spec
 from clipping.rules.grams import part
@@ -213,26 +215,34 @@ class TwoPasses(_WholeNorms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sums_of: dict[str, Tensor] = {}
+        self._small, self._found = Joined(), list[Tensor]()
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         keeps = is_small(rule, g) or isinstance(rule, Copies)
         if source.is_parameter and not rule.route.ghost and keeps:
             gradient = rule.instantiate(g, slice(0, rule.samples(g)))
+            if at_once(g):
+                return self._small.add(source, gradient)
             self._squares += sum_of_squares(gradient)
             self._sums_of[next(iter(source.parameters))] = gradient
             return
         squares, reach = self._squared_norms(source, rule, g)
-        self._squares += squares.clamp_(min=0)
+        self._found.append(squares)
         self._doubtful(source, rule, g, squares, reach, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
+            self._squares += self._small.squares(self._squares)
+            if self._found:
+                self._squares += torch.stack(self._found).clamp_(min=0).sum(0)
             total, bound = self._total()
             factors = self._clip.factors(bound)
             kept = self._sums_of | self._sums
             self._sums_of.clear()
             self._sums.clear()
             grads = {name: weighted_sum(factors, kept.pop(name)) for name in list(kept)}
+            for source, gradient in self._small.sums(factors):
+                source.add_to(grads, gradient)
         self._pairs.clear()
         weighted = (rounded_down(factors, self._losses.dtype) * self._losses).sum()
         others = {name: p for name, p in self._parameters.items() if name not in grads}
@@ -244,7 +254,7 @@ class TwoPasses(_WholeNorms):
             """Of the weighted losses: it has the factors already."""
             for source, rule in use.rules:
                 if not others.keys().isdisjoint(source.parameters):
-                    source.add_to(found, rule.weighted(g, g.new_ones(rule.samples(g))))
+                    source.add_to(found, rule.summed(g))
 
         self.again(weighted, arrived)
         return total, found | grads
@@ -267,16 +277,14 @@ class Book(_WholeNorms):
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
         self._waiting: list[tuple[Source, Rule, Tensor]] = []
-        self._small: list[tuple[Source, Tensor]] = []
+        self._small = Joined()
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         route = rule.route
         if not source.rearranged and is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
         if self.joins and route.kept and not route.way and is_small(rule, g):
-            gradients = rule.instantiate(g, slice(0, rule.samples(g)))
-            self._small.append((source, gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1)))
-            return
+            return self._small.add(source, rule.instantiate(g, slice(0, rule.samples(g))))
         if not route.kept:
             self._waiting.append((source, rule, g))
             self._entries.append((source, partial(rule.weighted, g)))
@@ -307,19 +315,12 @@ class Book(_WholeNorms):
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            sources, small = zip(*self._small, strict=True) if self._small else ((), ())
-            self._small.clear()
-            joined = torch.cat([self._squares.new_zeros(len(self._squares), 0), *small], 1)
-            del small
-            self._squares += sum_of_squares(joined)
+            self._squares += self._small.squares(self._squares)
             total, bound = self._total()
             factors = self._clip.factors(bound)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
-            sizes = [source.tensor.numel() for source in sources]
-            parts = torch.ops.aten.split_with_sizes_copy.default(weighted_sum(factors, joined), sizes)
-            for source, gradient in zip(sources, parts, strict=True):
+            for source, gradient in self._small.sums(factors):
                 source.add_to(grads, gradient)
-            del joined
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
                 self._entries.append((source, partial(_weighted_of_all, self._pairs.pop(name))))

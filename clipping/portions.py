@@ -16,6 +16,7 @@ from torch import Tensor
 
 from clipping.blocks import blocks, sum_dtype
 from clipping.interface import wide_dtype
+from clipping.kernels import fused
 
 Form = Callable[[slice, int], Tensor]
 """(samples, count) -> [count, *shape]: the sums of `count` portions of equally many of these samples."""
@@ -36,8 +37,11 @@ def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tens
         together: samples whose portions may be formed at once.
     """
     total: Tensor | None = None
-    for samples, count in equal_portions(batch_size, most, together):
+    divided = list(equal_portions(batch_size, most, together))
+    for samples, count in divided:
         parts = form(samples, count)
+        if len(divided) == 1 and parts.dtype == torch.float32 and fused.runs(parts):
+            return fused.added(parts.contiguous())
         found = parts.sum(0, dtype=sum_dtype(parts))
         wide, total = wide_dtype(parts.dtype), found if total is None else total.add_(found)
     assert total is not None

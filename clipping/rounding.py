@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from clipping.interface import norm_dtype
-from clipping.kernels import cpu, shifts
+from clipping.kernels import cpu, fused
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 """Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
@@ -89,8 +89,8 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
         inputs, outputs: entries of each row.
     """
     beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
-    if shifts.runs(a, g):
-        return Reach(*shifts.reach(a, g, (beside_inputs, beside_outputs)).unbind(1))
+    if fused.runs(a, g):
+        return Reach(*fused.reach(a, g, (beside_inputs, beside_outputs)).unbind(1))
     of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
     lost = g.sum(1).mul_(beside_outputs).add_(of_inputs, alpha=beside_inputs)
     return Reach((a * g).sum(1), lost)

@@ -220,6 +220,10 @@ class Rule(ABC):
 
         return added(weighted, self.blocks(g, way))
 
+    def summed(self, g: Tensor) -> Tensor:
+        """Σ_i g_i, from an output's gradient that has its factors already."""
+        return self.weighted(g, g.new_ones(self.samples(g)))
+
     def held_input(self) -> Tensor | None:
         """The operation's input, if the weight gradient needs it."""
         return None

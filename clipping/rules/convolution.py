@@ -20,7 +20,7 @@ from torch import Tensor
 from clipping import kernels
 from clipping.blocks import concatenated
 from clipping.interface import norm_dtype, wide_dtype
-from clipping.kernels import cpu, shifts
+from clipping.kernels import cpu, fused
 from clipping.rounding import Reach, of_lost, of_rows, row_norms
 from clipping.rules.base import (
     COMPILED,
@@ -148,7 +148,7 @@ class ConvolutionWeight(Bilinear):
             count = x.shape[0] * self.groups
             pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
             norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
-            if len(self.kernel) <= 2 and shifts.runs(pixels, norms):
+            if len(self.kernel) <= 2 and fused.runs(pixels, norms):
                 least = of_lost(of.dtype, self.inputs, self.outputs)
                 return self._of_groups(reach_of_pixels(pixels, norms, self._geometry(), of.shape[-1], least))
             pixels = pixels.unsqueeze(1).square_()
@@ -183,7 +183,7 @@ class ConvolutionWeight(Bilinear):
     def _whole(self, g: Tensor | Spec) -> bool:
         """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""
         fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
-        return fits and len(self.kernel) <= 2 and g.dtype in kernels.DTYPES and shifts.runs(self.parameter)
+        return fits and len(self.kernel) <= 2 and g.dtype in kernels.DTYPES and fused.runs(self.parameter)
 
     def _pairs(self, g: Tensor | Spec) -> int:
         return self.groups * pairs(self._geometry(), self.x.shape[2:], g.shape[2:])

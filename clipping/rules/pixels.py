@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.interface import HALF, norm_dtype
-from clipping.kernels import cpu, in_two_dimensions, shifts
+from clipping.kernels import cpu, fused, in_two_dimensions
 from clipping.rounding import Reach, of_lost
 from clipping.rules.grams import part
 from clipping.rules.products import products
@@ -116,7 +116,7 @@ def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -
 def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """`pixel_gram_product` by whole Gram matrices and the kernel for GPUs, and what a reach is made of.
 
-    In one or two dimensions, where `shifts.runs`: each Gram matrix of pixels is one product of all phases.
+    In one or two dimensions, where `fused.runs`: each Gram matrix of pixels is one product of all phases.
 
     Returns:
         [n, 3] float32: squared norms, and `Reach` as it is from row norms.
@@ -138,8 +138,9 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     if math.prod(phases) > 1:
         x = x.view(count, channels, grid[0], phases[0], grid[1], phases[1]).permute(0, 3, 5, 1, 2, 4)
         x = x.reshape(-1, channels, *grid)
-    grams = _between(x, x).view(count, math.prod(phases), math.prod(grid), -1)
-    return shifts.shifted_norms(grams, _between(g, g), geometry, grid, phases, g.shape[3], least)
+    of_inputs, of_outputs = (products(rows, rows) for rows in (y.flatten(2).transpose(1, 2) for y in (x, g)))
+    of_inputs = of_inputs.view(count, math.prod(phases), math.prod(grid), -1)
+    return fused.shifted_norms(of_inputs, of_outputs, geometry, grid, phases, g.shape[3], least)
 
 
 def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least: tuple[float, float]) -> Reach:
@@ -152,7 +153,7 @@ def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least:
         least: see `clipping.rounding.of_lost`.
     """
     images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
-    return Reach(*shifts.reach(images[:, 0], g, least, options, width).unbind(1))
+    return Reach(*fused.reach(images[:, 0], g, least, options, width).unbind(1))
 
 
 def _remainders(geometry: Geometry) -> list[set[int]]:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton programs behind `clipping.kernels.shifts`, which alone imports this module: it needs Triton.
+"""The Triton programs behind `clipping.kernels.fused`, which alone imports this module: it needs Triton.
 
 A program writes to a place of its own: no atomic operation, so that the same tensors give the same bits. What lies
 outside of a tensor is read as zero. Squares are clamped at 0 before their root is taken: a Gram matrix's diagonal may
@@ -52,7 +52,7 @@ def shifted(
     x += sample * (PHASES_H * PHASES_W) * pixels * pixels
     g += sample * positions * positions
     sums = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in tl.static_range(KERNEL_H * KERNEL_W):
+    for k in range(KERNEL_H * KERNEL_W):
         phase_h, down = _read(k // KERNEL_W, STRIDE_H, PADDING_H, DILATION_H, PHASES_H)
         phase_w, across = _read(k % KERNEL_W, STRIDE_W, PADDING_W, DILATION_W, PHASES_W)
         t_row, t_column = t // width + down, t % width + across
@@ -107,38 +107,43 @@ def reach(
     DILATION_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One sample's Σ_t a_t g_t and Σ_t g_t · of_outputs + a_t · of_inputs: out [n, 2].
+    """Over a block of positions: Σ_t a_t g_t and Σ_t g_t · of_outputs + a_t · of_inputs: out [n · blocks, 2].
 
     x are the norms of pixels [n, rows, columns], of which a_t² adds up the squares that position t reads; g [n,
     positions] are norms of rows.
     """
-    sample = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(positions, BLOCK)
+    sample = (tl.program_id(0) // blocks).to(tl.int64)
+    t = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    there = t < positions
     x += sample * x_sample
-    g += sample * g_sample
-    terms = tl.zeros((BLOCK,), tl.float32)
-    lost = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, positions, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        there = t < positions
-        row = (t // width) * STRIDE_H - PADDING_H
-        column = (t % width) * STRIDE_W - PADDING_W
-        of_g = tl.load(g + t.to(tl.int64) * g_position, mask=there, other=0.0)
-        if KERNEL_H * KERNEL_W == 1:
-            inside = there & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-            of_x = tl.load(x + row.to(tl.int64) * x_row + column.to(tl.int64) * x_column, mask=inside, other=0.0)
-        else:
-            squares = tl.zeros((BLOCK,), tl.float32)
-            for k in range(KERNEL_H * KERNEL_W):
-                y = row + (k // KERNEL_W) * DILATION_H
-                z = column + (k % KERNEL_W) * DILATION_W
-                inside = there & (y >= 0) & (y < rows) & (z >= 0) & (z < columns)
-                pixel = tl.load(x + y.to(tl.int64) * x_row + z.to(tl.int64) * x_column, mask=inside, other=0.0)
-                squares += pixel * pixel
-            of_x = tl.sqrt(squares)
-        terms += of_x * of_g
-        lost += of_x * of_inputs + of_g * of_outputs
-    tl.store(out + sample * 2, tl.sum(terms))
-    tl.store(out + sample * 2 + 1, tl.sum(lost))
+    of_g = tl.load(g + sample * g_sample + t.to(tl.int64) * g_position, mask=there, other=0.0)
+    row = (t // width) * STRIDE_H - PADDING_H
+    column = (t % width) * STRIDE_W - PADDING_W
+    if KERNEL_H * KERNEL_W == 1:
+        inside = there & (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+        of_x = tl.load(x + row.to(tl.int64) * x_row + column.to(tl.int64) * x_column, mask=inside, other=0.0)
+    else:
+        squares = tl.zeros((BLOCK,), tl.float32)
+        for k in range(KERNEL_H * KERNEL_W):
+            y = row + (k // KERNEL_W) * DILATION_H
+            z = column + (k % KERNEL_W) * DILATION_W
+            inside = there & (y >= 0) & (y < rows) & (z >= 0) & (z < columns)
+            pixel = tl.load(x + y.to(tl.int64) * x_row + z.to(tl.int64) * x_column, mask=inside, other=0.0)
+            squares += pixel * pixel
+        of_x = tl.sqrt(squares)
+    out += tl.program_id(0).to(tl.int64) * 2
+    tl.store(out, tl.sum(of_x * of_g))
+    tl.store(out + 1, tl.sum(of_x) * of_inputs + tl.sum(of_g) * of_outputs)
 
 
-INTERPRETED = not isinstance(shifted, triton.JITFunction)
+@triton.jit
+def added(parts, out, entries, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Σ over the rows of parts [COUNT, entries], in float64: out [entries] float32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    there = at < entries
+    total = tl.zeros((BLOCK,), tl.float64)
+    for _ in range(COUNT):
+        total += tl.load(parts + at, mask=there, other=0.0).to(tl.float64)
+        parts += entries
+    tl.store(out + at, total.to(tl.float32), mask=there)

@@ -1,12 +1,14 @@
-"""What a GPU does with a few large launches where torch's operations take dozens of small ones: by Triton kernels.
+"""What takes torch's operations several launches on a GPU, and small ones, as one: Triton kernels.
 
     shifted_norms     Σ_{t,u} A_tu G_tu from the Gram matrices of an image's pixels and of its output's gradient, where
                       A adds up shifts of the former (see `clipping.rules.pixels`), and what a reach is made of
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.rounding`)
+    added             the sum of portions, in float64 (see `clipping.portions`)
 
 The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
-of the kernel's sides, and write what they added up. Everything is float32, added up in tiles of 1,024 products at most.
+of the kernel's sides, and write what they added up. The first two are float32, added up in tiles of 4,096 products at
+most.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping import kernels
 
-TILE = 32
-"""Positions of a tile's sides: 1,024 products, 8 to a thread."""
+TILE = 64
+"""Positions of a tile's sides: 4,096 products, 16 to a thread."""
 LINE = 1024
-"""Positions that a program of `reach` takes at once."""
+"""Positions that a program of `reach` takes at once, or entries that one of `added` does."""
+WARPS = 8
+"""Groups of 32 threads to a program."""
 NAMES = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 
@@ -70,7 +74,7 @@ def shifted_norms(
     step = max(1, kernels.PROGRAMS // max(1, each))
     for at in (slice(start, start + step) for start in range(0, count, step)):
         _run("shifted", out[at].numel() // 3, (x[at], g[at], out[at]), numbers, **_named(geometry), **constants)
-    return out.sum(1)
+    return _whole(out)
 
 
 def reach(
@@ -92,10 +96,23 @@ def reach(
     count, positions = g.shape
     if geometry is None:
         x, geometry, width = x.expand(count, positions).unsqueeze(1), ([1, 1], [1, 1], [0, 0], [1, 1]), positions
-    out = g.new_empty(count, 2)
+    block = kernels._power(positions, LINE)
+    out = g.new_empty(count, math.ceil(positions / block), 2)
     numbers = (positions, width, *x.shape[1:], *x.stride(), *g.stride(), *map(float, lost))
-    _run("reach", count, (x, g, out), numbers, **_named(geometry), BLOCK=kernels._power(positions, LINE))
+    _run("reach", out.numel() // 2, (x, g, out), numbers, **_named(geometry), BLOCK=block)
+    return _whole(out)
+
+
+def added(parts: Tensor) -> Tensor:
+    """Σ over the first dimension, in float64: [count, *shape] float32, contiguous, to [*shape] float32."""
+    out = parts.new_empty(parts.shape[1:])
+    _run("added", math.ceil(out.numel() / LINE), (parts, out), (out.numel(),), COUNT=len(parts), BLOCK=LINE)
     return out
+
+
+def _whole(parts: Tensor) -> Tensor:
+    """[n, parts, k] to [n, k]."""
+    return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
 
 
 def _named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
@@ -108,9 +125,9 @@ def _run(program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequen
     """One launch; of fake tensors none."""
     if programs and not isinstance(tensors[-1], FakeTensor):
         with torch.cuda.device_of(tensors[-1]):
-            getattr(_programs(), program)[(programs,)](*tensors, *numbers, **constants, num_warps=4)
+            getattr(_programs(), program)[(programs,)](*tensors, *numbers, **constants, num_warps=WARPS)
 
 
 @functools.cache
 def _programs() -> ModuleType:
-    return importlib.import_module("clipping.kernels.shift_programs")
+    return importlib.import_module("clipping.kernels.fused_programs")
