@@ -31,7 +31,7 @@ class Joined:
             like: [B].
         """
         waiting, self._waiting = self._waiting, []
-        self._waiting = [torch.cat([like.new_zeros(len(like), 0), *waiting], 1)]
+        self._waiting = [torch.cat(waiting, 1) if waiting else like.new_zeros(len(like), 0)]
         del waiting
         return sum_of_squares(self._waiting[0])
 

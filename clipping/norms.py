@@ -202,7 +202,8 @@ class _WholeNorms(Norms):
 class TwoPasses(_WholeNorms):
     """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant.
 
-    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of.
+    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of. On
+    a GPU small ones wait for one another.
 
     Attributes:
         again: a backward pass of the tape, in which the sums of large batches are formed in portions; None where one
@@ -237,10 +238,8 @@ class TwoPasses(_WholeNorms):
                 self._squares += torch.stack(self._found).clamp_(min=0).sum(0)
             total, bound = self._total()
             factors = self._clip.factors(bound)
-            kept = self._sums_of | self._sums
-            self._sums_of.clear()
-            self._sums.clear()
-            grads = {name: weighted_sum(factors, kept.pop(name)) for name in list(kept)}
+            held = self._sums_of, self._sums
+            grads = {name: weighted_sum(factors, of.pop(name)) for of in held for name in list(of)}
             for source, gradient in self._small.sums(factors):
                 source.add_to(grads, gradient)
         self._pairs.clear()

@@ -40,7 +40,6 @@ were that large.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -227,14 +226,12 @@ class Doubt:
             return squares.sqrt() + self._least
         reaches, of_squares, of_sums = zip(*self._uses, strict=True)
         terms, lost = ([each.to(self._like.dtype) for each in part] for part in zip(*reaches, strict=True))
-        doubted = _sum_of_squares(torch._foreach_mul(terms, [math.sqrt(rate) for rate in of_squares]))
-        unlike = _sum_of_squares(torch._foreach_mul(terms, list(of_sums)))
-        reach = _sum_of_squares(terms).sqrt()
-        found = (squares + doubted).sqrt() + unlike.sqrt() + torch.stack(lost).sum(0) + self._least
+        rates = [*map(math.sqrt, of_squares), *of_sums]
+        scaled = torch._foreach_mul([*terms, *terms], rates)
+        sums = torch.stack([*scaled, *terms]).square_().view(3, len(terms), -1).sum(1)
+        sums[0] += squares
+        doubted, unlike, reach = sums.sqrt_()
+        found = (doubted + unlike).add_(torch.stack(lost).sum(0)).add_(self._least)
         found = torch.maximum(found, reach / cap(self._positions, of_layer=self._of_layer))
         # an overflow: infinities subtracted from one another, or times 0. What is no number itself stays so in the sum
         return found.nan_to_num_(math.inf, math.inf)
-
-
-def _sum_of_squares(terms: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(terms)).square_().sum(0)
