@@ -24,6 +24,7 @@ from clipping.kernels import fused
 from clipping.rounding import of_rows
 from clipping.rules import Route
 from clipping.rules.convolution import convolution
+from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution
 
 #: channels, outputs, size, kernel, stride, padding, dilation, groups
@@ -125,6 +126,23 @@ def sums_in_float64(device: str) -> None:
     assert fused.added(parts).item() == 2.0**24 + 8
 
 
+def scales_of_layer_norm(device: str) -> None:
+    for shape, normalized in (((2, 3, 5), (5,)), ((3, 70, 130), (130,)), ((4, 7), (7,)), ((2, 3, 4, 5), (4, 5))):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, g = (torch.randn(shape, device=device).to(dtype) for _ in "ab")
+            weight = torch.ones(normalized, device=device, dtype=dtype)
+            _, gradients = layer_norm(3 * x + 5, normalized, weight)
+            parameter, kind, *others = gradients[0]
+            assert kind is LayerNormWeight
+            rule = kind(parameter, *others)
+            everyone = slice(0, len(x))
+            found = with_kernels(lambda rule=rule, g=g, everyone=everyone: rule.instantiate(g, everyone))
+            terms = (rule.x.double() - rule.mean.double()) * rule.rstd.double() * g.double()
+            close(found, terms.flatten(1, -1 - len(normalized)).sum(1) if len(shape) > 1 + len(normalized) else terms)
+            turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous: by torch's operations
+            close(with_kernels(lambda rule=rule, g=turned, everyone=everyone: rule.instantiate(g, everyone)), found)
+
+
 def infinities_come_through(device: str) -> None:
     """An overflow must be seen by whoever makes factors, and nothing of it by other samples."""
     case = CONVOLUTIONS["stride 2"]
@@ -170,6 +188,7 @@ CHECKS: dict[str, Callable[[str], None]] = {
     **{name: lambda device, name=name: convolutions(name, device) for name in CONVOLUTIONS},
     "transposed convolutions": transposed,
     "rows": rows,
+    "scales of layer norm": scales_of_layer_norm,
     "sums in float64": sums_in_float64,
     "infinities come through": infinities_come_through,
     "whole steps": whole_steps,
@@ -193,6 +212,8 @@ COMPILED = {
     "reach": ("reach", 3, False),
     "reach of rows": ("reach", 1, False),
     "reach of single numbers": ("reach", 1, True),
+    "scale": ("scale", 1, False),
+    "scale of single numbers": ("scale", 1, True),
     "added": ("added", 1, False),
     "added, of single numbers": ("added", 1, True),
 }
@@ -211,12 +232,12 @@ def compile_(name: str, capability: int) -> None:
     geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1}
     values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
     values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
-    values["COUNT"] = 27
+    values |= {"COUNT": 27, "BLOCK_T": 16 if single else fused.TILE, "BLOCK_N": fused.TILE}
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
     signature: dict[str, str] = {}
     constants, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
-        if argument in ("x", "g", "parts", "out"):
+        if argument in ("x", "g", "parts", "mean", "rstd", "out"):
             signature[argument] = "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("of_"):

@@ -105,6 +105,18 @@ def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_traini
     assert triton == (private["shifted"] > 0 and private["reach"] > 0)
 
 
+def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).to("meta")
+    x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
+    with load_backend("bk_ghost")(model, lambda y, _: y.sum((1, 2)), verify=False) as backend:
+        with counted(monkeypatch, triton=True) as launches:
+            backend(x, targets)
+        with counted(monkeypatch, triton=False) as without:
+            backend(x, targets)
+    assert launches.found["scale"] == 1 and launches.found["sub"] == 0
+    assert without.found["scale"] == 0 and without.found["sub"] == 1
+
+
 def test_a_count_that_grows_is_found(monkeypatch):
     """One portion after the other, as on a CPU: the count tells."""
     for module in (bilinear, portions):

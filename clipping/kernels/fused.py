@@ -5,10 +5,11 @@
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.rounding`)
     added             the sum of portions, in float64 (see `clipping.portions`)
+    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
 
 The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
-of the kernel's sides, and write what they added up. The first two are float32, added up in tiles of 4,096 products at
-most.
+of the kernel's sides, and write what they added up. All but `added` are float32, and
+add up 4,096 products or fewer before torch adds up what they wrote.
 """
 
 from __future__ import annotations
@@ -108,6 +109,25 @@ def added(parts: Tensor) -> Tensor:
     out = parts.new_empty(parts.shape[1:])
     _run("added", math.ceil(out.numel() / LINE), (parts, out), (out.numel(),), COUNT=len(parts), BLOCK=LINE)
     return out
+
+
+def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
+    """Σ_t g (x - mean) rstd of each sample.
+
+    Args:
+        x, g: [n, *, features], contiguous.
+        mean, rstd: [n, *], one number for each position, contiguous.
+        features: of the scale.
+
+    Returns:
+        [n, features] float32.
+    """
+    count, positions = len(x), mean.numel() // max(1, len(x))
+    block = kernels._power(positions, TILE)
+    out = torch.empty(count, math.ceil(positions / block), features, dtype=torch.float32, device=g.device)
+    programs = count * out.shape[1] * math.ceil(features / TILE)
+    _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
+    return _whole(out)
 
 
 def _whole(parts: Tensor) -> Tensor:

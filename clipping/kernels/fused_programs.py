@@ -147,3 +147,25 @@ def added(parts, out, entries, COUNT: tl.constexpr, BLOCK: tl.constexpr):
         total += tl.load(parts + at, mask=there, other=0.0).to(tl.float64)
         parts += entries
     tl.store(out + at, total.to(tl.float32), mask=there)
+
+
+@triton.jit
+def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Over a block of positions t of one sample, for a block of features: Σ_t g (x - mean) rstd, out [n · blocks,
+    features]. All are contiguous: x and g [n, positions, features], mean and rstd [n, positions]."""
+    columns = tl.cdiv(features, BLOCK_N)
+    blocks = tl.cdiv(positions, BLOCK_T)
+    line = tl.program_id(0) // columns
+    sample = (line // blocks).to(tl.int64)
+    t = line % blocks * BLOCK_T + tl.arange(0, BLOCK_T)
+    at = tl.program_id(0) % columns * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = sample * positions + t
+    there = t < positions
+    inside = there[:, None] & (at < features)[None, :]
+    where = rows[:, None] * features + at[None, :]
+    of_mean = tl.load(mean + rows, mask=there, other=0.0).to(tl.float32)
+    of_rstd = tl.load(rstd + rows, mask=there, other=0.0).to(tl.float32)
+    of_x = tl.load(x + where, mask=inside, other=0.0).to(tl.float32)
+    of_g = tl.load(g + where, mask=inside, other=0.0).to(tl.float32)
+    found = tl.where(inside, (of_x - of_mean[:, None]) * of_rstd[:, None] * of_g, 0.0)
+    tl.store(out + line.to(tl.int64) * features + at, tl.sum(found, 0), mask=at < features)
