@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from clipping import Flat, kernels, load_backend, portions
 from clipping.kernels import fused
 from clipping.portions import added_at_once, equal_portions, weighted_at_once
-from clipping.rules import base, bilinear
+from clipping.rules import base, weight
 from dpbench.models import load_workload
 
 HERE = Path(__file__).parent
@@ -108,7 +108,7 @@ def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_traini
 def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).to("meta")
     x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
-    with load_backend("bk_ghost")(model, lambda y, _: y.sum((1, 2)), verify=False) as backend:
+    with load_backend("bk_ghost")(model, lambda y, _: y.square().sum((1, 2)), verify=False) as backend:
         with counted(monkeypatch, triton=True) as launches:
             backend(x, targets)
         with counted(monkeypatch, triton=False) as without:
@@ -119,7 +119,7 @@ def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs(monkey
 
 def test_a_count_that_grows_is_found(monkeypatch):
     """One portion after the other, as on a CPU: the count tells."""
-    for module in (bilinear, portions):
+    for module in (weight, portions):
         monkeypatch.setattr(module, "at_once", lambda x: False)
     assert sum(of_a_step("bk_mixed", 1024, monkeypatch, triton=True).values()) > 6 * 142
 
@@ -171,16 +171,16 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
     monkeypatch.setattr("clipping.norms.SMALL", 2**40)
     found, formed = [], Counter[int]()
     for most in (100, 2):
-        for module in ("clipping.ghost", "clipping.rules.bilinear", "clipping.samples"):
+        for module in ("clipping.ghost", "clipping.rules.weight", "clipping.samples"):
             monkeypatch.setattr(f"{module}.portion", lambda *_, most=most: most)
-        for module in ("clipping.samples", "clipping.rules.bilinear", "clipping.norms"):
+        for module in ("clipping.samples", "clipping.rules.weight", "clipping.norms"):
             monkeypatch.setattr(f"{module}.at_once", lambda x, most=most: most == 2)
 
         def added(*given, most=most):
             formed[most] += 1
             return added_at_once(*given)
 
-        monkeypatch.setattr(bilinear, "added_at_once", added)
+        monkeypatch.setattr(weight, "added_at_once", added)
         with load_backend(name)(model, loss, clip=Flat(0.5)) as backend:
             found.append(backend(x, targets))
     assert formed[100] == 0 and (formed[2] > 0 or name == "bk_mixed")
@@ -192,7 +192,7 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
 
 def test_what_is_formed_at_once_stays_within_the_room():
     """Of a large weight few portions at a time; and the memory that is predicted of it is theirs."""
-    rule = bilinear_rule(512, 512, 64)
+    rule = linear_rule(512, 512, 64)
     rule.parameter = rule.parameter.to("meta")
     rule.room = lambda: 8 * 2**20
     g = base.Spec(torch.Size((4096, 64, 512)), torch.float32)
@@ -202,7 +202,7 @@ def test_what_is_formed_at_once_stays_within_the_room():
     assert samples == together and beside >= 512 * 512 * (8 + 4 * (together // most))
 
 
-def bilinear_rule(outputs: int, inputs: int, positions: int) -> bilinear.Bilinear:
+def linear_rule(outputs: int, inputs: int, positions: int) -> weight.Bilinear:
     from clipping.rules.linear import LinearWeight
 
     return LinearWeight(torch.empty(outputs, inputs), torch.empty(4096, positions, inputs, device="meta"))

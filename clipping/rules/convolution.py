@@ -33,7 +33,6 @@ from clipping.rules.base import (
     Spec,
     Work,
 )
-from clipping.rules.bilinear import Bilinear
 from clipping.rules.grams import gram_product, part
 from clipping.rules.pieces import Pieces, Share, applies
 from clipping.rules.pixels import (
@@ -47,6 +46,7 @@ from clipping.rules.pixels import (
     reach_of_pixels,
 )
 from clipping.rules.products import products
+from clipping.rules.weight import Bilinear
 from clipping.temporaries import Convolution
 
 MOST_PIXELS = 1024

@@ -12,10 +12,10 @@ from clipping import kernels
 from clipping.kernels import cpu
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
-from clipping.rules.bilinear import Bilinear
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.grams import gram_product, part, within
 from clipping.rules.products import by_onednn, product, products
+from clipping.rules.weight import Bilinear
 
 
 class LinearWeight(Bilinear):
