@@ -5,7 +5,7 @@ ARGS ?=
 MINUTES ?= 9
 BIN := $(VENV)/bin
 
-.PHONY: install stress_test gpu test lint types unit slow smoke clean
+.PHONY: install stress_test gpu test lint types unit slow smoke docs clean
 
 stress_test: install
 	$(BIN)/python -m dpbench run stress_test $(ARGS)
@@ -38,6 +38,14 @@ slow: install
 
 smoke: install
 	$(BIN)/python -m dpbench run stress_test --smoke --output $$(mktemp -d)
+
+# An API site from the docstrings. What packages import late is put in its place first, for pdoc to see it.
+MODULES = $(shell find accounting clipping dpbench -name '*.py' | sed -e 's,/__init__,,' -e 's,\.py$$,,' | tr / . | sort)
+docs: install
+	@$(BIN)/python -W ignore -c "import clipping, dpbench, pdoc.__main__ as p; \
+	[setattr(m, n, getattr(m, n)) for m in (clipping, dpbench) for n in m.__all__]; p.cli()" \
+	--docformat google --output-directory build/docs $(MODULES)
+	@echo build/docs/index.html
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ event S
 The batches may also be drawn otherwise, and two datasets may be neighbours otherwise (`SAMPLINGS`, `ADJACENCIES`; the
 pairs with bounds, and what is meant where no adjacency is named: `accounting.sampling.PROVED`). An accountant names the
 pairs that it has a formula for. An upper bound under these may be one elsewhere too, by the reductions of
-`accounting.sampling`; what none of them covers gets no number.
+`accounting.reductions`; what none of them covers gets no number.
 
 An accountant is a function (σ, q, T, δ) → ε. These edges are answered here, once, in this order, before any formula:
 
@@ -27,89 +27,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any, ClassVar, Literal
 
-from accounting.sampling import ADJACENCIES, HOME, PROVED, SAMPLINGS, Scheme, at_home, bound_elsewhere, unproved
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, real, whole
+from accounting.reductions import at_home, bound_elsewhere
+from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, unproved
 
 #: What an ε is worth. Only an upper bound is a privacy guarantee.
 Kind = Literal["upper_bound", "lower_bound", "estimate", "heuristic"]
-
-
-class ArgumentError(ValueError):
-    """An argument outside its domain, in one line that names it: `argument`, what was `expected`, what `came`."""
-
-    def __init__(self, argument: str, expected: str, came: object) -> None:
-        super().__init__(f"expected {argument} {expected}, got {came!r}")
-        self.argument, self.expected, self.came = argument, expected, came
-
-
-class NoAnswer(ArithmeticError):
-    """An accountant has no number to give here; the message is one line, and says why. Others may have one."""
-
-
-@dataclass(frozen=True)
-class SubsampledGaussian:
-    """One step: the Gaussian mechanism on a sample; by default a Poisson sample, under adding or removing one record.
-
-    Args:
-        noise_multiplier: σ ≥ 0, the standard deviation of the noise on the *sum* of clipped gradients, in units of the
-            clipping norm C.
-        sample_rate: q in [0, 1], the probability of each record to be in the sample; independent of the others' under
-            Poisson sampling, b/n where batches have a fixed size b.
-        sampling: one of `SAMPLINGS`.
-        adjacency: one of `ADJACENCIES`; "" for the first that bounds are proved under with this sampling.
-        dataset_size: n ≥ 1; needed where a Poisson sample is cut to `max_batch_size`.
-        max_batch_size: of a Poisson sample with more records than this, so many are kept, drawn uniformly.
-
-    Raises:
-        ArgumentError: a ValueError of one line that names the argument.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-    sampling: str = "poisson"
-    adjacency: str = ""
-    dataset_size: int | None = None
-    max_batch_size: int | None = None
-
-    def __post_init__(self) -> None:
-        sigma = _real("noise_multiplier", "to be a number >= 0", self.noise_multiplier)
-        q = _real("sample_rate", "in [0, 1]", self.sample_rate)
-        if sigma < 0:
-            raise ArgumentError("noise_multiplier", "to be a number >= 0", self.noise_multiplier)
-        if not 0 <= q <= 1:
-            raise ArgumentError("sample_rate", "in [0, 1]", self.sample_rate)
-        object.__setattr__(self, "noise_multiplier", sigma)
-        object.__setattr__(self, "sample_rate", q)
-        self._check_name("sampling", SAMPLINGS)
-        if self.adjacency == "":
-            object.__setattr__(self, "adjacency", PROVED[self.sampling][0])
-        self._check_name("adjacency", ADJACENCIES)
-        for argument in ("dataset_size", "max_batch_size"):
-            self._check_size(argument)
-
-    def _check_name(self, argument: str, names: Mapping[str, str]) -> None:
-        if getattr(self, argument) not in names:
-            raise ArgumentError(argument, f"to be one of {', '.join(names)}", getattr(self, argument))
-
-    def _check_size(self, argument: str) -> None:
-        value, truncated = getattr(self, argument), self.sampling == "truncated_poisson"
-        if value is None and truncated:
-            raise ArgumentError(argument, "under truncated Poisson sampling", value)
-        if value is None:
-            return
-        if argument == "max_batch_size" and not truncated:
-            raise ArgumentError(argument, f"with truncated Poisson sampling only, not with {self.sampling}", value)
-        size = _whole(argument, value, least=1)
-        if size > 2**53:
-            raise ArgumentError(argument, "to be at most 2**53", value)
-        object.__setattr__(self, argument, int(size))
-
-    @property
-    def scheme(self) -> Scheme:
-        """(sampling, adjacency)."""
-        return self.sampling, self.adjacency
 
 
 @dataclass(frozen=True)
@@ -152,7 +77,7 @@ class Accountant(ABC):
             NoAnswer: if there is no number to give: no bound is known here for the mechanism's sampling and adjacency,
                 or it cannot be computed.
         """
-        count, probability = _whole("steps", steps), _real("delta", "in [0, 1]", delta)
+        count, probability = whole("steps", steps), real("delta", "in [0, 1]", delta)
         if not 0 <= probability <= 1:
             raise ArgumentError("delta", "in [0, 1]", delta)
         start = time.perf_counter()
@@ -203,24 +128,3 @@ def _edge(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[fl
         if applies:
             return epsilon, {"reason": reason}
     return None
-
-
-def _real(argument: str, expected: str, value: object) -> float:
-    """`value` as a float; an int beyond the largest one is as good as infinite."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise ArgumentError(argument, expected, value)
-    try:
-        number = float(value)
-    except OverflowError:
-        number = -math.inf if value < 0 else math.inf
-    if math.isnan(number):
-        raise ArgumentError(argument, expected, value)
-    return number
-
-
-def _whole(argument: str, value: object, least: int = 0) -> float:
-    expected = f"to be a whole number >= {least}"
-    count = _real(argument, expected, value)
-    if count < least or value == math.inf or (count < math.inf and count % 1):
-        raise ArgumentError(argument, expected, value)
-    return count

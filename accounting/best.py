@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from accounting import ACCOUNTANTS, load_accountant
-from accounting.base import Accountant, Guarantee, NoAnswer, SubsampledGaussian
+from accounting.base import Accountant, Guarantee
+from accounting.mechanism import NoAnswer, SubsampledGaussian
+from accounting.registry import ACCOUNTANTS, load_accountant
 from accounting.sampling import SCHEMES, Scheme
 
 

@@ -16,8 +16,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accounting.base import Accountant, ArgumentError, Guarantee, NoAnswer, SubsampledGaussian
+from accounting.base import Accountant, Guarantee
 from accounting.gaussian import log_delta
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
+from accounting.registry import load_accountant
 
 #: What can be solved for: name -> (its smallest and its largest value, its words).
 UNKNOWNS = {
@@ -85,8 +87,6 @@ def calibrate(
     if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < 1):
         raise ArgumentError("tolerance", "in [0, 1)", tolerance)
     if isinstance(accountant, str):
-        from accounting import load_accountant  # which imports this module
-
         accountant = load_accountant(accountant)
     given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, **scheme}
     given |= {unknown: 1.0} if unknown in given else {}

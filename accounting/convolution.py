@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accounting.base import NoAnswer
+from accounting.mechanism import NoAnswer
 from accounting.search import golden
 from accounting.series import Array
 
@@ -106,6 +106,10 @@ def epsilon_of(
     """(ε ≥ 0 at δ after `steps` steps, the tilt θ): an upper bound, or else a lower one; ∞ if w_∞ alone is above δ.
 
     Args:
+        losses: of one step, on a grid.
+        steps: T.
+        delta: δ in (0, 1).
+        upper: an upper bound; else a lower one.
         theta: the tilt to begin with; by default the best by Chernoff's bound, which is nearly the best of all.
 
     Raises:

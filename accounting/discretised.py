@@ -9,7 +9,7 @@ and that on adding one is (Q, P), with losses −y (Zhu, Dong and Wang 2022, The
 The worse grid is "connect the dots" (Doroshenko et al. 2022): P and Q between two neighbouring losses jh go to these
 two so that both masses are kept. L = e^y is then spread with its mean under Q kept, so every δ(ε) = E_Q[(L − e^ε)₊]
 grows, and so does that of a composition, in both directions. What lies beyond both ends goes to losses of ±∞. A better
-grid is in `accounting.merged`.
+grid is in `accounting.optimistic_grid`.
 
 Per step they differ from the truth by variances of h²/6 and −h²/3, where the loss has a smooth density, at the same
 mean of L: ε moves by a multiple of Th², where rounding up or down would move it by Th, and matching means (Gopi, Lee
@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from accounting.base import NoAnswer
 from accounting.convolution import Losses
+from accounting.mechanism import NoAnswer
 from accounting.series import Array, log_ratio
 
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(4)

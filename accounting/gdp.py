@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from accounting.base import Accountant, Kind, SubsampledGaussian
+from accounting.base import Accountant, Kind
 from accounting.gaussian import epsilon_of_shift, log_variance
+from accounting.mechanism import SubsampledGaussian
 
 
 class Gdp(Accountant):

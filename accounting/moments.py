@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from accounting.base import Accountant, SubsampledGaussian
+from accounting.base import Accountant
+from accounting.mechanism import SubsampledGaussian
 from accounting.rdp import LARGEST, Rdp
 
 

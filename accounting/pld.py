@@ -18,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from accounting.base import Accountant, NoAnswer, SubsampledGaussian
+from accounting.base import Accountant
 from accounting.convolution import Tilt
 from accounting.discretised import Step, worse
 from accounting.gaussian import indistinct
+from accounting.mechanism import NoAnswer, SubsampledGaussian
 from accounting.rdp import Rdp
 
 #: By how much of itself ε may err for the grid's sake; the most losses, after composition.

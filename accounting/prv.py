@@ -2,7 +2,8 @@
 
 As in Gopi, Lee and Wutschitz 2021 the loss ln P/Q of one step, a random variable, is put on a grid, and T of them are
 added up by fast Fourier transform. Where theirs is one grid with a proved distance to the truth, here are two that
-enclose it (`accounting.discretised`, `accounting.merged`: Doroshenko et al. 2022, and the post-processing theorem):
+enclose it (`accounting.discretised`, `accounting.optimistic_grid`: Doroshenko et al. 2022, and the post-processing
+theorem):
 
     upper      of the pessimistic grid, the larger of ε on removing and on adding a record
     lower      of the optimistic one, on removing
@@ -22,11 +23,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from accounting.base import Accountant, Kind, NoAnswer, SubsampledGaussian
+from accounting.base import Accountant, Kind
 from accounting.convolution import Losses, epsilon_of
 from accounting.discretised import Step, worse
 from accounting.gaussian import amplified, epsilon_of_shift, exact_epsilon, indistinct
-from accounting.merged import better
+from accounting.mechanism import NoAnswer, SubsampledGaussian
+from accounting.optimistic_grid import better
 from accounting.sampling import HOME, SCHEMES, Scheme
 
 #: upper − lower that is asked for: relative to upper, and absolute.

@@ -20,8 +20,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from accounting.base import Accountant, SubsampledGaussian
+from accounting.base import Accountant
 from accounting.gaussian import log_variance
+from accounting.mechanism import SubsampledGaussian
 from accounting.search import descend
 from accounting.series import WHOLE_ORDERS, Array, log_moments
 

@@ -28,6 +28,7 @@ def too_small(squares: ArrayLike, count: ArrayLike) -> Array:
 
     Args:
         squares: the sum of `count` squares of noise over σ: χ² with `count` degrees of freedom.
+        count: of each sum.
     """
     found: Array = np.asarray(chi2.cdf(squares, count))
     return found

@@ -1,41 +1,6 @@
-"""How batches are drawn, when datasets are neighbours, and what a bound for one scheme says of another.
-
-n records, b of them in a batch on average, q = b/n; noise N(0, σ²C²I) on the sum of clipped gradients. Write σ: q for
-T steps of Poisson sampling at rate q under adding or removing one record, where every accountant is at home. To make
-one record's gradient zero (Kairouz et al. 2021, arXiv:2103.00039) is there the same as to remove it, as no other record
-is drawn otherwise for it. An upper bound is one elsewhere as well, by these reductions:
-
-one pass        An epoch is cut into ⌊1/q⌋ batches at most, and a record is in one of them, at a place that depends on
-                no record. What comes before it and after it is the same function of the outputs on both datasets: an
-                epoch is one Gaussian mechanism. So σ: 1 for E = ⌈T/⌊1/q⌋⌉ steps, exactly, if the record's gradient is
-                made zero; to replace it moves the sum by 2C, so σ/2: 1. To remove it shifts every batch after it, and
-                the sums of all of these move: no such bound holds.
-shuffled        The same for each order of the records, and so for their mixture (δ is jointly convex): no amplification
-                is proved (zero-out as in Chua et al. 2024a). A lower bound is in `accounting.shuffled`.
-without         Remove record x. Of the batches of b that hold x (a share q), exchange x for another record, drawn
-replacement     uniformly: that gives the batches of the dataset without x. So with probability q the sum moves by 2C at
-                most, else not at all: σ/2: q.
-truncated       Cut to B records, batches with more are drawn uniformly from the sample. Either x fits beside the others
-Poisson         (moving the sum by C), or it takes the place of one of them (by 2C), the second with a probability below
-                q: σ/2: q. And with τ = P[Bin(n, q) > B], T steps are τT-close to steps that were never cut, so
-                δ' = δ + τT(1 + e^ε) at the same ε (Chua et al. 2024b): whichever is smaller.
-all records     At q = 1 every scheme but the truncated is the Gaussian mechanism: σ: 1, or σ/2: 1 to replace one.
-replace one     Remove one, add the other: (ε, δ) twice is (2ε, (1 + e^ε)δ) (group privacy; Dwork and Roth 2014). Where
-                there is better, as for one pass, that is used.
-
-`accounting.schemes` has tighter bounds, of the pairs of distributions themselves. Chua et al. 2024a: "How Private are
-DP-SGD Implementations?", ICML 2024; 2024b: "Scalable DP-SGD: Shuffling vs. Poisson Subsampling", NeurIPS 2024.
-"""
+"""How batches are drawn, and when datasets are neighbours; the pairs under which there are proved bounds."""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Callable, Collection
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from accounting.base import SubsampledGaussian as M
 
 #: How a batch is drawn: name -> words.
 SAMPLINGS = {
@@ -69,8 +34,6 @@ Scheme = tuple[str, str]
 #: All pairs with a bound.
 SCHEMES = frozenset((sampling, adjacency) for sampling, proved in PROVED.items() for adjacency in proved)
 #: (ε, detail)
-Answer = tuple[float, dict[str, Any]]
-Ask = Callable[["M", float, float], Answer]
 #: Where every accountant is at home.
 HOME: Scheme = ("poisson", "add_remove")
 
@@ -80,107 +43,3 @@ def unproved(sampling: str, adjacency: str) -> str | None:
     if (sampling, adjacency) in SCHEMES:
         return None
     return f"{' or '.join(PROVED[sampling])} with sampling {sampling} ({_UNPROVED[adjacency]})"
-
-
-def at_home(mechanism: M) -> M:
-    """The same distributions under the name that accountants know: a zero for a removed record, in Poisson samples."""
-    return replace(mechanism, adjacency=HOME[1]) if mechanism.scheme == (HOME[0], "zero_out") else mechanism
-
-
-def epochs_begun(sample_rate: float, steps: float) -> float:
-    """E = ⌈T/⌊1/q⌋⌉: in how many batches a record is at most, where an epoch is ⌊1/q⌋ steps. 0 < q ≤ 1, T ≥ 1."""
-    inverse = 1.0 / sample_rate
-    length = max(1.0, float(math.floor(inverse * (1.0 + 1e-12)))) if inverse < 2.0**53 else inverse
-    epochs = steps / length
-    return float(max(1, math.ceil(epochs))) if epochs < 2.0**53 else epochs
-
-
-def log_truncation(dataset_size: int, sample_rate: float, max_batch_size: int) -> float:
-    """ln P[Bin(n, q) > B], by Chernoff's bound where B is above the mean (≤ −B ln(B/nq) + ..., an upper bound)."""
-    if max_batch_size >= dataset_size:
-        return -math.inf
-    share = (max_batch_size + 1) / dataset_size
-    if share <= sample_rate:
-        return 0.0
-    divergence = share * math.log(share / sample_rate)
-    if share < 1.0:
-        divergence += (1.0 - share) * (math.log1p(-share) - math.log1p(-sample_rate))
-    return -dataset_size * divergence
-
-
-def bound_elsewhere(at: Ask, supports: Collection[Scheme], mechanism: M, steps: float, delta: float) -> Answer | None:
-    """The smallest upper bound by the reductions of the module's text, or None if none of them ends in `supports`.
-
-    Args:
-        at: an upper bound at (mechanism, steps, δ) for schemes out of `supports`; ∞ is one.
-    """
-
-    def ask(other: M, count: float, probability: float) -> Answer | None:
-        if probability <= 0 or other.noise_multiplier == 0:  # nothing is left of δ, or of σ
-            return math.inf, {}
-        if other.scheme in supports:
-            return at(other, count, probability)
-        return bound_elsewhere(at, supports, other, count, probability)
-
-    sampling, adjacency = mechanism.scheme
-    half = replace(mechanism, noise_multiplier=0.5 * mechanism.noise_multiplier)
-    if mechanism.scheme == HOME:
-        return None
-    if sampling in ("one_pass", "shuffled") or (mechanism.sample_rate == 1 and sampling != "truncated_poisson"):
-        sigma = (half if adjacency == "replace_one" else mechanism).noise_multiplier
-        epoch = replace(mechanism, noise_multiplier=sigma, sample_rate=1.0, sampling=HOME[0], adjacency=HOME[1])
-        begun = epochs_begun(mechanism.sample_rate, steps)
-        return _told("one Gaussian step an epoch", ask(epoch, begun, delta), epochs=begun)
-    found: list[Answer | None] = []
-    if sampling == "truncated_poisson":
-        assert mechanism.dataset_size is not None and mechanism.max_batch_size is not None
-        uncut = replace(mechanism, sampling="poisson", max_batch_size=None)
-        sizes = mechanism.dataset_size, mechanism.sample_rate, mechanism.max_batch_size
-        found.append(_at_smaller_delta(lambda d: ask(uncut, steps, d), log_truncation(*sizes) + math.log(steps), delta))
-    if sampling != "poisson" and adjacency == "add_remove":
-        poisson = replace(half, sampling="poisson", max_batch_size=None)
-        found.append(_told("Poisson sampling at half the noise", ask(poisson, steps, delta)))
-    if adjacency == "replace_one":
-        other = replace(mechanism, adjacency="add_remove")
-        found.append(_twice(lambda d: ask(other, steps, d), delta))
-    return min((answer for answer in found if answer), key=lambda answer: answer[0], default=None)
-
-
-def _at_smaller_delta(answer: Callable[[float], Answer | None], log_distance: float, delta: float) -> Answer | None:
-    """ε at δ − X(1 + e^ε), X = e^log_distance: first with half of δ for each part, then with what is left."""
-    first = answer(0.5 * delta)
-    if first is None or math.log(2.0) + log_distance + first[0] > math.log(0.5 * delta):
-        return None
-    left = delta - math.exp(log_distance) * (1.0 + math.exp(first[0]))
-    second = answer(left)
-    best = second if second is not None and second[0] <= first[0] else first
-    return _told("as if no batch were cut, at a smaller δ", best, delta=left)
-
-
-def _twice(answer: Callable[[float], Answer | None], delta: float) -> Answer | None:
-    """2ε(δ') at a δ' with δ'(1 + e^ε(δ')) ≤ δ.
-
-    With l = −ln δ', the condition is l ≥ g(l) = −ln δ + ln(1 + e^ε). As ε is about concave in l, the secant of l − g
-    overshoots its root, to where the condition holds.
-    """
-    at, before = math.log(4.0) - math.log(delta), (0.0, 0.0)
-    for turn in range(16):
-        one = answer(math.exp(-at))
-        if one is None or one[0] == math.inf:
-            return one
-        wanted = one[0] + math.log1p(math.exp(-one[0])) - math.log(delta)
-        if wanted <= at:
-            words = "group privacy: a record removed and one added"
-            return _told(words, (2.0 * one[0], one[1]), delta=math.exp(-at))
-        slope = (wanted - before[1]) / (at - before[0]) if turn else 0.5
-        step = (wanted - at) / (1.0 - slope) if slope < 0.95 else at
-        before, at = (at, wanted), at + 1.005 * step + 0.005
-    return math.inf, {"bound": "none that is finite"}
-
-
-def _told(words: str, answer: Answer | None, **more: float) -> Answer | None:
-    """The same ε; of its detail, only how it was reduced: other numbers in it are of another scheme."""
-    if answer is None:
-        return None
-    inner = answer[1].get("bound")
-    return answer[0], {"bound": f"{words}, {inner}" if inner else words, **more}

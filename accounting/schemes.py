@@ -1,4 +1,5 @@
-"""ε under every scheme by the pairs of distributions that dominate its steps (`accounting.pairs`), composed on a grid.
+"""ε under every scheme by the pairs of distributions that dominate its steps (`accounting.dominating_pairs`), composed
+on a grid.
 
 The losses h apart that stand for one step have a variance larger by about h²/6, so that ln of the moment at the tilt θ
 (`accounting.convolution`) rises by θ(θ + 1)h²/12, and ε by T(θ + 1)h²/12: h is chosen so that this is a small part of
@@ -12,11 +13,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from accounting.base import NoAnswer, SubsampledGaussian
 from accounting.convolution import epsilon_of
+from accounting.dominating_pairs import Regime, directions, on_grid, reach
 from accounting.gaussian import exact_epsilon
-from accounting.pairs import Regime, directions, on_grid, reach
-from accounting.sampling import epochs_begun
+from accounting.mechanism import NoAnswer, SubsampledGaussian
+from accounting.reductions import epochs_begun
 
 #: Less noise than this is as good as none; more of it, or more rarely sampled, is counted as this.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.special import log_ndtr
 
-from accounting.base import Accountant, Kind, NoAnswer, SubsampledGaussian
+from accounting.base import Accountant, Kind
 from accounting.convolution import Array, Losses, epsilon_of
+from accounting.mechanism import NoAnswer, SubsampledGaussian
 from accounting.sampling import PROVED, Scheme
 
 _INTERVALS, _GRID = 2**13, 2**17

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from accounting.base import Accountant, SubsampledGaussian
+from accounting.base import Accountant
 from accounting.gaussian import amplified, exact_epsilon
+from accounting.mechanism import SubsampledGaussian
 
 
 class Simple(Accountant):

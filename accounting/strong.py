@@ -18,7 +18,7 @@ amplification ε' = qε₀, Tε'² in place of Tε'(e^ε' − 1), and δ split i
 the printed 9.34 (with Tε'(e^ε' − 1) it is 9.35, with Tε'²/2 8.27).
 
 At q = 0.01, σ = 4, T = 10⁴, δ = 1e-5 the three are 26.39, 16.84 and 9.34. With little noise simple composition is
-smaller (the detail says so); `accounting.kov` is never above either.
+smaller (the detail says so); `accounting.optimal_composition` is never above either.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import math
 from collections.abc import Callable
 from typing import Any, Literal
 
-from accounting.base import Accountant, Kind, SubsampledGaussian
+from accounting.base import Accountant, Kind
 from accounting.gaussian import amplified, classical_epsilon, classical_holds, exact_epsilon
+from accounting.mechanism import SubsampledGaussian
 from accounting.search import golden
 from accounting.simple import Simple
 

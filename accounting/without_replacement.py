@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-from accounting.base import Accountant, SubsampledGaussian
+from accounting.base import Accountant
+from accounting.mechanism import SubsampledGaussian
 from accounting.sampling import Scheme
 
 _ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)

@@ -5,18 +5,68 @@
     with load_backend("mixed_ghost")(model, loss_fn, clip=Flat(max_grad_norm=1.0)) as backend:
         out = backend(inputs, targets)      # out.grads, out.norms [B], out.losses [B]
 
+| backend | norms | weighted gradient |
+|---|---|---|
+| `nonprivate` | none | ordinary training: the baseline of every ratio |
+| `microbatch` | one sample at a time: the definition, and the oracle of every check | |
+| `vmap` | all per-sample gradients by `torch.func.vmap` | their weighted sum |
+| `fastgradclip` | instantiated, one layer at a time | second backward pass |
+| `ghost` | Gram matrices | second backward pass |
+| `mixed_ghost` | Gram matrices where 2T² ≤ pd (arXiv:2205.10683) | second backward pass |
+| `bk_ghost`, `bk_mixed` | Gram matrices; whatever is planned | book-kept, no second pass (arXiv:2210.00038) |
+| `opacus_hooks`, `opacus_functorch`, `opacus_ew`, `opacus_ghost` | Opacus, by an adapter | |
+| `private_cnn`, `fastdp` | these libraries, where they can be imported | |
+| `tf_microbatch:M` | of the mean of M samples, as TensorFlow Privacy: *another mechanism*, labelled so | their sum |
+
+The middle seven are ours. All but `vmap` work on a *tape* of operations, not of modules, so unmodified vision
+transformers, tied embeddings, bare parameters, attention, recurrent layers, LoRA and bias-only training are clipped
+exactly. What a backend cannot do it refuses, by name, with the reason and the remedy. A wrong gradient does not pass in
+silence: in every call each read of a parameter in the graph of the losses must be one that the tape recorded, and each
+gradient must arrive once; the first batch is compared with the oracle on two of its samples, in float64 and in training
+mode (and what is measured also in the arithmetic that runs: under bfloat16 autocast a norm may be off by eight
+roundings, 3.1 %); and whether samples mix is looked at in the whole batch, at first, on new shapes and graphs, and in
+one step of 200. Clipping functions (`Flat`, `Automatic`, `GlobalBound`, `PerLayer`) are independent of backends and
+state their sensitivity.
+
+**In floating point**, too, one record moves the sum by C(1 + η) at the most: `backend.sensitivity_bound(batch_size)`,
+to which the engine scales its noise, below 1e-3 in float32 up to 4,096 samples of 1,024 positions. Norms and sums are
+rounded by different operations, and where large terms cancel they have nothing in common: a record whose Gram norm
+cancels moved the sum of every ghost clipping library by 10,000 C and more. So factors are made of the norm and of how
+large its terms were (`clipping.rounding` has the mathematics); ordinary records keep theirs to a thousandth. Sums leave
+in float32 at least, from portions that are added up in float64.
+
+`bk_mixed` plans: for each use of each parameter there are several exact ways to its norm (Gram matrices from patches,
+from pixels or by a kernel; gradients by the library's grouped kernel or from patches, kept for the sum or not, in
+larger or smaller blocks). They are timed on the device in the second step and remembered for the next run, and the
+fastest are taken that keep the step's peak memory, predicted from the graph, within 5 % of ordinary training's
+(`memory_overhead`). On a CPU the kernels are compiled by `cc` (GCC 12 or newer, or Clang; `CC` names another) in a
+second, once, into `~/.cache/dpbench` (`DPBENCH_CACHE` moves it; `off` keeps and compiles nothing); without one torch's
+own operations remain, and a record says which ran. A library that is not whole is compiled anew; one that others could
+have changed is refused. `bk_mixed:paper`, `bk_mixed:time` and `bk_mixed:memory` plan by the paper's rule, by time alone
+and by memory alone.
+
 Importing this package imports no torch: the names and one line about each backend can be listed at once.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from clipping.registry import (
+    BACKENDS,
+    FAMILIES,
+    VARIANTS,
+    BackendInfo,
+    is_backend,
+    known_backends,
+    load_backend,
+)
+
 if TYPE_CHECKING:
     from clipping.functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
-    from clipping.interface import Backend, ClippedGradient, Problem, UnsupportedModel
+    from clipping.interface import Backend
+    from clipping.types import ClippedGradient, Problem, UnsupportedModel
     from clipping.verification import Agreement, WrongGradient, compare
 
 __all__ = [
@@ -26,6 +76,7 @@ __all__ = [
     "Agreement",
     "Automatic",
     "Backend",
+    "BackendInfo",
     "ClipFunction",
     "ClippedGradient",
     "Flat",
@@ -40,56 +91,17 @@ __all__ = [
     "load_backend",
 ]
 
-# name -> (module:class, one line about it)
-BACKENDS: dict[str, tuple[str, str]] = {
-    "nonprivate": ("clipping.oracle:NonPrivate", "ordinary training: the gradient of the summed loss, nothing clipped"),
-    "microbatch": ("clipping.oracle:Microbatch", "one sample at a time: the definition, and the oracle of every check"),
-    "vmap": ("clipping.vmap:Vmap", "all per-sample gradients at once by torch.func.vmap(grad)"),
-    "fastgradclip": ("clipping.ghost:FastGradClip", "two backward passes, every gradient instantiated layer by layer"),
-    "ghost": ("clipping.ghost:Ghost", "two backward passes, ghost norm in every layer that has one"),
-    "mixed_ghost": ("clipping.ghost:MixedGhost", "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)"),
-    "bk_ghost": ("clipping.ghost:BkGhost", "book-keeping, one backward pass: ghost norm in every layer that has one"),
-    "bk_mixed": ("clipping.ghost:BkMixed", "book-keeping, one backward pass: the cheaper norm in each layer"),
-    "opacus_hooks": ("clipping.opacus:OpacusHooks", "Opacus: per-sample gradients kept by module hooks"),
-    "opacus_functorch": ("clipping.opacus:OpacusFunctorch", "Opacus: the same, every layer by vmap(grad)"),
-    "opacus_ew": ("clipping.opacus:OpacusEw", "Opacus: per-sample gradients by PyTorch's expanded weights"),
-    "opacus_ghost": (
-        "clipping.opacus:OpacusGhost",
-        "Opacus: two backward passes, ghost norm in linear layers and embeddings",
-    ),
-    "private_cnn": (
-        "clipping.private_cnn:PrivateCNN",
-        "private_CNN: mixed ghost clipping by the authors of arXiv:2205.10683",
-    ),
-    "fastdp": ("clipping.fastdp:FastDP", "fastDP: book-keeping by the authors of arXiv:2210.00038 (MixOpt)"),
-}
-
-# name:variant -> the same; loaded wherever a backend is, and in no list
-VARIANTS: dict[str, tuple[str, str]] = {
-    "bk_mixed:paper": ("clipping.ghost:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"),
-    "bk_mixed:time": ("clipping.ghost:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"),
-    "bk_mixed:memory": ("clipping.ghost:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"),
-}
-
-# name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list
-FAMILIES: dict[str, tuple[str, str]] = {
-    "tf_microbatch": (
-        "clipping.oracle:tf_microbatch",
-        "TF Privacy's microbatches: the mean of M samples is clipped. Not per-sample clipping: sensitivity 2C",
-    ),
-}
-
 _LAZY = {
     "Agreement": "clipping.verification",
     "Automatic": "clipping.functions",
     "Backend": "clipping.interface",
     "ClipFunction": "clipping.functions",
-    "ClippedGradient": "clipping.interface",
+    "ClippedGradient": "clipping.types",
     "Flat": "clipping.functions",
     "GlobalBound": "clipping.functions",
     "PerLayer": "clipping.functions",
-    "Problem": "clipping.interface",
-    "UnsupportedModel": "clipping.interface",
+    "Problem": "clipping.types",
+    "UnsupportedModel": "clipping.types",
     "WrongGradient": "clipping.verification",
     "compare": "clipping.verification",
 }
@@ -99,37 +111,3 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'clipping' has no attribute {name!r}")
-
-
-def known_backends() -> list[str]:
-    """Every name that `load_backend` takes, for messages: a family as ``name:M``."""
-    return [*BACKENDS, *VARIANTS, *(f"{family}:M" for family in FAMILIES)]
-
-
-def is_backend(name: str) -> bool:
-    """Whether `load_backend` takes this name."""
-    family, _, size = name.partition(":")
-    return name in BACKENDS or name in VARIANTS or (family in FAMILIES and _is_size(size))
-
-
-def _is_size(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and not text.startswith("0")
-
-
-def load_backend(name: str) -> type[Backend]:
-    """The class of the backend called `name`: of `BACKENDS`, ``"name:variant"`` of `VARIANTS`, ``"name:M"`` of
-    `FAMILIES`.
-
-    Raises:
-        ValueError: for an unknown name, with every known one and the nearest.
-    """
-    if not is_backend(name):
-        known = known_backends()
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"expected a backend, one of {', '.join(known)}, got {name!r}{hint}")
-    family, _, size = name.partition(":")
-    found = {**BACKENDS, **VARIANTS}.get(name) or FAMILIES[family]
-    module, attribute = found[0].split(":")
-    loaded = getattr(importlib.import_module(module), attribute)
-    return loaded(int(size)) if family in FAMILIES else loaded

@@ -21,22 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from clipping.batches import map_tensors
 from clipping.draws import Draws
-from clipping.formats import coarsest
-from clipping.interface import (
-    Backend,
-    ClippedGradient,
-    Parameters,
-    Problem,
-    UnsupportedModel,
-    map_tensors,
-    without_autocast,
-)
+from clipping.formats import without_autocast
+from clipping.types import Problem
 from clipping.verification import CAST_TOLERANCE, in_float64
 
 if TYPE_CHECKING:
-    from clipping.tape import Tape
-    from clipping.uses import Use
+    from clipping.tape.record import Tape
+    from clipping.tape.uses import Use
 
 RATE = 1 / 400
 KNOWN = 32
@@ -153,37 +146,6 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
     if batch_size > 1:
         occasions.rows_passed(tape.arrivals.graph)
     return None
-
-
-def called_twice(
-    backend: Backend, halves: Sequence[Tensor], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
-) -> ClippedGradient:
-    """A call of `backend`, and for each of `halves` the same with all samples replaced that are not in it.
-
-    Raises:
-        UnsupportedModel: losses or norms of those in it are not the same.
-    """
-    draws = Draws()
-    result = backend._clipped(parameters, inputs, targets, batch_size)
-
-    def numbers(result: ClippedGradient) -> list[Tensor]:
-        return [result.losses] if result.norms is None else [result.losses, result.norms]
-
-    def run(batch: Any) -> list[Tensor]:
-        inputs, targets = batch
-        return numbers(backend._clipped(parameters, inputs, targets, batch_size))
-
-    tolerance = coarsest([result.losses, *parameters.values()], TOLERANCE)
-    occasions, backend.occasions = backend.occasions, None
-    try:
-        sample = changed(backend.model, run, (inputs, targets), halves, draws, numbers(result), tolerance)
-    finally:
-        backend.occasions = occasions
-    if sample is not None:
-        raise UnsupportedModel(backend.name, [mixing(sample, "loss or the norm of the gradient")])
-    if occasions is not None:
-        occasions.others_passed()
-    return result
 
 
 def changed(

@@ -1,8 +1,8 @@
 """Which route the norm of each use of each parameter takes, what each would cost, and what `bk_mixed` plans.
 
-The decisions are those of the two-pass backends (`clipping.ghost`), found without their work: the forward pass is
-recorded on a tape, one backward pass hands every use the gradient of its output, and of both only shapes are read.
-Fake tensors will do. The plan is the one that `clipping.planner` makes of that very tape.
+The decisions are those of the two-pass backends (`clipping.tape_backends`), found without their work: the forward pass
+is recorded on a tape, one backward pass hands every use the gradient of its output, and of both only shapes are read.
+Fake tensors will do. The plan is the one that `clipping.planning.planner` makes of that very tape.
 
 Costs are those of one sample, by the formulas of the rule itself, in the way that they prefer (a convolution's Gram
 matrices may be had from its pixels or from its patches, its gradient from patches or by a grouped convolution). With
@@ -16,7 +16,7 @@ route           operations                   bytes, in entries: `Rule.work(...).
 ==============  ===========================  ==============================================================
 
 A multiplication and an addition are two operations. Those of `ghost` are `2 · Rule.work(...).multiplications`: pixels
-take 2 (T² p + N² C) G, and from `clipping.rules.grams.HALVED` positions on the symmetry of a Gram matrix saves some.
+take 2 (T² p + N² C) G, and from `clipping.kernels.gram.HALVED` positions on the symmetry of a Gram matrix saves some.
 Bytes are workspace beside the operation's own input and output gradient, before it is cut into blocks. Besides:
 
 - An embedding's inputs are one-hot, and both its norm and its gradient add up T rows of p.
@@ -39,13 +39,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.costs import Costs, predicted
-from clipping.ghost import FastGradClip, Ghost, MixedGhost, TapeBackend
-from clipping.interface import LossFunction, map_tensors
-from clipping.planner import Planner
-from clipping.readings import Reading, cross_terms, decide, in_words, record
+from clipping.batches import map_tensors
+from clipping.parameter_use import Reading, cross_terms, decide, in_words, record
+from clipping.planning.costs import Costs, ghost_by_paper, predicted
+from clipping.planning.planner import Planner
 from clipping.regret import fresh_costs, regrets
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
+from clipping.tape_backends import FastGradClip, Ghost, MixedGhost, TapeBackend
+from clipping.types import LossFunction
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 
@@ -79,7 +80,7 @@ class Row:
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
         reason: why "mixed" does not follow the paper's rule here, where that is so.
-        plan: what `bk_mixed` does (`clipping.readings.in_words`); None if the loss does not depend on this use.
+        plan: what `bk_mixed` does (`clipping.parameter_use.in_words`); None if the loss does not depend on this use.
         predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if it has but one,
             or nothing was measured.
     """
@@ -103,7 +104,7 @@ class Row:
         """The rule of arXiv:2205.10683: "ghost" if 2T² ≤ pd, else "instantiate"; None without a linear form."""
         if self.positions is None or self.inputs is None or self.outputs is None:
             return None
-        return "ghost" if 2 * self.positions**2 <= self.inputs * self.outputs else "instantiate"
+        return "ghost" if ghost_by_paper(self.positions, self.inputs, self.outputs) else "instantiate"
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Explanation:
 
     Attributes:
         rows: one for each use of each trainable parameter, in the order of the forward pass.
-        peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planner.Plan`.
+        peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planning.planner.Plan`.
         regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.regret`), if that was measured.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from clipping.interface import ClippedGradient
+from clipping.types import ClippedGradient
 
 NAMED = 8
 """Records that an error names at the most."""

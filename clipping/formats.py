@@ -1,4 +1,4 @@
-"""In which formats of numbers a graph computed, and so what rounding explains of a difference.
+"""Formats of numbers: of norms and sums, and those in which a graph computed, by which rounding explains a difference.
 
 Parameters do not say it: under autocast they are of float32 and the products of bfloat16, wherever autocast was entered
 (by the caller, or inside the model); and a model may cast for itself. The graph does: each of its nodes knows the dtype
@@ -7,11 +7,15 @@ of what it gave.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 def formats(*tensors: Tensor) -> set[torch.dtype]:
@@ -42,3 +46,24 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             found.add(torch.get_autocast_dtype(kind))
     return max((tolerances.get(dtype, tolerances[torch.float32]) for dtype in found), default=tolerances[torch.float32])
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Norms are not to be cast down, if the caller is in autocast for the sake of the model."""
+    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _NOTHING
+
+
+_has_autocast = functools.cache(torch.amp.is_autocast_available)
+_NOTHING = nullcontext()
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of sums: float32 for half precision, of which a sum of thousands has no digits left; else the same."""
+    return torch.float32 if dtype in HALF else dtype
+
+
+def norm_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Norms are accumulated in float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,60 +7,24 @@ exactly is what `clipping.verification` holds it to.
 
 from __future__ import annotations
 
-import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from clipping import distributed as spread
+from clipping.apart import TOLERANCE, Occasions, changed, mixing
+from clipping.batches import leading_dimension, losses_of, map_tensors
+from clipping.draws import Draws
+from clipping.finite import require_numbers
+from clipping.formats import coarsest, norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
-
-HALF = (torch.bfloat16, torch.float16)
-LossFunction = Callable[[Any, Any], Tensor]
-Parameters = dict[str, nn.Parameter]
-
-
-@dataclass(frozen=True)
-class ClippedGradient:
-    """The result of one call.
-
-    Attributes:
-        grads: parameter name -> Σ_i c_i g_i, of the parameter's shape; no noise, no division by B. A parameter that
-            the loss does not depend on has zeros. A tied parameter appears once, under its first name.
-        norms: [B] ‖g_i‖ before clipping, float32 or wider; None from `nonprivate`, which knows none.
-        losses: [B] ℓ_i, detached.
-    """
-
-    grads: dict[str, Tensor]
-    norms: Tensor | None
-    losses: Tensor
-
-
-class Problem(NamedTuple):
-    """One reason why a model is refused: where, why, and what would help."""
-
-    module: str
-    reason: str
-    remedy: str
-
-
-class UnsupportedModel(Exception):
-    """A backend cannot treat this model exactly, and says so before a wrong number leaves it.
-
-    Attributes:
-        problems: every module concerned, with reason and remedy.
-    """
-
-    def __init__(self, backend: str, problems: Iterable[Problem]) -> None:
-        self.problems = list(problems)
-        lines = "; ".join(f"{p.module}: {p.reason} (remedy: {p.remedy})" for p in self.problems)
-        super().__init__(f"{backend} does not support this model: {lines}")
+from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
+from clipping.verification import verify
 
 
 class Backend(ABC):
@@ -95,9 +59,6 @@ class Backend(ABC):
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
     ) -> None:
-        from clipping import spread  # which imports this module
-        from clipping.apart import Occasions
-
         self.model = spread.unwrapped(model)
         self.replicated = self.model is not model
         """A DistributedDataParallel: gradients are summed over all processes."""
@@ -161,8 +122,6 @@ class Backend(ABC):
             with torch.enable_grad():
                 return self._nothing(parameters, inputs, targets)
         if self._verify:
-            from clipping.verification import verify
-
             self._verify = False  # before the call: verifying calls this backend
             verified = False
             occasions, self.occasions = self.occasions, None
@@ -174,17 +133,43 @@ class Backend(ABC):
                 self.occasions = occasions
         with torch.enable_grad():
             if self.occasions is not None:
-                from clipping.apart import called_twice
-
                 halves = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))
                 if halves:
-                    return called_twice(self, halves, parameters, inputs, targets, batch_size)
+                    return self._twice(halves, parameters, inputs, targets, batch_size)
             found = self._clipped(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
-            from clipping.finite import require_numbers
-
             require_numbers(found)
         return found
+
+    def _twice(
+        self, halves: Sequence[Tensor], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
+    ) -> ClippedGradient:
+        """The result; and for each of `halves` once more, with all samples replaced that are not in it.
+
+        Raises:
+            UnsupportedModel: losses or norms of those in it are not the same.
+        """
+        draws = Draws()
+        result = self._clipped(parameters, inputs, targets, batch_size)
+
+        def numbers(result: ClippedGradient) -> list[Tensor]:
+            return [result.losses] if result.norms is None else [result.losses, result.norms]
+
+        def run(batch: Any) -> list[Tensor]:
+            inputs, targets = batch
+            return numbers(self._clipped(parameters, inputs, targets, batch_size))
+
+        tolerance = coarsest([result.losses, *parameters.values()], TOLERANCE)
+        occasions, self.occasions = self.occasions, None
+        try:
+            sample = changed(self.model, run, (inputs, targets), halves, draws, numbers(result), tolerance)
+        finally:
+            self.occasions = occasions
+        if sample is not None:
+            raise UnsupportedModel(self.name, [mixing(sample, "loss or the norm of the gradient")])
+        if occasions is not None:
+            occasions.others_passed()
+        return result
 
     def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
         """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.rounding` derives it.
@@ -217,18 +202,8 @@ class Backend(ABC):
         """Σ_i c_i g_i of a batch of at least one sample; gradients are enabled, inputs require none."""
 
     def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-        """Forward pass: ℓ [B], with a graph.
-
-        Raises:
-            ValueError: a loss of any other shape. [B, 1] would broadcast against the factors [B] into [B, B].
-        """
-        losses = self.loss_fn(forward(self.model, inputs), targets)
-        if tuple(losses.shape) != (batch_size,):
-            raise ValueError(
-                f"expected loss_fn to return one loss a sample, shape [{batch_size}], got {list(losses.shape)}; "
-                "use reduction='none' and reduce all but the first dimension"
-            )
-        return losses
+        """`clipping.batches.losses_of` of this backend's model."""
+        return losses_of(self.model, self.loss_fn, inputs, targets, batch_size)
 
     def blamed(self, error: Exception, reason: str, inputs: Any, targets: Any) -> Exception:
         """`UnsupportedModel` for an error of the library underneath; the error itself if the model is what fails.
@@ -248,6 +223,14 @@ class Backend(ABC):
         problem = Problem("model", f"{reason}: {type(error).__name__}: {said}", "use microbatch or a tape backend")
         return UnsupportedModel(self.name, [problem])
 
+    def settle(self) -> dict[str, Any]:
+        """Decide nothing anew that changes how a step rounds; what was decided, as plain values for `resume`."""
+        return {}
+
+    def resume(self, settled: Mapping[str, Any]) -> None:
+        """Decide as the backend that was settled: the same batches give the same bits, on a machine of that kind."""
+        del settled  # a backend that decides nothing has nothing to go on with
+
     def close(self) -> None:
         """Take every hook off the model. Closing twice is fine."""
         self._closed = True
@@ -260,11 +243,9 @@ class Backend(ABC):
 
     def _summed(self, inputs: Any, targets: Any) -> ClippedGradient:
         """Of all processes; each verifies its own part."""
-        from clipping.spread import summed
-
         self.replicated = False
         try:
-            return summed(self(inputs, targets))
+            return spread.summed(self(inputs, targets))
         finally:
             self.replicated = True
 
@@ -272,67 +253,3 @@ class Backend(ABC):
         some = next((p for _, p in self._named), torch.empty(0))
         empty = some.new_zeros(0, dtype=norm_dtype(some.dtype))
         return ClippedGradient({n: torch.zeros_like(p) for n, p in parameters.items()}, empty, empty.clone())
-
-
-def forward(model: nn.Module, inputs: Any) -> Any:
-    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict."""
-    if isinstance(inputs, tuple):
-        return model(*inputs)
-    if isinstance(inputs, dict):
-        return model(**inputs)
-    return model(inputs)
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and dicts; all else stays as it is."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
-    if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
-    return tree
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (dict, tuple, list)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)
-
-
-def leading_dimension(*trees: Any) -> int:
-    """The batch size B that every tensor in `trees` has as its first dimension.
-
-    Raises:
-        ValueError: no tensor, a scalar, or two tensors that disagree.
-    """
-    shapes = [list(x.shape) for x in _tensors(trees)]
-    if not shapes:
-        raise ValueError("expected at least one tensor in inputs and targets, got none")
-    sizes = {shape[0] if shape else None for shape in shapes}
-    if len(sizes) != 1 or None in sizes:
-        raise ValueError(f"expected every tensor of inputs and targets to have the same first dimension, got {shapes}")
-    return shapes[0][0]
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Norms are not to be cast down, if the caller is in autocast for the sake of the model."""
-    if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return _NOTHING
-
-
-_has_autocast = functools.cache(torch.amp.is_autocast_available)
-_NOTHING = nullcontext()
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of sums: float32 for half precision, of which a sum of thousands has no digits left; else the same."""
-    return torch.float32 if dtype in HALF else dtype
-
-
-def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms are accumulated in float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits."""
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from clipping.kernels.squares import sum_of_squares
 from clipping.samples import weighted_sum
 from clipping.sources import Source
-from clipping.squares import sum_of_squares
 
 
 class Joined:

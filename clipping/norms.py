@@ -19,20 +19,21 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.arrivals import Arrival
 from clipping.blocks import blocks, concatenated, each, sum_dtype
+from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
-from clipping.interface import Parameters, norm_dtype, wide_dtype
 from clipping.joined import Joined
-from clipping.oracle import gradients
+from clipping.kernels.gram import part
+from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once
+from clipping.reference import gradients
 from clipping.rounding import UNKNOWN, Doubt, Reach
 from clipping.rules import Copies, Rule, Spec
-from clipping.rules.grams import part
 from clipping.samples import rounded_down, weighted_sum
 from clipping.sources import Source
-from clipping.squares import sum_of_squares
-from clipping.uses import Use
+from clipping.tape.arrivals import Arrival
+from clipping.tape.uses import Use
+from clipping.types import Parameters
 
 SMALL = 64
 """What fits so often into a workspace is small: a batch's gradients of one parameter that are kept whatever the route
@@ -202,8 +203,7 @@ class _WholeNorms(Norms):
 class TwoPasses(_WholeNorms):
     """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant.
 
-    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of. On
-    a GPU small ones wait for one another.
+    Gradients that are small, or of several uses, are summed from what their norms came of.
 
     Attributes:
         again: a backward pass of the tape, in which the sums of large batches are formed in portions; None where one
@@ -343,24 +343,24 @@ class LayerByLayer(Norms):
         squares, reach = self._squared_norms(source, rule, g)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
         self._doubtful(source, rule, g, squares, reach, doubt=doubt)
-        factors = self._factors(squares, doubt)
+        factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             for name, gradient in self._sums.items():
                 doubt = Doubt(self._squares, self._parameters[name].numel(), of_layer=True)
-                self._grads[name] = weighted_sum(self._factors(sum_of_squares(gradient), doubt), gradient)
+                self._grads[name] = weighted_sum(self._factors(name, sum_of_squares(gradient), doubt), gradient)
                 self._not_by_ghost(name)
             self._sums.clear()
             return self._squares.sqrt(), self._grads
 
-    def _factors(self, squares: Tensor, doubt: Doubt) -> Tensor:
+    def _factors(self, name: str, squares: Tensor, doubt: Doubt) -> Tensor:
         squares = squares.to(self._squares).clamp_(min=0)
         self._squares += squares
-        # a layer's factors depend on its own norms and on L
+        # a layer's factors depend on its own norms, its place, and L
         layers = doubt.bound(squares).expand(len(self._parameters), -1)
-        return self._clip.factors(layers)[0]
+        return self._clip.factors(layers)[list(self._parameters).index(name)]
 
 
 def is_small(rule: Rule, g: Tensor) -> bool:

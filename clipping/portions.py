@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from clipping.blocks import blocks, sum_dtype
-from clipping.interface import wide_dtype
+from clipping.formats import wide_dtype
 from clipping.kernels import fused
 
 Form = Callable[[slice, int], Tensor]

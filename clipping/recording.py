@@ -21,16 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
-from clipping.compiled import compiled_modules
+from clipping.batches import map_tensors
+from clipping.distributed import reshard
 from clipping.formats import coarsest, formats
 from clipping.functions import ClipFunction
-from clipping.ghost import BkMixed, TapeBackend
-from clipping.graph import unrecorded
-from clipping.interface import Backend, ClippedGradient, Parameters, UnsupportedModel, map_tensors
-from clipping.oracle import Microbatch, Sums, gradients, with_zeros
+from clipping.interface import Backend
+from clipping.oracle import Microbatch
+from clipping.reference import Sums, gradients, with_zeros
 from clipping.sources import mark_data
-from clipping.spread import reshard
-from clipping.tape import Tape
+from clipping.tape.compiled import compiled_modules
+from clipping.tape.graph import unrecorded
+from clipping.tape.record import Tape
+from clipping.tape_backends import BkMixed, TapeBackend
+from clipping.types import ClippedGradient, Parameters, UnsupportedModel
 from clipping.verification import Agreement, Limit, WrongGradient, compare, limit_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
@@ -150,10 +153,10 @@ def recordable(cls: type[Backend]) -> bool:
     return issubclass(cls, (TapeBackend, Microbatch))
 
 
-def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction) -> Backend:
-    """A backend whose plan is made by formula, and so the same in every run: training can be repeated bit for bit."""
+def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction, *, timing: bool = False) -> Backend:
+    """A backend whose plan is made by formula, and so the same in every run, unless `timing` has it timed."""
     assert recordable(cls)
-    options: dict[str, Any] = {"timing": False} if issubclass(cls, BkMixed) else {}
+    options: dict[str, Any] = {"timing": timing} if issubclass(cls, BkMixed) else {}
     return cls(model, _no_loss, clip=clip, verify=False, **options)
 
 

@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.kernels import cpu, fused
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
@@ -97,7 +97,8 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
 
 def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
     """What an input row's norm is multiplied by, and a gradient row's, for what the other row may have lost: each of
-    so many entries was smaller than can be squared. What both lost is beneath notice."""
+    so many entries was smaller than can be squared. What both lost is beneath notice.
+    """
     least = smallest(dtype)
     return least * math.sqrt(outputs), least * math.sqrt(inputs)
 

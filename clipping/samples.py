@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from clipping.blocks import added, in_parts
+from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
-from clipping.interface import norm_dtype, wide_dtype
+from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once, weighted_at_once
 from clipping.rounding import portion, smallest
-from clipping.squares import sum_of_squares
 
 WIDENED = 2**22
 """Entries of gradients that are copied to a wider dtype at once."""

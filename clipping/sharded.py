@@ -34,7 +34,7 @@ from clipping.norms import Book, LayerByLayer, Norms
 from clipping.rules import Rule
 from clipping.samples import weighted_sum
 from clipping.sources import Source
-from clipping.uses import Use
+from clipping.tape.uses import Use
 
 
 def reduced(local: Tensor | None, p: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 
 TRANSPOSITIONS = {
     torch.Tensor.permute,

@@ -1,5 +1,5 @@
-"""Is a backend exact on this model? Two of its samples against the microbatch oracle (`oracle.definition`), in the mode
-that trains: each sample draws the same random numbers alone and beside the other one (`clipping.draws`).
+"""Is a backend exact on this model? Two of its samples against the definition (`clipping.reference`), in the mode that
+trains: each sample draws the same random numbers alone and beside the other one (`clipping.draws`).
 
 Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
 whole gradient's norm: a parameter whose gradient vanishes but for rounding (a bias before a normalisation) would
@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from clipping.batches import forward, leading_dimension, map_tensors
 from clipping.draws import Draws, same_for_each
 from clipping.formats import formats
-
-if TYPE_CHECKING:
-    from clipping.interface import Backend, ClippedGradient
+from clipping.functions import Flat
+from clipping.reference import definition
+from clipping.types import ClippedGradient, Clips
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
@@ -114,7 +115,7 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
     return Agreement(norm_error, errors[worst], worst)
 
 
-def verify(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> Agreement:
+def verify(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> Agreement:
     """Compare `backend` with the oracle on the first `samples` samples of a batch.
 
     Raises:
@@ -126,7 +127,7 @@ def verify(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> Agr
     return agreement
 
 
-def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
+def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
     """The errors on the first `samples` samples, and what rounding explains of them.
 
     A backend that clips the means of several samples is held to its own definition, on so many times as many samples.
@@ -137,9 +138,7 @@ def agreement_with_oracle(backend: Backend, inputs: Any, targets: Any, samples: 
     return _on_few(_agreement, backend, inputs, targets, samples)
 
 
-def agreement_in_own_arithmetic(
-    backend: Backend, inputs: Any, targets: Any, samples: int = 2
-) -> tuple[Agreement, Limit]:
+def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> tuple[Agreement, Limit]:
     """The same in the formats in which the model is trained, where other kernels run than in float64.
 
     Both sides compute in them. The limit: see `ROUNDINGS` and `SPREAD`.
@@ -147,9 +146,7 @@ def agreement_in_own_arithmetic(
     return _on_few(_agreement_as_it_is, backend, inputs, targets, samples)
 
 
-def _on_few(of: _Check, backend: Backend, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
-    from clipping.interface import map_tensors
-
+def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
     few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
     before = Draws()
     found, limit, drew = of(backend, few)
@@ -159,7 +156,7 @@ def _on_few(of: _Check, backend: Backend, inputs: Any, targets: Any, samples: in
     return found, limit
 
 
-def _agreement(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
+def _agreement(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _in_float64(backend, few)
     if both is None:
         both = _both(backend, *few)
@@ -170,7 +167,7 @@ def _agreement(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
     return compare(both.result, both.reference), limit_of(both.formats), both.drew
 
 
-def _agreement_as_it_is(backend: Backend, few: Any) -> tuple[Agreement, Limit, bool]:
+def _agreement_as_it_is(backend: Clips, few: Any) -> tuple[Agreement, Limit, bool]:
     both = _both(backend, *few)
     found, loose = compare(both.result, both.reference), limit_of(both.formats)
     limit = Limit(loose.norm, min(loose.norm, loose.grad))
@@ -184,10 +181,8 @@ def _agreement_as_it_is(backend: Backend, few: Any) -> tuple[Agreement, Limit, b
     return found, limit, both.drew
 
 
-def _in_float64(backend: Backend, few: Any) -> _Both | None:
+def _in_float64(backend: Clips, few: Any) -> _Both | None:
     """Both answers in float64; None if the model cannot be cast, or its losses are of another dtype all the same."""
-    from clipping.interface import map_tensors
-
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
     try:
         with in_float64(backend.model):
@@ -209,11 +204,7 @@ class _Both(NamedTuple):
 _Check = Callable[[Any, Any], tuple[Agreement, Limit, bool]]
 
 
-def _both(backend: Backend, inputs: Any, targets: Any) -> _Both:
-    from clipping.functions import Flat
-    from clipping.interface import forward, leading_dimension, map_tensors
-    from clipping.oracle import definition
-
+def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
     clip = backend.clip if backend.private else Flat(max_grad_norm=float("inf"))
     with same_for_each(leading_dimension(inputs, targets)) as seeded:
         result = backend(inputs, targets)  # first: what it refuses, it gives its reason for

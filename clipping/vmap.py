@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
-from clipping.interface import (
-    Backend,
-    ClippedGradient,
-    Parameters,
-    forward,
-    map_tensors,
-)
+from clipping.batches import forward, map_tensors
+from clipping.interface import Backend
 from clipping.rounding import excess, portion
 from clipping.samples import norms_and_factors, weighted_sum
+from clipping.types import ClippedGradient, Parameters
 
 
 class Vmap(Backend):

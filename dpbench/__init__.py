@@ -15,26 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dpbench.engine import Misuse, PrivacyEngine, PrivacySpent, PrivacyWarning
-    from dpbench.notebook import load, run
+    from dpbench.execution.notebook import load, run
 
-__version__ = "0.1.0"
+__version__: str
 __all__ = ["Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning", "load", "run"]
 
-#: Public name -> the module that defines it.
+#: Public name -> the module that defines it, and its name there where that is another.
 _LAZY = {
+    "__version__": "dpbench.records.environment:VERSION",
     "Misuse": "dpbench.engine",
     "PrivacyEngine": "dpbench.engine",
     "PrivacySpent": "dpbench.engine",
     "PrivacyWarning": "dpbench.engine",
-    "load": "dpbench.notebook",
-    "run": "dpbench.notebook",
+    "load": "dpbench.execution.notebook",
+    "run": "dpbench.execution.notebook",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_LAZY[name]), name)
+    module, _, there = _LAZY[name].partition(":")
+    return getattr(import_module(module), there or name)
 
 
 def __dir__() -> list[str]:

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dpbench.errors import UsageError, nearest, one_of
-from dpbench.reference import load_module
-from dpbench.search import MaxBatch, Probe
 from dpbench.trials import Trial, canonical_json
-from dpbench.whole import flaw_of_trial
+from dpbench.trials.line_shapes import flaw_of_trial
+from dpbench.trials.max_batch import MaxBatch, Probe
+from dpbench.trials.reference import load_module
 
 __all__ = ["Cell", "Experiment", "MaxBatch", "Probe", "experiment_names", "grid", "load_experiment"]
 

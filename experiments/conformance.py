@@ -7,17 +7,17 @@ record moves the sum. A peer that cannot be imported here is left out with its r
 from __future__ import annotations
 
 from dpbench.conformance import ConformanceTrial
+from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.experiment import Experiment, grid
-from dpbench.sensitivity import SensitivityTrial
+from dpbench.trials.backends import OURS, PEERS
 
-OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+CLIPPING = [name for name in (*OURS, *PEERS) if name != "nonprivate"]
 
 
 def cells(device: str) -> list[ConformanceTrial | SensitivityTrial]:
     return [
-        *grid(ConformanceTrial, backend=OURS + PEERS, device=device),
-        *grid(SensitivityTrial, backend=OURS + PEERS, dtype=["float32", "bfloat16"], device=device),
+        *grid(ConformanceTrial, backend=CLIPPING, device=device),
+        *grid(SensitivityTrial, backend=CLIPPING, dtype=["float32", "bfloat16"], device=device),
     ]
 
 

@@ -1,11 +1,12 @@
 """Which of the models that people load a backend is exact on: every family of timm, torchvision and transformers.
 
-Small models in float64 and train mode; one trial a model, with every backend in turn. See `dpbench.coverage`.
+Small models in float64 and train mode; one trial a model, with every backend in turn. The list is
+`dpbench.conformance.coverage`.
 """
 
 from __future__ import annotations
 
-from dpbench.coverage import CoverageTrial, models
+from dpbench.conformance.coverage import CoverageTrial, models
 from dpbench.experiment import Experiment
 
 BACKENDS = ("bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpbench.evidence_trials import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.experiment import Cell, Experiment
-from dpbench.search import searches
 from dpbench.trials import OverheadTrial, PeakTrial
+from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.max_batch import searches
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap")
 #: With memory that a simulation can foretell; each in its own process.

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import PeakTrial
+from dpbench.trials.backends import OURS, PEERS
 
-OURS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
 #: Batch size -> models.
 BATCHES = {
     32: ["cnn"],
@@ -26,7 +25,12 @@ def cells(device: str) -> list[PeakTrial]:
         trial
         for batch_size, models in BATCHES.items()
         for trial in grid(
-            PeakTrial, model=models, backend=OURS + PEERS, simulated=[True, False], batch_size=batch_size, device=device
+            PeakTrial,
+            model=models,
+            backend=[*OURS, *PEERS],
+            simulated=[True, False],
+            batch_size=batch_size,
+            device=device,
         )
     ]
 

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import OverheadTrial
+from dpbench.trials.backends import OURS, PEERS
 
-OURS = ("nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
 #: The last is no per-sample clipping: TF Privacy's microbatches, of four samples each.
-PEERS = (
-    *("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"),
-    "tf_microbatch:4",
-)
+ALL = (*OURS, *PEERS, "tf_microbatch:4")
 LONG = ("nonprivate", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed", "opacus_ghost", "fastdp")
 LONGEST = ("nonprivate", "mixed_ghost", "bk_mixed", "opacus_ghost")
 
@@ -44,8 +41,8 @@ IMAGES = {
 }
 #: Text: (model, backends, batch size on a CPU, on CUDA, seconds for a backend's turns on a CPU).
 TEXTS = (
-    (f"{GPT2}@128", OURS + PEERS, 8, 64, 8.0),
-    (f"{BERT}@128", OURS + PEERS, 8, 64, 8.0),
+    (f"{GPT2}@128", ALL, 8, 64, 8.0),
+    (f"{BERT}@128", ALL, 8, 64, 8.0),
     (f"{GPT2}@1024", LONG, 4, 16, 30.0),
     (f"{GPT2}&max_position_embeddings=4096@4096", LONGEST, 4, 8, 240.0),
 )
@@ -56,7 +53,7 @@ def cells(device: str) -> list[OverheadTrial]:
     rounds = {"rounds": 15 if cuda else 7, "max_seconds": 8.0, "device": device}
     found = []
     for model, batch_sizes in IMAGES.items():
-        found += grid(OverheadTrial, model=model, backends=OURS + PEERS, batch_size=batch_sizes[cuda], **rounds)
+        found += grid(OverheadTrial, model=model, backends=ALL, batch_size=batch_sizes[cuda], **rounds)
     for model, backends, on_cpu, on_cuda, seconds in TEXTS:
         own = rounds if cuda else rounds | {"max_seconds": seconds}
         text = {"model": model, "backends": backends, "batch_size": on_cuda if cuda else on_cpu}

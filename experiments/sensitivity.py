@@ -5,15 +5,15 @@ No measurement of speed: small models, one round. A peer that cannot be imported
 
 from __future__ import annotations
 
+from dpbench.conformance.sensitivity import DTYPES, SensitivityTrial
 from dpbench.experiment import Experiment, grid
-from dpbench.sensitivity import DTYPES, SensitivityTrial
+from dpbench.trials.backends import OURS, PEERS
 
-OURS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
-PEERS = ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+CLIPPING = [name for name in (*OURS, *PEERS) if name != "nonprivate"]
 
 
 def cells(device: str) -> list[SensitivityTrial]:
-    return grid(SensitivityTrial, backend=OURS + PEERS, dtype=list(DTYPES), device=device)
+    return grid(SensitivityTrial, backend=CLIPPING, dtype=list(DTYPES), device=device)
 
 
 def smoke(device: str) -> list[SensitivityTrial]:

@@ -13,8 +13,8 @@ would say anything: its search ends where `LIMITS` says.
 from __future__ import annotations
 
 from dpbench.experiment import Cell, Experiment, grid
-from dpbench.search import searches
 from dpbench.trials import OverheadTrial
+from dpbench.trials.max_batch import searches
 
 BUDGET = 16 * 2**30
 BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed", "opacus_hooks"]

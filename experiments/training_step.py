@@ -6,9 +6,9 @@ default. The engine of ours beside the plain step once more, in parts. On a CPU 
 
 from __future__ import annotations
 
-from dpbench.evidence_trials import PartsTrial
 from dpbench.experiment import Cell, Experiment, grid
-from dpbench.step_trials import TrainingStepTrial
+from dpbench.trials.evidence import PartsTrial
+from dpbench.trials.whole_step import TrainingStepTrial
 
 ENGINES = ("nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp")
 VIT = "timm:vit_tiny_patch16_224?patch_size=4"

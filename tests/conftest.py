@@ -14,7 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are sma
 os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run has measured
 os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as where nobody has said what they are
 
-from clipping import BACKENDS, library, load_backend
+from clipping import BACKENDS, load_backend
+from clipping.kernels import library
 
 # A slow machine is no fault of what it tests.
 settings.register_profile("dpbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -11,9 +11,9 @@ tile of inner products stays in registers from the first feature to the last, on
 of one Gram matrix meets that of the other as soon as both are there. The sources need no library and no header of
 torch's: threads are torch's own, by `torch_parallel_for`.
 
-**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.library`). Where there is no folder to keep
-them, no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas of
-`clipping.rules` are the exact fallback.
+**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.kernels.library`). Where there is no folder to
+keep them, no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas
+of `clipping.rules` are the exact fallback.
 
 **Exactness.** Inner products have the dtype of the tensors, float32 at least; rows of tiles are added up in float64.
 The same tensors give the same bits, whatever the number of threads.
@@ -34,8 +34,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from clipping import library
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
+from clipping.kernels import library
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 """dtype -> type of C."""
@@ -87,7 +87,7 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
     """‖∂/∂W‖² of each sample for a convolution of one group, in one or two dimensions; nothing is unfolded.
 
     Args:
-        images: the phases of its input, one for a stride of 1. (`clipping.rules.pixels`)
+        images: the phases of its input, one for a stride of 1. (`clipping.kernels.pixel_gram`)
         g: [n, p, *output size].
 
     Returns:
@@ -119,8 +119,9 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.rules.grams` does in several
-    operations."""
+    """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.kernels.gram` does in several
+    operations.
+    """
     found = x.new_empty(len(x))
     if not isinstance(x, FakeTensor):
         _loaded(x.dtype).squares(_torch().torch_parallel_for, x.data_ptr(), *x.shape, found.data_ptr())

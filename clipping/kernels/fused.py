@@ -1,7 +1,7 @@
 """What takes torch's operations several launches on a GPU, and small ones, as one: Triton kernels.
 
     shifted_norms     Σ_{t,u} A_tu G_tu from the Gram matrices of an image's pixels and of its output's gradient, where
-                      A adds up shifts of the former (see `clipping.rules.pixels`), and what a reach is made of
+                      A adds up shifts of the former (see `clipping.kernels.pixel_gram`), and what a reach is made of
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.rounding`)
     added             the sum of portions, in float64 (see `clipping.portions`)
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping import kernels
+from clipping.kernels import cuda
 
 TILE = 64
 """Positions of a tile's sides: 4,096 products, 16 to a thread."""
@@ -37,9 +37,10 @@ NAMES = ("KERNEL", "STRIDE", "PADDING", "DILATION")
 
 
 def runs(*tensors: Tensor) -> bool:
-    """Whether these go by a kernel: on a CUDA device that `kernels.supported` knows. A CPU's go by torch's operations,
-    under Triton's interpreter, too."""
-    return tensors[0].is_cuda and kernels.supported(*tensors)
+    """Whether these go by a kernel: on a CUDA device that `cuda.supported` knows. A CPU's go by torch's operations,
+    under Triton's interpreter, too.
+    """
+    return tensors[0].is_cuda and cuda.supported(*tensors)
 
 
 def shifted_norms(
@@ -66,13 +67,13 @@ def shifted_norms(
         [n, 3] float32.
     """
     count, positions, _ = g.shape
-    block = kernels._power(positions, TILE)
+    block = cuda._power(positions, TILE)
     blocks = math.ceil(positions / block)
     each = blocks * (blocks // 2 + 1)
     out = g.new_empty(count, each, 3)
     numbers = (positions, width, x.shape[2], *grid, *map(float, lost))
     constants = {"PHASES_H": phases[0], "PHASES_W": phases[1], "BLOCK": block}
-    step = max(1, kernels.PROGRAMS // max(1, each))
+    step = max(1, cuda.PROGRAMS // max(1, each))
     for at in (slice(start, start + step) for start in range(0, count, step)):
         _run("shifted", out[at].numel() // 3, (x[at], g[at], out[at]), numbers, **_named(geometry), **constants)
     return _whole(out)
@@ -97,7 +98,7 @@ def reach(
     count, positions = g.shape
     if geometry is None:
         x, geometry, width = x.expand(count, positions).unsqueeze(1), ([1, 1], [1, 1], [0, 0], [1, 1]), positions
-    block = kernels._power(positions, LINE)
+    block = cuda._power(positions, LINE)
     out = g.new_empty(count, math.ceil(positions / block), 2)
     numbers = (positions, width, *x.shape[1:], *x.stride(), *g.stride(), *map(float, lost))
     _run("reach", out.numel() // 2, (x, g, out), numbers, **_named(geometry), BLOCK=block)
@@ -123,7 +124,7 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
         [n, features] float32.
     """
     count, positions = len(x), mean.numel() // max(1, len(x))
-    block = kernels._power(positions, TILE)
+    block = cuda._power(positions, TILE)
     out = torch.empty(count, math.ceil(positions / block), features, dtype=torch.float32, device=g.device)
     programs = count * out.shape[1] * math.ceil(features / TILE)
     _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)

@@ -152,7 +152,8 @@ def added(parts, out, entries, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def scale(x, mean, rstd, g, out, positions, features, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr):
     """Over a block of positions t of one sample, for a block of features: Σ_t g (x - mean) rstd, out [n · blocks,
-    features]. All are contiguous: x and g [n, positions, features], mean and rstd [n, positions]."""
+    features]. All are contiguous: x and g [n, positions, features], mean and rstd [n, positions].
+    """
     columns = tl.cdiv(features, BLOCK_N)
     blocks = tl.cdiv(positions, BLOCK_T)
     line = tl.program_id(0) // columns

@@ -32,8 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping import kernels
-from clipping.kernels import cpu
+from clipping.kernels import cpu, cuda
 
 BLOCKS, WORDS, NORMALS = 16, 16, 128
 """Of a group: blocks of the cipher, words of 32 bits in each, normals made of them all."""
@@ -153,7 +152,7 @@ def add_to_flat(
         state = _state(key, 0, (*nonce, label))
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
-    if kernels.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
+    if cuda.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
         _launch(flat, labels, numbers, (deviation, grid, 1 / grid), state)
         return
     chunk = (_CHUNK if device.type == "cpu" else _LARGE) // NORMALS

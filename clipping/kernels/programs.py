@@ -275,7 +275,8 @@ def _products(
 @triton.jit
 def _dot(x, y, total, PRECISION: tl.constexpr, WIDEN: tl.constexpr):
     """total + x @ y, accumulated in float32. The products of bfloat16 are exact in float32: to widen changes nothing
-    (for the interpreter, whose product of matrices reads the bits of a bfloat16 as an integer)."""
+    (for the interpreter, whose product of matrices reads the bits of a bfloat16 as an integer).
+    """
     if WIDEN:
         return tl.dot(x.to(tl.float32), y.to(tl.float32), total, input_precision=PRECISION)
     else:

@@ -23,15 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping import kernels
 from clipping.blocks import added, blocks, concatenated, each
-from clipping.interface import norm_dtype
-from clipping.kernels import cpu
+from clipping.formats import norm_dtype
+from clipping.kernels import cpu, cuda
+from clipping.kernels.chunked_conv import Share
+from clipping.kernels.gram import HALVED, part
+from clipping.kernels.squares import sum_of_squares
 from clipping.rounding import Reach, of_rows, row_norms
-from clipping.rules.grams import HALVED, part
-from clipping.rules.pieces import Share
 from clipping.samples import weighted_sum
-from clipping.squares import sum_of_squares
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
 """Bytes that one norm, or a copy for a sum, may always use beside the operation's own input and output gradient: on a
@@ -234,7 +233,7 @@ class Rule(ABC):
 
     def offer_kernels(self, *ways: str) -> None:
         """Triton's kernels as further ways of the norm, where they run: they write neither Grams nor gradients."""
-        if kernels.supported(self.parameter):
+        if cuda.supported(self.parameter):
             self.ghosts = (*self.ghosts, *ways)
 
     def offer_compiled(self) -> None:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.interface import wide_dtype
+from clipping.formats import wide_dtype
+from clipping.kernels.gram import gram_product, part
+from clipping.kernels.matmul import products
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import Gradient, Refused, Rule, Spec
-from clipping.rules.grams import gram_product, part
-from clipping.rules.products import products
 from clipping.rules.weight import Bilinear
 
 REMEDY = "write it as torch.matmul or as several einsums of two operands, or use microbatch"

@@ -17,25 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping import kernels
 from clipping.blocks import concatenated
-from clipping.interface import norm_dtype, wide_dtype
-from clipping.kernels import cpu, fused
-from clipping.rounding import Reach, of_lost, of_rows, row_norms
-from clipping.rules.base import (
-    COMPILED,
-    GRAM_KERNEL,
-    NORM_KERNEL,
-    Bias,
-    Gradient,
-    Route,
-    Rule,
-    Spec,
-    Work,
-)
-from clipping.rules.grams import gram_product, part
-from clipping.rules.pieces import Pieces, Share, applies
-from clipping.rules.pixels import (
+from clipping.formats import norm_dtype, wide_dtype
+from clipping.kernels import cpu, cuda, fused
+from clipping.kernels.chunked_conv import Pieces, Share, applies
+from clipping.kernels.conv_memory import Convolution
+from clipping.kernels.gram import gram_product, part
+from clipping.kernels.matmul import products
+from clipping.kernels.pixel_gram import (
     Geometry,
     compiled_norm,
     every,
@@ -45,9 +34,9 @@ from clipping.rules.pixels import (
     pixel_norms,
     reach_of_pixels,
 )
-from clipping.rules.products import products
+from clipping.rounding import Reach, of_lost, of_rows, row_norms
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Route, Rule, Spec, Work
 from clipping.rules.weight import Bilinear
-from clipping.temporaries import Convolution
 
 MOST_PIXELS = 1024
 """Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""
@@ -149,8 +138,8 @@ class ConvolutionWeight(Bilinear):
             pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
             norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
             if len(self.kernel) <= 2 and fused.runs(pixels, norms):
-                least = of_lost(of.dtype, self.inputs, self.outputs)
-                return self._of_groups(reach_of_pixels(pixels, norms, self._geometry(), of.shape[-1], least))
+                made = reach_of_pixels(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
+                return self._of_groups(Reach(*made.unbind(1)))
             pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
             ones = pixels.new_ones(1, 1, *self.kernel)
@@ -174,7 +163,7 @@ class ConvolutionWeight(Bilinear):
 
         def found(samples: slice) -> Tensor:
             x, of = self.operands(g, samples)
-            return pixel_norms(self._grouped(x), self._grouped(of), self._geometry())
+            return pixel_norms(self._grouped(x), self._grouped(of), self._geometry(), self._least(of))
 
         squares, terms, lost = concatenated(found, self.blocks(g, way, route.block)).unbind(1)
         reach = self._of_groups(Reach(terms, lost))
@@ -183,7 +172,10 @@ class ConvolutionWeight(Bilinear):
     def _whole(self, g: Tensor | Spec) -> bool:
         """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""
         fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
-        return fits and len(self.kernel) <= 2 and g.dtype in kernels.DTYPES and fused.runs(self.parameter)
+        return fits and len(self.kernel) <= 2 and g.dtype in cuda.DTYPES and fused.runs(self.parameter)
+
+    def _least(self, g: Tensor) -> tuple[float, float]:
+        return of_lost(g.dtype, self.inputs, self.outputs)
 
     def _pairs(self, g: Tensor | Spec) -> int:
         return self.groups * pairs(self._geometry(), self.x.shape[2:], g.shape[2:])
@@ -306,19 +298,19 @@ class ConvolutionWeight(Bilinear):
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
-            return kernels.convolution_norm(x, g, *self._geometry(), groups)
+            return cuda.convolution_norm(x, g, *self._geometry(), groups)
         if way in ("pixels", COMPILED):
             whole = way != COMPILED and self._whole(g)
             x, g = self._grouped(x), self._grouped(g)
             if way == COMPILED:
                 found = compiled_norm(x, g, self._geometry())
             elif whole:
-                found = pixel_norms(x, g, self._geometry())[:, 0]
+                found = pixel_norms(x, g, self._geometry(), self._least(g))[:, 0]
             else:
                 found = pixel_gram_product(x, g, self._geometry(), available)
         else:
             a, g = (y.transpose(1, 2) for y in self._positions(x, g))
-            found = kernels.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
+            found = cuda.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
         return found.view(count, groups).sum(1) if groups > 1 else found
 
     def _geometry(self) -> Geometry:

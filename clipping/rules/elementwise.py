@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
+from clipping.kernels.gram import part
 from clipping.rounding import Reach, all_alike
 from clipping.rules.base import Gradient, Refused, Rule
-from clipping.rules.grams import part
 
 
 class Broadcast(Rule):

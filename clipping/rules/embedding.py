@@ -9,15 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping import kernels
 from clipping.blocks import added, blocks
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
+from clipping.kernels import cuda
+from clipping.kernels.gram import part, within
+from clipping.kernels.matmul import products
+from clipping.kernels.squares import sum_of_squares
 from clipping.rounding import Reach, of_rows, portion, row_norms
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
-from clipping.rules.grams import part, within
 from clipping.rules.linear import LinearWeight
-from clipping.rules.products import products
-from clipping.squares import sum_of_squares
 
 
 class EmbeddingWeight(Rule):
@@ -87,7 +87,7 @@ class EmbeddingWeight(Rule):
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         ids, g = self._positions(g, samples)
         if way == GRAM_KERNEL:
-            return kernels.embedding_gram_norm(ids, g)
+            return cuda.embedding_gram_norm(ids, g)
         count, positions, outputs = g.shape
         ordered, order = ids.sort(1)
         rank = torch.zeros_like(ordered)

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
+from clipping.kernels.gram import gram_product
+from clipping.kernels.matmul import product, products
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rows import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec
-from clipping.rules.grams import gram_product
-from clipping.rules.products import product, products
 
 
 class GroupedWeight(Rule):

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping import kernels
-from clipping.kernels import cpu
+from clipping.kernels import cpu, cuda
+from clipping.kernels.gram import gram_product, part, within
+from clipping.kernels.matmul import by_onednn, product, products
 from clipping.rounding import Reach, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
-from clipping.rules.grams import gram_product, part, within
-from clipping.rules.products import by_onednn, product, products
 from clipping.rules.weight import Bilinear
 
 
@@ -81,9 +80,9 @@ class LinearWeight(Bilinear):
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         if way == GRAM_KERNEL:
-            return kernels.gram_norm(*self.operands(g, samples))
+            return cuda.gram_norm(*self.operands(g, samples))
         if way == NORM_KERNEL:
-            return kernels.instantiated_norm(*self.operands(g, samples))
+            return cuda.instantiated_norm(*self.operands(g, samples))
         return self._ghosts_together(g, samples, way, ())
 
     def companions(self, g: Tensor) -> Hashable:

@@ -16,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.blocks import blocks, concatenated
-from clipping.interface import norm_dtype
+from clipping.formats import norm_dtype
 from clipping.kernels import cpu, fused
+from clipping.kernels.gram import part
 from clipping.rounding import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
-from clipping.rules.grams import part
 
 
 class _Scale(Rule):
@@ -161,7 +161,8 @@ def group_norm(
 
 def most_groups(x: Tensor) -> int:
     """Groups in one call: CUDA's backward kernel has one block of threads for each, in the second dimension of its grid
-    (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which ends at 65,535."""
+    (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which ends at 65,535.
+    """
     return 65_535 if x.is_cuda else 2**31 - 1
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from clipping.blocks import added, blocks
-from clipping.interface import norm_dtype, wide_dtype
+from clipping.formats import norm_dtype, wide_dtype
+from clipping.kernels.gram import part
 from clipping.portions import added_at_once, at_once
 from clipping.rounding import portion
 from clipping.rules.base import Rule, Spec
-from clipping.rules.grams import part
 
 
 class Bilinear(Rule):

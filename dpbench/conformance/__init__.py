@@ -23,37 +23,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dpbench.trials import STEP_SOURCES, Trial
+from dpbench.trials import STEP_SOURCES
+from dpbench.trials.backends import BackendTrial
 
-__all__ = ["ConformanceTrial", "ResolveTrial"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _BackendTrial(Trial):
-    backend: str
-
-    @property
-    def alone(self) -> bool:
-        return False
-
-    def modules(self) -> tuple[str, ...]:
-        return ("torch", "opacus") if self.backend.startswith("opacus") else ("torch",)
+__all__ = ["ConformanceTrial"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConformanceTrial(_BackendTrial):
+class ConformanceTrial(BackendTrial):
     """All conformance cases of one backend."""
 
     kind: ClassVar[str] = "conformance"
     body: ClassVar[str] = "dpbench.conformance.suite:run"
     sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/conformance/**/*.py")
     device: str = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResolveTrial(_BackendTrial):
-    """Whether `path/file.py:Class` is a backend: to know that, the file has to be imported, and with it torch."""
-
-    kind: ClassVar[str] = "resolve"
-    body: ClassVar[str] = "dpbench.conformance.references:run"
-    timeout: float = 120.0

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, UnsupportedModel, compare
-from clipping.interface import map_tensors, norm_dtype
-from clipping.oracle import definition
+from clipping.batches import map_tensors
+from clipping.formats import norm_dtype
+from clipping.reference import definition
 from dpbench.conformance.cases import Setup
 
 TOLERANCE = 1e-9

@@ -126,6 +126,8 @@ class Windows(nn.Module):
 
 
 class Attention(nn.Module):
+    """`nn.MultiheadAttention` of a sequence over itself, or over another one."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, **options)
@@ -145,6 +147,8 @@ class Attention(nn.Module):
 
 
 class Recurrent(nn.Module):
+    """A recurrent layer of torch under a head."""
+
     def __init__(self, kind: Any, **options: Any) -> None:
         super().__init__()
         self.rnn = kind(4, 3, **options)
@@ -243,6 +247,8 @@ class Encoder(nn.Module):
 
 
 class FlatBags(nn.Module):
+    """An embedding bag whose ids lie in one row, with offsets."""
+
     def __init__(self) -> None:
         super().__init__()
         self.bag, self.head = nn.EmbeddingBag(7, 4, padding_idx=2), nn.Linear(4, 3)

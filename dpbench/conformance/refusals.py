@@ -37,6 +37,8 @@ def held(make: Callable[[], nn.Module], verify: bool, backend: type[Backend], de
     Args:
         make: a model of samples [4].
         verify: let the backend verify itself, and take what it finds for a refusal.
+        backend: the class that is judged.
+        device: where it runs.
     """
     x = torch.randn(BATCH, 4).double()
     x[:, 0] = torch.tensor([0.0, 1.0, 4.0, 2.0, 3.0])  # of two samples the order stays, of all it does not

@@ -13,8 +13,8 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.cases import CASES, Case
 from dpbench.conformance.contract import CHECKS, median
 from dpbench.conformance.judging import TOLERANCE, Check, Measured, Verdict, answered, hold, judge, oracle, placed
-from dpbench.conformance.references import backend_class
 from dpbench.conformance.refusals import REFUSALS
+from dpbench.trials.backend_classes import backend_class
 
 SINGLE = 1e-3
 """Relative, of a model in float32 beside the oracle in float64: the cases have no activation that jumps."""

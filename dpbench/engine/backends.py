@@ -27,4 +27,4 @@ def usable_backend(name: str) -> type[Backend]:
 
 def recordable_name(name: str) -> bool:
     """Is this backend of ours, and recordable? Loading a peer's may need its package."""
-    return BACKENDS[name][0].startswith(("clipping.ghost:", "clipping.oracle:")) and recordable(load_backend(name))
+    return not BACKENDS[name].peer and recordable(load_backend(name))

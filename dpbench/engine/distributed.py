@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipping.spread import is_sharded
+from clipping.distributed import is_sharded
 from dpbench.engine.errors import Misuse
 
 

@@ -19,18 +19,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from clipping.interface import UnsupportedModel
+from clipping.distributed import reshard, sharded_modules, unwrapped
 from clipping.recording import for_recording
-from clipping.spread import reshard, sharded_modules, unwrapped
+from clipping.types import UnsupportedModel
+from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
-from dpbench.engine.checkpoint import Abandoned, load, save
+from dpbench.engine.checkpoint import load, save
 from dpbench.engine.discrete import accountant_for, source_of
 from dpbench.engine.distributed import agree, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
 from dpbench.engine.noise import secret
-from dpbench.engine.patch import Patch, claim, release
+from dpbench.engine.patch import Patch, claim, disclaim
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
 from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted
@@ -39,6 +40,7 @@ from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
 from dpbench.engine.spent import PrivacySpent, account
+from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.tickets import Ticket, Tickets
 
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
     from clipping import ClipFunction
 
 
-class PrivacyEngine:
+class PrivacyEngine(State):
     """Makes an optimizer's steps differentially private.
 
     Formal guarantees: the parameters after T steps are (ε, δ)-private as `privacy_spent` says if the loss of a sample
@@ -68,7 +70,7 @@ class PrivacyEngine:
         accountant: a name of `accounting`; "prv" if None, or "rdp:whole" beside discrete noise.
         noise: "gaussian" (`dpbench.engine.noise`), or "discrete": exact on a grid (`dpbench.engine.discrete`).
         secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
-        generator: of the caller's, for noise and sampling that can be repeated: not private.
+        generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
         ghost_clipping, mixed: private_CNN's choice of a backend.
@@ -127,22 +129,18 @@ class PrivacyEngine:
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
         self.noise = source_of(noise, self.noise_multiplier, sum(p.numel() for p in model.parameters()), generator)
-        self._sampler = Sampler(self.settings, shared_key(secret(generator)))
-        self._tickets = Tickets()
-        self._recorder = Recorder(model, for_recording(cls, model, self.clip), self._tickets.read)
+        self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
+        planned = for_recording(cls, model, self.clip, timing=generator is None)
+        self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread = Sums(), Unread()
-        self.steps = 0
-        """Logical batches released."""
-        self.drawn = 0
-        """Logical batches of the loader that were stepped, or left out before one that was."""
+        self.steps = self.drawn = 0
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
         self._sampled = self._size = 0
         self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
         self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
-        self._drawing = -1  # the loader's logical batch whose pieces are in the sum
-        self._ended = 0  # logical batches at the end of the last iteration of a loader
+        self._drawing, self._ended = -1, 0
         self._mask = 0, 0  # samples in the last physical batch stepped: the data's own, and with padding
         self._warned: set[str] = set()
         claim(self)
@@ -185,7 +183,7 @@ class PrivacyEngine:
             self._patch.undo()
             quieten(self._wrapped, False)
             self._patch = None
-            release(self)
+            disclaim(self)
         self._unread.read(wait=True)
 
     def step(self, loss: Any) -> None:

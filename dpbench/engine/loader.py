@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ from torch.utils.data import DataLoader, default_collate
 
 from dpbench.engine.containers import emptied
 from dpbench.engine.sampling import Sampler
+from dpbench.engine.state import State
 from dpbench.engine.tickets import Ticket
-
-if TYPE_CHECKING:
-    from dpbench.engine.engine import PrivacyEngine
 
 
 class PrivateLoader:
@@ -39,7 +37,7 @@ class PrivateLoader:
 
     def __init__(
         self,
-        engine: PrivacyEngine,
+        engine: State,
         sampler: Sampler,
         dataset: Any,
         most: int | None,
@@ -78,9 +76,7 @@ class PrivateLoader:
         self._engine._unread.read(wait=True)
 
 
-def checked(
-    engine: PrivacyEngine, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]
-) -> bool:
+def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]) -> bool:
     """Whether `PrivacyEngine.data_loader` pads; raises a ValueError for arguments that do not go together."""
     if len(dataset) != engine.settings.sample_size:
         raise ValueError(f"expected a dataset of sample_size={engine.settings.sample_size}, got {len(dataset)} records")
@@ -102,7 +98,7 @@ def is_on_gpu(model: nn.Module) -> bool:
 class _Pieces:
     """Index lists for the DataLoader, and beside them (number of the logical batch, is it its last piece, size)."""
 
-    def __init__(self, engine: PrivacyEngine, sampler: Sampler, most: int | None, shard: tuple[int, int]) -> None:
+    def __init__(self, engine: State, sampler: Sampler, most: int | None, shard: tuple[int, int]) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
         self.steps_per_epoch = sampler.settings.steps_per_epoch
         self.end = 0

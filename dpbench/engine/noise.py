@@ -198,7 +198,8 @@ class Secure(Noise):
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         """As `Noise.load_state_dict`. Without `replay` the key is a fresh one: two trainings that go on from one
-        checkpoint share no noise."""
+        checkpoint share no noise.
+        """
         if state["kind"] != self.kind and (state["kind"] != "pseudo" or state["given"] is not None):
             raise ValueError(_OTHER_KIND)
         if replay and "key" not in state:

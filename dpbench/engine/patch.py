@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import types
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpbench.engine.errors import Misuse
 from dpbench.engine.safeguards import unmark
+from dpbench.engine.state import State
 
-if TYPE_CHECKING:
-    from dpbench.engine.engine import PrivacyEngine
-
-_ENGINES: weakref.WeakSet[PrivacyEngine] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[State] = weakref.WeakSet()
 _WATCH: list[Any] = []
 
 
-def claim(engine: PrivacyEngine) -> None:
+def claim(engine: State) -> None:
     """Watch the optimizers of this process, as long as there are engines."""
     _ENGINES.add(engine)
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_watch))
 
 
-def release(engine: PrivacyEngine) -> None:
+def disclaim(engine: State) -> None:
     """This engine is done; the watch ends with the last one."""
     _ENGINES.discard(engine)
     if not _ENGINES:
@@ -41,7 +39,7 @@ class Patch:
         Misuse: the optimizer or the model has an engine, or their parameters differ.
     """
 
-    def __init__(self, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: State, optimizer: torch.optim.Optimizer) -> None:
         _refuse(engine, optimizer)
         self.optimizer = optimizer
         self.stepping = False
@@ -79,7 +77,7 @@ class Patch:
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls step, above
-        self.engine: PrivacyEngine | None = engine
+        self.engine: State | None = engine
         self._step = types.MethodType(step, optimizer)
         optimizer.step = self._step  # type: ignore[method-assign]
         optimizer.virtual_step = types.MethodType(virtual_step, optimizer)  # type: ignore[attr-defined]
@@ -108,7 +106,7 @@ class Patch:
         unmark(self.optimizer)
 
 
-def _refuse(engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> None:
+def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "privacy_engine"):
         raise Misuse("expected an optimizer without an engine, got one that has one; detach() that first")
     if isinstance(optimizer, torch.optim.LBFGS):

@@ -17,17 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import TOLERANCE, Occasions, changed, mixing, separating
+from clipping.batches import leading_dimension, map_tensors
+from clipping.distributed import no_rows, row_of_zeros
 from clipping.draws import Draws
 from clipping.formats import coarsest
-from clipping.interface import (
-    Backend,
-    ClippedGradient,
-    UnsupportedModel,
-    leading_dimension,
-    map_tensors,
-)
+from clipping.interface import Backend
 from clipping.recording import Recording
-from clipping.spread import no_rows, row_of_zeros
+from clipping.types import ClippedGradient, UnsupportedModel
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses
@@ -62,11 +58,13 @@ class Recorder:
         self._others: Sequence[Tensor] = ()
         self._trace: Trace | None = None
         self._second: _Second | None = None
+        self.see: Callable[[Tensor], None] | None = None
+        """Told the norms of the data's own samples."""
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
-        before = self._model.register_forward_pre_hook(_Hook(self._before), prepend=True, with_kwargs=True)
-        after = self._model.register_forward_hook(_Hook(self._after), always_call=True)
+        before = self._model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True)
+        after = self._model.register_forward_hook(Hook(self._after), always_call=True)
         self._handles = [before, after]
         self._buffers = Buffers(self._model)
 
@@ -137,6 +135,9 @@ class Recorder:
                 raise Misuse(_BACKWARD) from error
             raise
         self._verify = self._verify and few < 2  # one sample cannot show that samples are told apart
+        if self.see is not None:
+            assert result.norms is not None
+            self.see(result.norms[:few])
         return result
 
     def _check(self, losses: Any) -> None:
@@ -270,7 +271,7 @@ class _Second:
         return changed(self._model, run, self._batch, self._halves, self._draws, before, tolerance)
 
 
-class _Hook:
+class Hook:
     """A hook that copies of the model share, and do nothing in them: it knows its model. Pickled, it is no hook."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
@@ -279,11 +280,11 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         return None if self._function is None else self._function(*args)
 
-    def __deepcopy__(self, memo: Any) -> _Hook:
+    def __deepcopy__(self, memo: Any) -> Hook:
         return self
 
     def __reduce__(self) -> Any:
-        return _Hook, ()
+        return Hook, ()
 
 
 def _masked(losses: Tensor, real: int, handed: int) -> Tensor:

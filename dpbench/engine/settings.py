@@ -8,7 +8,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accounting import Accountant, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from accounting.varying import guarantee_of_parts
 from dpbench.engine.errors import PrivacyWarning
 from dpbench.errors import nearest
 
@@ -32,6 +33,8 @@ class Settings:
         target_epsilon: None if the noise multiplier was given.
         accountant: its name.
         mechanism: one step.
+        epoch: steps of an epoch, where the sizes do not say it.
+        earlier: (mechanism, how many) of the first steps, which had other noise than `mechanism` says.
     """
 
     batch_size: int
@@ -41,11 +44,20 @@ class Settings:
     target_epsilon: float | None
     accountant: str
     mechanism: SubsampledGaussian
+    epoch: int | None = None
+    earlier: tuple[tuple[SubsampledGaussian, int], ...] = ()
 
     @property
     def steps_per_epoch(self) -> int:
         """Of a loader: fixed batches leave out what does not fill the last one, so that q is b/n for all."""
+        if self.epoch is not None:
+            return self.epoch
         return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
+
+    def guarantee(self, steps: int, delta: float) -> Guarantee:
+        """ε of so many steps, the earlier ones among them."""
+        later = max(0, steps - sum(count for _, count in self.earlier))
+        return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, later)], delta=delta)
 
     def load(self) -> Accountant:
         return load_accountant(self.accountant)
@@ -126,7 +138,7 @@ def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
 
 def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: float) -> ClipFunction:
     """A clipping function by its name, or the one that was given."""
-    from clipping import Automatic, ClipFunction, Flat, PerLayer
+    from clipping import Automatic, ClipFunction, Flat, PerLayer  # with torch, which declarations do without
 
     if isinstance(clip, str):
         if clip not in CLIPS:

@@ -23,7 +23,7 @@ class PrivacySpent:
         epsilon, delta: of all steps so far.
         steps: logical batches that were released, empty ones among them.
         accountant, kind: who says so, and whether it is an upper bound; only that is a guarantee.
-        noise_multiplier, sample_rate: of each step.
+        noise_multiplier, sample_rate: of each step; where noise has changed on the way, of the last.
         sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS` and `ADJACENCIES`.
         sampled_by: "engine" if every batch came from `data_loader`, which draws by that scheme; else "assumed".
         noise: where the noise came from.
@@ -85,11 +85,11 @@ def account(
     counted = steps
     if mechanism.sampling in ("shuffled", "one_pass"):
         counted = max(steps, drawn)  # a batch that was skipped ends its epoch no later
-    found = settings.load().guarantee(mechanism, steps=counted, delta=delta)
+    found = settings.guarantee(counted, delta)
     caveats = []
     if not noise.private:
         caveats.append("the noise is seeded and can be repeated")
-    if mechanism.noise_multiplier == 0:
+    if any(each.noise_multiplier == 0 for each, count in (*settings.earlier, (mechanism, 1)) if count):
         caveats.append("there is no noise")
     if found.kind != "upper_bound":
         caveats.append(f"ε is of kind {found.kind.replace('_', ' ')}, not an upper bound")

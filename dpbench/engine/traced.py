@@ -12,7 +12,9 @@ custom function, say, are not looked at.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +63,10 @@ class Trace:
             tolerance = coarsest([*self._outputs, losses], TOLERANCE)
             try:
                 with draws.again():
-                    before = self._again(None)[id(losses)]
+                    before = self._again(_copy)[id(losses)]
                 for half in halves:
                     with draws.again():
-                        after = self._again(half)[id(losses)]
+                        after = self._again(partial(with_others_replaced, half=half))[id(losses)]
                     sample = differing([before], [after], half, tolerance)
                     if sample is not None:
                         return sample
@@ -99,13 +101,15 @@ class Trace:
         self._outputs.append(traced)
         return traced
 
-    def _again(self, half: Tensor | None) -> dict[int, Any]:
-        """Identity of each traced tensor -> its value now."""
+    def _again(
+        self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> dict[int, Any]:
+        """Identity of each traced tensor -> its value, where it began with `change` of what it was; others `fixed`."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
         for x in self._outputs:
-            values[id(x)] = x.detach().clone() if half is None else with_others_replaced(x, half)
+            values[id(x)] = change(x)
         for note in self._notes:
-            args, kwargs = mapped(lambda x: values.get(id(x), x), (note.args, note.kwargs))
+            args, kwargs = mapped(lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs))
             _pair(note.result, note.operation(*args, **kwargs), values)
         return values
 
@@ -134,6 +138,15 @@ class Traced(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(plain(self), memo)
+
+    def __format__(self, spec: str) -> str:  # torch formats numbers of its own class alone
+        return format(plain(self), spec)
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        return plain(self).__repr__(**options)
+
 
 def plain(x: Tensor) -> Tensor:
     """An ordinary tensor: the same memory, the same graph."""
@@ -141,6 +154,10 @@ def plain(x: Tensor) -> Tensor:
         return x
     with torch._C.DisableTorchFunctionSubclass():
         return x.as_subclass(Tensor)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.detach().clone()
 
 
 def _in_place(operation: Any) -> bool:

@@ -9,34 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping import Backend, load_backend
-from clipping.interface import map_tensors
-from dpbench.evidence_trials import PartsTrial, ProfileTrial
-from dpbench.measure.not_here import NotHere
+from clipping import Backend
+from clipping.batches import map_tensors
 from dpbench.measure.precision import autocasting
-from dpbench.models import Workload, load_workload
-from dpbench.precision import profile_of
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import Workload
 from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial
-
-
-class UnavailableBackend(NotHere):
-    """The backend needs something that this machine lacks: a package."""
-
-    def __init__(self, backend: str, reason: str) -> None:
-        super().__init__(f"{backend} is not available here: {reason}")
-
-
-def available_backend(name: str) -> type[Backend]:
-    """The class of a backend.
-
-    Raises:
-        UnavailableBackend: with the reason that the backend gives.
-    """
-    backend_class = load_backend(name)
-    reason = backend_class.unavailable()
-    if reason is not None:
-        raise UnavailableBackend(name, reason)
-    return backend_class
+from dpbench.trials.evidence import PartsTrial, ProfileTrial
+from dpbench.trials.precision import profile_of
 
 
 def open_workload(

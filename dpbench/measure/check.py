@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 
 from clipping import Agreement, ClippedGradient, Flat, compare
-from clipping.interface import leading_dimension, map_tensors
-from clipping.oracle import of_means
+from clipping.batches import leading_dimension, map_tensors
+from clipping.reference import of_means
 from clipping.verification import CAST_TOLERANCE, Limit
-from dpbench.conformance.references import backend_class
 from dpbench.measure import verify
 from dpbench.measure.bench import open_workload
-from dpbench.models import Workload
+from dpbench.models.workload import Workload
 from dpbench.trials import CheckTrial
+from dpbench.trials.backend_classes import backend_class
 
 
 @dataclass(frozen=True)

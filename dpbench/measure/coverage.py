@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
-from clipping.interface import forward, map_tensors
+from clipping.batches import forward, map_tensors
 from clipping.verification import CAST_TOLERANCE
-from dpbench.conformance.references import backend_class
-from dpbench.coverage import KERNEL, LOOP, CoverageTrial
-from dpbench.measure.bench import UnavailableBackend
+from dpbench.conformance.coverage import KERNEL, LOOP, CoverageTrial
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
-from dpbench.models import ModelError, Workload, load_workload
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import ModelError, Workload
+from dpbench.trials.backend_classes import UnavailableBackend, backend_class
 
 #: Height and width of images, tried in turn.
 IMAGE_SIZES: tuple[int | None, ...] = (64, 128, 224, 256, 240, 288, 384)
@@ -63,7 +63,7 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
     """{"built": False, "reason"}, or {"built": True, ..., "rows"}, a row a backend.
 
     A row: {"backend", "status", "norm_error", "grad_error", "coverage", "reason"}, the status one of
-    `dpbench.coverage.STATUSES`.
+    `dpbench.conformance.coverage.STATUSES`.
     """
     torch.set_num_threads(1)
     try:

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from dpbench.evidence_trials import DeviceTrial
 from dpbench.measure import gpu
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
 from dpbench.measure.timing import stopwatch_for
+from dpbench.trials.evidence import DeviceTrial
 
 REPEATS = 10
 MAX_SECONDS = 1.0

@@ -21,15 +21,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import UnsupportedModel
 from clipping.explain import STRATEGIES, Cost, Explanation, Row, explain
-from clipping.ghost import BkMixed
 from clipping.oracle import NonPrivate
-from clipping.planner import Planner
+from clipping.planning.planner import Planner
+from clipping.tape_backends import BkMixed
 from dpbench.errors import UsageError
 from dpbench.measure import verify
 from dpbench.measure.bench import Step, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, time_steps
-from dpbench.models import Workload, load_workload, split_reference
+from dpbench.models.external import needs
+from dpbench.models.loading import load_workload
+from dpbench.models.references import split_reference
+from dpbench.models.workload import Workload
 from dpbench.trials import ExplainTrial, LargestTrial, RecommendTrial
 
 Sized = ExplainTrial | LargestTrial | RecommendTrial
@@ -77,8 +80,6 @@ def sizes(trial: Sized) -> tuple[int, int]:
 
 def _timm_size(name: str) -> int | None:
     """The resolution that the published weights of a timm model were trained at, if timm knows."""
-    from dpbench.models.external import needs
-
     with needs("timm"):
         import timm
     config = timm.get_pretrained_cfg(name, allow_unregistered=True) if timm.is_model(name) else None

@@ -1,7 +1,7 @@
 """Body of a `LargestTrial`: the largest batch that fits in a budget, by a simulated search in one process.
 
-The search is `dpbench.search.MaxBatch`, its probes are simulated steps (`dpbench.measure.simulate`). What it says is
-what was simulated; on CUDA it seeds the search that measures.
+The search is `dpbench.trials.max_batch.MaxBatch`, its probes are simulated steps (`dpbench.measure.simulate`). What it
+says is what was simulated; on CUDA it seeds the search that measures.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 from dpbench.measure import memory
 from dpbench.measure.explain import sizes
-from dpbench.outcome import OverBudget
-from dpbench.search import MaxBatch, Probe
 from dpbench.trials import LargestTrial, PeakTrial
+from dpbench.trials.max_batch import MaxBatch, Probe
+from dpbench.trials.outcome import OverBudget
 
 
 def run(trial: LargestTrial) -> dict[str, Any]:

@@ -31,7 +31,6 @@ from clipping import UnsupportedModel
 from dpbench.measure.bench import (
     Memory,
     Step,
-    available_backend,
     device_of,
     open_workload,
     parameter_count,
@@ -40,8 +39,9 @@ from dpbench.measure.bench import (
 from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
-from dpbench.outcome import OverBudget
 from dpbench.trials import PeakTrial
+from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.outcome import OverBudget
 
 _MARK = "dpbench phase: "
 

@@ -24,16 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping import Flat, kernels, load_backend
-from clipping.interface import norm_dtype
+from clipping import Flat, load_backend
+from clipping.formats import norm_dtype
+from clipping.kernels import cuda
 from clipping.rules import Route, made
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
-from dpbench.evidence_trials import NormsTrial
 from dpbench.measure.bench import device_of
 from dpbench.measure.norm_cases import Case, cases
-from dpbench.measure.not_here import NotHere
 from dpbench.measure.precision import arithmetic, dtype_of
-from dpbench.outcome import Mismatch, Outcome, PartlyFailed, classify
+from dpbench.trials.evidence import NormsTrial
+from dpbench.trials.not_here import NotHere
+from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
 
 LIMITS = {"float32": 2e-5, "tf32": 2.0**-9, "bfloat16": 2.0**-6}
 KERNEL_LIMITS = {"float32": 1e-5, "tf32": 1e-5, "bfloat16": 1e-4}
@@ -134,10 +135,10 @@ def per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tens
 def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.device) -> Iterator[Row]:
     """The Triton programs themselves: features or positions last in memory, odd sizes, and one of several tiles."""
     dtype = dtype_of(trial.precision)
-    if not kernels.supported(torch.empty(1, dtype=dtype, device=device)):
+    if not cuda.supported(torch.empty(1, dtype=dtype, device=device)):
         raise NotHere(
             f"no Triton program runs on {device.type} here: it needs Triton and a CUDA device of capability "
-            f"{kernels.CAPABILITY[0]}.{kernels.CAPABILITY[1]} (or TRITON_INTERPRET=1)"
+            f"{cuda.CAPABILITY[0]}.{cuda.CAPABILITY[1]} (or TRITON_INTERPRET=1)"
         )
 
     def draw(*shape: int) -> Tensor:
@@ -155,7 +156,7 @@ def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.de
         columns = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (a, g)]
         for layout, (left, right) in {"features last": (a, g), "positions last": columns}.items():
             said = {"operation": layout, "sizes": f"{n}×{t}, {d} to {p}", "parameter": "weight", "route": "kernel"}
-            for norm in (kernels.gram_norm, kernels.instantiated_norm):
+            for norm in (cuda.gram_norm, cuda.instantiated_norm):
                 yield _judged(
                     said | {"way": norm.__name__},
                     lambda n=norm, a=left, g=right, r=norms: relative(_root(n(a, g)), r),  # type: ignore[misc]
@@ -163,7 +164,7 @@ def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.de
                 )
             yield _judged(
                 said | {"way": "embedding_gram_norm"},
-                lambda i=ids, g=right, r=read: relative(_root(kernels.embedding_gram_norm(i, g)), r),  # type: ignore[misc]
+                lambda i=ids, g=right, r=read: relative(_root(cuda.embedding_gram_norm(i, g)), r),  # type: ignore[misc]
                 limit,
             )
     for case in cases("convolution", trial.small):
@@ -181,7 +182,7 @@ def _convolution_kernel_row(
     norms = per_sample(case.function, x, parameters, g)[0].flatten(1).norm(dim=1)
 
     def error() -> float:
-        found = kernels.convolution_norm(x, g, rule.kernel, rule.stride, rule.padding, rule.dilation, rule.groups)
+        found = cuda.convolution_norm(x, g, rule.kernel, rule.stride, rule.padding, rule.dilation, rule.groups)
         return relative(_root(found), norms)
 
     said = {"operation": case.operation, "sizes": case.sizes, "parameter": "weight", "route": "kernel"}

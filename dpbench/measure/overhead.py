@@ -40,15 +40,15 @@ from typing import Any
 import torch
 
 from clipping import Backend, Flat
-from dpbench.conformance.references import backend_class
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
-from dpbench.models import Workload
-from dpbench.outcome import FINAL, Mismatch, Outcome, PartlyFailed, classify
+from dpbench.models.workload import Workload
 from dpbench.trials import OverheadTrial
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.outcome import FINAL, Mismatch, Outcome, PartlyFailed, classify
 
 FEWEST_ROUNDS = 3
 #: A turn of a short step is several of them: so long, and so many at most.

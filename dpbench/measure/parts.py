@@ -31,14 +31,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipping.interface import forward
+from clipping.batches import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine import engine as engine_module
-from dpbench.evidence_trials import PartsTrial
 from dpbench.measure.bench import device_of, open_workload, parameter_count
-from dpbench.measure.not_here import NotHere
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import traced, within
+from dpbench.trials.evidence import PartsTrial
+from dpbench.trials.not_here import NotHere
 
 #: A first step is verified and compiles, a second may look at whether samples mix, and an allocator settles.
 WARM = 4

@@ -1,4 +1,4 @@
-"""Torch made to obey a precision profile (`dpbench.precision`), and what its switches really were.
+"""Torch made to obey a precision profile (`dpbench.trials.precision`), and what its switches really were.
 
 TF32 is switched for cuBLAS and cuDNN alike: by default torch has it on in cuDNN and off in cuBLAS, which is neither
 profile. Autocast goes around the model's forward pass and around the losses, as training scripts have it, and not
@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from clipping.batches import forward, map_tensors
 from clipping.formats import formats
-from clipping.interface import forward, map_tensors
-from dpbench.measure.not_here import NotHere
-from dpbench.models import Workload
-from dpbench.precision import Profile, profile_of
+from dpbench.models.workload import Workload
+from dpbench.trials.not_here import NotHere
+from dpbench.trials.precision import Profile, profile_of
 
 T = TypeVar("T")
 

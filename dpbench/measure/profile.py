@@ -4,7 +4,7 @@ After warm steps, some are traced. The result is ``{"parameters", "counted", "ba
 entry has ``outcome`` and ``evidence``, and of a step ``launches`` and ``waits`` (None on a CPU, which has none),
 ``operations`` and ``device_seconds`` (all kernels, or all operations of a CPU), and ``top``, the largest operations:
 ``{"name", "asked_by", "calls", "seconds", "share"}``. ``files``: name -> the Chrome trace, gzip in base64, which the
-store lays beside the records (`dpbench.store`).
+store lays beside the records (`dpbench.records.store`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from clipping import Flat
-from dpbench.evidence_trials import ProfileTrial
-from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
+from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import Trace, traced
-from dpbench.models import Workload
-from dpbench.outcome import FINAL, Outcome, PartlyFailed, classify
+from dpbench.models.workload import Workload
+from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.evidence import ProfileTrial
+from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 
 TOP = 15
 #: Steps before the traced ones: a first pays for kernels, a second may time a planner's routes, a third settles.

@@ -12,13 +12,13 @@ import time
 from typing import Any
 
 from dpbench.errors import UsageError
+from dpbench.execution.recommend.findings import LEFT_OUT, ORDINARY
 from dpbench.measure.bench import device_of, open_workload, parameter_count, tensors_in
 from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail, order
 from dpbench.measure.precision import arithmetic, facts
-from dpbench.outcome import Outcome
-from dpbench.recommend.findings import LEFT_OUT, ORDINARY
 from dpbench.trials import RecommendTrial
+from dpbench.trials.outcome import Outcome
 
 #: The share of the time after which no further backend is opened: the rest is for the rounds.
 OPENING = 0.5

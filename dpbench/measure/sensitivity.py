@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Backend, UnsupportedModel
-from dpbench.conformance.references import backend_class
-from dpbench.sensitivity import LIMITS, OUTCOMES, SensitivityTrial
-from dpbench.sensitivity.problems import HardRecord, Problem, Record, weighted_sum
-from dpbench.sensitivity.records import RECORDS
+from dpbench.conformance.sensitivity import LIMITS, OUTCOMES, SensitivityTrial
+from dpbench.conformance.sensitivity.problems import HardRecord, Problem, Record, weighted_sum
+from dpbench.conformance.sensitivity.records import RECORDS
+from dpbench.trials.backend_classes import backend_class
 
 AUTOCAST = "-autocast"
 Grads = dict[str, Tensor]
@@ -73,7 +73,7 @@ def run(trial: SensitivityTrial) -> dict[str, Any]:
 def sensitivity(
     backend: type[Backend], dtype: str = "float32", device: str = "cpu", cases: Iterable[HardRecord] = RECORDS
 ) -> Iterator[Found]:
-    """What every case comes to that makes sense in `dtype`, one of `dpbench.sensitivity.DTYPES`."""
+    """What every case comes to that makes sense in `dtype`, one of `dpbench.conformance.sensitivity.DTYPES`."""
     for case in cases:
         if dtype in case.dtypes:
             with torch.random.fork_rng(devices=[]):

@@ -12,10 +12,10 @@ autograd saves is counted because its storage lives. The backward pass runs on t
 (`set_multithreading_enabled(False)`), where the modes are.
 
 **Inside an operation** a kernel allocates and frees memory that no mode sees. On a CPU it is added by formula
-(`temporaries`): copies of a convolution's operands in oneDNN's layout (`clipping.temporaries`), a softmax's dense copy
-of its input, a group norm's sums, a wide copy of what is added to a wider sum. Workspaces of cuDNN and cuBLAS, rounding
-by the allocator and fragmentation are not known: on CUDA, or for a device that this machine lacks, none are added. The
-experiment `memory_accuracy` compares.
+(`temporaries`): copies of a convolution's operands in oneDNN's layout (`clipping.kernels.conv_memory`), a softmax's
+dense copy of its input, a group norm's sums, a wide copy of what is added to a wider sum. Workspaces of cuDNN and
+cuBLAS, rounding by the allocator and fragmentation are not known: on CUDA, or for a device that this machine lacks,
+none are added. The experiment `memory_accuracy` compares.
 
 **Where branches join** (a residual connection) autograd adds one gradient to the other in place if nobody else holds
 it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
@@ -44,8 +44,8 @@ from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.blocks import InTurn, Parts, taken_by
-from clipping.interface import norm_dtype
-from clipping.temporaries import Convolution
+from clipping.formats import norm_dtype
+from clipping.kernels.conv_memory import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 

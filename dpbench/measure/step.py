@@ -2,7 +2,7 @@
 
 In this order, because each part must not disturb the next: the oracle's memory is released before the allocator's
 budget is set, the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last. The
-number of threads is fixed by whoever started this process (`dpbench.forked`).
+number of threads is fixed by whoever started this process (`dpbench.process.child`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 
 from clipping import Flat
 from dpbench.measure import gpu, verify
-from dpbench.measure.bench import Step, available_backend, device_of, open_workload, parameter_count
+from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import stopwatch_for, time_steps
-from dpbench.outcome import Mismatch
 from dpbench.trials import StepTrial
+from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.outcome import Mismatch
 
 
 def run(trial: StepTrial) -> dict[str, Any]:

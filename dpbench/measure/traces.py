@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpbench.measure.not_here import NotHere
+from dpbench.trials.not_here import NotHere
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _OF_HOST = ("cuda_runtime", "cuda_driver")

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.interface import forward
+from clipping.batches import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.overhead import Entry, compared
-from dpbench.models import Workload
-from dpbench.step_trials import TrainingStepTrial
+from dpbench.models.workload import Workload
+from dpbench.trials.whole_step import TrainingStepTrial
 
 #: Steps to an epoch of the data set that engines are told of: their accountants ask.
 STEPS = 100

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, compare, load_backend
-from clipping.interface import leading_dimension
+from clipping.batches import leading_dimension
 from clipping.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
 from dpbench.measure.precision import arithmetic, tf32
-from dpbench.models import Workload
-from dpbench.outcome import Mismatch
+from dpbench.models.workload import Workload
+from dpbench.trials.outcome import Mismatch
 
 SAMPLES = 2
 

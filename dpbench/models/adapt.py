@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 
-from dpbench.models import ModelError
+from dpbench.models.workload import ModelError
 
 MAX_GROUPS = 32  # Wu & He 2018, arXiv:1803.08494
 

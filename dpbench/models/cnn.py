@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dpbench.models import ModelError
+from dpbench.models.workload import ModelError
 
 
 def cnn(*, num_classes: int = 10, image_size: int = 32) -> nn.Module:

@@ -19,10 +19,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest
-from dpbench.models import ModelError, Workload, split_file
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
-from dpbench.reference import load_module
+from dpbench.models.references import split_file
+from dpbench.models.workload import ModelError, Workload
+from dpbench.trials.reference import load_module
+
+#: Of the extra `dpbench[models]`.
+_MODELS = ("timm", "transformers")
 
 
 @dataclass
@@ -148,11 +152,12 @@ def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
 
 @contextmanager
 def needs(package: str) -> Iterator[None]:
-    """Say in one line that `package` is missing, if the body cannot import it."""
+    """Say in one line that `package` is missing, and how to have it, if the body cannot import it."""
     try:
         yield
     except ImportError as error:
-        raise ModelError(f"the package {package} to be installed", describe(error)) from error
+        how = "python -m pip install " + ("'dpbench[models]'" if package in _MODELS else package)
+        raise ModelError(f"the package {package} to be installed ({how})", describe(error)) from error
 
 
 @contextmanager

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from dpbench.errors import nearest
-from dpbench.models import ModelError
 from dpbench.models.adapt import adapt
 from dpbench.models.external import Classifier, classifier, needs
 from dpbench.models.options import refuse_taken, split_options
+from dpbench.models.workload import ModelError
 
 LENGTH = 128  # tokens in a sequence, unless the reference says `@T`
 MAX_PARAMETERS = 2_000_000_000  # a default of 7 billion (llama, mistral) would end the process, not the trial

@@ -7,21 +7,53 @@ from typing import Any
 
 import torch
 
-from dpbench import data as datasets
 from dpbench.errors import one_of
-from dpbench.models import BUILTIN, Workload, split_reference
+from dpbench.models import data as datasets
 from dpbench.models.adapt import place
 from dpbench.models.external import Classifier, file_model, timm_model, torchvision_model
 from dpbench.models.language import TextModel, transformers_model
 from dpbench.models.losses import classification_loss, token_loss
+from dpbench.models.references import BUILTIN, split_reference
 from dpbench.models.tiny import tiny_model
-from dpbench.reference import load_object
+from dpbench.models.workload import Workload
+from dpbench.trials.reference import load_object
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
 
-def load(ref: str, *, image_size: int, num_classes: int, data: str, device: str, dtype: str, seed: int) -> Workload:
-    """`dpbench.models.load_workload`, which documents it."""
+def load_workload(
+    ref: str,
+    *,
+    image_size: int = 32,
+    num_classes: int = 10,
+    data: str = "digits",
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+) -> Workload:
+    """Build the model and its data.
+
+    The weights and the batches are functions of `seed` alone; the global random state is left as it was. Referenced
+    models are changed in two ways, alike for every backend and for ordinary training (see `dpbench.models.adapt`):
+    BatchNorm becomes GroupNorm, and dropout is off.
+
+    Args:
+        ref: see `dpbench.models`.
+        image_size: height and width of the images; the constructor is told where it asks.
+        num_classes: labels are 0 .. num_classes-1.
+        data: see `dpbench.models.data`. Text models read seeded random tokens whatever `data` says, except that real
+            images for a text model are refused.
+        device: where the model and the batches lie.
+        dtype: "float32", "float64", "bfloat16" or "float16", of the parameters and floating inputs; tokens and labels
+            stay int64.
+        seed: of the weights, of the order of the samples, and of synthetic values.
+
+    Under ``FakeTensorMode`` it works with data="synthetic" alone.
+
+    Raises:
+        UsageError: an unknown name, a missing or truncated data set, a dtype that is none.
+        ModelError: (a UsageError and a ValueError) a model that cannot be built so.
+    """
     scheme, name = split_reference(ref)
     kind = DTYPES[one_of("a dtype", dtype, DTYPES)]
     datasets.validate_data(data)  # before minutes go into a model

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-from dpbench.models import ModelError
+from dpbench.models.workload import ModelError
 
 _WORDS = {"true": True, "false": False, "none": None}
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest, one_of
-from dpbench.models import ModelError, Workload
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.external import needs
 from dpbench.models.language import built, without_dropout
@@ -46,6 +45,7 @@ from dpbench.models.tiny_config import (
     WAVE,
     shrunk,
 )
+from dpbench.models.workload import ModelError, Workload
 
 MAX_PARAMETERS = 120_000_000
 END = 2

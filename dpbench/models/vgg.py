@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dpbench.models import ModelError
 from dpbench.models.adapt import group_norm
+from dpbench.models.workload import ModelError
 
 WIDTHS = (64, 128, 256, 512, 512)
 

@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
-from dpbench.conditions import warnings
-from dpbench.records import PAIRED
-from dpbench.report import failures, published, style
-from dpbench.report.select import LeftOut, Record, grouped
+from dpbench.records.conditions import warnings
+from dpbench.records.reader import PAIRED
+from dpbench.report import style
+from dpbench.report.data import failures, published
+from dpbench.report.data.select import LeftOut, Record, grouped
+from dpbench.trials.packages import modules_of_backends
 
 
 def max_batch_throughput(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
@@ -148,8 +150,7 @@ def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
 def _libraries(record: Record) -> tuple[str, str, bool]:
     """The same for trials with the same sources and libraries."""
     model = record.trial.get("model", "")
-    opacus = any(backend.startswith("opacus") for backend in backends_of(record))
-    with_peer = opacus or record.trial.get("accountant") == "pld"
+    with_peer = bool(modules_of_backends(backends_of(record))) or record.trial.get("accountant") == "pld"
     return record.kind, model.partition(":")[0] if ":" in model else "", with_peer
 
 

@@ -13,8 +13,8 @@ import pandas as pd
 from dpbench.report import readable, style
 from dpbench.report.privacy import ADJACENCIES
 from dpbench.report.style import missing
+from dpbench.trials.backends import PEERS
 
-PEERS = ("opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp")
 #: Its memory is one sample's, whatever the batch: it would win every comparison of memory, and none of time.
 _ONE_BY_ONE = "microbatch"
 #: Clips something else than each sample's gradient, and is not compared with what does.

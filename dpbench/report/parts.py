@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dpbench.report.select import LeftOut, Record
+from dpbench.report.data.select import LeftOut, Record
 
 #: What can be said of a claim -> the sign beside the word.
 VERDICTS = {"confirmed": "✓", "partly": "≈", "refuted": "✗", "open": "?", "not reached here": "…", "no data": "–"}
@@ -48,7 +48,7 @@ def _no_finding(frame: pd.DataFrame) -> str:
     return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FigureKind:
     """How one kind of figure is made.
 
@@ -65,6 +65,7 @@ class FigureKind:
         finding: one sentence with the numbers that matter most; '' where there are none.
         claims: of papers, judged by these records and numbers.
         with_causes: whether the reasons of failed trials stand below; not where they stand below other figures.
+        place: where it stands on a page: the lowest comes first.
     """
 
     doc: str
@@ -79,6 +80,7 @@ class FigureKind:
     finding: Callable[[pd.DataFrame], str] = _no_finding
     claims: Callable[[Sequence[Record], pd.DataFrame], Sequence[Claim]] = _no_claims
     with_causes: bool = True
+    place: int = 1000
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 
 from dpbench.report import captions, style
-from dpbench.report.cells import Row, count_failures, frame_of, why
+from dpbench.report.data.select import LeftOut, Record, grouped
+from dpbench.report.data.statistics import Row, count_failures, frame_of, why
 from dpbench.report.parts import FigureKind
-from dpbench.report.select import LeftOut, Record, grouped
 from dpbench.report.style import missing
 
 _NO_SETTING = ("kind", "timeout")

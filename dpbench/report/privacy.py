@@ -15,8 +15,8 @@ import pandas as pd
 from accounting.sampling import PROVED
 from dpbench.report import readable, style
 from dpbench.report.captions import caption
-from dpbench.report.cells import Row, count_failures, frame_of
-from dpbench.report.select import LeftOut, Record, grouped
+from dpbench.report.data.select import LeftOut, Record, grouped
+from dpbench.report.data.statistics import Row, count_failures, frame_of
 
 SETTING = ("sample_rate", "noise_multiplier", "steps", "delta")
 POINTS = ("accountant", "kind", *SETTING, "epsilon", "lower_bound", "ratio", "compute_seconds", "note")

@@ -13,6 +13,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+import accounting
+import clipping
+
 
 class Look(NamedTuple):
     """Display name, colour and marker."""
@@ -22,45 +25,21 @@ class Look(NamedTuple):
     marker: str
 
 
-# The order here is the order in every figure: ordinary training, our backends from naive to fast, then the peers.
-BACKENDS = {
-    "nonprivate": Look("Non-private", "#7F7F7F", "o"),
-    "microbatch": Look("Microbatch", "#8C6D31", "s"),
-    "vmap": Look("vmap", "#AA4499", "D"),
-    "fastgradclip": Look("FastGradClip", "#DDAA33", "^"),
-    "ghost": Look("Ghost", "#66BBEE", "v"),
-    "mixed_ghost": Look("Mixed ghost", "#2266AA", "P"),
-    "bk_ghost": Look("BK ghost", "#44BB99", "X"),
-    "bk_mixed": Look("BK mixed", "#117733", "*"),
-    "opacus_hooks": Look("Opacus hooks", "#CC3311", "<"),
-    "opacus_functorch": Look("Opacus functorch", "#EE7733", ">"),
-    "opacus_ew": Look("Opacus ew", "#EE99AA", "p"),
-    "opacus_ghost": Look("Opacus ghost", "#882255", "h"),
-    "private_cnn": Look("private_CNN", "#332288", "d"),
-    "fastdp": Look("fastDP", "#999933", "8"),
-}
-# Clipping, but not per sample: after all others, under a sign of its own (see `clipping.FAMILIES`).
-OTHER_MECHANISMS = {"tf_microbatch": Look("TF µbatch", "#5D4037", "H")}
+#: In the order of every figure.
+BACKENDS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.BACKENDS.items()}
+#: Clipping, but not per sample: after all others, under a sign of its own.
+OTHER_MECHANISMS = {name: Look(info.title, info.color, info.marker) for name, info in clipping.FAMILIES.items()}
 #: What the sign says, for captions.
 OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
 # How much lighter (above 0) or darker a variant is than its base.
 _SHADES = {"paper": 0.35, "time": -0.35, "memory": 0.6}
 _OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
+#: Each before its variants, which figures order alike.
 ACCOUNTANTS = {
-    "simple": Look("simple composition", "#7F7F7F", "s"),
-    "strong": Look("strong composition", "#CC3311", "^"),
-    "strong:exact": Look("strong, exact Gaussian step", "#EE7733", "<"),
-    "strong:published": Look("strong, as published in 2016", "#882255", "x"),
-    "moments": Look("moments", "#2266AA", "o"),
-    "rdp": Look("RDP", "#44BB99", "D"),
-    "gdp": Look("GDP", "#DDAA33", "v"),
-    "prv": Look("PRV", "#AA4499", "P"),
-    "pld": Look("PLD", "#117733", "X"),
-    "best": Look("best valid bound", "#222222", "*"),
-    "prv:lower": Look("certified lower bound", "#6B6B6B", "|"),
-    "prv:estimate": Look("PRV", "#EE99AA", "p"),
-    "without_replacement": Look("Rényi, without replacement", "#332288", "d"),
-    "shuffled": Look("certified lower bound, shuffled", "#6B6B6B", "|"),
+    name: Look(info.title, info.color, info.marker)
+    for base in (*accounting.ACCOUNTANTS, *accounting.OF_SCHEMES)
+    for name, info in {**accounting.ACCOUNTANTS, **accounting.VARIANTS, **accounting.OF_SCHEMES}.items()
+    if info.title and name.partition(":")[0] == base
 }
 _UNKNOWN = ("#000000", "|")
 

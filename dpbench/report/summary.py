@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 
 from dpbench.report import style
-from dpbench.report.cells import DOES_NOT_FIT, is_probe
+from dpbench.report.data.select import Record
+from dpbench.report.data.statistics import is_probe
 from dpbench.report.parts import Part
-from dpbench.report.select import Record
+from dpbench.trials.outcome import DOES_NOT_FIT
 
 
 def summary(records: Sequence[Record], results: Sequence[Record], parts: Sequence[Part]) -> list[str]:

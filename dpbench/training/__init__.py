@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dpbench.data import validate_data
+from dpbench.models.data import validate_data
 from dpbench.training.faults import FAULTS
 from dpbench.trials import STEP_SOURCES, Trial
 

@@ -27,10 +27,10 @@ from accounting import refutation
 from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.errors import one_of
-from dpbench.outcome import Mismatch
 from dpbench.training import FAULTS, FORMS, LEVEL, TESTS, AuditTrial
 from dpbench.training.canaries import PARAMETERS, Array, Canaries, Flags, Release, Target
 from dpbench.training.faults import SEEDS
+from dpbench.trials.outcome import Mismatch
 
 DELTA = 1e-8
 REPLAYS = 5

@@ -72,6 +72,7 @@ class Target:
 
         Args:
             coins: [m], is the canary in the data?
+            steps: logical batches.
         """
         engine, count = self.engine, len(coins)
         slopes = torch.where(torch.arange(count) % 8 == 0, NORMS[1], NORMS[0]) * torch.from_numpy(coins)

@@ -30,18 +30,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
-from clipping.interface import forward, map_tensors
-from clipping.spread import held_here
+from clipping.batches import forward, map_tensors
+from clipping.distributed import held_here
 from clipping.verification import Agreement, limit_of
 from dpbench.engine import PrivacyEngine, PrivacyWarning
-from dpbench.forked import available_cpus
 from dpbench.measure import verify
 from dpbench.measure.bench import storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.timing import stopwatch_for, warm_up
-from dpbench.models import Workload, load_workload
-from dpbench.outcome import Outcome, TrialFailure, classify
+from dpbench.models.loading import load_workload
+from dpbench.models.workload import Workload
+from dpbench.process.linux import available_cpus
 from dpbench.training.scale import DistributedTrial
+from dpbench.trials.outcome import Outcome, TrialFailure, classify
 
 #: A turn is one step, or as many as fill so long, but these at most.
 TURN_SECONDS, MOST_IN_A_TURN = 0.3, 10

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from dpbench.errors import one_of
-from dpbench.trials import STEP_SOURCES, Trial, _modules_of_step
+from dpbench.trials import STEP_SOURCES, Trial
+from dpbench.trials.steps import modules_of_step
 
 #: How the model is spread over the processes -> in words.
 SPREADS = {
@@ -58,7 +59,7 @@ class DistributedTrial(Trial):
 
     def modules(self) -> tuple[str, ...]:
         library = "torch.distributed.fsdp" if self.spread == "fsdp" else "torch.nn.parallel.distributed"
-        return (*_modules_of_step(self, self.model, self.backends), library, "torch._dynamo", "numpy", "scipy")
+        return (*modules_of_step(self, self.model, self.backends), library, "torch._dynamo", "numpy", "scipy")
 
     def label(self) -> str:
         return f"{self.kind} {self.model} {self.spread} {self.precision}, {self.processes} x {self.batch_size}"

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench.data import split
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine.sampling import Sampler
 from dpbench.errors import one_of
+from dpbench.models.data import split
 from dpbench.training import UtilityTrial
 
 MODELS = ("linear", "cnn")

@@ -1,0 +1,147 @@
+"""Every accountant by name: where it is, one line about it, how figures show it. A new one is a row here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from accounting.base import Accountant
+from accounting.mechanism import ArgumentError
+
+
+class AccountantInfo(NamedTuple):
+    """What is to be known of an accountant without importing it.
+
+    Attributes:
+        reference: module:class.
+        doc: one line.
+        title, color, marker: in figures; '' for the name itself, in black.
+        arguments: of the class.
+    """
+
+    reference: str
+    doc: str
+    title: str = ""
+    color: str = ""
+    marker: str = ""
+    arguments: Mapping[str, str] = MappingProxyType({})
+
+
+ACCOUNTANTS: dict[str, AccountantInfo] = {
+    "simple": AccountantInfo(
+        "accounting.simple:Simple",
+        "ε adds up over the steps (exact Gaussian step, exact amplification)",
+        "simple composition",
+        "#7F7F7F",
+        "s",
+    ),
+    "strong": AccountantInfo(
+        "accounting.strong:Strong",
+        "strong composition (Dwork, Rothblum and Vadhan 2010), best split of δ",
+        "strong composition",
+        "#CC3311",
+        "^",
+    ),
+    "moments": AccountantInfo(
+        "accounting.moments:Moments",
+        "moments accountant (Abadi et al. 2016), orders 1 to 32",
+        "moments",
+        "#2266AA",
+        "o",
+    ),
+    "rdp": AccountantInfo(
+        "accounting.rdp:Rdp",
+        "Rényi differential privacy, best order of all, improved conversion",
+        "RDP",
+        "#44BB99",
+        "D",
+    ),
+    "gdp": AccountantInfo(
+        "accounting.gdp:Gdp",
+        "Gaussian limit of many steps: an estimate (exact at sample rate 1)",
+        "GDP",
+        "#DDAA33",
+        "v",
+    ),
+    "prv": AccountantInfo(
+        "accounting.prv:Prv", "numerical composition, certified from both sides: the upper bound", "PRV", "#AA4499", "P"
+    ),
+    "pld": AccountantInfo(
+        "accounting.pld:Pld", "privacy loss distribution of dp-accounting, connect-the-dots", "PLD", "#117733", "X"
+    ),
+    "best": AccountantInfo(
+        "accounting.best:Best",
+        "the smallest valid upper bound of all, beside the certified lower bound",
+        "best valid bound",
+        "#222222",
+        "*",
+    ),
+}
+#: name:variant -> the same. Loaded by the same function, and not listed.
+VARIANTS: dict[str, AccountantInfo] = {
+    "strong:exact": AccountantInfo(
+        "accounting.strong:Strong",
+        "with the exact Gaussian step everywhere",
+        "strong, exact Gaussian step",
+        "#EE7733",
+        "<",
+        arguments={"step": "exact"},
+    ),
+    "strong:published": AccountantInfo(
+        "accounting.strong:Published",
+        "as published in 2016: a heuristic, not an upper bound",
+        "strong, as published in 2016",
+        "#882255",
+        "x",
+    ),
+    "strong:kov": AccountantInfo(
+        "accounting.optimal_composition:Optimal", "optimal composition (Kairouz, Oh and Viswanath 2015)"
+    ),
+    "moments:extended": AccountantInfo("accounting.moments:Extended", "with all orders, whole or not"),
+    "rdp:classic": AccountantInfo(
+        "accounting.rdp:Rdp", "with the conversion of 2017, as in older tools", arguments={"conversion": "classic"}
+    ),
+    "rdp:whole": AccountantInfo("accounting.rdp:Whole", "with whole orders alone: of discrete Gaussian noise, too"),
+    "prv:estimate": AccountantInfo(
+        "accounting.prv:Estimate", "between its bounds, where the truth most likely is", "PRV", "#EE99AA", "p"
+    ),
+    "prv:lower": AccountantInfo(
+        "accounting.prv:Lower", "its certified lower bound", "certified lower bound", "#6B6B6B", "|"
+    ),
+}
+#: Of one sampling scheme each; loaded by the same function, and not listed.
+OF_SCHEMES: dict[str, AccountantInfo] = {
+    "without_replacement": AccountantInfo(
+        "accounting.without_replacement:WithoutReplacement",
+        "Rényi bound of fixed batches, replacing one record (Wang, Balle and Kasiviswanathan 2019)",
+        "Rényi, without replacement",
+        "#332288",
+        "d",
+    ),
+    "shuffled": AccountantInfo(
+        "accounting.shuffled:ShuffledLowerBound",
+        "certified lower bound of shuffled batches (Chua et al. 2024)",
+        "certified lower bound, shuffled",
+        "#6B6B6B",
+        "|",
+    ),
+}
+
+
+def load_accountant(name: str) -> Accountant:
+    """The accountant of this name: of `ACCOUNTANTS` or `OF_SCHEMES`, or ``"name:variant"`` of `VARIANTS`.
+
+    Raises:
+        ArgumentError: a ValueError of one line with all names, and the nearest.
+    """
+    known = {**ACCOUNTANTS, **VARIANTS, **OF_SCHEMES}
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
+        hint = f" (the nearest is {close[0]!r})" if close else ""
+        raise ArgumentError("accountant", f"to be one of {', '.join(known)}{hint}", name)
+    module, _, attribute = known[name].reference.partition(":")
+    accountant: Accountant = getattr(importlib.import_module(module), attribute)(**known[name].arguments)
+    return accountant

@@ -1,0 +1,68 @@
+"""Batches as nested tuples, lists and dicts of tensors: their size, their parts, and a model's losses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from clipping.types import LossFunction
+
+
+def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch_size: int) -> Tensor:
+    """Forward pass: ℓ [B], with a graph.
+
+    Raises:
+        ValueError: a loss of any other shape. [B, 1] would broadcast against the factors [B] into [B, B].
+    """
+    losses = loss_fn(forward(model, inputs), targets)
+    if tuple(losses.shape) != (batch_size,):
+        raise ValueError(
+            f"expected loss_fn to return one loss a sample, shape [{batch_size}], got {list(losses.shape)}; "
+            "use reduction='none' and reduce all but the first dimension"
+        )
+    return losses
+
+
+def forward(model: nn.Module, inputs: Any) -> Any:
+    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict."""
+    if isinstance(inputs, tuple):
+        return model(*inputs)
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(inputs)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Apply `function` to every tensor in nested tuples, lists and dicts; all else stays as it is."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(function, value) for value in tree)
+    return tree
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, tuple, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(value)
+
+
+def leading_dimension(*trees: Any) -> int:
+    """The batch size B that every tensor in `trees` has as its first dimension.
+
+    Raises:
+        ValueError: no tensor, a scalar, or two tensors that disagree.
+    """
+    shapes = [list(x.shape) for x in _tensors(trees)]
+    if not shapes:
+        raise ValueError("expected at least one tensor in inputs and targets, got none")
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise ValueError(f"expected every tensor of inputs and targets to have the same first dimension, got {shapes}")
+    return shapes[0][0]

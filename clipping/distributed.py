@@ -1,0 +1,127 @@
+"""How a model is spread over processes, and what of it is not supported; `clipping.sharded` says how it is clipped.
+
+Nothing is imported to find out that a model is not spread at all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from clipping.batches import map_tensors
+from clipping.types import ClippedGradient, Problem
+
+_BOOKS = "use bk_mixed or bk_ghost"
+_WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"
+
+
+def is_sharded(x: Tensor) -> bool:
+    """Is this parameter a DTensor, of which each process holds a part?"""
+    return hasattr(x, "placements")
+
+
+def sharded_modules(model: nn.Module) -> list[Any]:
+    """Those that ``fully_shard`` was called on; nothing is imported to find out that there is none."""
+    library = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(library, "FSDPModule", None)
+    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model within a DistributedDataParallel, whose parameters have the names that they have without it."""
+    library = sys.modules.get("torch.nn.parallel.distributed")
+    kind = getattr(library, "DistributedDataParallel", None)
+    return model.module if kind is not None and isinstance(model, kind) else model
+
+
+def reshard(model: nn.Module) -> None:
+    """Give parameters back that a forward pass without a backward left gathered (the root's)."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
+def problems(model: nn.Module, book_kept: bool) -> Iterable[Problem]:
+    """What is not supported of a model's sharding.
+
+    Args:
+        model: not the wrapper.
+        book_kept: the backend forms the sum from what one backward pass left.
+    """
+    if type(model).__name__ == "FullyShardedDataParallel":
+        yield Problem("model", "FullyShardedDataParallel makes one flat parameter of many", "use fully_shard")
+        return
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    dtensors = {name: p for name, p in parameters.items() if is_sharded(p)}
+    if not dtensors:
+        return
+    name, p = next(iter(dtensors.items()))
+    if not book_kept:
+        yield Problem(name, f"is sharded, and {_WAIT_TOGETHER}, with one backward pass", _BOOKS)
+    if not sharded_modules(model):
+        yield Problem(name, "is a DTensor that fully_shard did not make", "shard the model by fully_shard alone")
+    for name, p in parameters.items():
+        if not is_sharded(p):
+            yield Problem(name, "is not sharded where others are", "call fully_shard on the whole model, too, last")
+        elif not _is_data_parallel(p):
+            reason = f"is placed {[str(x) for x in p.placements]}: more than data parallelism"  # type: ignore[attr-defined]
+            yield Problem(name, reason, "shard the model by fully_shard alone")
+        elif p.to_local().device.type != p.device_mesh.device_type:  # type: ignore[attr-defined]
+            yield Problem(name, "is offloaded to the CPU", "leave out CPUOffloadPolicy")
+
+
+def _is_data_parallel(p: Any) -> bool:
+    """One shard dimension, and before it at most one of replicas (HSDP)."""
+    *replicas, last = p.placements
+    return bool(last.is_shard()) and len(replicas) < 2 and all(x.is_replicate() for x in replicas)
+
+
+class StandIns:
+    """Whose place a plain tensor takes while a module runs: then the model itself has it under the parameter's name."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: dict[int, tuple[Tensor, str]] = {}
+
+    def __call__(self, tensor: Tensor) -> str | None:
+        """The name of the parameter, or None for what is none of the model's trainable ones."""
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or is_sharded(tensor):
+            return None
+        if id(tensor) not in self._known:  # before it is in its place FSDP itself reads it: only what is there is kept
+            here = {id(p): (p, name) for name, p in self._model.named_parameters() if not is_sharded(p)}
+            self._known |= here
+        return self._known[id(tensor)][1] if id(tensor) in self._known else None
+
+
+def stand_ins(model: nn.Module) -> StandIns | None:
+    """None for a model that is not sharded."""
+    return StandIns(model) if sharded_modules(model) else None
+
+
+def summed(result: ClippedGradient) -> ClippedGradient:
+    """With the gradients added up over all processes: norms and losses stay those of this process's samples."""
+    import torch.distributed as dist
+
+    grads = {name: grad.contiguous() for name, grad in result.grads.items()}
+    for work in [dist.all_reduce(grad, async_op=True) for grad in grads.values()]:
+        work.wait()
+    return ClippedGradient(grads, result.norms, result.losses)
+
+
+def row_of_zeros(tree: Any) -> Any:
+    """A batch of one sample that is nothing, for a process without samples."""
+    return map_tensors(lambda x: x.new_zeros(1, *x.shape[1:]), tree)
+
+
+def no_rows(outputs: Any) -> Any:
+    """Its outputs without the row, still in its graph: what is computed from them has a gradient of zero."""
+    return _pytree.tree_map_only(Tensor, lambda x: x[:0] if x.dim() else x, outputs)
+
+
+def held_here(model: nn.Module) -> list[Tensor]:
+    """Parameters and buffers that lie in this process's memory: shards, where the model is sharded."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return [x.to_local() if is_sharded(x) else x for x in tensors]  # type: ignore[attr-defined]

@@ -1,0 +1,136 @@
+"""A convolution whose input's gradient is formed in pieces of the batch, on a CPU.
+
+There the library copies whatever it multiplies into a layout of its own (`clipping.kernels.conv_memory`): an input's
+gradient takes twice its size while it is formed, three times with a stride, in the backward pass at the worst moment.
+In pieces of a few samples it takes little more than itself. It is no slower, and faster by a third where a copy would
+be 32 MiB or more, which the C library takes from the kernel anew each time, page by page.
+
+Only in the tape's own backward pass, which wants no gradient of a parameter: any other one is autograd's own, on
+tensors, so that it can be differentiated once more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.blocks import each, in_parts
+from clipping.formats import without_autocast
+from clipping.kernels.conv_memory import Convolution
+
+PIECE = 2 * 2**20
+"""Bytes of the input or of the output that a piece may have."""
+LEAST = 4
+"""Pieces that are worth it: the result of all and a copy of each of two take no more than two whole ones."""
+MOST = 8
+"""Pieces, unless they would be larger than `LARGEST`: to begin an operation takes time as well."""
+LARGEST = 16 * 2**20
+"""Bytes of the input or of the output that a piece may have where a batch is large."""
+
+
+class Share:
+    """What the gradient of a use tells the node that comes next: that only the input's gradient is wanted of it."""
+
+    def __init__(self) -> None:
+        self.input_only = False
+
+
+class Pieces(torch.autograd.Function):
+    """convNd of an input that requires a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        share: Share,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        stride: list[int],
+        padding: list[int],
+        dilation: list[int],
+        groups: int,
+    ) -> Tensor:
+        function = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
+        output = function(x, weight, bias, stride, padding, dilation, groups)
+        ctx.save_for_backward(x, weight)
+        ctx.share, ctx.has_bias = share, bias is not None
+        ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
+        ctx.sizes = Convolution(x.shape, weight.shape, output.shape, stride, groups, x.dtype)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        (g,) = grads
+        x, weight = ctx.saved_tensors
+        if ctx.share.input_only:
+            ctx.share.input_only = False
+            return None, _in_pieces(g, x, weight, ctx.geometry, pieces(ctx.sizes)), *[None] * 6
+        wanted = [ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.has_bias and ctx.needs_input_grad[3]]
+        biases = [weight.shape[0]] if ctx.has_bias else None
+        found = torch.ops.aten.convolution_backward.default(g, x, weight, biases, *ctx.geometry, wanted)
+        return None, *found, *[None] * 4
+
+
+def pieces(sizes: Convolution) -> int:
+    """In how many pieces of the batch an input's gradient is formed; 1 if none are worth it."""
+    largest = max(sizes.results(True, False), sizes._replace(x=sizes.y).results(True, False))
+    count = min(max(min(largest // PIECE, MOST), largest // LARGEST), sizes.x[0] // 2)
+    return count if count >= LEAST else 1
+
+
+def in_pieces(sizes: Convolution) -> int:
+    """Bytes at once of the input's gradient, itself among them."""
+    count = pieces(sizes)
+    if count == 1:
+        return sizes.input_gradient()
+    rows = -(-sizes.x[0] // count)
+    part = sizes._replace(x=[rows, *sizes.x[1:]], y=[rows, *sizes.y[1:]])
+    return sizes.results(True, False) + part.input_gradient()
+
+
+def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> bool:
+    """Whether a convolution of x is one to take apart: large, dense, on a CPU, and nobody transforms it."""
+    if not x.is_cpu or not x.requires_grad or x.dim() != weight.dim():
+        return False
+    geometry = tuple(stride), tuple(padding), tuple(dilation), groups
+    return (
+        _is_large(x.shape, weight.shape, *geometry, x.dtype)
+        and x.is_contiguous()
+        and x.dtype == weight.dtype
+        and not torch.is_autocast_enabled("cpu")
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
+
+
+@functools.lru_cache(4096)
+def _is_large(
+    x: torch.Size,
+    weight: torch.Size,
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    groups: int,
+    dtype: torch.dtype,
+) -> bool:
+    sides = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
+    size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
+    return pieces(Convolution(x, weight, [x[0], weight[0], *size], stride, groups, dtype)) > 1
+
+
+def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int) -> Tensor:
+    with torch.no_grad(), without_autocast(g.device):
+        wanted = [True, False, False]
+        result = torch.empty_like(x)
+
+        def form(samples: slice) -> tuple[()]:
+            into, *operands = (whole[samples] for whole in (result, g, x))
+            into.copy_(torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
+            return ()
+
+        each(form, in_parts(len(x), count))
+        return result

@@ -1,0 +1,349 @@
+"""Squared per-sample norms by Triton kernels, for CUDA: no Gram matrix and no per-sample gradient is ever in memory.
+
+    gram_norm               Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²     operations 2 · n T² (d + p) / 2
+    embedding_gram_norm     Σ_{t,s} [id_t = id_s] (g_t · g_s)           operations 2 · n T² p / 2
+    instantiated_norm       ‖Σ_t g_t a_tᵀ‖²                             operations 2 · n T p d
+    convolution_norm        the same over the patches of an image, which are read where they lie
+
+A program reduces one tile of the Gram matrices, or of the per-sample gradient, to one number while it is in registers.
+Beside the input and the output gradient, a norm takes 4 bytes a tile: 2·n·T²/B² bytes of Gram tiles or 4·n·pd/B² of
+gradient tiles, B = 64 or 128 where there is so much. Gram matrices are symmetric: half of the tiles are computed.
+
+**Exactness.** Accumulators are float32 whatever the inputs; products of float32 are IEEE ones (`precision="ieee"`), not
+TF32, whatever torch.backends.cuda.matmul.allow_tf32 says of the rest. There are no atomic operations, and the tiles
+are chosen by sizes and dtype alone, not by timing: the same tensors give the same bits, in every run and process.
+
+**Launching** waits for nothing on the device: sizes and strides are known to the host, and there is no autotuning,
+which would have to time (and so synchronise) and could choose other tiles, hence other last bits, in the next run. The
+first call with a new kind of sizes compiles, on the host. The tiles are chosen so that nothing spills from registers
+for compute capabilities 8.0 and 9.0; whether they, or these kernels, are faster than torch's own on a given device is
+for whoever calls to find out: `tiles` overrides them.
+
+Importing this module imports no Triton. `supported` says whether tensors can be handed to it; where not, the formulas
+of `clipping.rules` are the exact fallback. Fake tensors of a CUDA device are given fake results, with the memory that
+a launch would take.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
+
+Precision = Literal["ieee", "tf32x3", "tf32"]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+IDS = (torch.int64, torch.int32)
+
+CAPABILITY = (8, 0)
+"""Older devices have no bfloat16."""
+
+PROGRAMS = 2**31 - 1
+"""Programs in one launch: more samples than that are launched in turn."""
+
+
+class Tiles(NamedTuple):
+    """How a kernel cuts its work: all powers of 2, at least 16.
+
+    Attributes:
+        rows: positions t of a Gram tile, or outputs p of a gradient tile.
+        columns: positions s (as many as rows), or inputs d.
+        depth: entries that are summed over at a time: features of a Gram tile, positions of a gradient tile.
+        warps: groups of 32 threads to a tile.
+        stages: how many depths are in shared memory at once.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 3
+
+
+def supported(*tensors: Tensor) -> bool:
+    """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
+    a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps. Not on an AMD GPU: tiles are those
+    of NVIDIA's, and nothing has compiled or run there.
+    """
+    if not tensors or (tensors[0].is_cpu and not _interpreted()) or not _has_triton() or _is_rocm():
+        return False
+    device = tensors[0].device
+    for x in tensors:
+        if type(x) not in (Tensor, Parameter, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(x):
+            return False
+        if x.device != device or x.dtype not in (*DTYPES, *IDS):
+            return False
+    if device.type == "cuda":
+        return _capability(device) >= CAPABILITY
+    return device.type == "cpu" and _programs().INTERPRETED
+
+
+def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, by Gram matrices that are never in memory.
+
+    Args:
+        a: [n, T, d], of any strides; rounded to g's dtype, in which it was multiplied if autocast is on.
+        g: [n, T, p], of any strides.
+        precision: of products of float32: "tf32x3" and "tf32" are faster and not exact.
+        tiles: instead of those chosen by size.
+
+    Returns:
+        [n] float32. Rounding may leave a small negative number where a gradient vanishes.
+
+    Raises:
+        ValueError: shapes that do not fit, or tensors that are not `supported`.
+    """
+    _check("gram_norm", a, g)
+    _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
+    count, positions, inputs = a.shape
+    outputs = g.shape[2]
+    tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g))
+    blocks = math.ceil(positions / tiles.rows)
+    sizes = (positions, inputs, outputs)
+    return _launch(
+        "gram",
+        (a, g),
+        count if min(sizes) else 0,
+        blocks * (blocks // 2 + 1),
+        lambda a, g: (*sizes, *a.stride(), *g.stride()),
+        tiles,
+        BLOCK_T=tiles.rows,
+        BLOCK_K=tiles.depth,
+        PRECISION=precision,
+    )
+
+
+def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
+    """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample: ‖∂/∂W‖² of an embedding.
+
+    Args:
+        ids: [n, T] integers, of any strides.
+        g: [n, T, p], of any strides; zero where the padding row was read.
+        precision, tiles: as in `gram_norm`.
+
+    Returns:
+        [n] float32.
+
+    Raises:
+        ValueError: as `gram_norm`.
+    """
+    _check("embedding_gram_norm", g, ids=ids)
+    _same("ids [n, T] and g [n, T, p]", ids.dim() == 2 and g.dim() == 3 and ids.shape == g.shape[:2], ids, g)
+    count, positions, outputs = g.shape
+    tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g))
+    blocks = math.ceil(positions / tiles.rows)
+    return _launch(
+        "embedding_gram",
+        (ids, g),
+        count if positions and outputs else 0,
+        blocks * (blocks // 2 + 1),
+        lambda ids, g: (positions, outputs, *ids.stride(), *g.stride()),
+        tiles,
+        BLOCK_T=tiles.rows,
+        BLOCK_K=tiles.depth,
+        PRECISION=precision,
+    )
+
+
+def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
+    """‖Σ_t g_t a_tᵀ‖² of each sample, by per-sample gradients [p, d] that are never in memory.
+
+    Args, returns and raises: as `gram_norm`; the result is never negative.
+    """
+    _check("instantiated_norm", a, g)
+    _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
+    count, positions, inputs = a.shape
+    outputs = g.shape[2]
+    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
+    sizes = (positions, inputs, outputs)
+    return _launch(
+        "instantiated",
+        (a, g),
+        count if min(sizes) else 0,
+        math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
+        lambda a, g: (*sizes, *a.stride(), *g.stride()),
+        tiles,
+        BLOCK_T=tiles.depth,
+        BLOCK_D=tiles.columns,
+        BLOCK_P=tiles.rows,
+        PRECISION=precision,
+    )
+
+
+def convolution_norm(
+    x: Tensor,
+    g: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    *,
+    precision: Precision = "ieee",
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """‖∂/∂W‖² of each sample for a convolution in one or two dimensions; neither patches nor gradients are in memory.
+
+    Args:
+        x: [n, C, *size], of any strides; rounded to g's dtype.
+        g: [n, P, *output size], of any strides.
+        kernel, stride, padding, dilation: one number a spatial dimension; the same padding on both sides.
+        groups: as in torch.nn.Conv2d.
+        precision, tiles: as in `instantiated_norm`.
+
+    Returns:
+        [n] float32.
+
+    Raises:
+        ValueError: three spatial dimensions, shapes that do not fit, or tensors that are not `supported`.
+    """
+    _check("convolution_norm", x, g)
+    spatial = len(kernel)
+    shaped = x.dim() == g.dim() == spatial + 2 and spatial in (1, 2) and x.shape[0] == g.shape[0]
+    _same("x [n, C, *size] and g [n, P, *output size] in one or two dimensions", shaped, x, g)
+    if x.shape[1] % groups or g.shape[1] % groups:
+        raise ValueError(f"expected channels {x.shape[1]} and {g.shape[1]} to be multiples of groups={groups}")
+    x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
+    channels, outputs = x.shape[1] // groups, g.shape[1] // groups
+    positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
+    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
+    sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
+    names = ("KERNEL", "STRIDE", "PADDING", "DILATION")
+    constants = {f"{n}_{axis}": o[i] for n, o in zip(names, options, strict=True) for i, axis in enumerate("HW")}
+    return _launch(
+        "convolution",
+        (x, g),
+        x.shape[0] if min(positions, inputs, outputs) else 0,
+        groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
+        lambda x, g: (*sizes, *x.stride(), *g.stride()),
+        tiles,
+        **constants,
+        BLOCK_T=tiles.depth,
+        BLOCK_D=tiles.columns,
+        BLOCK_P=tiles.rows,
+        PRECISION=precision,
+    )
+
+
+def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is."""
+    if len(options[0]) > 1:
+        return x, g, [list(option) for option in options]
+    lifted = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]
+    return x.unsqueeze(2), g.unsqueeze(2), lifted
+
+
+def _launch(
+    program: str,
+    tensors: tuple[Tensor, Tensor],
+    count: int,
+    each: int,
+    numbers: Callable[[Tensor, Tensor], tuple[int, ...]],
+    tiles: Tiles,
+    **constants: Any,
+) -> Tensor:
+    """One number from each of `each` programs to a sample, added up: [n]. Nothing is launched if `count` is 0."""
+    first, second = (x.detach() for x in tensors)
+    if not count:
+        return second.new_zeros(second.shape[0], dtype=torch.float32)
+    parts = second.new_empty(count, each, dtype=torch.float32)
+    if not isinstance(parts, FakeTensor):
+        kernel = getattr(_programs(), program)
+        constants["WIDEN"] = _programs().INTERPRETED and second.dtype == torch.bfloat16
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        step = max(1, PROGRAMS // each)
+        with torch.cuda.device_of(second):
+            for at in (slice(start, start + step) for start in range(0, count, step)):
+                a, g, out = first[at], second[at], parts[at]
+                kernel[(out.numel(),)](a, g, out, *numbers(a, g), **constants, **options)
+    return parts.sum(1)
+
+
+def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int) -> Tiles:
+    if _large(positions, positions, dtype, generation):
+        return Tiles(128, 128, _power(features, 32), 8, 4)
+    rows = _power(positions, 64)  # two Gram tiles are in registers at once
+    return Tiles(rows, rows, _power(features, 32), _warps(rows, rows, dtype))
+
+
+def _gradient_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
+    if _large(inputs, outputs, dtype, generation):
+        return Tiles(128, 128, _power(positions, 32), 8, 4)
+    most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 else 128
+    rows, columns = _power(outputs, most), _power(inputs, most)
+    return Tiles(rows, columns, _power(positions, 32), _warps(rows, columns, dtype))
+
+
+def _large(rows: int, columns: int, dtype: torch.dtype, generation: int) -> bool:
+    """Whether to take tiles of 128 by 128, in four stages: a data centre's GPU from Hopper on has the shared memory,
+    and they read half as much for each product. With twice the depth pointers would spill from registers.
+    """
+    return generation in (9, 10) and dtype != torch.float32 and min(rows, columns) >= 512
+
+
+def _generation(x: Tensor) -> int:
+    """The first number of its device's compute capability; 0 on a CPU."""
+    return _capability(x.device)[0] if x.is_cuda else 0
+
+
+def _power(size: int, most: int) -> int:
+    """The least power of 2 that holds `size`, within 16 (of which a matrix product is made) and `most`."""
+    return min(most, max(16, 1 << max(0, size - 1).bit_length()))
+
+
+def _warps(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """So many that a tile's accumulators stay in registers: 32 of them to a thread, half for float32."""
+    return min(8, max(1, rows * columns // (512 if dtype == torch.float32 else 1024)))
+
+
+def _check(name: str, *tensors: Tensor, ids: Tensor | None = None) -> None:
+    every = tensors if ids is None else (ids, *tensors)
+    known = all(x.dtype in DTYPES for x in tensors) and (ids is None or ids.dtype in IDS)
+    if not known or not supported(*every):
+        found = ", ".join(f"{x.dtype} on {x.device}" for x in every)
+        raise ValueError(
+            f"expected {name} to get float32, bfloat16 or float16 (ids: int64 or int32) on one CUDA device; "
+            f"got {found}, {'on ROCm' if _is_rocm() else 'with Triton' if _has_triton() else 'without Triton'}; "
+            "use the formulas of clipping.rules"
+        )
+
+
+def _same(expected: str, found: bool, *tensors: Tensor) -> None:
+    if not found:
+        raise ValueError(f"expected {expected}, got {' and '.join(str(list(x.shape)) for x in tensors)}")
+
+
+@functools.cache
+def _programs() -> ModuleType:
+    return importlib.import_module("clipping.kernels.programs")
+
+
+@functools.cache
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _is_rocm() -> bool:
+    """Of a torch for AMD's GPUs, which calls them "cuda", too."""
+    return torch.version.hip is not None
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    """(0, 0) where there is no such device: a fake tensor's."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)

@@ -1,0 +1,96 @@
+"""Gram matrices of many samples at once, by torch's own operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from clipping.formats import norm_dtype
+from clipping.kernels.matmul import products
+from clipping.kernels.squares import sum_of_squares
+
+HALVED = 160
+"""Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
+
+ROWS = 128
+"""Of a block of a Gram matrix in which it is used, where there are enough of them; more where they are many."""
+
+
+def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
+    """Some rows of x; x itself, and no view, if they are all of them: in a small step each view counts."""
+    if rows.start == 0 and rows.stop >= x.shape[dim]:
+        return x
+    return x.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] = ()) -> Tensor:
+    """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖², with positions before features.
+
+    Args:
+        a: [n, T, d].
+        g: [n, T, p].
+        available: bytes that Gram matrices may take.
+        others: further g, of any p, whose norms with the same a are added.
+
+    Returns:
+        [n], float32 or wider.
+    """
+    a = a.to(g.dtype)
+    if a.shape[1] == 1:
+        squares = sum_of_squares(g)
+        for each in others:
+            squares += sum_of_squares(each)
+        return squares.mul_(sum_of_squares(a))
+    return gram_inner(g, lambda rows, columns: products(part(a, rows, 1), part(a, columns, 1)), available, others)
+
+
+def gram_inner(
+    g: Tensor, other: Callable[[slice, slice], Tensor], available: int, others: Sequence[Tensor] = ()
+) -> Tensor:
+    """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
+
+    A block needs the columns up to its own only, those before it counted twice: half of the work where blocks are
+    many. They are of `ROWS` rows or more, or of fewer where T² entries are more than is available.
+
+    Args:
+        g: [n, T, p].
+        other: a block of the other Gram matrix: (rows, columns) -> [n, rows, columns].
+        available: bytes that Gram matrices may take.
+        others: further g, whose Gram matrices are added to that of the first.
+
+    Returns:
+        [n], float32 or wider.
+    """
+    count, positions, _ = g.shape
+    matrices = 3 if others else 2
+    most = max(1, available // max(1, matrices * count * positions * norm_dtype(g.dtype).itemsize))
+    rows = positions if positions < HALVED else max(min(ROWS, -(-positions // 2)), -(-positions // 8))
+    rows = min(rows, most)
+    sums = []
+    for start in range(0, positions, rows):
+        block, before = slice(start, min(start + rows, positions)), slice(0, min(start + rows, positions))
+        found = products(part(g, block, 1), part(g, before, 1))
+        for each in others:
+            found += products(part(each, block, 1), part(each, before, 1))
+        found *= other(block, before)
+        if start:
+            sums.append(2 * found[:, :, :start].sum((1, 2)))
+        sums.append(part(found, slice(start, before.stop), 2).sum((1, 2)))
+    return torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
+
+
+def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
+    """Σ of the entries of a matrix [n, rows, S], found in blocks of rows that stay within `available` bytes, [n].
+
+    Args:
+        found: rows -> their part of the matrix.
+        rows: how many there are.
+        columns: [n, S, *], the other factor.
+        available: bytes that two such matrices may take.
+    """
+    count, others, _ = columns.shape
+    step = max(1, available // max(1, 2 * count * others * columns.element_size()))
+    parts = [found(slice(start, start + step)).sum((1, 2)) for start in range(0, rows, step)]
+    return torch.stack(parts).sum(0) if parts else columns.new_zeros(count)

@@ -1,0 +1,25 @@
+"""Squared norms of many samples at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from clipping.formats import norm_dtype
+from clipping.kernels import cpu
+
+SUMMED = 4096
+"""Entries that are squared and added up at once."""
+
+
+def sum_of_squares(x: Tensor) -> Tensor:
+    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits."""
+    x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
+    if x.shape[1] < 2 * SUMMED:
+        return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
+    if cpu.in_one_piece(x):
+        return cpu.sum_of_squares(x)
+    whole = x.shape[1] // SUMMED * SUMMED
+    rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
+    squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)
+    return squares.add_(torch.linalg.vector_norm(rest, dim=1, dtype=dtype).square_()) if rest.numel() else squares

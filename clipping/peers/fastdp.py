@@ -1,0 +1,91 @@
+"""fastDP behind our interface: book-keeping (arXiv:2210.00038), as its authors published it.
+
+One backward pass; where 2T² ≤ pd the ghost norm and a second product for the weighted gradient, else the per-sample
+gradients, kept and reduced ("MixOpt"). Its hooks compute the factors themselves, so its clipping functions are the only
+ones: flat, automatic, and each of them per parameter. Autograd's weight gradients are computed beside (its
+`origin_params`, which would save them, are named by hand for each model).
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from clipping.functions import Automatic, Flat, PerLayer
+from clipping.peers.base import Peer, Step, norms_of
+from clipping.types import Parameters, Problem
+
+CLIPPING: dict[type, tuple[str, str]] = {
+    Flat: ("Abadi", "all-layer"),
+    Automatic: ("automatic", "all-layer"),
+    PerLayer: ("Abadi", "param-wise"),
+}
+"""Ours to its `clipping_fn` and `clipping_style`."""
+
+
+class FastDP(Peer):
+    """`PrivacyEngine(clipping_mode="MixOpt")` without noise; what it left as `private_grad`, no optimiser's step."""
+
+    name = "fastdp"
+    library = "fastDP"
+    package = "fastDP"
+    install = "clone awslabs/fast-differential-privacy from GitHub and put it on PYTHONPATH"
+    captured = ("activations", "backprops", "use_gc")
+
+    def problems(self) -> Iterable[Problem]:
+        yield from super().problems()
+        if type(self.clip) not in CLIPPING:
+            known = ", ".join(function.__name__ for function in CLIPPING)
+            yield Problem("clip", f"fastDP's hooks cannot express {self.clip!r}", f"use one of {known}")
+        elif self.clip.sensitivity == 0 or (isinstance(self.clip, Automatic) and not self.clip.stabiliser):
+            yield Problem("clip", f"fastDP's {self.clip!r} is 0/0 at a norm of zero", "use a stabiliser, and C > 0")
+
+    def _attach(self, parameters: Parameters) -> Any:
+        function, style = CLIPPING[type(self.clip)]
+        layers = importlib.import_module(f"{self.package}.supported_layers_grad_samplers")
+        known = layers._supported_layers_norm_sample_AND_clipping
+        if not any(type(m) in known and any(p.requires_grad for p in m.parameters()) for m in self.model.modules()):
+            self._owed(parameters, "hook: there is no layer of a type that it knows")
+        engine = importlib.import_module(self.package).PrivacyEngine(
+            self.model,
+            batch_size=1,
+            sample_size=2,
+            epochs=1,
+            max_grad_norm=self.clip.max_grad_norm,  # type: ignore[attr-defined]
+            noise_multiplier=0.0,
+            clipping_mode="MixOpt",
+            clipping_fn=function,
+            clipping_style=style,
+            numerical_stability_constant=self.clip.stabiliser,  # type: ignore[attr-defined]
+            loss_reduction="sum",
+        )
+        for p in self.model.parameters():
+            p.noise = 0.0  # type: ignore[attr-defined]  # 0·C is not a number for C = inf
+        return engine
+
+    def _step(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> Step:
+        hooks: Any = importlib.import_module(f"{self.package}.autograd_grad_sample")
+        clip = hooks._per_block_clip_grad
+        norms: dict[str, Tensor] = {}
+
+        def seen(*args: Any, **kwargs: Any) -> None:
+            norms.update((name, p.norm_sample) for name, p in parameters.items() if hasattr(p, "norm_sample"))
+            clip(*args, **kwargs)
+
+        losses = self.losses(inputs, targets, batch_size)
+        hooks._per_block_clip_grad = seen  # where its hooks find it; it forgets the norms before it returns
+        try:
+            losses.sum().backward()
+        finally:
+            hooks._per_block_clip_grad = clip
+        grads = {name: p.private_grad for name, p in parameters.items() if hasattr(p, "private_grad")}
+        self._owed([n for n, p in parameters.items() if p.grad is not None and n not in grads], "clipped gradient")
+        self._owed([name for name, norm in norms.items() if norm.shape != losses.shape], f"norms [{batch_size}]")
+        return Step(grads, norms_of(norms.values(), losses), losses.detach())
+
+    def _route(self, module: nn.Module, name: str) -> str:
+        ghost = getattr(module, "use_gc", isinstance(module, nn.Embedding))
+        return "ghost" if ghost and name == "weight" else "instantiated"

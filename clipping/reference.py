@@ -1,0 +1,137 @@
+"""The definition of the answer: Σ_i c_i g_i, one sample at a time, added up in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from clipping.batches import leading_dimension, losses_of, map_tensors
+from clipping.blocks import Parts, each, sum_dtype
+from clipping.formats import norm_dtype, wide_dtype
+from clipping.functions import ClipFunction, Flat
+from clipping.kernels.squares import sum_of_squares
+from clipping.samples import WIDENED, factors_by_name
+from clipping.types import ClippedGradient, LossFunction, Parameters
+
+
+def definition(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    inputs: Any,
+    targets: Any,
+    *,
+    clip: ClipFunction,
+    together: int = 1,
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> ClippedGradient:
+    """What a backend must give, from one sample at a time; of means where it clips those.
+
+    Args:
+        model, loss_fn, inputs, targets, clip: as for every backend.
+        together: samples in a mean.
+        around: entered for each sample's run.
+    """
+    each_clip = clip if together == 1 else Flat(max_grad_norm=float("inf"))
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    alone = []
+    for i in range(leading_dimension(inputs, targets)):
+        sample, target = map_tensors(lambda x, i=i: x[i : i + 1].detach(), (inputs, targets))  # type: ignore[misc]
+        with around(), torch.enable_grad():
+            alone.append(one_by_one(model, loss_fn, parameters, sample, target, clip=each_clip))
+    if together > 1:
+        return of_means(alone, clip, together)
+    sums = {name: torch.stack([sample.grads[name] for sample in alone]).sum(0) for name in alone[0].grads}
+    norms = [sample.norms for sample in alone if sample.norms is not None]
+    return ClippedGradient(sums, torch.cat(norms), torch.cat([sample.losses for sample in alone]))
+
+
+def one_by_one(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    parameters: Parameters,
+    inputs: Any,
+    targets: Any,
+    *,
+    clip: ClipFunction,
+    together: int = 1,
+) -> ClippedGradient:
+    """Σ_i c_i g_i: forward and backward for one sample after the other, or for `together` of them, of their mean."""
+    batch_size = leading_dimension(inputs, targets)
+    sums = Sums(parameters)
+
+    def one(at: slice) -> Parts:
+        sample, target = map_tensors(lambda x: x[at], (inputs, targets))
+        loss = losses_of(model, loss_fn, sample, target, batch_size=at.stop - at.start)
+        grads = with_zeros(gradients(loss.mean(), parameters), parameters)
+        return sums.add(grads, clip, loss), loss.detach()
+
+    starts = range(0, batch_size, together)
+    norms, losses = zip(*each(one, [slice(i, min(i + together, batch_size)) for i in starts]), strict=True)
+    return ClippedGradient(sums.rounded(), torch.cat(norms), torch.cat(losses))
+
+
+def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: int) -> ClippedGradient:
+    """Σ_k c_k ḡ_k, with ḡ_k the mean of `together` samples in a row.
+
+    Args:
+        samples: unclipped batches of one.
+        clip: of the means' norms.
+        together: samples in a mean.
+    """
+    names, sums = list(samples[0].grads), Sums(samples[0].grads)
+    losses = torch.cat([sample.losses for sample in samples])
+    norms = []
+    for start in range(0, len(samples), together):
+        few = samples[start : start + together]
+        mean = {name: torch.stack([sample.grads[name] for sample in few]).mean(0) for name in names}
+        norms.append(sums.add(mean, clip, losses))
+    return ClippedGradient(sums.rounded(), torch.cat(norms), losses)
+
+
+class Sums:
+    """Clipped gradients, added up one at a time in float64.
+
+    Args:
+        parameters: of which the gradients are.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._wide = {name: wide_dtype(p.dtype) for name, p in parameters.items()}
+        self._totals = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in parameters.items()}
+
+    def add(self, grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor) -> torch.Tensor:
+        """Add one gradient, clipped; its norm before clipping, [1], of the device of `like`."""
+        layers = [sum_of_squares(g[None]).sqrt() for g in grads.values()]
+        if not layers:
+            return like.new_zeros(1, dtype=norm_dtype(like.dtype))
+        norm, factors = factors_by_name(torch.stack(layers), list(grads), clip, sum(g.numel() for g in grads.values()))
+        for name, grad in grads.items():
+            pieces = (x.view(-1).split(WIDENED) for x in (self._totals[name], grad.contiguous()))
+            for total, piece in zip(*pieces, strict=True):
+                total.addcmul_(piece, factors[name][0])
+        return norm
+
+    def rounded(self) -> dict[str, torch.Tensor]:
+        """The sums, in float32 or as wide as the parameters; used up."""
+        return {name: self._totals.pop(name).to(self._wide[name]) for name in list(self._totals)}
+
+
+def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, torch.Tensor]:
+    """∂loss/∂θ for the parameters that it depends on; `.grad` is neither read nor written."""
+    if not parameters or not loss.requires_grad:
+        return {}
+    grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=keep_graph, allow_unused=True)
+    return {name: grad for name, grad in zip(parameters, grads, strict=True) if grad is not None}
+
+
+def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
+    """`grads` in the order of `parameters`, zeros where the loss did not depend on one."""
+    wide = norm_dtype(next(iter(grads.values())).dtype) if grads else torch.float32
+    return {
+        name: grads[name] if name in grads else torch.zeros_like(p, dtype=torch.promote_types(wide, p.dtype))
+        for name, p in parameters.items()
+    }

@@ -1,0 +1,198 @@
+"""Every backend by name: where it is, one line about it, how figures show it, whose it is. A new one is a row here.
+
+Importing this imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from clipping.interface import Backend
+
+
+class BackendInfo(NamedTuple):
+    """What is to be known of a backend without importing it.
+
+    Attributes:
+        reference: module:class.
+        doc: one line.
+        title, color, marker: in figures; '' for the name itself, in black.
+        peer: another library's, behind our interface.
+        modules: third-party modules that it imports, worth importing before a trial is forked.
+    """
+
+    reference: str
+    doc: str
+    title: str = ""
+    color: str = ""
+    marker: str = ""
+    peer: bool = False
+    modules: tuple[str, ...] = ()
+
+
+#: Name -> backend, in the order of every figure: ordinary training, ours from naive to fast, then the peers.
+BACKENDS: dict[str, BackendInfo] = {
+    "nonprivate": BackendInfo(
+        "clipping.oracle:NonPrivate",
+        "ordinary training: the gradient of the summed loss, nothing clipped",
+        "Non-private",
+        "#7F7F7F",
+        "o",
+    ),
+    "microbatch": BackendInfo(
+        "clipping.oracle:Microbatch",
+        "one sample at a time: the definition, and the oracle of every check",
+        "Microbatch",
+        "#8C6D31",
+        "s",
+    ),
+    "vmap": BackendInfo(
+        "clipping.vmap:Vmap", "all per-sample gradients at once by torch.func.vmap(grad)", "vmap", "#AA4499", "D"
+    ),
+    "fastgradclip": BackendInfo(
+        "clipping.tape_backends:FastGradClip",
+        "two backward passes, every gradient instantiated layer by layer",
+        "FastGradClip",
+        "#DDAA33",
+        "^",
+    ),
+    "ghost": BackendInfo(
+        "clipping.tape_backends:Ghost",
+        "two backward passes, ghost norm in every layer that has one",
+        "Ghost",
+        "#66BBEE",
+        "v",
+    ),
+    "mixed_ghost": BackendInfo(
+        "clipping.tape_backends:MixedGhost",
+        "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)",
+        "Mixed ghost",
+        "#2266AA",
+        "P",
+    ),
+    "bk_ghost": BackendInfo(
+        "clipping.tape_backends:BkGhost",
+        "book-keeping, one backward pass: ghost norm in every layer that has one",
+        "BK ghost",
+        "#44BB99",
+        "X",
+    ),
+    "bk_mixed": BackendInfo(
+        "clipping.tape_backends:BkMixed",
+        "book-keeping, one backward pass: the cheaper norm in each layer",
+        "BK mixed",
+        "#117733",
+        "*",
+    ),
+    "opacus_hooks": BackendInfo(
+        "clipping.peers.opacus:OpacusHooks",
+        "Opacus: per-sample gradients kept by module hooks",
+        "Opacus hooks",
+        "#CC3311",
+        "<",
+        peer=True,
+        modules=("opacus",),
+    ),
+    "opacus_functorch": BackendInfo(
+        "clipping.peers.opacus:OpacusFunctorch",
+        "Opacus: the same, every layer by vmap(grad)",
+        "Opacus functorch",
+        "#EE7733",
+        ">",
+        peer=True,
+        modules=("opacus",),
+    ),
+    "opacus_ew": BackendInfo(
+        "clipping.peers.opacus:OpacusEw",
+        "Opacus: per-sample gradients by PyTorch's expanded weights",
+        "Opacus ew",
+        "#EE99AA",
+        "p",
+        peer=True,
+        modules=("opacus",),
+    ),
+    "opacus_ghost": BackendInfo(
+        "clipping.peers.opacus:OpacusGhost",
+        "Opacus: two backward passes, ghost norm in linear layers and embeddings",
+        "Opacus ghost",
+        "#882255",
+        "h",
+        peer=True,
+        modules=("opacus",),
+    ),
+    "private_cnn": BackendInfo(
+        "clipping.peers.private_cnn:PrivateCNN",
+        "private_CNN: mixed ghost clipping by the authors of arXiv:2205.10683",
+        "private_CNN",
+        "#332288",
+        "d",
+        peer=True,
+    ),
+    "fastdp": BackendInfo(
+        "clipping.peers.fastdp:FastDP",
+        "fastDP: book-keeping by the authors of arXiv:2210.00038 (MixOpt)",
+        "fastDP",
+        "#999933",
+        "8",
+        peer=True,
+    ),
+}
+#: name:variant -> the same; loaded wherever a backend is, and in no list.
+VARIANTS: dict[str, BackendInfo] = {
+    "bk_mixed:paper": BackendInfo(
+        "clipping.tape_backends:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"
+    ),
+    "bk_mixed:time": BackendInfo(
+        "clipping.tape_backends:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"
+    ),
+    "bk_mixed:memory": BackendInfo(
+        "clipping.tape_backends:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"
+    ),
+}
+#: name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list.
+FAMILIES: dict[str, BackendInfo] = {
+    "tf_microbatch": BackendInfo(
+        "clipping.oracle:tf_microbatch",
+        "TF Privacy's microbatches: the mean of M samples is clipped. Not per-sample clipping: sensitivity 2C",
+        "TF µbatch",
+        "#5D4037",
+        "H",
+    ),
+}
+
+
+def known_backends() -> list[str]:
+    """Every name that `load_backend` takes, for messages: a family as ``name:M``."""
+    return [*BACKENDS, *VARIANTS, *(f"{family}:M" for family in FAMILIES)]
+
+
+def is_backend(name: str) -> bool:
+    """Whether `load_backend` takes this name."""
+    family, _, size = name.partition(":")
+    return name in BACKENDS or name in VARIANTS or (family in FAMILIES and _is_size(size))
+
+
+def _is_size(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and not text.startswith("0")
+
+
+def load_backend(name: str) -> type[Backend]:
+    """The class of the backend called `name`: of `BACKENDS`, ``"name:variant"`` of `VARIANTS`, ``"name:M"`` of
+    `FAMILIES`.
+
+    Raises:
+        ValueError: for an unknown name, with every known one and the nearest.
+    """
+    if not is_backend(name):
+        known = known_backends()
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"expected a backend, one of {', '.join(known)}, got {name!r}{hint}")
+    family, _, size = name.partition(":")
+    found = {**BACKENDS, **VARIANTS}.get(name) or FAMILIES[family]
+    module, attribute = found[0].split(":")
+    loaded = getattr(importlib.import_module(module), attribute)
+    return loaded(int(size)) if family in FAMILIES else loaded

@@ -1,0 +1,1 @@
+"""The tape: every use of a trainable parameter in a forward pass, recorded at the level of operations."""

@@ -1,0 +1,50 @@
+"""Code in a model that is hidden from what records operations as they are called: compiled, or run again later.
+
+torch.compile hands a graph of its own to its compiler, and while a TorchFunctionMode such as the tape is active it
+either runs the module uncompiled (torch 2.11) or fails with an error about its own internals (torch 2.15). Both are
+refused before, or named after: the first would pass off the time of an uncompiled model as that of a compiled one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from clipping.types import Problem
+
+REMEDY = "hand over the model as it was before torch.compile (its _orig_mod), or use microbatch"
+
+
+def compiled_modules(model: nn.Module) -> Iterator[Problem]:
+    """A problem for each module that torch.compile or Module.compile has compiled."""
+    for name, module in model.named_modules():
+        wrapped = any(f"{c.__module__}.{c.__name__}" == _WRAPPER for c in type(module).__mro__)
+        if wrapped or module._compiled_call_impl is not None:
+            inside = module._orig_mod if wrapped else module
+            yield Problem(
+                name or type(inside).__name__,
+                "is compiled, and what reads its parameters inside of compiled code cannot be recorded",
+                REMEDY if wrapped else "make the model without Module.compile, or use microbatch",
+            )
+
+
+def compiled_code(error: Exception) -> Problem | None:
+    """The problem behind an error of torch.compile's, from a compiled function in a forward pass; None for others."""
+    if not any(c.__name__ == "TorchDynamoException" for c in type(error).__mro__):
+        return None
+    said = " ".join(str(error).split())[:200]
+    reason = f"calls compiled code, which fails while its operations are recorded: {type(error).__name__}: {said}"
+    return Problem("model", reason, REMEDY)
+
+
+def reentrant_checkpoint(error: Exception) -> Problem | None:
+    """The problem behind an error of torch's checkpointing that runs a backward pass within one; None for others."""
+    if "use_reentrant=True" not in str(error):
+        return None
+    reason = "checkpoint: with use_reentrant=True it reads parameters in the backward pass, where nothing is recorded"
+    return Problem("model", reason, "use_reentrant=False")
+
+
+# by name: importing torch._dynamo takes seconds, and nothing is compiled unless somebody has imported it
+_WRAPPER = "torch._dynamo.eval_frame.OptimizedModule"

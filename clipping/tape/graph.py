@@ -1,0 +1,98 @@
+"""The graph that autograd recorded of the losses: does it read anything of the parameters that the tape did not see?
+
+The nodes that a use made have the numbers from `Use.first` up to `Use.last`. An edge into a parameter, or into a tensor
+made of parameters alone, is a read, and must come from such a node; and what such nodes give must be taken from the
+use's output alone (not from a weight that they transposed, as a derivative of a derivative does; nor from what the
+output is a view of). Else a share would be missing from the norm. This is looked for in every call, since any call may
+take another path than the last one did: a step takes hundreds of times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.tape.record import Tape
+from clipping.types import Parameters, Problem
+
+_LEAF: Any = type(torch.zeros((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""`AccumulateGrad`: the node of a leaf."""
+_CAST: Any = type(torch.zeros((), dtype=torch.float32, requires_grad=True).double().grad_fn)
+"""Of one parameter: autocast makes it once, and keeps it for later calls."""
+
+
+def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:
+    """Parameters that the loss's graph reads where the tape saw no use of them.
+
+    The tape is told which of its uses are in this graph: so many gradients must arrive. (A use of a forward pass that
+    came to nothing is not.) And it is told the number of the graph, which is that of other graphs of the same nodes.
+    """
+    used = [source for use in tape.uses for source, _ in use.rules]  # some were changed in place since
+    made = [s.node for s in {*tape.sources(), *used} if not s.is_parameter]
+    inside = set(nodes(made))
+    known = {id(p): name for name, p in parameters.items()}
+    known |= {id(s.tensor): name for s in tape.sources() if s.is_parameter for name in s.parameters}
+    maker = {number: use for use in tape.uses for number in range(use.first, use.last)}
+    unseen: list[str] = []
+    leaves: dict[int, Tensor] = {}
+    numbers: set[int] = set()
+    kinds: list[type] = []
+    seen = {losses.grad_fn, None} | inside
+    stack = [losses.grad_fn] if losses.grad_fn is not None else []
+    while stack:
+        node: Any = stack.pop()
+        number = node._sequence_nr()
+        numbers.add(number)
+        kinds.append(type(node))
+        mine = maker.get(number)
+        for child, _ in node.next_functions:
+            if type(child) is _LEAF or child in inside or (type(child) is _CAST and _is_parameter(child, known)):
+                names = _names(child, known, tape)
+                unseen += names if mine is None else []
+                if not names and type(child) is _LEAF:
+                    leaves[id(child)] = child.variable
+                continue
+            if child not in seen:
+                seen.add(child)
+                stack.append(child)
+            use = None if child is None else maker.get(child._sequence_nr())
+            if use is not mine and use is not None and use.node not in (number, child._sequence_nr()):
+                unseen += [name for source, _ in use.rules for name in source.parameters]
+    reached = [use for use in tape.uses if use.node in numbers]
+    tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
+    return [
+        Problem(
+            name,
+            "is read where the tape does not see it: by a custom function, by compiled code, by a derivative of a "
+            "derivative, or through a view that was changed in place",
+            "take the parameter out of it, freeze it, or use microbatch or vmap",
+        )
+        for name in dict.fromkeys(unseen)
+    ]
+
+
+def _names(node: Any, known: dict[int, str], tape: Tape) -> list[str]:
+    """Of the parameters at or below a node."""
+    leaves = (each.variable for each in ([node] if type(node) is _LEAF else nodes([node])) if type(each) is _LEAF)
+    found = (known.get(id(leaf)) or tape.name_of(leaf) for leaf in leaves)
+    return [name for name in found if name]
+
+
+def _is_parameter(cast: Any, known: dict[int, str]) -> bool:
+    (child, _), *_ = cast.next_functions
+    return type(child) is _LEAF and id(child.variable) in known
+
+
+def nodes(roots: list[Any]) -> Iterator[Any]:
+    """The nodes of the graph below some roots, each once."""
+    seen: set[Any] = {None}
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            stack += [child for child, _ in node.next_functions]

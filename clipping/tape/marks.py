@@ -1,0 +1,105 @@
+"""Which tensors of a forward pass depend on data: what operations on the batch made, and what they wrote into."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.rows import Rows
+from clipping.rules import CHANGES, LIKE, MIXING
+from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of
+from clipping.tape.batch_dimension import dimension_after
+from clipping.tape.moves import GATHERS, MOVES, VIEWS, WRITES, Mover, Place, inherited, of_later_dimension
+
+UNUSUAL = CONSTANTS | LIKE | CHANGES | MIXING
+"""Operations whose output is not made of the values of all operands, or that write into one, or mix samples."""
+
+
+class Marks:
+    """Marks what depends on data, and takes the marks off again.
+
+    Args:
+        batch_size: B.
+        mixes: told of operations that may mix samples.
+    """
+
+    def __init__(self, batch_size: int, mixes: Callable[[Any, Any, Any], None]) -> None:
+        self._batch_size, self._mixes = batch_size, mixes
+        self._marked: list[weakref.ref[Tensor]] = []
+        self._in_order = True
+
+    def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
+        """Mark what an operation made of `data`, and give it back."""
+        if (func in GATHERS or not self._in_order) and data and self._moved(func, args, kwargs, output, data):
+            return output
+        if not data or (func in UNUSUAL and not self._is_made_of(func, args, kwargs, data)):
+            return output
+        for made in (output,) if isinstance(output, Tensor) else tensors((output,), None):
+            at: Place = dimension_after(func, args, kwargs, data, made, self._batch_size)
+            if not at and func in VIEWS and samples_of(args[0]):
+                at = of_later_dimension(Mover(func, args, kwargs, made, self._batch_size))
+                self._in_order &= not isinstance(at, Rows)
+            if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
+                self._marked.append(weakref.ref(mark_data(made, at)))
+        return output
+
+    def put(self, x: Tensor, place: Place) -> Tensor:
+        """Mark a tensor as one whose samples are there, and give it back."""
+        self._in_order &= not isinstance(place, Rows)
+        self._marked.append(weakref.ref(mark_data(x, place)))
+        return x
+
+    def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
+        """Mark what an operation made of rows that are not in the samples' order any more; False if they are."""
+        irregular = not self._in_order and any(isinstance(samples_of(x), Rows) for x in data)
+        if func in CONSTANTS or not (irregular or func in GATHERS):
+            return False
+        mover = Mover(func, args, kwargs, output, self._batch_size)
+        move = (MOVES if irregular else GATHERS).get(func)
+        moved = None if move is None else move(mover)
+        if func in WRITES:
+            made = [args[0] if func is torch.Tensor.__setitem__ else output]
+        else:
+            made = [output] if isinstance(output, Tensor) else tensors((output,), None)
+        if moved is None and irregular and func not in WRITES:
+            moved = [inherited(data, x, mover) for x in made]
+        if moved is None:
+            return False
+        places: list[Place] = moved if isinstance(moved, list) else [moved] * len(made)
+        for x, place in zip(made, places, strict=True):
+            if irregular and isinstance(place, Rows):
+                place = place.simplest  # numbers are read only where rows have left their order
+            self.put(x, place)
+        return True
+
+    def forget(self) -> None:
+        """Take the marks from what outlives the forward pass (a buffer that it updated)."""
+        for reference in self._marked:
+            forget_data(reference())
+        self._marked.clear()
+
+    def _is_made_of(self, func: Any, args: Any, kwargs: Any, data: list[Tensor]) -> bool:
+        """Of an unusual operation: whether its output holds values of the data."""
+        if func in MIXING:
+            self._mixes(func, args, kwargs)
+        target = args[0] if args else None
+        if func in CHANGES and isinstance(target, Tensor):
+            for changed in (target, target._base):  # `x[:, 0] = y` gives nothing back, and x may be part of a tensor
+                if changed is not None and not depends_on_data(changed):
+                    self._marked.append(weakref.ref(mark_data(changed)))
+        return func not in CONSTANTS and (func not in LIKE or any(x is target for x in data))
+
+
+def tensors(args: Any, kwargs: Any) -> list[Tensor]:
+    """Tensors among the arguments, and in tuples and lists among them."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += tensors(value, None)
+    return found

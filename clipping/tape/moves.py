@@ -1,0 +1,363 @@
+"""How operations move the rows of activations, and with them the numbers of the samples that they belong to.
+
+An operation that only moves entries does the same to the numbers. Of the batch itself, and of what has its rows in
+order, only the few operations of `GATHERS` are looked at; the others once rows have left that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.rows import NOBODY, Rows, in_order
+from clipping.rules.rewritten import methods
+from clipping.sources import is_marked, samples_of
+from clipping.tape.batch_dimension import PERMUTATIONS
+
+Place = int | Rows
+"""Where an activation has its samples: in a dimension, or in rows of any order."""
+
+
+class Mover:
+    """One operation, and what it does to rows.
+
+    Args:
+        func, args, kwargs, output: the operation and what it gave.
+        batch_size: B.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any, batch_size: int) -> None:
+        self.func, self.args, self.kwargs, self.output = func, args, kwargs, output
+        self.batch_size = batch_size
+
+    def owners(self, x: Tensor, dims: int) -> Tensor | None:
+        """Of x, for at least so many leading dimensions; None if they are not known."""
+        place = samples_of(x)
+        if isinstance(place, Rows):
+            found = place.owners
+            if place.unknown:
+                return None
+        elif not (is_marked(x) or x.requires_grad):
+            found = torch.full((), NOBODY, device=x.device)
+        elif x.dim() <= place or not x.shape[place] or x.shape[place] % self.batch_size:
+            return None
+        else:
+            numbers = in_order(x.shape[place], self.batch_size, x.device)
+            found = numbers.expand(x.shape[: place + 1])
+        if found.dim() < dims:
+            more = dims - found.dim()
+            found = found.view(*found.shape, *[1] * more).expand(x.shape[:dims])
+        return found
+
+    def rows(self, owners: Tensor) -> Rows:
+        return Rows(owners, self.batch_size)
+
+    def unknown(self) -> Rows:
+        return Rows(torch.full((), NOBODY), self.batch_size, getattr(self.func, "__name__", str(self.func)))
+
+    def option(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument of the operation."""
+        return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
+
+
+Moved = Place | list[Place] | None
+"""Of the output, or of each of several; None: this call leaves rows where they are."""
+
+
+def _read(it: Mover) -> Moved:
+    """x[index]."""
+    x, index = it.args[0], it.args[1]
+    entries = index if isinstance(index, tuple) else (index,)
+    first = next((entry for entry in entries if entry is not None), None)
+    place = samples_of(x)
+    if place == 0 and (first is None or first is Ellipsis or (isinstance(first, slice) and first == slice(None))):
+        return None
+    single = isinstance(first, int) or (isinstance(first, Tensor) and not first.dim() and first.dtype != torch.bool)
+    if place == 0 and single and (x.shape[0] != it.batch_size or _is_stack(x)):
+        return None
+    if not isinstance(place, Rows) and place and not any(isinstance(entry, (Tensor, list)) for entry in entries):
+        return _left(entries, place, x.dim())
+    if Ellipsis in [entry for entry in entries if not isinstance(entry, Tensor)]:
+        return None
+    dims = sum(_width(entry) for entry in entries)
+    owners = it.owners(x, dims)
+    if owners is None:
+        return it.unknown() if isinstance(place, Rows) else None
+    at = owners[tuple(entry.to(owners.device) if isinstance(entry, Tensor) else entry for entry in entries)]
+    return it.rows(at)
+
+
+def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
+    """Where dimension `place` is after an index of integers and slices; None if that reads some of it."""
+    dim, after = 0, place
+    for entry in entries:
+        if entry is None:
+            after += dim <= place
+        elif entry is Ellipsis:
+            dim += dims - sum(other is not None for other in entries) + 1
+        else:
+            if dim == place and entry != slice(None):
+                return None
+            after -= isinstance(entry, int) and dim < place
+            dim += 1
+    return after
+
+
+def _width(entry: Any) -> int:
+    """Dimensions that an entry of an index reads."""
+    if entry is None or isinstance(entry, bool):
+        return 0
+    return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
+
+
+def _is_stack(x: Tensor) -> bool:
+    """Made of tensors with a row a sample, or of the states of layers: its first dimension is not the samples."""
+    name = type(x.grad_fn).__name__
+    return name.startswith(("Stack", "Unsqueeze")) or (x.output_nr > 0 and ("Rnn" in name or "RNN" in name))
+
+
+def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
+    """An operation that moves what is along the dimension that this argument names."""
+
+    def moved(it: Mover) -> Moved:
+        x, dim = it.args[0], it.option(position, "dim", default)
+        place = samples_of(x)
+        if not isinstance(dim, int):
+            return it.unknown() if isinstance(place, Rows) else None
+        dim %= max(1, x.dim())
+        if not isinstance(place, Rows) and (place or dim):
+            return None
+        single = it.func in SINGLE
+        if not isinstance(place, Rows) and single and (x.shape[0] != it.batch_size or _is_stack(x)):
+            return None
+        owners = it.owners(x, dim + 1) if not isinstance(place, Rows) or dim < place.owners.dim() else None
+        if owners is None:
+            return place if isinstance(place, Rows) else None
+        args = list(it.args)
+        args[0] = owners
+        if len(args) > position:
+            args[position] = dim
+        elif default is None or "dim" in it.kwargs:
+            return _all(it, it.func(*args, **{**it.kwargs, "dim": dim}))
+        return _all(it, it.func(*args, **it.kwargs))
+
+    return moved
+
+
+def _all(it: Mover, owners: Any) -> Moved:
+    if isinstance(owners, Tensor):
+        return it.rows(owners)
+    return [it.rows(each) for each in owners]
+
+
+def _joined(it: Mover) -> Moved:
+    """cat and stack."""
+    tensors: Sequence[Tensor] = it.option(0, "tensors")
+    dim = it.option(1, "dim", 0)
+    stacked = it.func is torch.stack
+    dims = max(x.dim() for x in tensors) + stacked
+    dim %= max(1, dims)
+    if not stacked:
+        tensors = [x for x in tensors if x.dim() == dims]  # what has one dimension and no entries joins nothing
+    places = [samples_of(x) for x in tensors]
+    irregular = any(isinstance(place, Rows) for place in places)
+    if not irregular:
+        at = max(places)
+        if stacked and it.batch_size == 1:
+            return None  # all is the one sample's, wherever it stands
+        if stacked:
+            return at + 1 if dim <= at else at
+        if dim or at:
+            return None
+    known = max([dim + 1 - stacked, *(place.owners.dim() for place in places if isinstance(place, Rows))])
+    owners = [it.owners(x, known) for x in tensors]
+    if any(each is None for each in owners):
+        return it.unknown() if irregular else None
+    most = max(each.dim() for each in owners if each is not None)
+    owners = [it.owners(x, most) for x in tensors]
+    return it.rows(it.func(owners, dim))
+
+
+def _repeated(it: Mover) -> Moved:
+    """repeat and expand."""
+    x, sizes = it.args[0], it.args[1:] if len(it.args) > 1 else (it.kwargs.get("size", it.kwargs.get("repeats")),)
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    place = samples_of(x)
+    if not isinstance(place, Rows) and (
+        place or it.func is not torch.Tensor.repeat or len(sizes) != x.dim() or sizes[0] == 1
+    ):
+        return None
+    owners = it.owners(x, 1)
+    if owners is None:
+        return place if isinstance(place, Rows) else None
+    found = it.func(owners.view(*owners.shape, *[1] * (x.dim() - owners.dim())), *sizes)
+    return it.rows(found[(..., *[0] * (x.dim() - owners.dim()))])
+
+
+def _viewed(it: Mover) -> Moved:
+    """The same entries in the same order, in other dimensions."""
+    x = it.args[0]
+    place = samples_of(x)
+    if not isinstance(place, Rows) or place.unknown or not isinstance(it.output, Tensor):
+        return place if isinstance(place, Rows) else None
+    return _in_other_dimensions(it, place.owners)
+
+
+def of_later_dimension(it: Mover) -> Place:
+    """Of a view of an activation whose samples come after positions, which may become one dimension with them."""
+    owners = it.owners(it.args[0], 0) if isinstance(it.output, Tensor) else None
+    return 0 if owners is None else _in_other_dimensions(it, owners).simplest
+
+
+def _in_other_dimensions(it: Mover, owners: Tensor) -> Rows:
+    x, shape = it.args[0], it.output.shape
+    each = x.shape[owners.dim() :].numel()
+    for dims in range(len(shape) + 1):
+        rest = shape[dims:].numel()
+        if rest and each % rest == 0 and owners.numel() * each == shape.numel():
+            more = owners.reshape(-1, 1).expand(-1, each // rest)
+            return it.rows(more.reshape(shape[:dims]))
+    return it.unknown() if shape.numel() else it.rows(owners.new_zeros(shape))
+
+
+def _permuted(it: Mover) -> Moved:
+    x = it.args[0]
+    place = samples_of(x)
+    if not isinstance(place, Rows) or place.unknown:
+        return place if isinstance(place, Rows) else None
+    if not place.owners.dim():  # one sample's, of which a first dimension makes a batch of one
+        first = it.func in UNSQUEEZES and it.option(1, "dim") in (0, -1 - x.dim())
+        return it.rows(place.owners[None]) if first else place
+    owners = it.owners(x, x.dim())
+    assert owners is not None
+    return _all(it, it.func(owners, *it.args[1:], **it.kwargs))
+
+
+def _reduced(it: Mover) -> Moved:
+    """A sum, a mean or the like: over some dimensions, or over all."""
+    x, dims = it.args[0], it.option(1, "dim")
+    place = samples_of(x)
+    if not isinstance(place, Rows) or place.unknown:
+        return place if isinstance(place, Rows) else None
+    over = range(x.dim()) if dims is None else dims if isinstance(dims, (tuple, list)) else (dims,)
+    inside = [d % max(1, x.dim()) for d in over if d % max(1, x.dim()) < place.owners.dim()]
+    if not inside:
+        return place
+    highest, lowest = place.owners.amax(inside, keepdim=True), place.owners
+    if not bool(((lowest == highest) | (lowest == NOBODY)).all()):
+        return it.unknown()
+    return it.rows(highest if it.kwargs.get("keepdim", False) else highest.amax(inside))
+
+
+def _positions(it: Mover) -> Moved:
+    """where and nonzero of a mask: numbers of positions."""
+    mask = it.args[0]
+    if len(it.args) > 1 or it.kwargs:
+        return inherited([x for x in it.args if isinstance(x, Tensor)], it.output, it)
+    owners = it.owners(mask, mask.dim())
+    if owners is None:
+        return it.unknown()
+    found = it.rows(owners[mask != 0])
+    return found if isinstance(it.output, Tensor) else [found] * len(it.output)
+
+
+def _ordered(it: Mover) -> Moved:
+    """sort, argsort and topk of one number a row."""
+    x = it.args[0]
+    if x.dim() != 1:
+        return samples_of(x) or None
+    order = it.output if isinstance(it.output, Tensor) else it.output[1]
+    owners = it.owners(x, 1)
+    if owners is None:
+        return None
+    moved = it.rows(owners[order])
+    return moved if isinstance(it.output, Tensor) else [moved, moved]
+
+
+def _added(it: Mover) -> Moved:
+    """x.index_add(0, index, values) and its like."""
+    target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
+    if dim % max(1, target.dim()) or index.dim() > 1:
+        return None
+    return _scattered(it, target, (index,), values)
+
+
+def _set(it: Mover) -> Moved:
+    """x[index] = values."""
+    target, index, values = it.args
+    entries = index if isinstance(index, tuple) else (index,)
+    if not isinstance(values, Tensor) or not entries or not isinstance(entries[0], Tensor):
+        return None
+    return _scattered(it, target, entries, values)
+
+
+def _scattered(it: Mover, target: Tensor, index: tuple[Any, ...], values: Tensor) -> Moved:
+    """Owners of the rows of a target into which values with owners are written; of the target itself, too."""
+    if not isinstance(samples_of(target), Rows) and not isinstance(samples_of(values), Rows):
+        return None
+    dims = sum(_width(entry) for entry in index)
+    before, written = it.owners(target, dims), it.owners(values, 1)
+    if written is None:
+        return it.unknown()
+    after = torch.full(target.shape[:dims], NOBODY, device=target.device) if before is None else before.clone()
+    shape = after[index].shape
+    if written.dim() > len(shape):
+        return it.unknown()
+    after[index] = written.view(*written.shape, *[1] * (len(shape) - written.dim())).expand(shape)
+    return it.rows(after)
+
+
+def _recurrent(it: Mover) -> Moved:
+    """Sequences, and the last states [layers, B, H]."""
+    return None if isinstance(samples_of(it.args[0]), Rows) else [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+
+
+def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
+    """Of an operation that leaves rows where they are: those of the operand whose rows the output has."""
+    places = [place for x in data if isinstance(place := samples_of(x), Rows)]
+    known = [place for place in places if not place.unknown]
+    fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]
+    if fitting:
+        return max(fitting, key=lambda place: place.owners.dim())
+    if output.shape[:1] == (it.batch_size,):
+        return 0
+    return it.unknown() if known else places[0] if places else 0
+
+
+UNSQUEEZES = methods("unsqueeze")
+SINGLE = methods("select", "unbind")
+VIEWS = methods("view", "reshape", "flatten", "unflatten", "squeeze", "contiguous", "clone", "detach", "ravel")
+VIEWS |= {torch.Tensor.view, torch.Tensor.unflatten}
+REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")
+WRITES = methods("index_add", "index_add_", "index_copy", "index_copy_") | {torch.Tensor.__setitem__}
+"""Operations that write rows into a tensor, perhaps in place: it has other owners afterwards."""
+
+GATHERS: dict[Any, Callable[[Mover], Moved]] = {
+    torch.Tensor.__getitem__: _read,
+    **dict.fromkeys(methods("index_select", "narrow"), _along(1, None)),
+    **dict.fromkeys(SINGLE, _along(1)),
+    **dict.fromkeys(methods("chunk", "split", "tensor_split"), _along(2)),
+    **dict.fromkeys(methods("flip"), _along(1, None)),
+    **dict.fromkeys(methods("cat", "concat", "stack"), _joined),
+    torch.Tensor.repeat: _repeated,
+    **dict.fromkeys(methods("sort", "argsort"), _ordered),
+    **dict.fromkeys(methods("index_add", "index_add_", "index_copy", "index_copy_"), _added),
+    torch.Tensor.__setitem__: _set,
+    **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
+}
+"""Operations that may take rows out of their order."""
+
+MOVES: dict[Any, Callable[[Mover], Moved]] = {
+    **dict.fromkeys(PERMUTATIONS, _permuted),
+    **GATHERS,
+    **dict.fromkeys(VIEWS, _viewed),
+    **dict.fromkeys(REDUCTIONS, _reduced),
+    **dict.fromkeys(methods("repeat_interleave"), _along(2, None)),
+    **dict.fromkeys(methods("nonzero", "where"), _positions),
+    **dict.fromkeys(methods("roll"), _along(2, None)),
+    torch.Tensor.expand: _repeated,
+}
+"""And those that move rows that have left it."""

@@ -1,0 +1,367 @@
+"""The tape: every use of a trainable parameter in a forward pass, found at the level of operations.
+
+Modules are the wrong unit: one weight may be used twice, by a function, or outside the module that owns it. A
+TorchFunctionMode sees each operation, whoever calls it, and sorts it by what it reads:
+
+    nothing of parameters               runs as it is; the result depends on data if an operand does
+    parameters, and nothing of data     runs as it is; the result is a `Source`: a slice, a cast, an expanded token
+    both                                a *use*: run by its handler, which gives the rule of its gradient
+
+Of a use the forward pass notes only what its rules will be made of; those of all uses are made in one go when the tape
+is left. (Python that runs once between two large operations finds its caches taken, and costs several times what it
+does in a row.)
+
+How the gradients of the uses come in a backward pass says `clipping.tape.arrivals`.
+
+What is assumed, and looked at by `clipping.apart`: an output with B·k rows has k consecutive ones to a sample. Refused,
+with the reason: an output without such rows, a parameter read behind the tape's back (a custom autograd function, a
+compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive exactly once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from clipping.batches import map_tensors
+from clipping.rows import Rows
+from clipping.rules import (
+    COMPOSITES,
+    HANDLERS,
+    OF_DATA,
+    PER_SAMPLE,
+    REWRITTEN,
+    Gradient,
+    Refused,
+    Spec,
+    as_refused,
+    fallback,
+    title,
+)
+from clipping.sources import Source, depends_on_data, derive, mark_data, mark_disjoint, parameter_source, remade
+from clipping.tape.activations import Activations
+from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
+from clipping.tape.batch_dimension import MOVABLE, samples_first
+from clipping.tape.marks import Marks, tensors
+from clipping.tape.unbatched import as_rows, whose
+from clipping.tape.uses import Noted, Use
+from clipping.types import Parameters, Problem
+
+_next_number = torch.autograd._get_sequence_nr
+"""Of the next node that this thread makes."""
+in_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""None outside of vmap, grad, jvp and the like, in which a row need not be a sample's."""
+
+
+class Tape(TorchFunctionMode):
+    """Records the uses of `parameters` while it is active.
+
+    Args:
+        parameters: the trainable parameters by name.
+        batch: inputs and targets; what is computed from them depends on data.
+        batch_size: B.
+        stand_in: the name of the parameter whose place a tensor takes (see `clipping.distributed`); None where none
+            does.
+
+    Attributes:
+        uses: in the order of the forward pass; complete when the tape is no longer active.
+        counts: parameter name -> number of uses.
+        problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
+        arrivals: of the gradients of the uses.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        batch: Any,
+        batch_size: int,
+        stand_in: Callable[[Tensor], str | None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.uses: list[Use] = []
+        self.counts: Counter[str] = Counter()
+        self.problems: list[Problem] = []
+        self.arrivals = Arrivals()
+        self._batch_size = batch_size
+        self._stand_in = stand_in
+        self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
+        self._depth = 0
+        self._noted: list[Noted] = []
+        me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
+        self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
+        self._mark = self._marks.mark
+        self._composite: Any = None
+        self._order: Rows | None = None
+        self._activations = Activations(self._sources, lambda *use: me._note(*use))
+        map_tensors(mark_data, batch)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sources, data = [], []
+        for operand in tensors(args, kwargs):
+            source = self._sources.get(id(operand))
+            if source is None and self._stand_in is not None:
+                source = self._stood_in(operand)
+            if source is not None and operand._version != source.version:
+                source = self._renewed(operand)
+            if source is not None:
+                sources.append(source)
+            elif depends_on_data(operand):
+                data.append(operand)
+        if not sources or not torch.is_grad_enabled():
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        if in_transform() is not None:
+            self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        if not data:
+            return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
+        try:
+            at, order = whose(func, data, self._batch_size)
+            if order is not None and order.owners.dim() != 1:
+                with self:
+                    output = as_rows(func, args, kwargs, order, data)
+                return self._marks.put(output, order)
+            self._order = order
+        except Refused as refused:
+            self._refuse(func, sources, refused)
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        if func in REWRITTEN:
+            output = self._rewritten(func, args, kwargs, sources, data)
+            if output is not NotImplemented:
+                return output
+        if (func in COMPOSITES or func in PER_SAMPLE) and self._reads_data(func, args, kwargs):
+            outer, self._composite = self._composite, self._composite or func
+            try:
+                output = self._composed(func, args, kwargs)
+                if output is not NotImplemented:
+                    return self._mark(func, args, kwargs, output, data)
+            except Refused as refused:
+                self._refuse(func, sources, refused)
+                return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+            finally:
+                self._composite = outer
+        if at and func in MOVABLE:
+            with self:
+                args, kwargs = samples_first(func, args, kwargs, at, data)
+                return func(*args, **kwargs).transpose(0, at).contiguous()
+        return self._mark(func, args, kwargs, self._use(func, args, kwargs, sources, data), data)
+
+    def __enter__(self) -> Tape:
+        self._depth += 1
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        super().__exit__(kind, error, tb)
+        self._depth -= 1
+        if not self._depth and error is None:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Make the rules of what a forward pass noted, and hook its uses."""
+        noted, self._noted = self._noted, []
+        for each in noted:
+            try:
+                use = each.settled(self._batch_size)
+            except Exception as error:
+                self._refuse(each.operation, [source for source, _ in each.gradients], as_refused(error))
+                continue
+            self.uses.append(use)
+            for source, _ in use.rules:
+                for name in source.parameters:
+                    self.counts[name] += 1
+            self.arrivals.hook(use, each)
+        self._count_parts()
+
+    def _count_parts(self) -> None:
+        """Uses of disjoint parts of a parameter (experts) are one use of it."""
+        sources = [source for use in self.uses for source, _ in use.rules]
+        for name in {name for s in sources if s.part is not None and self._stand_in is None for name in s.parameters}:
+            if self.counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):
+                self.counts[name] = 1
+
+    def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool, last: bool = True) -> None:
+        """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
+
+        After the last one hooks and rules are gone; the graph too, unless `retain_graph` keeps it for a second pass.
+
+        Raises:
+            Refused: a use that was expected and whose gradient has not arrived, or one that has arrived twice.
+        """
+
+        def arrived(use: Use, g: Tensor) -> None:
+            arrival(use, g)
+            if not last:
+                return
+            for _, rule in use.rules:
+                if rule.share is not None:
+                    rule.share.input_only = True
+            use.rules = []  # and with them the operation's input, unless somebody keeps it
+
+        self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
+        try:
+            self.arrivals.run(losses, arrived, retain_graph=retain_graph)
+        finally:
+            if last:
+                self.close()
+        self.arrivals.require_complete()
+
+    def sources(self) -> list[Source]:
+        """Every tensor made of parameters alone, the parameters among them."""
+        return list(self._sources.values())
+
+    def name_of(self, leaf: Any) -> str:
+        """Of a parameter of a sharded model that was read when the tape did not see it; "" for all else."""
+        if self._stand_in is None or not isinstance(leaf, torch.nn.Parameter):
+            return ""
+        return self._stand_in(leaf) or "a parameter of the sharded model"
+
+    def close(self) -> None:
+        """Take the hooks off, and the marks from what outlives the forward pass (a buffer that it updated)."""
+        self.arrivals.close()
+        self._noted.clear()
+        self._marks.forget()
+
+    def _stood_in(self, operand: Tensor) -> Source | None:
+        assert self._stand_in is not None
+        name = self._stand_in(operand)
+        if name is not None:
+            self._sources[id(operand)] = parameter_source(name, operand)
+        return self._sources.get(id(operand))
+
+    def _use(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
+        first = _next_number()
+        try:
+            for x in data:
+                if x.layout is not torch.strided or x.is_nested:
+                    raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
+            if func in HANDLERS:
+                output, gradients = HANDLERS[func](*args, **kwargs)
+                if output.is_complex():  # for which the formulas lack conjugations
+                    output, gradients = fallback(
+                        func, args, kwargs, output, [source.tensor for source in sources], data
+                    )
+            else:
+                output, gradients = self._fallback(func, args, kwargs, sources, data)
+            mine = self._mine(gradients, sources)
+        except Exception as error:
+            output = func(*args, **kwargs)  # raises the model's own error, if it is one
+            refused = as_refused(error)
+            if refused is not error or any(x.requires_grad for x in tensors((output,), {})):
+                self._refuse(func, sources, refused)
+            return output
+        if not mine:
+            return output
+        made = first, _next_number()
+        if not any(x.requires_grad for x in data):
+            # what the operation itself may have saved is not to be touched, nor what shares its memory with others
+            anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
+            output = anchored.apply(output, self.arrivals.anchor(output.device))
+        spec = Spec(output.shape, output.dtype)
+        node, operation = output.grad_fn, self._composite or func
+        assert node is not None
+        at, number = output.output_nr, node._sequence_nr()
+        self._noted.append(Noted(operation, spec, node, at, number, mine, made, None, self._order))
+        return output
+
+    def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether those operands of a composite are activations that must be; if not, it is not for us."""
+        names = OF_DATA.get(func, ())
+        operands = [*args[: len(names)], *(kwargs[name] for name in names if name in kwargs)]
+        return all(depends_on_data(x) and id(x) not in self._sources for x in operands)
+
+    def _composed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in PER_SAMPLE:
+            return PER_SAMPLE[func](self._activations.each, *args, **kwargs)
+        with self:
+            return COMPOSITES[func](*args, **kwargs)
+
+    def _rewritten(self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]) -> Any:
+        outer, self._composite = self._composite, self._composite or func
+        try:
+            instead = REWRITTEN[func](self._activations, func, *args, **kwargs)
+            if instead is None:
+                return NotImplemented
+            with self:
+                return instead()
+        except Refused as refused:
+            self._refuse(func, sources, refused)
+            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        finally:
+            self._composite = outer
+
+    def _fallback(
+        self, func: Any, args: Any, kwargs: Any, sources: list[Source], data: list[Tensor]
+    ) -> tuple[Any, Sequence[Gradient]]:
+        output = func(*args, **kwargs)
+        if not any(x.requires_grad for x in tensors((output,), {})):
+            return output, []  # nothing differentiable: a shape, a comparison
+        if isinstance(output, Tensor) and output._is_view():  # changed in place, it would get another node
+            output = output.clone()
+        return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
+
+    def _mine(self, gradients: Sequence[Gradient], sources: list[Source]) -> list[tuple[Source, Gradient]]:
+        """The gradients of what is ours; what the others hold on to is let go of.
+
+        Raises:
+            Refused: a source without one: it was the input and not the weight.
+        """
+        known = self._sources
+        mine = [(known[id(gradient[0])], gradient) for gradient in gradients if id(gradient[0]) in known]
+        if gradients and {id(source) for source, _ in mine} != set(map(id, sources)):
+            raise Refused("a parameter is the input of the operation, not its weight", "use microbatch or vmap")
+        return mine
+
+    def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
+        for made in tensors((output,), {}):
+            if made.requires_grad and id(made) not in self._sources:  # `to` may give back what it was given
+                source = derive(func, args, kwargs, made, sources)
+                if func is F.embedding and id(args[1]) in self._sources:
+                    source.lookup = (args[0], self._sources[id(args[1])], kwargs.get("padding_idx"))
+                self._sources[id(made)] = source
+        target = args[0] if args else None
+        if output is None or output is target:  # perhaps changed in place, and with it what it is a view of
+            for changed in (target, target._base) if isinstance(target, Tensor) else ():
+                if changed is not None and changed.requires_grad:
+                    self._renewed(changed)
+        return output
+
+    def _renewed(self, tensor: Tensor) -> Source | None:
+        """What a tensor is after it was changed in place: a source, or None if it depends on data now."""
+        source = self._sources.pop(id(tensor), None)
+        if source is not None and (source.version == tensor._version or source.is_parameter):
+            source.version = tensor._version
+        else:
+            source = remade(tensor, self._sources, {noted.node for noted in self._noted})
+        if source is not None:
+            self._sources[id(tensor)] = source
+        return source
+
+    def _note(self, source: Source, gradient: Gradient, output: Spec, copies: Tensor) -> None:
+        """A use whose output's gradient is asked for itself."""
+        assert copies.grad_fn is not None
+        number = copies.grad_fn._sequence_nr()
+        made = number, number + 1
+        self._noted.append(
+            Noted(self._composite, output, copies.grad_fn, 0, number, [(source, gradient)], made, copies, self._order)
+        )
+
+    def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Refuse an operation for what it does to data, unless this call of it is harmless."""
+        try:
+            if self._batch_size > 1:
+                REWRITTEN[func](self._activations, func, *args, **kwargs)
+        except Refused as refused:
+            self.problems.append(Problem("model", f"{title(func)}: {refused.reason}", refused.remedy))
+
+    def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
+        for name in dict.fromkeys(name for source in sources for name in source.parameters):
+            self.problems.append(Problem(name, f"{title(func)}: {refused.reason}", refused.remedy))

@@ -1,0 +1,90 @@
+"""Uses of parameters by activations whose rows are in several dimensions, or in none: one sample without its batch.
+
+They are run on the same numbers with rows in the first dimension, for which there are rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.rows import Rows
+from clipping.rules.base import Refused
+from clipping.rules.rewritten import LIKE, methods
+from clipping.sources import samples_of
+from clipping.tape.batch_dimension import ELEMENTWISE
+
+OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
+"""Operations on the last dimension or two, whatever is before."""
+OF_FEATURES = OF_ROWS - {F.embedding}
+OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
+"""Operations that do the same without a batch."""
+BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
+"""Operations entry by entry."""
+OTHERWISE = LIKE | {torch.Tensor.to, F.embedding_bag, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
+"""Operations whose output has other rows, or that are run as their parts."""
+GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microbatch"
+REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
+
+
+def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
+    """The dimension of a use's activations that holds the samples; or their rows, if it is not as simple as that.
+
+    Raises:
+        Refused: it is not known which samples their rows belong to.
+    """
+    at = 0
+    rows: list[Rows] = []
+    for x in data:
+        place = samples_of(x)
+        if isinstance(place, Rows):
+            numbers = not (x.is_floating_point() or x.is_complex())
+            if func in OTHERWISE or (numbers and (not x.dim() or any(y.is_floating_point() for y in data))):
+                continue  # the number of an expert, say, or where its rows end: they belong to no sample
+            place = place.simplest
+            if isinstance(place, Rows):
+                if place.unknown:
+                    raise Refused(f"it is not known which samples its rows belong to after {place.unknown}", GATHER)
+                rows.append(place)
+                continue
+        at = max(at, place)
+    if not rows:
+        vectors = batch_size == 1 and func in OF_FEATURES and all(x.dim() == 1 for x in data)
+        return (0, Rows(torch.zeros((), dtype=torch.long), 1)) if vectors else (at, None)
+    order = max(rows, key=lambda each: each.owners.dim())
+    dims = order.owners.dim()
+    if dims and func in OF_FEATURES and any(x.dim() <= dims for x in data):
+        raise Refused("numbers of several samples stand in one row", GATHER)
+    return 0, order
+
+
+def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor]) -> Any:
+    """The output of a use whose activations have rows in several dimensions, or in none.
+
+    Raises:
+        Refused: an operation that is not known to treat them one by one.
+    """
+    dims = rows.owners.dim()
+    ours = {id(x) for x in data if dims == 0 or x.shape[:dims] == rows.owners.shape}
+    others = [x.dim() for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and id(x) not in ours]
+    least = min((x.dim() for x in data if id(x) in ours), default=0)
+    elementwise = func in BROADCAST and all(other <= least - dims for other in others)
+    inner = func in (OF_ROWS if dims else OF_WHOLE) and (func not in _PRODUCTS or least > dims > 0 or least > 1)
+    if not (elementwise or inner) or len(ours) != len(data):
+        what = "one sample without a batch" if dims == 0 else f"rows in {dims} dimensions"
+        raise Refused(f"no exact rule for {what}", REMEDY)
+
+    def flat(x: Any) -> Any:
+        if not isinstance(x, Tensor) or id(x) not in ours:
+            return x
+        return x.flatten(0, dims - 1) if dims else x.unsqueeze(0)
+
+    output = func(*map(flat, args), **{key: flat(x) for key, x in kwargs.items()})
+    return output.unflatten(0, rows.owners.shape) if dims else output.squeeze(0)
+
+
+_PRODUCTS = {torch.matmul, torch.Tensor.matmul}

@@ -1,0 +1,297 @@
+"""The backends on the tape: one machine with two switches, how a norm is found and how the weighted gradient is formed.
+
+                        every gradient instantiated   every Gram matrix   the better of the two
+    two passes          FastGradClip                  Ghost               MixedGhost
+    book-keeping                                      BkGhost             BkMixed
+
+*Two passes*: a backward pass of activation gradients only, for the norms; then an ordinary one of Σ_i c_i ℓ_i.
+Kifer 2020, arXiv:2009.03106; Li et al. 2021, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683, Algorithm 1)
+
+*Book-keeping*: ordinary training spends T·p·d on the forward pass, on the activation gradients and on the weight
+gradients each. So does this: no second pass, and Σ_i c_i g_iᵀa_i is formed once, by the library's own kernels, from
+what the one backward pass left. What is left to pay is the norms. (Bu et al. 2022, arXiv:2210.00038, Algorithm 1)
+
+With per-layer clipping each parameter has factors of its own, which no weighting of the losses can express: then the
+weighted gradient is formed where the norm is found, in all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from clipping.apart import Occasions, mixed_rows
+from clipping.batches import forward
+from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
+from clipping.formats import HALF, norm_dtype, without_autocast
+from clipping.functions import ClipFunction
+from clipping.interface import Backend
+from clipping.kernels.matmul import onednn_from, take_onednn_from
+from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
+from clipping.planning.costs import ghost_by_paper
+from clipping.planning.planner import Planner, Strategy
+from clipping.reference import with_zeros
+from clipping.rounding import excess, portion
+from clipping.rules import Refused, Route, Rule, Spec
+from clipping.sharded import norms_of
+from clipping.sources import Source
+from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint
+from clipping.tape.graph import unrecorded
+from clipping.tape.record import Tape
+from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
+
+UNSEEN = (1024, 4096)
+"""Positions and features that a model is taken to have until it was called."""
+
+
+class TapeBackend(Backend):
+    """Forward under the tape, one backward pass of activation gradients, and `norms` to take what arrives."""
+
+    norms: ClassVar[type[Norms]] = TwoPasses
+
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
+    ) -> None:
+        super().__init__(model, loss_fn, clip=clip, verify=verify)
+        self.stand_in = stand_ins(self.model)
+        self._sizes = UNSEEN
+
+    def problems(self) -> Iterable[Problem]:
+        yield from super().problems()
+        yield from compiled_modules(self.model)
+
+    def _rounding(self, batch_size: int) -> tuple[float, float]:
+        positions, features = self._sizes
+        dtype = self._dtype()
+        most = min(batch_size, portion(batch_size, positions, dtype))
+        return excess(batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer)
+
+    def _saw(self, tape: Tape) -> None:
+        seen = (0, 0) if self._sizes == UNSEEN else self._sizes
+        sizes = ((rule.positions, rule.features()) for use in tape.uses for _, rule in use.rules)
+        positions, features = zip(seen, (1, 1), *sizes, strict=True)
+        self._sizes = max(positions), max(features)
+
+    def by_ghost(self, rule: Rule) -> bool:
+        """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
+        raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
+
+    def plan(self, tape: Tape, losses: Tensor) -> None:
+        """Write on the rule of each use which route its norm takes."""
+        for use in tape.uses:
+            for source, rule in use.rules:
+                rule.route = self.route(source, rule, use.output)
+
+    def route(self, source: Source, rule: Rule, output: Spec) -> Route:
+        """By `by_ghost`, in the way that the formulas prefer; kept where that takes no more than (a, g)."""
+        ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
+        return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
+
+    def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in)
+        with self._explained(tape):
+            with tape:
+                losses = self.losses(inputs, targets, batch_size)
+            self._refuse(tape, losses, parameters)
+            self._look(tape, losses, self.occasions)
+            return self._finished(tape, losses, parameters)
+
+    def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
+        if not self.sharded:
+            return super()._nothing(parameters, inputs, targets)
+        row = row_of_zeros(inputs)
+        tape = Tape(parameters, (row, targets), 1, self.stand_in)
+        with self._explained(tape):
+            with tape:
+                losses = self.loss_fn(no_rows(forward(self.model, row)), targets)
+            return self._finished(tape, losses, parameters)
+
+    def clipped(
+        self,
+        tape: Tape,
+        losses: Tensor,
+        parameters: Parameters,
+        *,
+        keep_graph: bool = False,
+        occasions: Occasions | None = None,
+    ) -> ClippedGradient:
+        """The rest, of a forward pass that somebody else ran under `tape`: see `clipping.recording`.
+
+        Args:
+            tape: no longer active; its hooks are gone when this returns.
+            losses: [B], with their graph. Whatever reads a parameter there must be on the tape.
+            parameters: the trainable ones, as the tape has them.
+            keep_graph: do not use up the graph of the losses.
+            occasions: of looking whether samples stay apart; None for never.
+        """
+        with self._explained(tape):
+            self._refuse(tape, losses, parameters)
+            self._look(tape, losses, occasions)
+            return self._finished(tape, losses, parameters, keep_graph)
+
+    @contextmanager
+    def _explained(self, tape: Tape) -> Iterator[None]:
+        try:
+            yield
+        except Refused as refused:  # found out only when the gradient arrived
+            raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
+        except RuntimeError as error:
+            problem = compiled_code(error) or reentrant_checkpoint(error)
+            if problem is None:
+                raise
+            raise UnsupportedModel(self.name, [problem]) from error
+        finally:
+            tape.close()
+
+    def _finished(
+        self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
+    ) -> ClippedGradient:
+        kind = LayerByLayer if self.clip.per_layer else self.norms
+        if kind.second_pass and any(use.output.dtype in HALF for use in tape.uses):
+            kind = Book  # a second pass would round its sums to the few digits of half precision
+        if self.sharded:
+            kind = norms_of(kind, losses)
+        if losses.shape[0]:
+            self.plan(tape, losses)
+            self._saw(tape)
+        norms = kind(tape.counts, losses, parameters, self.clip)
+        norms.keep_graph = keep_graph
+        again = isinstance(norms, TwoPasses) and in_portions(tape, len(losses))
+        tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph, last=not again)
+        if isinstance(norms, TwoPasses) and again:
+            norms.again = partial(tape.backward, retain_graph=keep_graph)
+        with without_autocast(losses.device):
+            total, grads = norms.finish()
+        self.coverage = norms.coverage()
+        for name, grad in grads.items():
+            wide = norm_dtype(parameters[name].dtype)
+            if grad.dtype != wide:  # of two passes, whose parameters are in half precision
+                grads[name] = grad.to(wide)
+        return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
+
+    def _look(self, tape: Tape, losses: Tensor, occasions: Occasions | None) -> None:
+        problem = mixed_rows(tape, losses, occasions)
+        if problem is not None:
+            raise UnsupportedModel(self.name, [problem])
+
+    def _refuse(self, tape: Tape, losses: Tensor, parameters: Parameters) -> None:
+        problems = tape.problems or unrecorded(losses, tape, parameters)
+        if problems:
+            raise UnsupportedModel(self.name, dict.fromkeys(problems))
+
+
+def in_portions(tape: Tape, batch_size: int) -> bool:
+    """Whether one product of the whole batch would round too much: see `clipping.rounding`."""
+    rules = [(rule, use.output.dtype) for use in tape.uses for _, rule in use.rules]
+    return any(batch_size > portion(batch_size, max(1, rule.positions), dtype) for rule, dtype in rules)
+
+
+class FastGradClip(TapeBackend):
+    """Every per-sample gradient instantiated, one use at a time, and let go once its norm is known."""
+
+    name = "fastgradclip"
+
+    def by_ghost(self, rule: Rule) -> bool:
+        return False
+
+
+class Ghost(TapeBackend):
+    """Ghost norm wherever a use has one: weights of linear layers, convolutions and embeddings."""
+
+    name = "ghost"
+
+    def by_ghost(self, rule: Rule) -> bool:
+        return True
+
+
+class MixedGhost(TapeBackend):
+    """Ghost norm where it takes less space than the gradient: 2T² ≤ pd. (arXiv:2205.10683, equation 4.1)
+
+    With groups there are as many Gram pairs as groups, and as many blocks of p·d entries: the rule is the same.
+    """
+
+    name = "mixed_ghost"
+
+    def by_ghost(self, rule: Rule) -> bool:
+        return ghost_by_paper(rule.positions, rule.inputs, rule.outputs)
+
+
+class BkGhost(Ghost):
+    """Book-keeping with the ghost norm wherever a use has one."""
+
+    name = "bk_ghost"
+    norms = Book
+    book_kept = True
+
+
+class BkMixed(TapeBackend):
+    """Book-keeping with a planned route for each use.
+
+    Args:
+        model, loss_fn, clip, verify: as for every backend.
+        plan: what the planner aims at (see `clipping.planning.planner`); None is the `strategy` of the class.
+        memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
+        timing: time the routes on this device in the second step; else the plan is the same everywhere, by formula.
+    """
+
+    name = "bk_mixed"
+    norms = Book
+    book_kept = True
+    strategy: ClassVar[Strategy] = "auto"
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        clip: ClipFunction | None = None,
+        verify: bool = True,
+        plan: Strategy | None = None,
+        memory_overhead: float = 0.05,
+        timing: bool = True,
+    ) -> None:
+        super().__init__(model, loss_fn, clip=clip, verify=verify)
+        # between a sharded module's passes its parameters are not there to be timed with
+        self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
+
+    def settle(self) -> dict[str, Any]:
+        """See `clipping.interface.Backend.settle`; which library multiplies is part of it."""
+        return {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
+
+    def resume(self, settled: Mapping[str, Any]) -> None:
+        """See `clipping.interface.Backend.resume`."""
+        if settled:
+            self.planner.resume(settled["plans"])
+            take_onednn_from(torch.get_num_threads(), settled["onednn_from"])
+
+    def plan(self, tape: Tape, losses: Tensor) -> None:
+        found = self.planner.plan(tape, losses, lambda: held_here(self.model))
+        rules = [rule for use in tape.uses for _, rule in use.rules]
+        for rule, route in zip(rules, found.routes, strict=True):
+            rule.route = route
+
+
+class BkMixedPaper(BkMixed):
+    """Book-keeping with the ghost norm where 2T² ≤ pd, as arXiv:2210.00038 mixes them."""
+
+    name = "bk_mixed:paper"
+    strategy = "paper"
+
+
+class BkMixedTime(BkMixed):
+    """Book-keeping with the fastest route of each use, whatever its memory."""
+
+    name = "bk_mixed:time"
+    strategy = "time"
+
+
+class BkMixedMemory(BkMixed):
+    """Book-keeping with the route of each use that keeps least, whatever its time."""
+
+    name = "bk_mixed:memory"
+    strategy = "memory"

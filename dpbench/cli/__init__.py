@@ -1,0 +1,9 @@
+"""The command line. One module a command, imported when that command is chosen: `add_arguments(parser)` and
+`run(args) -> exit code`.
+
+A command module imports at its top only what is light; what is heavy it imports in `run`.
+"""
+
+from dpbench.cli.command_line import main
+
+__all__ = ["main"]

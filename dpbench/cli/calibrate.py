@@ -1,0 +1,133 @@
+"""``dpbench calibrate``: the noise that each accountant asks for at a target ε, or the steps, epochs or sample rate."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from typing import Any
+
+from accounting import ArgumentError, Calibration, calibrate, load_accountant
+from accounting.calibration import UNKNOWNS
+from dpbench.cli import privacy
+from dpbench.cli.privacy import Row, number
+from dpbench.errors import UsageError, one_of
+from dpbench.trials.json_text import to_json
+
+#: What must be given for each unknown.
+_GIVEN = {
+    "noise_multiplier": ("sample_rate", "steps"),
+    "steps": ("sample_rate", "noise_multiplier"),
+    "epochs": ("sample_rate", "noise_multiplier"),
+    "sample_rate": ("noise_multiplier", "steps"),
+}
+#: Which way a printed value of the unknown is rounded, so that it is safe.
+_UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": False}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target-epsilon", metavar="E", required=True, help="ε that is not to be exceeded")
+    parser.add_argument(
+        "--solve",
+        metavar="UNKNOWN",
+        default="noise-multiplier",
+        help=f"{', '.join(name.replace('_', '-') for name in UNKNOWNS)} (default: %(default)s); the others are given",
+    )
+    parser.add_argument("--sample-rate", metavar="Q", help="chance of each record to be in a batch")
+    parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
+    parser.add_argument("--steps", metavar="T", help="number of steps")
+    parser.add_argument("--epochs", metavar="E", help="in place of --steps: passes over the data, rounded up to a step")
+    privacy.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each accountant; 0.
+
+    Raises:
+        UsageError: for something missing, an unknown accountant, or a value outside its domain.
+    """
+    unknown = one_of("what to solve for", args.solve.replace("-", "_"), UNKNOWNS)
+    scheme = privacy.scheme(args)
+    names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
+    given = _given(args, unknown)
+    target, delta = number("--target-epsilon", args.target_epsilon), number("--delta", args.delta)
+    try:
+        rows = [_row(name, unknown, target, {**given, "delta": delta, **scheme}) for name in names]
+    except ArgumentError as error:
+        raise privacy.usage(error) from error
+    print(to_json(rows) if args.format == "json" else _table(rows, unknown, target, delta, given, scheme))
+    return 0
+
+
+def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
+    """The settings that are not solved for.
+
+    Raises:
+        UsageError: one is missing, or given although it is the unknown.
+    """
+    texts = {name: getattr(args, name) for name in ("sample_rate", "noise_multiplier", "steps", "epochs")}
+    if texts["epochs"] is not None and unknown == "noise_multiplier":
+        if texts["steps"] is not None:
+            raise UsageError("either --steps or --epochs", "both")
+        q, epochs = number("--sample-rate", texts["sample_rate"] or "nan"), number("--epochs", texts["epochs"])
+        if not (q > 0 and 0 <= epochs <= sys.float_info.max and epochs / q < math.inf):
+            raise UsageError("--epochs to be a number >= 0, at a sample rate above 0", texts["epochs"])
+        texts |= {"steps": str(math.ceil(epochs / q * (1 - 1e-12))), "epochs": None}
+    for name, text in texts.items():
+        option = f"--{name.replace('_', '-')}"
+        if (text is None) == (name in _GIVEN[unknown]):
+            what = "" if text is None else "no "
+            raise UsageError(f"{what}{option} when solving for {unknown.replace('_', '-')}", text or "none")
+    return {name: number(f"--{name.replace('_', '-')}", texts[name]) for name in _GIVEN[unknown]}
+
+
+def _row(name: str, unknown: str, target: float, given: dict[str, Any]) -> Row:
+    """One accountant's answer; where it has none, the unknown and `epsilon` are None, and `detail` says why."""
+    known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
+    row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
+    try:
+        accountant = load_accountant(name)
+        row["kind"] = accountant.kind
+        found: Calibration = calibrate(accountant, unknown, target_epsilon=target, **given)
+    except privacy.CANNOT as error:
+        return row | {"detail": privacy.failed(error)}
+    return row | {
+        "noise_multiplier": found.mechanism.noise_multiplier,
+        "sample_rate": found.mechanism.sample_rate,
+        "steps": found.steps,
+        "epochs": found.epochs,
+        "epsilon": found.guarantee.epsilon,
+        "kind": found.guarantee.kind,
+        "detail": {**found.guarantee.detail, "seconds": found.seconds, "evaluations": found.evaluations},
+    }
+
+
+def _table(
+    rows: list[Row], unknown: str, target: float, delta: float, given: dict[str, float], scheme: dict[str, Any]
+) -> str:
+    words = UNKNOWNS[unknown][2] if unknown != "epochs" else "number of epochs"
+    size = "smallest" if unknown == "noise_multiplier" else "largest"
+    settings = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in given.items())
+    heading = [
+        f"{size} {words} with ε ≤ {target:g} at δ = {delta:g}, {settings}",
+        privacy.under(scheme["sampling"], scheme["adjacency"]),
+    ]
+    cells = [
+        (
+            row["accountant"],
+            _text(row[unknown], unknown),
+            privacy.epsilon(row["epsilon"], row["kind"]),
+            str(row["kind"] or "-").replace("_", " "),
+            privacy.seconds(row["detail"]),
+            privacy.how(row["detail"]),
+        )
+        for row in rows
+    ]
+    return privacy.table(heading, ("accountant", unknown.replace("_", " "), *_COLUMNS), cells)
+
+
+_COLUMNS = ("epsilon", "kind", "seconds", "how")
+
+
+def _text(value: float | None, unknown: str) -> str:
+    return f"{value:,}" if unknown == "steps" and value is not None else privacy.rounded(value, _UP[unknown])

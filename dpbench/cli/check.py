@@ -1,0 +1,262 @@
+"""``dpbench check``: are the backends exact? Norms and gradients beside the microbatch oracle, on awkward batches.
+
+Every (model, backend) is a trial of its own process (`dpbench.measure.check` runs there), and so are all conformance
+cases of a backend (`dpbench.conformance`), and all its hard records (`dpbench.conformance.sensitivity`). Standard
+output has the rows, in the order asked for; standard error says how far it is. Exit code 1 if any row is a mismatch or
+an error, or a hard record moves the sum too far; what a backend refuses, with its reason, is no failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from clipping import BACKENDS
+from dpbench.conformance import ConformanceTrial
+from dpbench.conformance.scorecard import RESULTS, as_row, count, text
+from dpbench.conformance.sensitivity import SensitivityTrial
+from dpbench.conformance.sensitivity import scorecard as sensitivity
+from dpbench.errors import UsageError
+from dpbench.models.references import BUILTIN, validate_reference
+from dpbench.process.linux import available_cpus
+from dpbench.process.parent import Answer, Isolation
+from dpbench.records.environment import resolve_device, server_variables
+from dpbench.trials import CheckTrial, Trial
+from dpbench.trials.backends import ResolveTrial, UnusableBackend, is_file, validate_backend
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import Outcome
+
+Row = dict[str, Any]
+CheckOf = CheckTrial | ConformanceTrial | SensitivityTrial
+AnyTrial = TypeVar("AnyTrial", bound=Trial)
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+AUTOCAST = "bfloat16-autocast"
+#: Samples of a batch; of the slowest models in float64, as few as can have a tie.
+BATCH_SIZE = 3
+SMALLER = dict.fromkeys(("resnet34", "resnet50", "resnet101", "resnet152"), 2)
+#: A check of the largest built-in model holds some gigabytes; beyond a few at once there is nothing left to wait for.
+BYTES_AT_ONCE = 4 * 2**30
+MOST_AT_ONCE = 8
+_STATUS = {Outcome.OK: "ok", Outcome.MISMATCH: "mismatch", Outcome.UNSUPPORTED: "unsupported"}
+_HEADER = ("model", "backend", "status", "norms", "gradients", "coverage", "reason")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="REF", action="append", help="may be given again (default: all built-in)")
+    parser.add_argument(
+        "--backend",
+        metavar="REF",
+        action="append",
+        help="a name, or path/file.py:Class for a subclass of clipping.Backend; may be given again (default: all)",
+    )
+    parser.add_argument(
+        "--conformance",
+        action="store_true",
+        help="the conformance cases, in float64 and below: small models, clipping functions, batches, side effects; "
+        "and whole models only if --model names them (the default for path/file.py:Class)",
+    )
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="how far hard records move the sum, in units of C: small models alone, in --dtype, float32 by default",
+    )
+    parser.add_argument("--dtype", choices=(*DTYPES, AUTOCAST), help="float64 by default, but with --sensitivity")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each model and backend; 1 if any is a mismatch or an error.
+
+    Raises:
+        UsageError: an unknown model, backend or device, before anything is started.
+    """
+    trials = list(dict.fromkeys(wanted(args)))
+    own = dict.fromkeys(trial.backend for trial in trials if is_file(trial.backend))
+    refuse_unusable([ResolveTrial(backend=backend) for backend in own])
+    rows = check(trials)
+    if args.sensitivity:
+        print(to_json(rows) if args.format == "json" else sensitivity.text(rows))
+        return int(any(sensitivity.failed(row) for row in rows))
+    print(
+        to_json(rows)
+        if args.format == "json"
+        else tables(rows, {_model(t) for t in trials if isinstance(t, CheckTrial)})
+    )
+    return int(any(row["status"] in ("mismatch", "error") for row in rows))
+
+
+def wanted(args: argparse.Namespace) -> list[CheckOf]:
+    """The trials that were asked for: models first, then conformance.
+
+    Raises:
+        UsageError: an unknown model, backend or device, or options that do not go together.
+    """
+    backends = args.backend or list(BACKENDS)
+    for model in args.model or ():
+        validate_reference(model)
+    for backend in backends:
+        validate_backend(backend)
+    device = resolve_device(args.device)
+    if args.sensitivity:
+        return hard_records(args, backends, device)
+    if args.dtype == AUTOCAST:
+        raise UsageError(f"one of {', '.join(DTYPES)} without --sensitivity", args.dtype)
+    conforming = [backend for backend in backends if args.conformance or (is_file(backend) and not args.model)]
+    on_models = backends if args.model else [backend for backend in backends if backend not in conforming]
+    if conforming and args.dtype not in (None, "float64"):
+        raise UsageError("no --dtype with the conformance cases, which have precisions of their own", args.dtype)
+    if args.backend and "nonprivate" in conforming:
+        raise UsageError("a backend that clips with --conformance", "nonprivate")
+    return [
+        *(
+            CheckTrial(
+                model=model,
+                backend=backend,
+                dtype=args.dtype or "float64",
+                device=device,
+                batch_size=SMALLER.get(model, BATCH_SIZE),
+            )
+            for model in args.model or BUILTIN
+            for backend in on_models
+        ),
+        *(ConformanceTrial(backend=backend, device=device) for backend in conforming if backend != "nonprivate"),
+    ]
+
+
+def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str) -> list[CheckOf]:
+    """The trials of `--sensitivity`.
+
+    Raises:
+        UsageError: options that do not go with it.
+    """
+    if args.model or args.conformance:
+        expected = "--sensitivity without --model and --conformance: it brings small models of its own"
+        raise UsageError(expected, "--model" if args.model else "--conformance")
+    if args.backend and "nonprivate" in backends:
+        raise UsageError("a backend that clips with --sensitivity", "nonprivate")
+    dtype = args.dtype or "float32"
+    return [SensitivityTrial(backend=name, dtype=dtype, device=device) for name in backends if name != "nonprivate"]
+
+
+def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
+    """Import the files that backends are to come from, each in a process of its own.
+
+    Raises:
+        UsageError: what is wrong with the first that is no backend.
+    """
+    for trial, answer in answers(trials):
+        if answer.outcome is not Outcome.OK:
+            said = (answer.evidence or "no evidence").splitlines()[-1]
+            raise UsageError(f"{trial.backend} to import", f"{answer.outcome}: {said}")
+        if answer.result and answer.result["usage"]:
+            raise UnusableBackend(answer.result["usage"])
+
+
+def check(trials: Sequence[CheckOf]) -> list[Row]:
+    """Run the trials, as many at once as the machine has room for; their rows in the same order."""
+    rows: dict[Trial, list[Row]] = {}
+    begin = time.monotonic()
+    for trial, answer in answers(trials):
+        found = rows[trial] = rows_of(trial, answer)
+        ahead = f"[{len(rows)}/{len(trials)}, {time.monotonic() - begin:.0f} s]"
+        print(f"{ahead} {_model(trial)} {trial.backend}: {_said(trial, found)}", file=sys.stderr, flush=True)
+    return [row for trial in trials for row in rows[trial]]
+
+
+def _said(trial: CheckOf, rows: Sequence[Row]) -> str:
+    """What a trial came to, in a few words."""
+    if isinstance(trial, SensitivityTrial):
+        return sensitivity.count(rows)
+    return rows[0]["status"] if isinstance(trial, CheckTrial) else count(RESULTS[row["status"]] for row in rows)
+
+
+def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
+    """Each trial with its answer, in the order in which they end."""
+    waiting, running = list(trials)[::-1], dict[int, AnyTrial]()
+    on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in waiting)
+    at_once = 1 if on_cuda else room()
+    with Isolation(server_variables("cuda" if on_cuda else "cpu")) as isolation:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                trial = waiting.pop()
+                running[isolation.submit(trial)] = trial
+            for answer in isolation.wait():
+                yield running.pop(answer.key), answer
+
+
+def room() -> int:
+    """How many trials may run at once on the CPU, one thread each."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(available_cpus(), memory // BYTES_AT_ONCE, MOST_AT_ONCE))
+
+
+def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
+    """Rows of the contract; errors and coverage are None where there was nothing to compare."""
+    result = answer.result or {}
+    if isinstance(trial, SensitivityTrial):
+        return moved(trial, answer)
+    if "rows" in result and isinstance(trial, ConformanceTrial):
+        return [as_row(trial.backend, row) for row in result["rows"]]
+    status = _STATUS.get(answer.outcome, "error")
+    reason = answer.evidence
+    if status == "error":  # of a traceback, what was raised
+        reason = f"{answer.outcome}: {(answer.evidence or 'no evidence').splitlines()[-1]}"
+    row = {
+        "model": _model(trial),
+        "backend": trial.backend,
+        "status": status,
+        "max_norm_error": result.get("max_norm_error"),
+        "max_grad_error": result.get("max_grad_error"),
+        "coverage": result.get("coverage"),
+        "reason": reason,
+    }
+    return [row]
+
+
+def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
+    """Rows of `--sensitivity`, one a case; one for all where the trial did not come to an end."""
+    found = (answer.result or {}).get("rows")
+    if found is None:
+        supported = answer.outcome is not Outcome.UNSUPPORTED
+        said = (answer.evidence or "no evidence").splitlines()[-1]
+        reason = f"{answer.outcome}: {said}" if supported else answer.evidence
+        found = [{"case": "all", "outcome": "error" if supported else "unsupported", "reason": reason}]
+    return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]
+
+
+def tables(rows: list[Row], models: set[str]) -> str:
+    """Models as a table of measurements, conformance cases as the scorecard."""
+    measured = [row for row in rows if row["model"] in models]
+    cases = [row for row in rows if row["model"] not in models]
+    return "\n\n".join([*([table(measured)] if measured else []), *([text(cases)] if cases else [])])
+
+
+def _model(trial: CheckOf) -> str:
+    return trial.model if isinstance(trial, CheckTrial) else trial.kind
+
+
+def table(rows: list[Row]) -> str:
+    """The rows for a person: columns as wide as they need be, the reason last."""
+    lines = [_HEADER, *(_cells(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    coverage = ", ".join(f"{share:.1%} {name}" for name, share in (row["coverage"] or {}).items() if share)
+    errors = (_error(row["max_norm_error"]), _error(row["max_grad_error"]))
+    reason = " ".join((row["reason"] or "").split())
+    return row["model"], row["backend"], row["status"], *errors, coverage or "-", reason
+
+
+def _error(value: float | str | None) -> str:
+    """1.2e-16; "nan" and "inf" as they are; "-" where there is none."""
+    return "-" if value is None else f"{float(value):.1e}"

@@ -1,0 +1,147 @@
+"""The command line: finds the command, imports it, and turns what a person got wrong into one line.
+
+Exit codes: 0 fine; 1 a check or a verdict failed, or a run could not go on; 2 usage; 130 ended by Ctrl-C; 141 nobody
+reads what is printed any more. Only the module of the command that
+was chosen is imported, so that ``list``, ``plan`` and ``epsilon`` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from dpbench.cli import streams
+from dpbench.cli.examples import EXAMPLES, QUESTIONS
+from dpbench.errors import RunEnded, UsageError, nearest, one_of
+from dpbench.records.environment import VERSION
+
+#: command -> (its module, what it does in a line)
+COMMANDS = {
+    "list": ("dpbench.cli.listing", "experiments, backends, models, accountants"),
+    "plan": ("dpbench.cli.plan", "what of an experiment is done, what remains, what was pruned, time left"),
+    "run": ("dpbench.cli.run", "run what remains of an experiment, then draw its figures"),
+    "check": ("dpbench.cli.check", "are the backends exact? norms and gradients beside the microbatch oracle"),
+    "explain": ("dpbench.cli.explain", "which route each use of each parameter takes, and what each would cost"),
+    "recommend": ("dpbench.cli.recommend", "every backend on one model, on this machine, and which to take"),
+    "compare": (
+        "dpbench.cli.compare",
+        "two runs beside each other: faster, slower, same, inconclusive for each cell",
+    ),
+    "report": ("dpbench.cli.report", "figures and tables from records"),
+    "epsilon": ("dpbench.cli.epsilon", "the privacy that a training run buys, by each accountant"),
+    "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
+}
+_TYPES = {"int": "a whole number", "float": "a number"}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are a `UsageError`: one line, with what was expected and what came."""
+
+    def error(self, message: str) -> NoReturn:
+        about, _, what = message.partition(": ")
+        option = about.removeprefix("argument ")
+        if match := re.fullmatch(r"invalid (\w+) value: '(.*)'", what):
+            raise UsageError(f"{_TYPES.get(match[1], match[1])} for {option}", match[2])
+        if about.startswith("the following arguments are required"):
+            raise UsageError(f"{what} after {self.prog}", "nothing")
+        if about.startswith("argument ") and what.startswith("expected"):
+            raise UsageError(f"{what.removeprefix('expected ')} after {option}", "none")
+        raise UsageError(f"arguments as {self.prog} --help shows them", message)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            known = sorted(self._option_string_actions)
+            options = [word for word in unknown if word.startswith("-")]
+            if options:
+                name = options[0].partition("=")[0]
+                raise UsageError(f"an option of {self.prog}, one of {', '.join(known)}", name, nearest(name, known))
+            raise UsageError(f"no further argument for {self.prog}", " ".join(unknown))
+        return parsed
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None:
+            one_of(f"{'/'.join(action.option_strings) or action.dest}", str(value), map(str, action.choices))
+
+
+def _describe_commands() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {doc}" for name, (_, doc) in COMMANDS.items()]
+    asked = "\n".join(f"  {question}\n      dpbench {command}" for question, command in QUESTIONS)
+    return (
+        "commands:\n" + "\n".join(lines) + f"\n\nquestions, and what answers them:\n{asked}\n\n"
+        "`dpbench COMMAND --help` shows a command's options, and more examples."
+    )
+
+
+def _describe_examples(name: str) -> str:
+    examples = [(f"dpbench {name} {arguments}".rstrip(), words) for arguments, words in EXAMPLES.get(name, ())]
+    return "examples:\n" + "\n".join(f"  {line}\n      {words}" for line, words in examples) if examples else ""
+
+
+def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
+    """The command's module and its arguments; None if help or the version was asked for, and printed."""
+    top = Parser(
+        prog="dpbench",
+        usage="dpbench COMMAND ...",
+        description="Which clipping backend for differentially private training: measured, and verified.",
+        epilog=_describe_commands(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    top.add_argument("--version", action="version", version=f"dpbench {VERSION}")
+    if not argv:
+        top.print_help()
+        return None
+    if argv[0].startswith("-"):
+        top.parse_args(argv[:1])
+        raise UsageError(f"a command before {argv[0]}, one of {', '.join(COMMANDS)}", "none")
+    name = one_of("a command", argv[0], COMMANDS)
+    module, doc = COMMANDS[name]
+    command = importlib.import_module(module)
+    parser = Parser(
+        prog=f"dpbench {name}",
+        description=f"{doc[0].upper()}{doc[1:]}.",
+        epilog=_describe_examples(name),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    return command, parser.parse_args(argv[1:])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code. Without arguments: those of the process."""
+    streams.prepare()
+    try:
+        parsed = _parse(sys.argv[1:] if argv is None else argv)
+        if parsed is None:
+            return 0
+        command, arguments = parsed
+        code = int(command.run(arguments))
+        sys.stdout.flush()
+        return code
+    except RunEnded as error:
+        return _complain(error, 1)
+    except UsageError as error:
+        return _complain(error)
+    except BrokenPipeError:
+        streams.discard(sys.stdout)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        streams.discard(sys.stdout)
+        return _complain(error)
+    except KeyboardInterrupt:
+        print("dpbench: interrupted", file=sys.stderr)
+        return 130
+
+
+def _complain(error: Exception, code: int = 2) -> int:
+    print("dpbench: " + " ".join(str(error).split()), file=sys.stderr)
+    return code

@@ -1,0 +1,272 @@
+"""``dpbench explain``: for every use of every parameter, what decides the route of its norm, and what each costs.
+
+And what `bk_mixed` plans for it. With ``--measure``, every route is timed on this device: how good the plan is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from dpbench.errors import UsageError
+from dpbench.models.references import validate_reference
+from dpbench.process.parent import Answer, Isolation
+from dpbench.records.environment import DEVICES, resolve_device
+from dpbench.trials import ExplainTrial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import Outcome
+
+Row = dict[str, Any]
+
+BATCH_SIZE = 8
+_HEADER = ("parameter", "op", "T", "d", "p", "2T²", "pd", "paper", "choice")
+_COSTS = ("bytes: ghost", "instantiate", "operations: ghost", "instantiate")
+_PLAN = ("plan of bk_mixed", "predicted")
+_ROUTES = ("ghost", "kept", "discarded")
+_NUMBERS = range(2, 7)
+#: Measuring takes as long as many steps.
+_MEASURING_TIMEOUT = 3600.0
+_STRATEGIES = {"ghost": "all ghost", "instantiate": "all instantiated", "mixed": "mixed"}
+_SHARES = {
+    "ghost": "ghost",
+    "instantiate": "instantiated",
+    "fallback": "fallback",
+    "unused": "that the loss does not depend on",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory",
+    )
+    parser.add_argument(
+        "--batch-size", metavar="B", type=int, default=BATCH_SIZE, help="samples in the batch (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
+    )
+    parser.add_argument(
+        "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="time every route of every use on this device, and the memory and time of a step: takes many steps",
+    )
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="for --measure; auto: cuda where there is one, else cpu"
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each use of each parameter; 0, or 1 if the model is refused (the problems, a line each).
+
+    Raises:
+        UsageError: an unknown model or device, or a size below 1.
+    """
+    validate_reference(args.model)
+    for option in ("batch_size", "image_size", "num_classes"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
+    trial = ExplainTrial(
+        model=args.model,
+        batch_size=args.batch_size,
+        image_size=args.image_size,
+        num_classes=args.num_classes,
+        measure=args.measure,
+        device=resolve_device(args.device),
+        timeout=_MEASURING_TIMEOUT if args.measure else ExplainTrial.timeout,
+    )
+    with Isolation() as isolation:
+        answer = isolation.run(trial)
+    if answer.outcome != Outcome.OK or answer.result is None:
+        return _complain([f"{args.model} cannot be explained: {_last_words(answer)}"], 1)
+    if "usage" in answer.result:
+        return _complain([answer.result["usage"]], 2)
+    if "problems" in answer.result:
+        lines = [f"{p['module']}: {p['reason']} (remedy: {p['remedy']})" for p in answer.result["problems"]]
+        return _complain([f"{args.model} is refused; {line}" for line in lines], 1)
+    if args.format == "json":
+        print(to_json(answer.result["rows"]))
+    else:
+        print("\n".join(table(args.model, answer.result["rows"], answer.result["summary"])))
+    return 0
+
+
+def _complain(lines: Sequence[str], code: int) -> int:
+    for line in lines:
+        print("dpbench: " + " ".join(line.split()), file=sys.stderr)
+    return code
+
+
+def _last_words(answer: Answer) -> str:
+    """Of the evidence of a trial that failed: how it ended, and the line that says most."""
+    lines = [line.strip() for line in (answer.evidence or "").splitlines() if line.strip()]
+    return f"{answer.outcome}: {lines[-1] if lines else 'no evidence'}"
+
+
+def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
+    """The lines of the table: a title, the rows, what they come to, and what the columns mean."""
+    reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
+    measured = any(row["measured_seconds"] for row in rows)
+    routes = (f"measured: {_ROUTES[0]}", *_ROUTES[1:]) if measured else ()
+    header = (*_HEADER, *_COSTS, *_PLAN, *routes, "")
+    cells = [header, *(_cells(row, reasons, measured) for row in rows)]
+    right = {*_NUMBERS, *range(len(_HEADER), len(header) - 1)} - {header.index(_PLAN[0])}
+    return [
+        f"{model}: {summary['parameters']:,} trainable parameters, {_inputs(summary['inputs'])}",
+        "",
+        *aligned(cells, right),
+        "",
+        *totals(summary),
+        "",
+        *footer(rows, summary, reasons),
+    ]
+
+
+def _cells(row: Row, reasons: list[str], measured: bool) -> tuple[str, ...]:
+    op = row["op"] if (row["groups"] or 1) == 1 else f"{row['op']}, {row['groups']} groups"
+    return (
+        row["parameter"],
+        op,
+        *(_count(row[key]) for key in ("T", "d", "p")),
+        *(_short(row[key]) for key in ("two_T_squared", "p_times_d")),
+        row["paper_choice"] or "-",
+        row["choice"] or "-",
+        *(_bytes(row["bytes"][route]) for route in ("ghost", "instantiate")),
+        *(_short(row["flops"][route]) for route in ("ghost", "instantiate")),
+        row["plan"] or "-",
+        _seconds(_of_plan(row)),
+        *(_seconds((row["measured_seconds"] or {}).get(route)) for route in _ROUTES if measured),
+        f"[{reasons.index(row['reason']) + 1}]" if row["reason"] else "",
+    )
+
+
+def _of_plan(row: Row) -> float | None:
+    """Predicted seconds of the route that is planned, whose first word says which it is."""
+    words = (row["plan"] or "").replace(",", " ").split()
+    return (row["predicted_seconds"] or {}).get(words[0]) if words else None
+
+
+def _inputs(shapes: Sequence[Sequence[int]]) -> str:
+    return "inputs " + ", ".join("×".join(map(str, shape)) for shape in shapes)
+
+
+def totals(summary: dict[str, Any]) -> list[str]:
+    """Parameters by route, and the three strategies beside each other."""
+    shown = [f"{summary['share'][key]:.1%} {word}" for key, word in _SHARES.items() if summary["share"][key] > 0]
+    found = summary["totals"]
+    lines = [("", *_STRATEGIES.values())]
+    for count, what in ((1, "one sample"), (summary["batch_size"], f"{summary['batch_size']} samples")):
+        if count == 1 and lines[1:]:
+            break  # a batch of one
+        lines.append((f"bytes, {what}", *(_bytes(count * found[key]["bytes"]) for key in _STRATEGIES)))
+        lines.append((f"operations, {what}", *(_short(count * found[key]["flops"]) for key in _STRATEGIES)))
+    return [f"parameters by the route of mixed_ghost: {', '.join(shown) or 'none'}", "", *aligned(lines, {1, 2, 3})]
+
+
+def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str]) -> list[str]:
+    """What the columns mean, and what is not in them."""
+    lines = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
+    lines += [
+        "Figures of a row are for one sample; T, d, p, 2T² and pd (in entries) for one group of it.",
+        "paper: ghost where 2T² ≤ pd (arXiv:2205.10683). choice: what mixed_ghost does. -: there is no such thing.",
+        "bytes: workspace of the norm in the way that the formulas prefer (Gram matrices of pixels or of patches,",
+        "  gradients from patches or by a grouped convolution), if it is not cut into blocks (large ones are).",
+        "operations: of the norm, a multiplication and an addition being two; all else is the same by every route.",
+        "plan: ghost, by Gram matrices; kept, gradients instantiated, kept for the sum; discarded, for the norm only.",
+        "predicted, measured: seconds of the whole batch, of the norm and of the use's share of the clipped sum.",
+    ]
+    if summary["measured"]:
+        lines.append("-: a route that there is not, or that was so slow by its formula that it was not timed.")
+    lines += figures(summary)
+    if any(row["flops"]["instantiate"] == 0 for row in rows):
+        lines.append("What is made of several parameters has a row for each of them, and counts with the first.")
+    if summary["uncounted"]:
+        lines.append(f"Operations of {summary['uncounted']} uses by fallback are not known, and in no total.")
+    if summary["unused"]:
+        lines.append(f"The loss does not depend on {', '.join(summary['unused'])}.")
+    if summary["real_tensors"]:
+        lines.append(f"Computed on real tensors, as fake ones would not do ({summary['real_tensors']}).")
+    return lines
+
+
+def figures(summary: dict[str, Any]) -> list[str]:
+    """What the plan comes to, a figure a line: peaks as predicted, and time, peaks and regret if they were measured."""
+    peak, measured, regret = summary["predicted_peak"], summary["measured"], summary["regret"]
+    lines = [f"Predicted peak of the plan: {_beside(peak['plan'], peak['ordinary'])}."]
+    if measured and regret:
+        plan, ordinary = measured["plan"], measured["ordinary"]
+        seconds = plan["step_seconds"]
+        lines += [
+            f"Measured peak of the plan: {_beside(plan['peak_bytes'], ordinary['peak_bytes'])} ({plan['source']}).",
+            f"Measured step: {_seconds(seconds)}, ordinary training's {_seconds(ordinary['step_seconds'])}; "
+            f"{_exact(plan['verification'])}.",
+            *(
+                f"Regret of the plan by {made}: {_seconds(regret[key])}, {regret[key] / seconds:.1%} of the step."
+                for key, made in (("formula", "formula"), ("timed", "timing, the one shown"))
+            ),
+            "Regret: seconds beyond the best route of each use, by a second measurement that no plan was made from.",
+        ]
+    return lines
+
+
+def _exact(verification: dict[str, Any]) -> str:
+    norms, gradients = verification["max_norm_error"], verification["max_grad_error"]
+    return f"exact to {max(norms, gradients):.0e} on {verification['samples']} samples"
+
+
+def _beside(bytes_: int, ordinary: int) -> str:
+    return f"{_bytes(bytes_)}, {bytes_ / max(1, ordinary):.2f}x ordinary training's {_bytes(ordinary)}"
+
+
+def aligned(cells: Sequence[Sequence[str]], right: set[int]) -> list[str]:
+    """Columns of equal width, those in `right` aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            text.rjust(width) if i in right else text.ljust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in cells
+    ]
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _seconds(number: float | None) -> str:
+    """Three digits of s, ms or µs: 1.23 ms."""
+    if number is None:
+        return "-"
+    unit, size = ("s", 1.0) if number >= 0.9995 else ("ms", 1e-3) if number >= 0.9995e-3 else ("µs", 1e-6)
+    value = number / size
+    digits = max(0, 2 - (value >= 9.995) - (value >= 99.95))
+    return f"{value:.{digits}f} {unit}"
+
+
+def _short(number: int | None) -> str:
+    """Three digits and a power of a thousand: 5.04 G."""
+    return _scaled(number, 1000, ("", "k", "M", "G", "T", "P", "E"))
+
+
+def _bytes(number: int | None) -> str:
+    """Three digits and a power of 1024: 18.8 GiB."""
+    return _scaled(number, 1024, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def _scaled(number: int | None, base: int, units: Sequence[str]) -> str:
+    if number is None:
+        return "-"
+    value, power = float(number), 0
+    while value >= 999.5 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    digits = 0 if power == 0 else max(0, 2 - (value >= 9.995) - (value >= 99.95))
+    return f"{value:.{digits}f} {units[power]}".rstrip()

@@ -1,0 +1,174 @@
+"""``dpbench plan``: what of an experiment is done, what remains, what was pruned, and how long the rest will take."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from dpbench.cli.run import add_request_arguments, request_from
+from dpbench.errors import UsageError
+from dpbench.execution.progress import duration
+from dpbench.execution.runner import Plan, make_plan
+from dpbench.execution.schedule import TYPICAL_PROBES, Run, step_search
+from dpbench.experiment import MaxBatch
+from dpbench.records.environment import device_name, resolve_device
+from dpbench.trials import OverheadTrial, Trial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import FINAL, Outcome
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_request_arguments(parser)
+    parser.add_argument(
+        "--cluster",
+        metavar="FILE",
+        type=Path,
+        help="five lines of TOML, see dpbench.execution.cluster: predict it all there",
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def run(args: argparse.Namespace) -> int:
+    request = request_from(args)
+    plan = make_plan(request, resolve_device(args.device))
+    if args.cluster is not None:
+        if request.minutes is not None:
+            raise UsageError("--minutes without --cluster", f"--cluster {args.cluster}")
+        from dpbench.cli import plan_cluster
+
+        plan_cluster.show(request, plan, args.cluster, args.format)
+        return 0
+    rows = survey(plan)
+    if args.format == "json":
+        cells = [asdict(row) | dict(zip(("kind", "model", "backend"), row.name, strict=True)) for row in rows]
+        left = plan.clock.left(plan.schedule.remaining())
+        print(to_json({"experiment": request.experiment.name, "rows": cells, "seconds_left": left}))
+        return 0
+    rounds = plan.schedule.rounds
+    print(
+        f"{request.experiment.name} on {plan.device} ({device_name(plan.device)}), {rounds} rounds, in {request.folder}"
+    )
+    if others := plan.machines.others():
+        print(f"what these nodes of a sweep (run --executor ray or slurm) have recorded counts: {', '.join(others)}")
+    for line in table(rows):
+        print(line)
+    print(summary(plan, rows, request.minutes))
+    return 0
+
+
+@dataclass
+class Row:
+    """One model under one backend: how many of its runs are where. `left` of a search is an estimate."""
+
+    name: tuple[str, ...]
+    done: int = 0
+    left: int = 0
+    pruned: int = 0
+    failed: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+def survey(plan: Plan) -> list[Row]:
+    """A row for each kind, model and backend, in the order of their declaration."""
+    rows: dict[tuple[str, ...], Row] = {}
+
+    def row_of(trial: Trial) -> Row:
+        name = _name(trial)
+        return rows.setdefault(name, Row(name))
+
+    for search in plan.schedule.searches:
+        _survey_search(search, plan, row_of(search.probe))
+        if search.then is not None:
+            _survey_following(search, plan, row_of(search.then))
+    for trial, number in itertools.product(plan.schedule.trials(), range(plan.schedule.rounds)):
+        run = Run(trial, number)
+        row = row_of(run.trial)
+        record = plan.schedule.history.of(run)
+        if record is not None:
+            row.done += 1
+            row.failed += record["outcome"] not in FINAL
+            _note(row, "" if record["outcome"] == Outcome.OK else record["outcome"])
+        elif reason := plan.schedule.history.pruned_by(run):
+            row.pruned += 1
+            _note(row, f"pruned by {reason}")
+        else:
+            row.left += 1
+    return list(rows.values())
+
+
+def _survey_search(search: MaxBatch, plan: Plan, row: Row) -> None:
+    state = step_search(search, plan.schedule.history)
+    row.done += len(state.seen)
+    _note(row, "to be seeded by simulation" if state.seeding else state.seeded_by)
+    if state.failed:
+        row.done += 1
+        row.failed += 1
+        _note(row, f"ended by {state.failed}")
+    elif not state.ended:
+        row.left += max(1, TYPICAL_PROBES - len(state.seen))
+        _note(row, "searching" if state.seen else "")
+    else:
+        answer = search.answer(state.seen)
+        limit = "the search's limit" if answer >= search.max_batch_size else "largest batch"
+        _note(row, f"{limit} {answer}" if answer else "no batch fits")
+
+
+def _survey_following(search: MaxBatch, plan: Plan, row: Row) -> None:
+    """What follows a search: known by its trial if the search has an answer (then it is among the runs)."""
+    state = step_search(search, plan.schedule.history)
+    if not state.ended:
+        row.left += plan.schedule.rounds
+    elif state.failed or not search.answer(state.seen):
+        row.pruned += plan.schedule.rounds
+        _note(row, "pruned: no batch size to run at")
+
+
+def _name(trial: Trial) -> tuple[str, ...]:
+    several = f"{len(trial.backends)} of them" if isinstance(trial, OverheadTrial) else "-"
+    return (
+        trial.kind,
+        str(getattr(trial, "model", "-")),
+        str(getattr(trial, "backend", getattr(trial, "accountant", several))),
+    )
+
+
+def _note(row: Row, text: str) -> None:
+    if text and text not in row.notes:
+        row.notes.append(text)
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    head = ["kind", "model", "backend", "done", "left", "pruned", "failed", ""]
+    cells = [
+        [*row.name, *(str(n or "-") for n in (row.done, row.left, row.pruned, row.failed)), "; ".join(row.notes)]
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+    return [
+        "  ".join(
+            _justify(text, width, i in range(3, 7)) for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in [head, *cells]
+    ]
+
+
+def _justify(text: str, width: int, right: bool) -> str:
+    return text.rjust(width) if right else text.ljust(width)
+
+
+def summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
+    """What is done and left, in a line; `minutes`: and how many runs of so many it takes."""
+    rows = list(rows)
+    done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))
+    text = f"done {done}, remaining {left}, pruned {pruned}, failed {failed}"
+    if not left:
+        return f"{text}: nothing is left to run"
+    seconds = plan.clock.left(plan.schedule.remaining())
+    if seconds is None:
+        return f"{text}; time left not known yet"
+    runs = "" if minutes is None else f", {math.ceil(seconds / (60 * minutes))} or more runs of --minutes {minutes:g}"
+    return f"{text}; about {duration(seconds)} left{runs}"

@@ -1,0 +1,219 @@
+"""``dpbench recommend``: every backend on one model, on this machine, and which to take.
+
+Standard output has the rows and the advice; standard error says how far it is. Exit code 1 if no backend can be
+recommended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from dpbench.cli.explain import aligned
+from dpbench.errors import UsageError
+from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
+from dpbench.execution.recommend.findings import ORDINARY, Finding, in_order
+from dpbench.execution.recommend.verdict import Verdict, verdict
+from dpbench.models.references import split_reference, validate_reference
+from dpbench.process.linux import available_cpus
+from dpbench.process.parent import Isolation
+from dpbench.records.conditions import overload
+from dpbench.records.environment import DEVICES, device_name, resolve_device, server_variables
+from dpbench.trials.json_text import to_json
+from dpbench.trials.precision import PROFILES
+
+#: Samples if none are asked for: (images of 32 pixels, larger ones and text); so many times more on CUDA.
+BATCH_SIZES = (32, 8)
+ON_CUDA = 8
+SECONDS = 114.0
+_FEWEST_SECONDS = 20.0
+_UNITS = {"": 1, "b": 1} | {f"{p}{i}b": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
+_HEADER = ("backend", "status", "error", "coverage", "time", "memory")
+_MOST_AT_ONCE = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory",
+    )
+    parser.add_argument(
+        "--batch-size",
+        metavar="B",
+        type=int,
+        help="samples in the batch that is timed (default: {} for images of 32 pixels, else {}; on CUDA {} times more)"
+        "".format(*BATCH_SIZES, ON_CUDA),
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", default="16GiB", help="the budget of the largest batch (default: %(default)s)"
+    )
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--precision",
+        choices=PROFILES,
+        default="float32",
+        help="in which formats steps compute (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
+    )
+    parser.add_argument(
+        "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"
+    )
+    parser.add_argument(
+        "--seconds",
+        metavar="S",
+        type=float,
+        default=SECONDS,
+        help="what takes longer is left out, and said so (default: %(default)g)",
+    )
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a row for each backend, and the advice; 1 if there is none.
+
+    Raises:
+        UsageError: an unknown model or device, a size that cannot be, or a model that cannot be built.
+    """
+    begun = time.monotonic()
+    question = question_from(args)
+    if args.batch_size is None:
+        _say(f"batch size {question.batch_size} (--batch-size says another)")
+    if wrong := overload(os.getloadavg()[0], available_cpus()):
+        _say(f"warning: {wrong}")
+    with Isolation(server_variables(question.device)) as isolation:
+        agenda = Agenda(question, isolation, _say, begun=begun)
+        found = in_order(agenda.carry_out().values())
+    _say(f"[{time.monotonic() - begun:3.0f} s] done")
+    advice = verdict(found, question.batch_size, size_in_words(question.memory_budget))
+    if args.format == "json":
+        print(to_json(as_json(question, found, advice, time.monotonic() - begun)))
+    else:
+        print("\n".join(table(question, agenda, found, advice)))
+    return int(advice.backend is None)
+
+
+def question_from(args: argparse.Namespace) -> Question:
+    """
+    Raises:
+        UsageError: for what cannot be asked.
+    """
+    validate_reference(args.model)
+    for option in ("batch_size", "image_size", "num_classes"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
+    if not _FEWEST_SECONDS <= args.seconds < float("inf"):
+        raise UsageError(f"at least {_FEWEST_SECONDS:g} for --seconds", args.seconds)
+    device = resolve_device(args.device)
+    if PROFILES[args.precision].tf32 and device != "cuda":
+        raise UsageError(f"a precision that {device} has, as float32", args.precision)
+    batch_size = args.batch_size or default_batch_size(args.model, args.image_size, device)
+    return Question(
+        model=args.model,
+        batch_size=batch_size,
+        memory_budget=parse_size(args.memory),
+        device=device,
+        precision=args.precision,
+        image_size=args.image_size,
+        num_classes=args.num_classes,
+        seconds=args.seconds,
+        workers=max(1, min(available_cpus(), _MOST_AT_ONCE)) if device == "cpu" else 1,
+    )
+
+
+def default_batch_size(model: str, image_size: int | None, device: str) -> int:
+    """What a step takes about a second on two CPU cores, for models of the usual sizes."""
+    small = split_reference(model)[0] in ("builtin", "file") if image_size is None else image_size <= 64
+    return BATCH_SIZES[not small] * (ON_CUDA if device == "cuda" else 1)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "16GiB", "500 MB", "2e9".
+
+    Raises:
+        UsageError: for anything else, and for nothing at all.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2] if match[2].endswith("b") or not match[2] else match[2] + "b"])  # type: ignore[index]
+    except (TypeError, ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise UsageError("a size for --memory such as 16GiB or 500MB", text)
+    return size
+
+
+def size_in_words(size: int) -> str:
+    """ "16 GiB", "500 MiB"."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{size / 2**power:.4g} {unit}"
+    return f"{size} bytes"
+
+
+def as_json(question: Question, found: Sequence[Finding], advice: Verdict, seconds: float) -> dict[str, Any]:
+    return {
+        "model": question.model,
+        "recommended": advice.backend,
+        "reason": advice.reason,
+        "backends": [finding.as_row() for finding in found],
+        "batch_size": question.batch_size,
+        "memory_budget": question.memory_budget,
+        "max_batch_size_source": "simulated",
+        "device": question.device,
+        "precision": question.precision,
+        "device_name": device_name(question.device),
+        "seconds": seconds,
+    }
+
+
+def table(question: Question, agenda: Agenda, found: Sequence[Finding], advice: Verdict) -> list[str]:
+    """For a person: what was asked, a row for each backend, the advice, and what the numbers are."""
+    inputs = ", ".join("×".join(map(str, shape)) for shape in agenda.inputs)
+    size = f"{agenda.parameters / 1e6:.3g}M parameters, " if agenda.parameters else ""
+    budget = size_in_words(question.memory_budget)
+    header = (*_HEADER, f"batch in {budget}", "")
+    where = f"on {question.device} ({device_name(question.device)}), {question.precision}"
+    return [
+        f"{question.model}: {size}inputs {inputs or 'not known'}, {where}",
+        "",
+        *aligned([header, *map(_cells, found)], {2, 4, 5, 6}),
+        "",
+        advice.reason[0].upper() + advice.reason[1:] + ".",
+        "",
+        "error: the larger of those of norms and gradients, relative to one sample after the other, in float64.",
+        "time, memory: measured, beside ordinary training in the same rounds; [low, high]: its noise.",
+        f"batch in {budget}: simulated with fake tensors, to {UNUSED:.0%}; what was seen to fit.",
+    ]
+
+
+def _cells(found: Finding) -> tuple[str, ...]:
+    errors = [found.verification[key] for key in ("max_norm_error", "max_grad_error") if key in found.verification]
+    coverage = ", ".join(f"{share:.0%} {name}" for name, share in (found.coverage or {}).items() if share)
+    time_, memory = "-", "-" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x"
+    if found.time_ratio is not None:
+        low, high = found.interval()
+        time_ = "1" if found.backend == ORDINARY else f"{found.time_ratio:.2f}x [{low:.2f}, {high:.2f}]"
+    if found.backend == ORDINARY:
+        memory = "1" if found.peak_bytes else "-"
+    largest = "-" if found.largest is None else f"{'≥ ' if found.largest_ended == 'time' else ''}{found.largest}"
+    note = found.reason or (found.largest_note if found.status == "ok" else "")
+    error = "-" if not errors else f"{max(map(float, errors)):.0e}"
+    return found.backend, found.status, error, coverage or "-", time_, memory, largest, _short(note)
+
+
+def _short(text: str, most: int = 100) -> str:
+    words = " ".join(text.split())
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def _say(line: str) -> None:
+    print(f"dpbench: {line}", file=sys.stderr, flush=True)

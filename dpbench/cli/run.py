@@ -1,0 +1,156 @@
+"""``dpbench run``: measure what remains of an experiment, then draw its figures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from dpbench.execution.allowance import check_minutes
+from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
+from dpbench.execution.runner import Request, check_choices
+from dpbench.execution.selection import parse_only
+from dpbench.experiment import load_experiment
+from dpbench.records.environment import DEVICES
+
+_VARIABLES = """\
+DPBENCH_HOST=NAME      what this machine is called in records; machines of one name are taken for one, so that what one
+                       has recorded another goes on with, wherever the records were copied to
+DPBENCH_COMMIT=SHA     the commit that runs, where git does not say; SHA-dirty if sources differ from it"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_request_arguments(parser)
+    group = parser.add_argument_group("where trials run (records, plan and resume are the same everywhere)")
+    group.add_argument(
+        "--executor",
+        choices=EXECUTORS,
+        default="local",
+        help="local: processes of this machine; ray: tasks of a Ray cluster (needs dpbench[ray]); slurm: a job array "
+        "(needs dpbench[slurm])",
+    )
+    group.add_argument(
+        "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto; else one is started here"
+    )
+    group.add_argument("--cpus", metavar="N", type=int, help="CPUs of a trial that runs alone; else all of a node")
+    group.add_argument(
+        "--gpu-type",
+        metavar="TYPE",
+        help="on CUDA: of which type, as the cluster calls it (A100); to slurm it says that there is one",
+    )
+    group.add_argument("--partition", metavar="NAME", help="slurm: the partition")
+    group.add_argument(
+        "--time", metavar="MINUTES", type=int, help="slurm: limit of a job, which is then submitted again"
+    )
+    group.add_argument("--jobs", metavar="N", type=int, help="slurm: so many jobs at once (16)")
+    group.add_argument("--cluster", metavar="NAME", help="slurm: `local` runs the jobs on this machine, by submitit")
+    parser.add_argument(
+        "--wait", action="store_true", help="for another run that measures for the same folder, instead of refusing"
+    )
+    parser.add_argument_group("environment variables", _VARIABLES)
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run` and `plan` have in common: which part of which experiment, where."""
+    parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("results"), help="records and figures lie here"
+    )
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one, else cpu")
+    parser.add_argument(
+        "--only", metavar="FIELD=A,B", action="append", default=[], help="only trials whose field has one of the values"
+    )
+    parser.add_argument("--rounds", metavar="N", type=int, help="how often each trial is run")
+    parser.add_argument(
+        "--retry",
+        metavar="OUTCOME,...",
+        default="",
+        help="run trials again that ended so: error,timeout,crash,mismatch",
+    )
+    parser.add_argument(
+        "--minutes", metavar="N", type=float, help="start no trial that would end later; the same line goes on"
+    )
+    parser.add_argument("--smoke", action="store_true", help="the same in miniature: seconds, records apart")
+
+
+def request_from(args: argparse.Namespace) -> Request:
+    """The request that the arguments spell.
+
+    Raises:
+        UsageError: for any that cannot be.
+    """
+    retry = [name for name in args.retry.split(",") if name]
+    check_choices(args.rounds, retry)
+    check_minutes(args.minutes)
+    return Request(
+        experiment=load_experiment(args.experiment),
+        results=args.output,
+        device=args.device,
+        only=parse_only(args.only),
+        rounds=args.rounds,
+        retry=retry,
+        smoke=args.smoke,
+        reference=args.experiment,
+        cluster=cluster_from(args) if hasattr(args, "executor") else None,
+        minutes=args.minutes,
+        wait=getattr(args, "wait", False),
+    )
+
+
+def cluster_from(args: argparse.Namespace) -> Cluster | None:
+    """The cluster that the arguments name; None for this machine.
+
+    Raises:
+        UsageError: options that this executor does not take, or that cannot be.
+    """
+    options = {name: getattr(args, name) for name in OPTIONS}
+    if args.executor == "local":
+        refuse_options_of_others("local", options)
+        return None
+    return Cluster(name=args.executor, **options)
+
+
+def run(args: argparse.Namespace) -> int:
+    from dpbench.execution.progress import Progress
+    from dpbench.execution.runner import run as run_request
+
+    request = request_from(args)
+    done = run_request(request, Progress())
+    if done.outcomes:
+        where = done.path if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"
+        _say(f"recorded {done.outcomes.total() - done.unrecorded} trials ({_counts(done.outcomes)}) in {where}")
+    if done.signum is not None:
+        _say("stopped; everything that ended is recorded, and the same command continues from there")
+        return 128 + done.signum
+    for line in done.left:
+        _say(line)
+    if not done.outcomes and not done.left:
+        _say(f"nothing is left to run; records in {request.folder}")
+    if request.cluster is not None:
+        _say_devices(request.folder)
+    if request.experiment.figures:
+        from dpbench.report import write_report
+
+        for path in write_report(request.folder, request.folder, request.experiment.figures):
+            print(path)
+    if done.unrecorded:
+        _say(f"{done.unrecorded} trials are not recorded; the same command runs them again")
+    return 1 if done.unrecorded else 0
+
+
+def _say_devices(folder: Path) -> None:
+    from dpbench.records.reader import by_device, read
+
+    devices = {name: {record.node for record in records} for name, records in by_device(read(folder)).items()}
+    if len(devices) > 1:
+        each = "; ".join(f"{name} ({', '.join(sorted(nodes))})" for name, nodes in devices.items())
+        _say(f"{len(devices)} devices differ and are not pooled, each has figures of its own: {each}")
+
+
+def _counts(outcomes: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in outcomes.most_common())
+
+
+def _say(line: str) -> None:
+    print(f"dpbench: {line}", file=sys.stderr)

@@ -1,4 +1,0 @@
-"""One module a command, imported when that command is chosen: ``add_arguments(parser)`` and ``run(args) -> exit code``.
-
-A command module imports at its top only what is light; what is heavy it imports in `run`.
-"""

@@ -1,0 +1,151 @@
+"""The models that people load, and the trial that asks of one of them which backends are exact on it.
+
+The list is read from the sources of the libraries that are installed, without importing them (and torch with them): the
+functions that timm and torchvision register, and the mappings from model type to class of transformers. Nothing in
+here is a list of models, so that a new version of a library brings its new models along.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpbench.models.tiny_config import HEADS
+from dpbench.trials import STEP_SOURCES, Trial
+from dpbench.trials.packages import modules_of_backends, required_modules
+
+#: What the table calls the task of image models, and of mixtures of experts: all in one kernel, or one by one.
+IMAGES, KERNEL, LOOP = "image classification", "mixture of experts, one kernel", "mixture of experts, in a loop"
+#: Head of `dpbench.models.tiny` -> what the table calls its task.
+TASKS = {
+    "causal": "causal language model",
+    "masked": "masked language model",
+    "sequence": "text classification",
+    "seq2seq": "sequence to sequence",
+    "image": IMAGES,
+    "audio": "audio classification",
+    "ctc": "speech recognition (CTC)",
+}
+#: What can be said of a backend on a model that is built.
+STATUSES = ("exact", "refused", "wrong", "crash", "unavailable")
+_FOLDERS = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
+_REGISTERED = re.compile(r"^@register_model\b[^\n]*\n(?:@[^\n]*\n|\)[^\n]*\n|    [^\n]*\n)*def (\w+)\(", re.MULTILINE)
+#: Words in a model's name, from the smallest size to the largest; a name without one stands at the empty place.
+_SIZES = (
+    *(("test",), ("atto", "nano"), ("femto", "pico"), ("xxs", "xxtiny", "xx"), ("xs",), ("tiny", "ti", "t")),
+    *(("mini", "small", "s"), (), ("base", "b"), ("medium", "m"), ("large", "l"), ("xlarge", "xl", "huge", "h")),
+    ("giant", "g"),
+)
+_RANK = {word: rank for rank, words in enumerate(_SIZES) for word in words}
+#: Families whose smallest model has more than 80 million parameters, because of its depth.
+_SHALLOW = ("beit", "deepseek_vit", "gemma4_vit", "qwen3_vit", "naflexvit", "vision_transformer_sam")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoverageTrial(Trial):
+    """Each of `backends` on one model, built once: exact, refused, wrong or crashed; or why it is not built.
+
+    In float64 where the model can be trained in that, else in float32. The backends verify nothing themselves.
+    `image_size` None: the smallest that the model takes.
+    """
+
+    kind: ClassVar[str] = "coverage"
+    body: ClassVar[str] = "dpbench.measure.coverage:run"
+    sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/conformance/**/*.py")
+    model: str
+    task: str
+    backends: Sequence[str]
+    batch_size: int = 3
+    image_size: int | None = None
+    device: str = "cpu"
+    seed: int = 0
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch", *required_modules(self.model), *modules_of_backends(self.backends))
+
+
+def models() -> list[tuple[str, str]]:
+    """(reference, task) of every model of the sweep, of the libraries that are installed."""
+    types, with_experts = list(transformers_types()), set(mixtures())
+    return [
+        *((f"timm:{name}", IMAGES) for name in timm_names()),
+        *((f"torchvision:{name}", IMAGES) for name in torchvision_names()),
+        *((f"tiny:{of[0]}/{of[1]}", KERNEL if of in with_experts else TASKS[of[0]]) for of in types),
+        *((f"tiny:{of[0]}/{of[1]}?experts_implementation=eager", LOOP) for of in types if of in with_experts),
+    ]
+
+
+def timm_names() -> Iterator[str]:
+    """The smallest model, by its name, of each of timm's families (modules)."""
+    for path in _sources("timm", "models/*.py"):
+        if names := _REGISTERED.findall(path.read_text()):
+            yield min(names, key=size_of) + ("?depth=2" if path.stem in _SHALLOW else "")
+
+
+def torchvision_names() -> Iterator[str]:
+    """The smallest classification model, by its name, of each of torchvision's families (modules)."""
+    for path in _sources("torchvision", "models/*.py"):
+        if names := _REGISTERED.findall(path.read_text()):
+            yield min(names, key=size_of)
+
+
+def transformers_types() -> Iterator[tuple[str, str]]:
+    """(head, model type) of each of transformers' mappings of `HEADS`."""
+    found = _literals("models/auto/modeling_auto.py", {mapping for mapping, _ in HEADS.values()})
+    for head, (mapping, _) in HEADS.items():
+        for kind, _ in found.get(mapping, ()):
+            yield head, kind
+
+
+def mixtures() -> Iterator[tuple[str, str]]:
+    """(head, model type) of the mixtures of experts that can be asked to treat one expert after the other.
+
+    By default these multiply the rows of all experts in one kernel.
+    """
+    folder_of = dict(_literals("models/auto/auto_mappings.py", {_FOLDERS}).get(_FOLDERS, ()))
+    sources = _sources("transformers", "models/*/modeling_*.py")
+    folders = {path.parent.name for path in sources if "@use_experts_implementation" in path.read_text()}
+    for head, kind in transformers_types():
+        if folder_of.get(kind, kind.replace("-", "_")) in folders:
+            yield head, kind
+
+
+def size_of(name: str) -> tuple[int, tuple[int, ...], str]:
+    """What models of a family are ordered by: the word of size in the name, its numbers, the name."""
+    words = re.findall(r"[a-z]+|\d+", name)
+    rank = min((_RANK[word] for word in words if word in _RANK), default=_SIZES.index(()))
+    return rank, tuple(int(word) for word in words if word.isdecimal()), name
+
+
+def _literals(path: str, names: set[str]) -> dict[str, Sequence[tuple[str, Any]]]:
+    """Name -> the pairs of ``name = OrderedDict([...])`` in a file of transformers."""
+    return {
+        node.targets[0].id: ast.literal_eval(node.value.args[0])
+        for source in _sources("transformers", path)
+        for node in ast.parse(source.read_text()).body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in names
+        if isinstance(node.value, ast.Call) and node.value.args
+    }
+
+
+def _sources(package: str, pattern: str) -> list[Path]:
+    """The files of an installed package; none if it is not installed."""
+    spec = importlib.util.find_spec(package)
+    return (
+        sorted(Path(spec.submodule_search_locations[0]).glob(pattern))
+        if spec and spec.submodule_search_locations
+        else []
+    )

@@ -1,0 +1,82 @@
+"""Rows of `dpbench check --sensitivity`, for programs and for people. No torch: dicts and texts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpbench.conformance.scorecard import aligned
+from dpbench.conformance.sensitivity import DTYPES, FAILURES, OUTCOMES
+
+_HEADER = ("case", "backend", "dtype", "excess", "outcome", "the worst record")
+FURTHEST = "one record moves the sum by, "
+"""Before the dtype."""
+FIELDS = ("case", "backend", "dtype", "outcome", "excess", "limit", "batch_size", "record", "reason")
+
+
+def as_row(backend: str, dtype: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """One case's fields (`dpbench.measure.sensitivity.Found`), with the backend and the dtype."""
+    row = {"backend": backend, "dtype": dtype} | dict(found)
+    return {name: row.get(name) for name in FIELDS}
+
+
+def failed(row: Mapping[str, Any]) -> bool:
+    """Whether a record moved the sum too far, made it no number, or met an error that does not name it."""
+    return row["outcome"] in FAILURES
+
+
+def worst(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The row whose record moved the sum furthest; None if none is a number."""
+    known = [row for row in rows if row["excess"] is not None]
+    return max(known, key=lambda row: float(row["excess"]), default=None)
+
+
+def count(rows: Iterable[Mapping[str, Any]]) -> str:
+    """ "3 exceeds, 20 within"."""
+    counted = Counter(row["outcome"] for row in rows)
+    return ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES if counted[outcome])
+
+
+def in_units(excess: float | None) -> str:
+    """'1.003 C', '11,000 C', '77 million C', '9.6e+13 C'; "-" where there is no number."""
+    if excess is None:
+        return "-"
+    value = float(f"{float(excess):.2g}") if excess >= 10 else float(excess)
+    for size, word in ((1e12, ""), (1e9, " billion"), (1e6, " million")):
+        if value >= size:
+            return f"{value / size:.3g}{word} C" if word else f"{value:.1e} C"
+    return f"{value:,.0f} C" if value >= 10 else f"{value:.3f} C"
+
+
+def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[list[str]]:
+    """For a table with a column a backend: a line for each dtype, of how far the furthest record moves the sum."""
+    rows = list(rows)
+    dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
+    found = []
+    for dtype in dtypes:
+        most = [worst(r for r in rows if (r["backend"], r["dtype"]) == (name, dtype)) for name in backends]
+        found.append([f"{FURTHEST}{dtype}", *(in_units(row["excess"]) if row else "-" for row in most)])
+    return found
+
+
+def text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The rows for a person, and under them how many of each backend met what."""
+    told = [
+        [
+            row["case"],
+            row["backend"],
+            row["dtype"],
+            in_units(row["excess"]),
+            row["outcome"],
+            row["record"] if row["outcome"] in ("exceeds", "not a number") else row["reason"] or "",
+        ]
+        for row in rows
+    ]
+    totals = []
+    for backend, dtype in dict.fromkeys((row["backend"], row["dtype"]) for row in rows):
+        own = [row for row in rows if (row["backend"], row["dtype"]) == (backend, dtype)]
+        most = worst(own)
+        said = f"; furthest {in_units(most['excess'])}, {most['case']}" if most else ""
+        totals.append(f"{backend}, {dtype}: {count(own)}{said}")
+    return "\n".join([*aligned([list(_HEADER), *told]), "", *totals])

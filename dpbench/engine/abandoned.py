@@ -1,0 +1,33 @@
+"""Steps that were released, and are not in the history that a checkpoint goes on from: they count all the same."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+
+class Abandoned:
+    """The logical batches that were released, and then gone back behind.
+
+    Attributes:
+        count: how many.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._known: set[str] = set()  # checkpoints whose steps are counted here already: made here, or gone on from
+
+    def save(self) -> dict[str, Any]:
+        """What a checkpoint holds of it: a name of its own, and the count."""
+        name = secrets.token_hex(8)
+        self._known.add(name)
+        return {"name": name, "abandoned": self.count}
+
+    def go_on(self, state: dict[str, Any], steps: int) -> None:
+        """From a checkpoint, by an engine that stands at `steps` logical batches."""
+        name, released = state.get("name", ""), steps + self.count
+        if name in self._known:
+            self.count = released - state["steps"]
+        else:  # another training's: all that was released here is beside it
+            self.count = state.get("abandoned", 0) + released
+        self._known.add(name)

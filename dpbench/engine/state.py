@@ -1,0 +1,59 @@
+"""What an engine holds, for its parts that read and change it: checkpoint, loader, patch of `step`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from clipping.functions import ClipFunction
+from dpbench.engine.abandoned import Abandoned
+from dpbench.engine.finite import Unread
+from dpbench.engine.noise import Noise
+from dpbench.engine.recorder import Recorder
+from dpbench.engine.sampling import Sampler
+from dpbench.engine.settings import Settings
+from dpbench.engine.sizes import Sizes
+from dpbench.engine.sums import Sums
+from dpbench.engine.tickets import Tickets
+
+
+class State:
+    """`dpbench.engine.engine.PrivacyEngine` without what it does with them."""
+
+    model: nn.Module
+    settings: Settings
+    clip: ClipFunction
+    noise: Noise
+    steps: int
+    """Logical batches released."""
+    drawn: int
+    """Logical batches of the loader that were stepped, or left out before one that was."""
+    _sampler: Sampler
+    _tickets: Tickets
+    _recorder: Recorder
+    _patch: Any
+    _sums: Sums
+    _unread: Unread
+    _sampled: int
+    _size: int
+    _sizes: Sizes
+    _abandoned: Abandoned
+    _drawing: int
+    """The loader's logical batch whose pieces are in the sum; -1 for none."""
+    _ended: int
+    """Logical batches at the end of the last iteration of a loader."""
+
+    def step(self, loss: Any) -> None:
+        """The end of a logical batch."""
+        raise NotImplementedError
+
+    def virtual_step(self, loss: Any) -> None:
+        """Part of a logical batch."""
+        raise NotImplementedError
+
+    def _begin_drawing(self) -> None:
+        raise NotImplementedError
+
+    def _drop_parts(self) -> None:
+        raise NotImplementedError

@@ -1,0 +1,241 @@
+"""``run --executor ray``: each trial is a Ray task that asks for what it needs; Ray queues it and places it.
+
+A block of trials that must stay on one node (`dpbench.execution.executors.blocks`) has a placement group of one bundle,
+which Ray reserves on a node, and reserves again on another one if the node is lost. What runs alone asks for the whole
+bundle: one GPU, or every CPU of a node. This process keeps the records: nodes need no folder in common.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.errors import RunEnded
+from dpbench.execution.executors import Cluster
+from dpbench.execution.executors.blocks import Block
+from dpbench.execution.executors.ray_cluster import connect, cpus_of, device_of
+from dpbench.execution.executors.worker import Job, run_trial
+from dpbench.execution.lock import held
+from dpbench.execution.loop import Loop, Report
+from dpbench.execution.machines import Sweep
+from dpbench.execution.progress import Progress
+from dpbench.execution.runner import Plan, Request, make_plan
+from dpbench.execution.shards import Shards
+from dpbench.process.parent import Answer, Place
+from dpbench.records import environment
+from dpbench.records.host import host_name
+from dpbench.records.store import Store
+from dpbench.trials import Trial
+from dpbench.trials.outcome import Outcome
+
+#: How often a trial is sent again whose node or worker was lost.
+RETRIES = 2
+#: So many blocks are submitted for every CPU of the cluster, that Ray always has one to place.
+_BLOCKS_FOR_A_CPU = 2
+
+
+def run(request: Request, progress: Progress) -> Report:
+    """Run what remains of `request` on a Ray cluster.
+
+    Raises:
+        UsageError: ray is not installed, the cluster does not answer, or has not what is asked of it.
+        OSError: the results folder cannot be written to.
+    """
+    cluster = request.cluster
+    assert cluster is not None
+    address = cluster.address or os.environ.get("RAY_ADDRESS") or None
+    ray, stack = connect(address), ExitStack()
+    try:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        device = device_of(request.device, nodes)
+        cpus = cpus_of(cluster, device, nodes, progress.say)
+        plan = make_plan(request, device)
+        sweep = Sweep.begun_here("ray", address or host_name(), plan.trials()).describe()
+        plan = make_plan(request, device, sweep)
+        if plan.schedule.next() is None:
+            return Report(Counter(), device=device)
+        Store(request.folder, {}).close()
+        stack.enter_context(held(request.folder, wait=request.wait, say=progress.say))
+        plan = make_plan(request, device, sweep)
+        total = int(sum(resources.get("CPU", 0) for resources in nodes))
+        with OnRay(plan, cluster, cpus, sweep, blocks=_BLOCKS_FOR_A_CPU * max(total, 1)) as executor:
+            here = {"libraries": sweep["versions"], "executor": sweep}
+            shards = Shards(
+                request.folder,
+                progress.say,
+                here=lambda: environment.host_facts(device) | here,
+                appeared=plan.machines.add,
+                tolerant=True,
+            )
+            plan.clock.nodes = max(1, sum(int(resources.get("CPU", 0) // cpus) for resources in nodes))
+            blocks = plan.blocks()
+            report = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock).run()
+    finally:
+        stack.close()
+        ray.shutdown()
+    report.device = device
+    return report
+
+
+@dataclass
+class _Flight:
+    """A trial that was sent, with what its task asks for, and how often it was lost."""
+
+    key: int
+    job: Job
+    asked: dict[str, Any]
+    losses: int = 0
+
+
+class OnRay:
+    """An executor whose trials are Ray tasks. A context manager: on leaving it, nothing of them is left.
+
+    Args:
+        plan: whose trials they are.
+        cluster: what is asked of it.
+        cpus: of one bundle.
+        sweep: stands in the environment of the records.
+        blocks: how many may be open at once.
+    """
+
+    def __init__(self, plan: Plan, cluster: Cluster, cpus: int, sweep: Mapping[str, Any], blocks: int) -> None:
+        import ray
+
+        self._ray, self._device, self._cpus, self._sweep = ray, plan.device, cpus, sweep
+        self._bundle: dict[str, float] = {"CPU": cpus}
+        if plan.device == "cuda":
+            self._bundle["GPU"] = 1
+            if cluster.gpu_type is not None:
+                self._bundle[f"accelerator_type:{cluster.gpu_type}"] = 0.001
+        self.blocks, self.workers = blocks, cpus
+        trials = plan.trials()
+        self._all_libraries = tuple(sorted(set().union(*map(environment.libraries_of, trials))))
+        self._with_torch = any("torch" in trial.modules() for trial in trials)
+        # Ray's own retries have no end where a node runs out of memory, so none are asked of it
+        self._task = ray.remote(max_retries=0)(_on_node)
+        self._flying: dict[Any, _Flight] = {}
+        self._groups: dict[str, Any] = {}
+        self._keys, self._dead = 0, False
+
+    def submit(self, trial: Trial, block: Block) -> int:
+        job = Job(
+            trial=trial.to_wire(),
+            sources=environment.sources_of(trial),
+            libraries=tuple(sorted(environment.libraries_of(trial))),
+            all_libraries=self._all_libraries,
+            device=self._device,
+            with_torch=self._with_torch,
+            cpus=self._cpus if self._device == "cpu" else None,
+            alone=trial.alone,
+            folder=os.getcwd(),
+            executor=self._sweep,
+        )
+        self._keys += 1
+        self._send(_Flight(self._keys, job, self._asked(trial, block)))
+        return self._keys
+
+    def _send(self, flight: _Flight) -> None:
+        with self._alive():
+            self._flying[self._task.options(**flight.asked).remote(flight.job)] = flight
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Ray's own processes here (its raylet, its store) are no trial's: where they have died, the run ends.
+
+        Raises:
+            RunEnded: they have.
+        """
+        failures = self._ray.exceptions
+        dead = [
+            getattr(failures, name) for name in ("LocalRayletDiedError", "RaySystemError") if hasattr(failures, name)
+        ]
+        try:
+            yield
+        except (*dead, ConnectionError) as error:
+            self._dead = True
+            raise RunEnded(
+                f"Ray's own processes on this machine have died: {type(error).__name__}: {_last_line(error)}; what "
+                "ended is recorded, and the same command continues from there"
+            ) from error
+
+    def _asked(self, trial: Trial, block: Block) -> dict[str, Any]:
+        """The resources of a task: all of a bundle for what must run alone, else one CPU of it."""
+        asked: dict[str, Any] = {"num_cpus": 1}
+        if trial.alone:
+            others = {name: share for name, share in self._bundle.items() if name not in ("CPU", "GPU")}
+            asked = {"num_cpus": self._cpus, "num_gpus": self._bundle.get("GPU", 0), "resources": others}
+        if block.together:
+            from ray.util.placement_group import placement_group
+            from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+            group = self._groups.get(block.key)
+            if group is None:
+                group = self._groups[block.key] = placement_group([self._bundle], strategy="STRICT_PACK")
+            asked["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group)
+        return asked
+
+    def wait(self, timeout: float | None = None) -> list[Answer]:
+        if not self._flying:
+            return []
+        with self._alive():
+            ready, _ = self._ray.wait(list(self._flying), num_returns=1, timeout=timeout)
+            if ready:
+                ready, _ = self._ray.wait(list(self._flying), num_returns=len(self._flying), timeout=0)
+        answers = [self._answer(self._flying.pop(reference), reference) for reference in ready]
+        return [answer for answer in answers if answer is not None]
+
+    def _answer(self, flight: _Flight, reference: Any) -> Answer | None:
+        """None if it was lost, and has been sent again."""
+        failures = self._ray.exceptions
+        try:
+            with self._alive():
+                told = self._ray.get(reference)
+        except failures.RayTaskError as error:  # the task itself failed, before or after the trial
+            return Answer(flight.key, Outcome.ERROR, f"the Ray task failed: {_last_line(error)}", None, 0.0)
+        except failures.RayError as error:
+            flight.losses += 1
+            if flight.losses <= RETRIES and not isinstance(error, failures.OutOfMemoryError):
+                self._send(flight)
+                return None
+            times = f"{flight.losses} times" if flight.losses > 1 else "once"
+            evidence = f"lost {times} with its worker or node: {type(error).__name__}: {_last_line(error)}"
+            return Answer(flight.key, Outcome.CRASH, evidence, None, 0.0)
+        place = Place(**{name: told.pop(name) for name in ("name", "environment", "fingerprint", "load")})
+        return Answer(flight.key, Outcome(told.pop("outcome")), place=place, **told)
+
+    def release(self, block: Block) -> None:
+        group = self._groups.pop(block.key, None)
+        if group is not None:
+            self._ray.util.remove_placement_group(group)
+
+    def close(self) -> None:
+        """End what still runs: a node kills the trial with the worker that it belongs to."""
+        if self._dead:  # nobody is left to be told
+            return
+        for reference in self._flying:
+            self._ray.cancel(reference, force=True)
+        self._flying.clear()
+        for group in self._groups.values():
+            self._ray.util.remove_placement_group(group)
+        self._groups.clear()
+
+    def __enter__(self) -> OnRay:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _last_line(error: BaseException) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), repr(error))
+
+
+def _on_node(job: Job) -> dict[str, Any]:
+    """The task: runs on a node, in a worker of Ray's."""
+    import ray
+
+    return run_trial(job, ray.get_runtime_context().get_node_id())

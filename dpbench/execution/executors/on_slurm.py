@@ -1,0 +1,168 @@
+"""``run --executor slurm``: the plan as a job array, submitted through submitit; SLURM queues it and places it.
+
+Each job takes a part of the plan that belongs together (`dpbench.execution.executors.blocks`) and runs it on its node
+as one machine would (`dpbench.execution.executors.job`), into a file of its own in the results folder, which all nodes
+must share. So jobs need nobody: they go on, and record, where this process is killed; the next run waits for those
+before it submits what is left then. What a job has not done when it ends (its time limit, a lost node) is submitted
+again, as long as that brings new records.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dpbench.errors import UsageError
+from dpbench.execution.executors import Cluster
+from dpbench.execution.executors.slurm_queue import JOBS, Queue
+from dpbench.execution.lock import held
+from dpbench.execution.loop import Interruption, Report
+from dpbench.execution.machines import Sweep
+from dpbench.execution.progress import Progress
+from dpbench.execution.runner import Plan, Request, make_plan
+from dpbench.records import environment
+from dpbench.records.store import Store, read_runs, utc_now
+
+#: Where jobs are told what to do, and where they write what they print; below the folder of the records.
+HOME = ".slurm"
+#: How often the jobs and their records are looked at (seconds).
+_TICK = 0.5
+
+
+def run(request: Request, progress: Progress) -> Report:
+    """Run what remains of `request` by jobs of a SLURM cluster.
+
+    Raises:
+        UsageError: submitit or SLURM is not there, or refuses the jobs; the experiment has no name to be found by.
+        OSError: the results folder cannot be written to.
+    """
+    cluster = request.cluster
+    assert cluster is not None
+    if request.reference is None:
+        raise UsageError("an experiment by its name or file for --executor slurm", request.experiment.name)
+    device = _device(request.device, cluster)
+    queue = Queue(cluster, device, request.folder.resolve() / HOME)
+    sweep = Sweep.begun_here("slurm", queue.cluster, make_plan(request, device).trials()).describe()
+    request = replace(request, sweep=sweep)
+    report = Report(Counter(), device=device)
+    if make_plan(request, device).schedule.next() is None:
+        return report
+    Store(request.folder, {}).close()
+    tail = _Tail(request.folder)
+    with held(request.folder, wait=request.wait, say=progress.say), Interruption() as interruption:
+        left = queue.left_over()
+        if left:
+            progress.say(
+                f"dpbench: {len(left)} jobs of an earlier run still go on ({', '.join(left)}): waiting for them"
+            )
+        while interruption.signum is None and queue.left_over():
+            _show(tail, progress, report)
+            time.sleep(queue.patience)
+        request = replace(request, retry_before=utc_now())
+        plan, recorded = make_plan(request, device), -1
+        while interruption.signum is None and plan.schedule.next() is not None:
+            if report.outcomes.total() == recorded:
+                report.unrecorded = round(sum(count for _, count in plan.schedule.remaining()))
+                break
+            recorded = report.outcomes.total()
+            queue.submit([_spec(request, plan, keys) for keys in _parts(plan, cluster.jobs or JOBS)])
+            while interruption.signum is None and queue.busy(progress.say):
+                _show(tail, progress, report)
+                time.sleep(_TICK)
+            queue.end()
+            _show(tail, progress, report)
+            plan = make_plan(request, device)
+    report.signum, report.paths = interruption.signum, list(tail.paths)
+    progress.close()
+    return report
+
+
+def _parts(plan: Plan, most: int) -> list[list[str]]:
+    """What remains as the blocks of each job: one that must stay together has its own, the others share `most`."""
+    blocks = plan.blocks()
+    left = [block for block in blocks if block.schedule.next() is not None]
+    together = [[block.key] for block in left if block.together]
+    loose = [block.key for block in left if not block.together]
+    return together + [part for part in (loose[start::most] for start in range(most)) if part]
+
+
+def _spec(request: Request, plan: Plan, keys: Sequence[str]) -> dict[str, Any]:
+    """What a job is told: plain values, which every version of Python reads."""
+    reference = request.reference or ""
+    file, colon, name = reference.rpartition(":") if ":" in reference else (reference, "", "")
+    if file.endswith(".py"):
+        reference = f"{Path(file).resolve()}{colon}{name}"
+    sources: dict[str, str] = {}
+    for trial in plan.trials():
+        sources |= environment.sources_of(trial)
+    return {
+        "experiment": reference,
+        "results": str(request.results.resolve()),
+        "device": plan.device,
+        "only": {field: list(values) for field, values in request.only.items()},
+        "rounds": request.rounds,
+        "retry": list(request.retry),
+        "retry_before": request.retry_before,
+        "smoke": request.smoke,
+        "blocks": list(keys),
+        "sources": sources,
+        "sweep": dict(request.sweep or {}),
+        "folder": os.getcwd(),
+    }
+
+
+@dataclass
+class _Tail:
+    """The records that come into a folder, by whichever job."""
+
+    folder: Path
+    paths: dict[Path, int] = field(default_factory=dict)
+    _sizes: dict[Path, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+        self._counts = {path: _count(path) for path in self._sizes}
+
+    def new(self) -> list[tuple[str, dict[str, Any]]]:
+        """(host, record) of what has come since it was last asked."""
+        found = []
+        for path in sorted(self.folder.glob("*.jsonl")):
+            size = path.stat().st_size
+            if size == self._sizes.get(path):
+                continue
+            self._sizes[path] = size
+            for run in read_runs(path, warn=lambda _: None):
+                fresh = run.records[self._counts.get(path, 0) :]
+                self._counts[path] = len(run.records)
+                self.paths[path] = self.paths.get(path, 0) + len(fresh)
+                found += [(str(run.environment["host"]), record) for record in fresh]
+        return found
+
+
+def _count(path: Path) -> int:
+    return sum(len(run.records) for run in read_runs(path, warn=lambda _: None))
+
+
+def _show(tail: _Tail, progress: Progress, report: Report) -> None:
+    for host, record in tail.new():
+        report.outcomes[record["outcome"]] += 1
+        trial = record["trial"]
+        known = (trial.get(name) for name in ("kind", "model", "backend", "accountant", "batch_size"))
+        label = " ".join(str(value) for value in known if value is not None)
+        ended = f"{label}, round {record['round'] + 1}: {record['outcome']} in {record['seconds']:.1f} s on {host}"
+        evidence = (record["evidence"] or "").strip().splitlines()
+        if evidence:
+            ended += f"\n    {evidence[-1 if record['outcome'] == 'error' else 0][:300]}"
+        progress.say(f"[{report.outcomes.total()}] {ended}")
+
+
+def _device(asked: str, cluster: Cluster) -> str:
+    """What the nodes have cannot be seen from here: a GPU is asked for by --device cuda or --gpu-type."""
+    if cluster.cluster == "local":
+        return environment.resolve_device(asked)
+    return "cuda" if asked == "cuda" or (asked == "auto" and cluster.gpu_type is not None) else "cpu"

@@ -1,0 +1,219 @@
+"""Jobs, from their submission to their end: submitit makes and submits them, SLURM is asked which still go on.
+
+submitit's own answer to that is `sacct`, which needs a database that small clusters lack; so `squeue` is asked here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dpbench.errors import UsageError
+from dpbench.execution.executors import Cluster, missing
+from dpbench.execution.executors.job import run_blocks
+from dpbench.process.parent import our_path
+from dpbench.records.host import host_name
+
+#: Minutes that a job may take, and jobs at once, where nothing else is asked for.
+MINUTES, JOBS = 240, 16
+#: How often it is asked which jobs go on (seconds): of this machine, of SLURM.
+_ASK_HERE, _ASK_SLURM = 0.5, 5.0
+#: A job that is no longer known of has this long for its last words to reach this machine (seconds).
+_SETTLES_IN = 5.0
+#: Jobs that are told to end have this long (seconds); they record what ended, and are killed with all of theirs.
+_ENDS_IN = 15.0
+_ENDED = ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
+
+
+class Queue:
+    """Jobs that were submitted, by this process and by those before it. Which of them still go on, SLURM is asked.
+
+    Args:
+        cluster: what a person asks of it.
+        device: that the trials measure.
+        home: of what the jobs are told and what they print.
+
+    Raises:
+        UsageError: submitit is not installed, or there is no SLURM here.
+    """
+
+    def __init__(self, cluster: Cluster, device: str, home: Path) -> None:
+        try:
+            import submitit
+        except ImportError:
+            raise missing("submitit", "slurm") from None
+        self._submitit, self._asked, self._device, self._home = submitit, cluster, device, home
+        self.local = cluster.cluster == "local"
+        if not self.local and shutil.which("sbatch") is None:
+            raise UsageError("a machine that submits to SLURM (sbatch), or --cluster local", "none")
+        self.patience = _ASK_HERE if self.local else _ASK_SLURM
+        self.cluster = host_name() if self.local else _cluster_name()
+        self._waiting: list[dict[str, Any]] = []
+        self._jobs: list[Any] = []
+        self._ledger: Path | None = None
+        self._failed = False
+        self._gone: dict[str, float] = {}
+        self._asked_at = 0.0
+
+    def submit(self, specs: list[dict[str, Any]]) -> None:
+        """SLURM has them all at once; on this machine one follows another, or what is timed would run beside more."""
+        self._waiting = specs
+        if not self.local:
+            self._start(len(specs))
+
+    def _start(self, count: int) -> None:
+        specs, self._waiting = self._waiting[:count], self._waiting[count:]
+        maker = self._submitit.LocalExecutor if self.local else self._submitit.SlurmExecutor
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = our_path()
+        try:
+            executor = maker(folder=self._home / "%j", max_num_timeout=0)
+            executor.update_parameters(**self._parameters())
+            with _ignoring(signal.SIGINT):  # Ctrl-C is for this process, which then ends the jobs in good order
+                jobs = executor.map_array(run_blocks, specs)
+        except (self._submitit.core.utils.FailedJobError, subprocess.SubprocessError, ValueError) as error:
+            raise UsageError("jobs that SLURM takes", _told(str(error))) from error
+        finally:
+            os.environ["PYTHONPATH"] = before or ""
+        self._jobs += jobs
+        if self._ledger is None:
+            self._ledger = self._home / f"{int(time.time())}-{os.getpid()}.json"
+        told = self._ledger.with_suffix(".new")
+        told.write_text(json.dumps({"cluster": self.cluster, "jobs": [job.job_id for job in self._jobs]}))
+        told.replace(self._ledger)  # whole, or not at all
+
+    def _parameters(self) -> dict[str, Any]:
+        """What is timed has its node, or its GPU, for itself."""
+        minutes = self._asked.time or MINUTES
+        gpu = f"gpu:{self._asked.gpu_type}:1" if self._asked.gpu_type else "gpu:1"
+        if self.local:
+            return {"timeout_min": minutes} | ({"gpus_per_node": 1} if self._device == "cuda" else {})
+        asked: dict[str, Any] = {"job_name": "dpbench", "time": minutes, "use_srun": False}
+        asked["array_parallelism"] = self._asked.jobs or JOBS
+        asked |= {"partition": self._asked.partition} if self._asked.partition else {}
+        asked |= {"gres": gpu} if self._device == "cuda" else {}
+        if self._asked.cpus:
+            asked["cpus_per_task"] = self._asked.cpus
+        elif self._device == "cpu":
+            asked["exclusive"] = True
+        return asked
+
+    def busy(self, say: Callable[[str], None]) -> bool:
+        """Whether a job goes on, or is still to be started; says what a job that ended has to say of its end."""
+        for job in list(self._jobs):
+            if not job.paths.result_pickle.exists():
+                continue
+            self._jobs.remove(job)
+            raised = job.exception()
+            error = job.result()["error"] if raised is None else _told(str(raised))
+            if error:
+                self._failed = True
+                say(f"dpbench: job {job.job_id} ended early: {error}; what it had measured is recorded")
+        self._drop_the_lost(say)
+        if self.local:
+            while self._waiting and len(self._jobs) < (self._asked.jobs or 1):
+                self._start(1)
+        return bool(self._jobs)
+
+    def _drop_the_lost(self, say: Callable[[str], None]) -> None:
+        """Jobs that ended without a word: killed, or their node was."""
+        if not self._jobs or time.monotonic() < self._asked_at + self.patience:
+            return
+        self._asked_at = time.monotonic()
+        alive = self._alive([job.job_id for job in self._jobs])
+        for job in list(self._jobs):
+            if job.job_id in alive:
+                self._gone.pop(job.job_id, None)
+            elif time.monotonic() - self._gone.setdefault(job.job_id, time.monotonic()) > _SETTLES_IN:
+                self._jobs.remove(job)
+                self._failed = True
+                say(f"dpbench: job {job.job_id} was lost; what it had measured is recorded")
+
+    def left_over(self) -> list[str]:
+        """Jobs that a run before this one submitted, and that still go on."""
+        found = []
+        for ledger in self._home.glob("*.json"):
+            told = json.loads(ledger.read_text())
+            if told["cluster"] != self.cluster:
+                continue
+            alive = sorted(self._alive(told["jobs"]))
+            if alive:
+                found += alive
+            else:
+                ledger.unlink(missing_ok=True)
+        return found
+
+    def _alive(self, jobs: Sequence[str]) -> set[str]:
+        if self.local:
+            return {job for job in jobs if self._is_ours(job)}
+        asked = ["squeue", "--noheader", "--array", "--states=all", "--format=%i %T"]
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        if done.returncode:
+            return set(jobs)  # the controller does not answer: nothing is known, and so nothing is lost
+        lines = [line.split() for line in done.stdout.splitlines()]
+        return {line[0] for line in lines if len(line) == 2 and line[1] not in _ENDED} & set(jobs)
+
+    def _is_ours(self, pid: str) -> bool:
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            return False
+        return b"submitit.local._local" in command and str(self._home).encode() in command
+
+    def end(self) -> None:
+        """Have what still goes on end, in good order; forget the rest."""
+        self._waiting.clear()
+        until = time.monotonic() + _ENDS_IN
+        if not self.local:
+            for job in self._jobs:
+                job.cancel(check=False)
+        while self._jobs and self._alive([job.job_id for job in self._jobs]) and time.monotonic() < until:
+            for job in self._jobs:
+                if self.local and not job.done() and self._is_ours(job.job_id):
+                    os.kill(int(job.job_id), signal.SIGTERM)  # again: while it starts, it may be deaf to it
+            time.sleep(_ASK_HERE)
+        self._jobs.clear()
+        if self._ledger is not None:
+            self._ledger.unlink(missing_ok=True)
+            self._ledger = None
+        if not self._failed and not list(self._home.glob("*.json")):
+            shutil.rmtree(self._home, ignore_errors=True)  # nobody asks what jobs printed that ended well
+
+
+@contextlib.contextmanager
+def _ignoring(signum: int) -> Iterator[None]:
+    """What is started meanwhile ignores the signal, too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signum, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signum, before)
+
+
+def _cluster_name() -> str:
+    if name := os.environ.get("SLURM_CLUSTER_NAME"):
+        return name
+    done = subprocess.run(["scontrol", "show", "config"], capture_output=True, text=True, timeout=60, check=False)
+    for line in done.stdout.splitlines():
+        if line.startswith("ClusterName"):
+            return line.partition("=")[2].strip()
+    raise UsageError("a SLURM controller that answers", _told(done.stderr))
+
+
+def _told(text: str) -> str:
+    """The line of a traceback or of standard error that says what was wrong."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = [line for line in lines if "rror: " in line]
+    return (said or lines or ["nothing"])[-1]

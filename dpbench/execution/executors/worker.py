@@ -1,0 +1,118 @@
+"""What a node of a cluster does: it runs trials in its own `Isolation`, and says where that was.
+
+`run_trial` is what a Ray task calls. The process that it is called in is kept by Ray for the next task, and with it the
+server that has imported torch: so a trial is a fork, and not an ``import torch``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpbench.execution.executors.cpus import own_cpus
+from dpbench.execution.machines import NodeFacts
+from dpbench.process.parent import Answer, Isolation, our_path
+from dpbench.records import environment
+from dpbench.records.host import host_name
+from dpbench.trials.outcome import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A trial as it is sent to a node, and what the node must know beside it.
+
+    `sources` and `libraries` are the trial's, `all_libraries` the experiment's. `cpus`: so many has a trial for itself
+    that must run `alone`; None for all there are. `executor` stands in the environment as it is.
+    """
+
+    trial: Mapping[str, Any]
+    sources: Mapping[str, str]
+    libraries: tuple[str, ...]
+    all_libraries: tuple[str, ...]
+    device: str
+    with_torch: bool
+    cpus: int | None
+    alone: bool
+    folder: str
+    executor: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_wire(self) -> dict[str, Any]:
+        return dict(self.trial)
+
+
+class _Node:
+    """The isolation of this process, and the environment that its trials are measured in."""
+
+    def __init__(self, job: Job, visible: str | None) -> None:
+        self.visible = visible
+        if os.path.isdir(job.folder):
+            os.chdir(job.folder)  # a model may be named by a path beside which the run was started
+        self.isolation = Isolation(environment.server_variables(job.device))
+        with own_cpus(job.cpus) as cpus:
+            self.isolation.pin(cpus)
+            facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))
+        self.trouble = None if facts.outcome is Outcome.OK else (facts.evidence or str(facts.outcome)).splitlines()[-1]
+        self.facts = facts.result or environment.host_facts(job.device)
+        if job.device == "cuda" and self.trouble is None and self.facts.get("cuda_available") is False:
+            self.trouble = f"torch {self.facts['torch']} finds no CUDA device that it can use"
+        libraries = {name: environment.version_of(name) for name in job.all_libraries}
+        self.facts |= {"libraries": libraries, "executor": dict(job.executor)}
+
+
+_node: _Node | None = None
+
+
+def run_trial(job: Job, node: str = "") -> dict[str, Any]:
+    """Run the trial of `job`; what `Answer` and `Place` hold, as plain values. `node`: what the cluster calls this one.
+
+    A trial whose sources are not here as they are where the run was started is answered with an error that says so.
+    """
+    global _node
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if _node is None or _node.visible != visible:
+        if _node is not None:
+            _node.isolation.close()
+        _node = _Node(job, visible)
+    trouble = _node.trouble or different(job.sources)
+    if trouble is not None:
+        answer = refusal(0, trouble)
+    else:
+        with own_cpus(job.cpus if job.alone else None) as cpus:
+            _node.isolation.pin(cpus)
+            answer = _node.isolation.run(job)
+    versions = {name: environment.version_of(name) for name in job.libraries}
+    facts = _node.facts
+    return {
+        "outcome": str(answer.outcome),
+        "evidence": answer.evidence,
+        "result": answer.result,
+        "seconds": answer.seconds,
+        "stolen": answer.stolen,
+        "name": f"{node} {visible}",
+        "environment": facts | {"node": node},
+        "fingerprint": environment.seal(job.sources, versions, facts["device_name"], facts["host"]),
+        "load": os.getloadavg()[0],
+    }
+
+
+def refusal(key: int, trouble: str) -> Answer:
+    """The answer to a trial that this node cannot run."""
+    return Answer(key, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
+
+
+def different(sources: Mapping[str, str]) -> str | None:
+    """Why what a trial measures is not here as it is where the run was started; None if it is."""
+    for name, digest in sources.items():
+        try:
+            here = environment.hash_of(name)
+        except OSError as error:
+            return (
+                f"cannot read {name}, which this trial needs ({error.strerror}): "
+                "put it where every node finds it under that path, as a shared folder does"
+            )
+        if here != digest:
+            what = f"another {name}" if os.path.isabs(name) else f"other sources ({name} of {our_path().split(':')[0]})"
+            return f"{what} than where the run was started: every node needs the same"
+    return None

@@ -1,0 +1,237 @@
+"""The loop of a run, wherever its trials go: start what can be started, wait for an end, record it, and again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from dpbench.execution.allowance import Allowance
+from dpbench.execution.executors.blocks import Block
+from dpbench.execution.executors.worker import refusal
+from dpbench.execution.machines import version_hash
+from dpbench.execution.progress import Progress
+from dpbench.execution.schedule import Run, Schedule
+from dpbench.execution.shards import Shards
+from dpbench.process.parent import Answer, Isolation
+from dpbench.records.store import utc_now
+from dpbench.trials import Trial
+
+#: How often the loop looks up while a trial runs (seconds): for a signal, and to renew the line that is shown.
+_TICK = 0.2
+#: Keys of trials that were never submitted; an isolation counts its own upwards.
+_REFUSED = itertools.count(-1, -1)
+
+
+class Executor(Protocol):
+    """Runs trials somewhere, each in a process of its own. Every trial that is submitted is answered, once."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks may be open at once."""
+
+    @property
+    def workers(self) -> int:
+        """How many trials of a block may be in flight at once, if they may run beside each other."""
+
+    def submit(self, trial: Trial, block: Block) -> int:
+        """Have it run; its answer will carry the key that is returned."""
+
+    def wait(self, timeout: float | None = None) -> list[Answer]:
+        """The answers that come within `timeout` seconds."""
+
+    def release(self, block: Block) -> None:
+        """Nothing more will be submitted of this block."""
+
+
+@dataclass
+class Here:
+    """The processes of this machine. `refuse` says why a trial cannot run here, which then is its answer.
+
+    `until`: when all trials are ended, by `time.monotonic`.
+    """
+
+    isolation: Isolation
+    workers: int
+    blocks: int = 1
+    until: float | None = None
+    refuse: Callable[[Trial], str | None] = lambda _: None
+    _refused: list[Answer] = field(default_factory=list)
+
+    def submit(self, trial: Trial, block: Block) -> int:
+        trouble = self.refuse(trial)
+        if trouble is None:
+            return self.isolation.submit(trial, self.until)
+        self._refused.append(refusal(next(_REFUSED), trouble))
+        return self._refused[-1].key
+
+    def wait(self, timeout: float | None = None) -> list[Answer]:
+        if not self._refused:
+            return self.isolation.wait(timeout)
+        refused, self._refused = self._refused, []
+        return refused
+
+    def release(self, block: Block) -> None:
+        pass
+
+
+@dataclass
+class Report:
+    """What a run came to: how many trials ended how, the files they are in, the signal that ended it early, where.
+
+    `unrecorded` counts trials that ended, and whose record could not be written: the next run does them again. `left`
+    says in words what remains because the time of the run was over.
+    """
+
+    outcomes: Counter[str]
+    paths: Sequence[Path] = ()
+    signum: int | None = None
+    device: str = "cpu"
+    unrecorded: int = 0
+    left: Sequence[str] = ()
+
+    @property
+    def path(self) -> Path | None:
+        return self.paths[0] if self.paths else None
+
+
+class Loop:
+    """Run what remains of `schedule`, whose parts are `blocks`, on `executor`; of it what `allowance` has time for."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        blocks: Sequence[Block],
+        executor: Executor,
+        shards: Shards,
+        progress: Progress,
+        fingerprint: Callable[[Trial], str],
+        clock: Any,
+        allowance: Allowance | None = None,
+    ) -> None:
+        self._schedule, self._executor, self._shards, self._progress = schedule, executor, shards, progress
+        self._fingerprint, self._clock, self._allowance = fingerprint, clock, allowance
+        self._waiting = list(reversed(blocks))
+        self._open: dict[str, Block] = {}
+        self._running: dict[int, tuple[Run, Block]] = {}
+        self._outcomes: Counter[str] = Counter()
+
+    def run(self) -> Report:
+        try:
+            with Interruption() as interruption:
+                self._fill()
+                while interruption.signum is None and self._running:
+                    self._wait(interruption)
+            self._shards.end()
+            paths = self._shards.paths() if self._outcomes else []
+            given = self._allowance if interruption.signum is None else None
+            left = given.farewell() if given is not None else []
+            return Report(self._outcomes, paths, interruption.signum, unrecorded=self._shards.unrecorded, left=left)
+        finally:
+            self._progress.close()
+            self._shards.close()
+
+    def _fill(self, blocks: Sequence[Block] = ()) -> None:
+        """Start all that may run now: of these blocks, and of the next ones as far as more may be open."""
+        todo = list(blocks)
+        may = self._allowance.admits if self._allowance is not None else (lambda _: True)
+        while todo or (self._waiting and len(self._open) < self._executor.blocks):
+            block = todo.pop() if todo else self._waiting.pop()
+            self._open[block.key] = block
+            while len(block.running) < self._executor.workers:
+                run = block.schedule.next(block.running, may)
+                if run is None:
+                    break
+                block.running.append(run)
+                self._running[self._executor.submit(run.trial, block)] = run, block
+            if not block.running:
+                del self._open[block.key]
+                self._executor.release(block)
+
+    def _wait(self, interruption: Interruption) -> None:
+        """Until a trial ends. What is shown is computed here, once: while a trial is timed, this process is idle."""
+        state = self._state()
+        while interruption.signum is None:
+            self._progress.now([run for run, _ in self._running.values()], *state)
+            answers = self._executor.wait(_TICK)
+            touched = {block.key: block for block in map(self._record, answers)}
+            if answers:
+                self._fill(list(touched.values()))
+                return
+
+    def _record(self, answer: Answer) -> Block:
+        run, block = self._running.pop(answer.key)
+        block.running.remove(run)
+        shard = self._shards.of(answer)
+        if self._allowance is not None and (line := self._allowance.cut(run, answer)) is not None:
+            self._shards.append(line, answer)
+            self._progress.cut(run, answer.seconds)
+            return block
+        record = make_record(self._schedule.name, run, self._fingerprint(run.trial), answer, shard.libraries)
+        self._shards.append(record, answer)
+        self._schedule.history.add(record)
+        self._clock.add(record)
+        self._outcomes[answer.outcome] += 1
+        self._progress.ended(run, record, *self._state())
+        if run.trial.alone:
+            shard.watch.ended(record, run.trial.label())
+        return block
+
+    def _state(self) -> tuple[int, float, float | None]:
+        """(trials ended in this run, trials left, seconds left)."""
+        remaining = self._schedule.remaining()
+        return self._outcomes.total(), sum(count for _, count in remaining), self._clock.left(remaining)
+
+
+def make_record(
+    experiment: str, run: Run, fingerprint: str, answer: Answer, libraries: Mapping[str, str | None]
+) -> dict[str, Any]:
+    """The line that is stored of a trial that ended."""
+    place = answer.place
+    return {
+        "experiment": experiment,
+        "id": run.trial.id,
+        "round": run.round,
+        "fingerprint": fingerprint if place is None else place.fingerprint,
+        "version": version_hash(run.trial, libraries),
+        "trial": run.trial.describe(),
+        "outcome": str(answer.outcome),
+        "evidence": answer.evidence,
+        "seconds": answer.seconds,
+        "utc": utc_now(),
+        "load": os.getloadavg()[0] if place is None else place.load,
+        "stolen": answer.stolen,
+        "result": answer.result,
+    }
+
+
+class Interruption:
+    """While it is entered, SIGINT, SIGTERM and SIGHUP are noted in `signum` instead of striking where they will.
+
+    So a record is never cut off half-way, and the processes are ended in good order.
+    """
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._before: Mapping[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread set them
+            self._before = {signum: signal.signal(signum, self._note) for signum in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum

@@ -1,0 +1,199 @@
+"""Machines other than this one: which of their records count here, and what they say of themselves.
+
+A fingerprint holds the machine that measured, and the folder of results that it measured for, which has a name of its
+own (`FolderName`): only such records count. Whoever clones a folder of results measures anew, also on a machine that is
+called as that one was, and never takes committed records for their own. Who names the machine (DPBENCH_HOST) says that
+all machines of that name are one, whatever folder: what one of them has recorded, another goes on with.
+
+A sweep over a cluster is one measurement on many machines, so there a record counts if it was written by a machine of
+the same sweep: one that was driven from here, or that belongs to the same cluster; by the sources of today, and while
+the libraries here are those of then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpbench.records import environment
+from dpbench.records.environment import device_name, libraries_of, seal, sources_of, version_of
+from dpbench.records.host import VARIABLE, host_name, named_host
+from dpbench.records.store import Run
+from dpbench.trials import Trial
+
+Versions = Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a fingerprint knows of the machine.
+
+    `versions` are those of its libraries; of others, this machine's. `folder` is the name of the folder of results that
+    it measured for; none in a sweep.
+    """
+
+    host: str
+    device_name: str
+    versions: tuple[tuple[str, str | None], ...] = ()
+    folder: str | None = None
+
+    @staticmethod
+    def of(where: Mapping[str, Any]) -> Machine:
+        """The machine of a run's environment."""
+        return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
+
+    def fingerprint(self, trial: Trial) -> str:
+        """16 hex digits over what makes a measurement of this trial another one, as it would be on this machine.
+
+        The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have
+        the same CPU's name), the folder, and the versions of the libraries it uses.
+        """
+        known = dict(self.versions)
+        versions = {name: known[name] if name in known else version_of(name) for name in libraries_of(trial)}
+        place = [self.host] if self.folder is None else [self.host, self.folder]
+        return seal(sources_of(trial), versions, self.device_name, *place)
+
+
+class FolderName:
+    """The name of a folder of results: random, in a file that git is told to ignore, so that no clone has it.
+
+    Args:
+        results: the folder of all experiments.
+    """
+
+    FILE = ".folder"
+
+    def __init__(self, results: Path) -> None:
+        self._path = results / self.FILE
+
+    def read(self) -> str:
+        """The name; "" if it has none yet, and so no records that count. A machine that was named has that name's."""
+        named = named_host()
+        if named is not None:
+            return f"{VARIABLE}={named}"
+        try:
+            return self._path.read_text(encoding="ascii", errors="replace").strip()
+        except FileNotFoundError:
+            return ""
+
+    def give(self, name: str = "") -> None:
+        """Give it this name, or make one up, unless it has one.
+
+        Raises:
+            OSError: the folder cannot be written to.
+        """
+        if self.read():
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # of two runs that begin at once one names it; an empty file is what a kill left between the two
+        mode = "w" if self._path.exists() else "x"
+        with contextlib.suppress(FileExistsError), self._path.open(mode, encoding="ascii") as file:
+            file.write(f"{name or secrets.token_hex(8)}\n")
+
+
+class Machines:
+    """Those whose records count in a run on `device`; `add` new ones as they appear."""
+
+    def __init__(self, device: str, machines: Iterable[Machine] = (), folder: str | None = None) -> None:
+        self._here = Machine(host_name(), device_name(device), folder=folder)
+        self._machines = dict.fromkeys([self._here, *machines])
+        self._known: dict[Trial, dict[str, str]] = {}
+
+    def add(self, where: Mapping[str, Any]) -> None:
+        machine = Machine.of(where)
+        if machine not in self._machines:
+            self._machines[machine] = None
+            self._known.clear()
+
+    def others(self) -> list[str]:
+        """The hosts of those that are not this machine."""
+        return sorted({machine.host for machine in self._machines} - {self._here.host})
+
+    def fingerprint(self, trial: Trial) -> str:
+        """As it would be written on this machine."""
+        return next(iter(self.accepted(trial)))
+
+    def accepted(self, trial: Trial) -> Mapping[str, str]:
+        """Every fingerprint of the trial that counts -> the name of the device."""
+        known = self._known.get(trial)
+        if known is None:
+            known = {machine.fingerprint(trial): machine.device_name for machine in self._machines}
+            self._known[trial] = known
+        return known
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What the runs of one sweep have in common, as it stands in their environments (`executor`)."""
+
+    name: str
+    cluster: str
+    driver: str
+    versions: Versions
+
+    @staticmethod
+    def begun_here(name: str, cluster: str, trials: Iterable[Trial]) -> Sweep:
+        return Sweep(name, cluster, host_name(), _versions(trials))
+
+    def describe(self) -> dict[str, Any]:
+        return {"name": self.name, "cluster": self.cluster, "driver": self.driver, "versions": dict(self.versions)}
+
+
+def machines_of(
+    runs: Iterable[Run],
+    device: str,
+    trials: Iterable[Trial],
+    sweep: Mapping[str, Any] | None = None,
+    folder: str | None = None,
+) -> Machines:
+    """The machines whose records count: this one, and those of sweeps that were driven from here, or of `sweep`.
+
+    `folder`: the name of the folder of results, whose own records count in a sweep, too.
+    """
+    found = []
+    if sweep is not None and folder:
+        found.append(Machine(host_name(), device_name(device), folder=folder))
+    versions: Versions | None = None
+    for run in runs:
+        where, theirs = run.environment, run.environment.get("executor")
+        if not theirs or where.get("device") != device:
+            continue
+        ours = theirs["driver"] == host_name() or (sweep is not None and theirs["cluster"] == sweep["cluster"])
+        versions = _versions(trials) if versions is None else versions
+        today = sweep["versions"] if sweep is not None else versions
+        if ours and all(theirs["versions"].get(name, version) == version for name, version in today.items()):
+            found.append(Machine.of(where))
+    return Machines(device, found, folder if sweep is None else None)
+
+
+def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:
+    return {name: version_of(name) for name in sorted(set().union(*map(libraries_of, trials)) | {"torch"})}
+
+
+def version_hash(trial: Trial, versions: Versions) -> str:
+    """The trial's sources and libraries alone: the same on every machine that has them."""
+    return seal(sources_of(trial), {name: versions.get(name, version_of(name)) for name in libraries_of(trial)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts(Trial):
+    """What a machine says of itself and of `device`; run as a trial in a process that has touched no device yet."""
+
+    kind: ClassVar[str] = "node"
+    body: ClassVar[str] = f"{__name__}:node_facts"
+    device: str
+    with_torch: bool
+    timeout: float = 300.0
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",) if self.with_torch else ()
+
+
+def node_facts(trial: NodeFacts) -> dict[str, Any]:
+    """The body of `NodeFacts`: what `environment.gather` gives of the machine that runs it."""
+    facts = environment.host_facts(trial.device)
+    return facts | environment.torch_facts(environment.TorchFacts(device=trial.device)) if trial.with_torch else facts

@@ -1,0 +1,217 @@
+"""A run: what is asked for, what of it remains, and where that is measured."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dpbench.errors import RunEnded, UsageError, one_of
+from dpbench.execution.allowance import Allowance, check_minutes
+from dpbench.execution.executors import Cluster
+from dpbench.execution.executors.blocks import Block, blocks_of, key_of
+from dpbench.execution.executors.worker import different
+from dpbench.execution.lock import held
+from dpbench.execution.loop import Here, Loop, Report, Shards
+from dpbench.execution.machines import FolderName, Machines, machines_of
+from dpbench.execution.progress import Progress
+from dpbench.execution.schedule import Clock, History, Schedule
+from dpbench.execution.selection import Only, select
+from dpbench.experiment import Cell, Experiment, MaxBatch, check_rounds
+from dpbench.process.linux import available_cpus
+from dpbench.process.parent import Isolation
+from dpbench.records import environment
+from dpbench.records.store import Store, read_runs
+from dpbench.trials import Trial
+from dpbench.trials.outcome import RETRYABLE
+
+__all__ = ["Plan", "Report", "Request", "make_plan", "run"]
+
+#: More trials than this beside each other gain little: what may run so is bound by memory traffic and the interpreter.
+MAX_WORKERS = 8
+#: Where trials go, if not to processes of this machine: a function of the request and the progress.
+_CLUSTERS = {"ray": "dpbench.execution.executors.on_ray", "slurm": "dpbench.execution.executors.on_slurm"}
+
+
+def check_choices(rounds: int | None, retry: Collection[str]) -> None:
+    """Check what a person chose of a run.
+
+    Raises:
+        UsageError: for a number of rounds, or outcomes to retry, that cannot be.
+    """
+    if rounds is not None:
+        check_rounds(rounds, "--rounds")
+    known = sorted(map(str, RETRYABLE))
+    for name in retry:
+        one_of("an outcome for --retry", name, known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asks for. `device` is "auto", "cpu" or "cuda"; `results` the folder of all experiments.
+
+    `cluster`: where it is measured, if not on this machine. `blocks`: a part of the experiment by the keys of
+    `dpbench.execution.executors.blocks`, as a job of a cluster is given it, in the `sweep` that its records belong to.
+    `reference` is how the experiment was named, by which another process finds it. `retry_before`: of what ended before
+    that time alone, `retry` counts nothing as done. `minutes`: no trial is started that would end later.
+    """
+
+    experiment: Experiment
+    results: Path
+    device: str = "auto"
+    only: Only = field(default_factory=dict)
+    rounds: int | None = None
+    retry: Collection[str] = ()
+    smoke: bool = False
+    cluster: Cluster | None = None
+    blocks: Collection[str] | None = None
+    sweep: Mapping[str, Any] | None = None
+    reference: str | None = None
+    retry_before: str | None = None
+    minutes: float | None = None
+    wait: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the records lie."""
+        return self.results / (self.experiment.name + ("-smoke" if self.smoke else ""))
+
+    def cells(self, device: str) -> Sequence[Cell]:
+        chosen = select(self.experiment.declared(device, smoke=self.smoke), self.only)
+        return chosen if self.blocks is None else [cell for cell in chosen if key_of(cell)[0] in self.blocks]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request on a device, beside what has been recorded."""
+
+    device: str
+    schedule: Schedule
+    clock: Clock
+    fingerprint: Callable[[Trial], str]
+    workers: int
+    machines: Machines
+    rounds: int
+    cells: Sequence[Cell]
+    cuts: Sequence[Mapping[str, Any]] = ()
+
+    def blocks(self) -> list[Block]:
+        """The schedule in the parts that a cluster gives to its nodes."""
+        schedule = self.schedule
+        return blocks_of(schedule.name, self.cells, self.rounds, schedule.history, in_order=schedule.in_order)
+
+    def trials(self) -> list[Trial]:
+        """Every kind of trial that the cells can come to, at whatever batch size."""
+        return trials_of(self.cells)
+
+
+def trials_of(cells: Sequence[Cell]) -> list[Trial]:
+    """The trials that are declared, a search's probe and what follows it among them."""
+    found: list[Trial] = []
+    for cell in cells:
+        found += [cell.probe, *([cell.then] if cell.then else [])] if isinstance(cell, MaxBatch) else [cell]
+    return found
+
+
+def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = None) -> Plan:
+    """What is done and what remains, on `device` ("cpu" or "cuda"). Runs nothing.
+
+    `sweep`: the one whose records count beside this machine's own; see `dpbench.execution.machines`.
+    """
+    runs = read_runs(request.folder)
+    records = [record for run in runs for record in run.records]
+    cells = request.cells(device)
+    rounds = request.rounds or (1 if request.smoke else request.experiment.rounds)
+    name = FolderName(request.results).read()
+    machines = machines_of(runs, device, trials_of(cells), sweep or request.sweep, name)
+    retry = request.retry
+    if request.retry_before is not None:
+        records = [r for r in records if r["outcome"] not in retry or r["utc"] >= request.retry_before]
+        retry = ()
+    history = History(records, machines.fingerprint, retry, machines.accepted)
+    experiment = request.experiment
+    schedule = Schedule(experiment.name, cells, rounds, history, in_order=experiment.in_order)
+    workers = min(available_cpus(), MAX_WORKERS)
+    alike = (r for r in records if r["trial"].get("device", device) == device)
+    cuts = [line for run in runs for line in run.cuts]
+    return Plan(device, schedule, Clock(alike, workers), machines.fingerprint, workers, machines, rounds, cells, cuts)
+
+
+def run(request: Request, progress: Progress) -> Report:
+    """Run what remains. Every trial is recorded before another one starts in its place.
+
+    Raises:
+        UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.
+        OSError: the results folder cannot be written to.
+        RunEnded: it cannot go on.
+    """
+    begun = time.monotonic()
+    check_minutes(request.minutes)
+    if request.cluster is not None:
+        if request.minutes is not None:  # when a trial starts there is the cluster's business, not known here
+            raise UsageError("--minutes with --executor local", f"--executor {request.cluster.name}")
+        report: Report = importlib.import_module(_CLUSTERS[request.cluster.name]).run(request, progress)
+        return report
+    plan = make_plan(request, environment.resolve_device(request.device))
+    if plan.schedule.next() is None:
+        return Report(Counter(), device=plan.device)
+    Store(request.folder, {}).close()  # a folder that cannot be written to is told of before torch is imported
+    if request.sweep is not None:  # a part of one
+        return _run(request, plan.device, progress, begun)
+    with held(request.folder, wait=request.wait, say=progress.say):
+        FolderName(request.results).give()
+        return _run(request, plan.device, progress, begun)
+
+
+def _run(request: Request, device: str, progress: Progress, begun: float) -> Report:
+    """On this machine, where nobody else measures for the folder now."""
+    plan = make_plan(request, device)
+    if plan.schedule.next() is None:
+        return Report(Counter(), device=plan.device)
+    with_torch = any("torch" in trial.modules() for trial, _ in plan.schedule.remaining())
+    with Isolation(environment.server_variables(plan.device)) as isolation:
+        try:
+            where = environment.gather(plan.device, isolation, with_torch=with_torch)
+        except UsageError as error:
+            if plan.device == "cpu" or request.device == "cuda":
+                raise
+            progress.say(f"dpbench: {error}; measuring on the CPU")
+            plan = make_plan(request, "cpu")
+            where = environment.gather("cpu", isolation)
+        return _run_here(request, plan, isolation, progress, where, begun)
+
+
+def _run_here(
+    request: Request, plan: Plan, isolation: Isolation, progress: Progress, where: dict[str, Any], begun: float
+) -> Report:
+    executor = Here(isolation, plan.workers)
+    allowance = None
+    if request.minutes is not None:
+        allowance = Allowance(request.minutes, begun, plan.schedule, plan.clock, plan.fingerprint, plan.cuts)
+        executor.until = allowance.until
+    where["results_folder"] = FolderName(request.results).read()
+    if request.sweep is not None:
+        libraries = {name: environment.version_of(name) for name in request.sweep["versions"]}
+        where |= {"executor": dict(request.sweep), "libraries": libraries}
+        executor.refuse = lambda trial: different(environment.sources_of(trial))
+    shards = Shards(request.folder, progress.say, lambda: where)
+    remaining = [trial for trial, _ in plan.schedule.remaining()]
+    if (line := environment.kernels_missing(plan.device, remaining)) is not None:
+        progress.say(f"dpbench: {line}")
+    if any(trial.alone for trial in remaining):
+        shards.of().watch.begin()
+    blocks = [Block("", plan.schedule, together=True)]
+    loop = Loop(plan.schedule, blocks, executor, shards, progress, plan.fingerprint, plan.clock, allowance)
+    try:
+        report = loop.run()
+    except RunEnded:  # the folder may have been removed with its name; what is saved again is of that name
+        with contextlib.suppress(OSError):
+            FolderName(request.results).give(where["results_folder"])
+        raise
+    report.device = plan.device
+    return report

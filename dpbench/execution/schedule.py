@@ -1,0 +1,302 @@
+"""What to run next: a pure function of the declarations and of what has been recorded.
+
+Searches come first; their seeds and probes belong to round 0 and are not timed. Then the trials, and what follows each
+search, round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method
+alike. The order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and
+when only a part is selected. An experiment may ask for the order in which it declares its cells instead (`in_order`),
+searches among them: where time is short, what tells most goes first.
+
+A record counts if its key (trial id, round, fingerprint) is the one that would be written today. Whatever its outcome,
+it counts as done, except the outcomes that are to be retried.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpbench.experiment import Cell, MaxBatch, Probe
+from dpbench.trials import Trial, canonical_json
+from dpbench.trials.max_batch import Forecast
+from dpbench.trials.outcome import DOES_NOT_FIT, FINAL, Outcome
+
+Record = Mapping[str, Any]
+#: A search that has not begun needs about so many probes.
+TYPICAL_PROBES = 5
+
+
+@dataclass(frozen=True)
+class Run:
+    """One trial in one round."""
+
+    trial: Trial
+    round: int
+
+
+def family(description: Mapping[str, Any]) -> str:
+    """What the trials have in common that differ only in their batch size."""
+    return canonical_json({k: v for k, v in description.items() if k not in ("batch_size", "timeout")})
+
+
+class History:
+    """The records that count, and what follows from them.
+
+    Args:
+        records: of all runs so far; `add` new ones as they come.
+        fingerprint: of a trial as it would be written on this machine.
+        retry: outcomes that do not count as done.
+        accepted: of a trial, every fingerprint that counts -> the device it stands for. On one machine its own alone;
+            on a cluster those of the nodes, for a finished cell is never done twice, whichever node did it.
+    """
+
+    def __init__(
+        self,
+        records: Iterable[Record],
+        fingerprint: Callable[[Trial], str],
+        retry: Collection[str],
+        accepted: Callable[[Trial], Mapping[str, str]] | None = None,
+    ) -> None:
+        self._accepted = accepted or (lambda trial: {fingerprint(trial): ""})
+        latest = {(r["id"], r["round"], r["fingerprint"]): r for r in sorted(records, key=lambda r: r["utc"])}
+        self._done: dict[tuple[str, int], dict[str, Record]] = {}
+        self._families: dict[str, dict[str, dict[int, Record]]] = {}
+        for record in latest.values():
+            if record["outcome"] not in retry:
+                self.add(record)
+
+    def add(self, record: Record) -> None:
+        self._done.setdefault((record["id"], record["round"]), {})[record["fingerprint"]] = record
+        if "batch_size" in record["trial"]:
+            members = self._families.setdefault(family(record["trial"]), {})
+            members.setdefault(record["fingerprint"], {})[record["trial"]["batch_size"]] = record
+
+    def of(self, run: Run) -> Record | None:
+        found = self._done.get((run.trial.id, run.round))
+        if found is None:
+            return None
+        counting = [found[fingerprint] for fingerprint in self._accepted(run.trial) if fingerprint in found]
+        return max(counting, key=lambda record: record["utc"], default=None)
+
+    def by_batch_size(self, trial: Trial) -> dict[int, Record]:
+        """The records of the trial and of those that differ from it in their batch size only.
+
+        Those of several nodes together if their devices are the same; else of the device that was measured last.
+        """
+        accepted = self._accepted(trial)
+        found = self._families.get(family(trial.describe()), {})
+        counting = [(device, found[fingerprint]) for fingerprint, device in accepted.items() if fingerprint in found]
+        if len(counting) < 2:
+            return counting[0][1] if counting else {}
+        counting.sort(key=lambda item: max(record["utc"] for record in item[1].values()))
+        merged: dict[int, Record] = {}
+        for device, members in counting:
+            merged |= members if device == counting[-1][0] else {}
+        return merged
+
+    def pruned_by(self, run: Run) -> str | None:
+        """Why this need not be run: its end is known already."""
+        for earlier in range(run.round):
+            record = self.of(Run(run.trial, earlier))
+            if record is not None and record["outcome"] in FINAL - {Outcome.OK}:
+                return str(record["outcome"])
+        batch_size = getattr(run.trial, "batch_size", None)
+        if batch_size is not None:
+            for smaller, record in self.by_batch_size(run.trial).items():
+                if smaller < batch_size and record["outcome"] in DOES_NOT_FIT:
+                    return f"{record['outcome']} at batch {smaller}"
+        return None
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """Where a search for the largest batch stands.
+
+    `seeding`: its seed is to be run before the probe `next`. `seeded_by` says in words what a seed has come to.
+    """
+
+    seen: Mapping[int, Probe]
+    next: int | None
+    failed: str | None = None
+    seeding: bool = False
+    seeded_by: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.next is None
+
+
+def step_search(search: MaxBatch, history: History) -> SearchState:
+    """Replay a search from its records."""
+    seen: dict[int, Probe] = {}
+    for batch_size, record in history.by_batch_size(search.probe).items():
+        outcome = Outcome(record["outcome"])
+        if outcome is not Outcome.OK and outcome not in DOES_NOT_FIT:
+            return SearchState(seen, None, failed=f"{outcome} at batch {batch_size}")
+        memory = (record.get("result") or {}).get("memory") or {}
+        seen[batch_size] = Probe(outcome is Outcome.OK, memory.get("peak_bytes"), memory.get("baseline_bytes"))
+    if search.seed is None:
+        return SearchState(seen, search.next_batch_size(seen))
+    seed = history.of(Run(search.seed, 0))
+    forecast = Forecast.of_record(seed)
+    following = search.next_batch_size(seen, forecast)
+    if seed is None:
+        return SearchState(seen, following, seeding=not seen)
+    if forecast is None:
+        words = f"not seeded: {seed['outcome']} when simulated"
+    else:
+        words = f"seeded by simulation: {search.next_batch_size({}, forecast)}"
+    return SearchState(seen, following, seeded_by=words)
+
+
+class Schedule:
+    """The runs of an experiment, in order.
+
+    Args:
+        name: of the experiment; the order depends on it.
+        cells: trials and searches; a trial that is declared twice is run once.
+        rounds: how often each trial is run.
+        history: the records so far; `add` new ones to it as they come.
+        in_order: run the cells of each round as they are declared, a search where it stands.
+    """
+
+    def __init__(
+        self, name: str, cells: Sequence[Cell], rounds: int, history: History, *, in_order: bool = False
+    ) -> None:
+        self.name = name
+        self._cells = list(cells)
+        self.searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
+        self.rounds = rounds
+        self.history = history
+        self.in_order = in_order
+
+    def next(self, running: Collection[Run] = (), may: Callable[[Trial], bool] = lambda _: True) -> Run | None:
+        """What can be started beside what is running; None if nothing can (or nothing is left).
+
+        `may`: whether a trial may be started now; one that may not is passed over.
+        """
+        if any(run.trial.alone for run in running):
+            return None
+        waiting = self._as_declared() if self.in_order else itertools.chain(self._probes(running), self._left())
+        run = next((run for run in waiting if run not in running and may(run.trial)), None)
+        return None if run is None or (run.trial.alone and running) else run
+
+    def _probes(self, running: Collection[Run]) -> Iterator[Run]:
+        """The next probe of each search, but those that must wait until nothing is running."""
+        for search in self.searches:
+            run = self._probe(search)
+            if run is not None and not (run.trial.alone and running):
+                yield run
+
+    def _probe(self, search: MaxBatch) -> Run | None:
+        """What the search runs next, its seed or a probe; None if it has ended."""
+        state = step_search(search, self.history)
+        if state.next is None:
+            return None
+        seed = search.seed if state.seeding else None
+        return Run(seed or search.probe_at(state.next), 0)
+
+    def _as_declared(self) -> Iterator[Run]:
+        """What is left, cell by cell in each round; of a search that has not ended, its next probe."""
+        for number in range(self.rounds):
+            for cell in self._cells:
+                probe = self._probe(cell) if isinstance(cell, MaxBatch) else None
+                if probe is not None:
+                    yield probe
+                    continue
+                trial = self._then(cell) if isinstance(cell, MaxBatch) else cell
+                if trial is not None and self._is_left(Run(trial, number)):
+                    yield Run(trial, number)
+
+    def trials(self) -> list[Trial]:
+        """Every trial that is known to be run in each round: the declared ones, and what follows the ended searches."""
+        known = (self._then(cell) if isinstance(cell, MaxBatch) else cell for cell in self._cells)
+        return list({trial.id: trial for trial in known if trial is not None}.values())
+
+    def _then(self, search: MaxBatch) -> Trial | None:
+        state = step_search(search, self.history)
+        if not state.ended or state.failed:
+            return None
+        answer = search.answer(state.seen)
+        return search.then_at(answer) if answer else None
+
+    def runs(self) -> Iterator[Run]:
+        """Every run of the trials known so far, done or not, in order."""
+        trials = self.trials()
+        for number in range(self.rounds):
+            runs = [Run(trial, number) for trial in trials]
+            yield from runs if self.in_order else sorted(runs, key=self._place)
+
+    def _place(self, run: Run) -> bytes:
+        return hashlib.sha256(f"{self.name}/{run.round}/{run.trial.id}".encode()).digest()
+
+    def _left(self) -> Iterator[Run]:
+        return (run for run in self.runs() if self._is_left(run))
+
+    def _is_left(self, run: Run) -> bool:
+        return self.history.of(run) is None and not self.history.pruned_by(run)
+
+    def waiting(self) -> list[Run]:
+        """What is left and known by its trial: the runs, and the next probe of each search that has not ended."""
+        probes = (self._probe(search) for search in self.searches)
+        return [run for run in probes if run is not None] + list(self._left())
+
+    def recorded(self) -> list[Record]:
+        """The records so far of these cells, their searches' probes among them, in their present version."""
+        probes = [r for search in self.searches for r in self.history.by_batch_size(search.probe).values()]
+        seeds = (self.history.of(Run(search.seed, 0)) for search in self.searches if search.seed is not None)
+        probes += [record for record in seeds if record is not None]
+        return probes + [record for run in self.runs() if (record := self.history.of(run)) is not None]
+
+    def remaining(self) -> list[tuple[Trial, float]]:
+        """What is left, as (a trial, how many such runs); of a search that has not ended, an estimate."""
+        left: list[tuple[Trial, float]] = [(run.trial, 1) for run in self._left()]
+        for search in self.searches:
+            state = step_search(search, self.history)
+            if not state.ended:
+                if state.seeding and search.seed is not None:
+                    left.append((search.seed, 1))
+                left.append((search.probe, max(1, TYPICAL_PROBES - len(state.seen))))
+                if search.then is not None:
+                    left.append((search.then, self.rounds))
+        return left
+
+
+class Clock:
+    """How long what is left will take, from how long its like has taken. `nodes`: as many go on with it at once."""
+
+    nodes = 1
+
+    def __init__(self, records: Iterable[Record], workers: int = 1) -> None:
+        self._sums: dict[tuple[str, ...], tuple[float, int]] = {}
+        self._workers = workers
+        for record in records:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        for key in _likeness(record["trial"]):
+            total, count = self._sums.get(key, (0.0, 0))
+            self._sums[key] = (total + record["seconds"], count + 1)
+
+    def left(self, remaining: Iterable[tuple[Trial, float]]) -> float | None:
+        """Seconds; None if nothing has been recorded to judge by."""
+        total = 0.0
+        for trial, count in remaining:
+            seconds = self.of(trial)
+            if seconds is None:
+                return None
+            total += count * seconds / (1 if trial.alone else self._workers)
+        return total / self.nodes
+
+    def of(self, trial: Trial) -> float | None:
+        """Seconds that a trial takes, by the mean of those that are most like it; None if nothing has been recorded."""
+        known = next((self._sums[key] for key in _likeness(trial.describe()) if key in self._sums), None)
+        return None if known is None else known[0] / known[1]
+
+
+def _likeness(trial: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """From the most alike to the least: same kind, model and backend; same kind; anything."""
+    kind = str(trial["kind"])
+    return [(kind, str(trial.get("model")), str(trial.get("backend", trial.get("accountant")))), (kind,), ()]

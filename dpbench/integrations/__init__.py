@@ -1,0 +1,1 @@
+"""Private training in the loops of other libraries."""

@@ -1,0 +1,114 @@
+"""Checkpoints with Opacus' keys, and beside them the engine's own state: with it ε goes on, and never falls."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.engine import Misuse
+from dpbench.engine.adjust import begin_after
+from dpbench.integrations.opacus.accountant import Accountant
+from dpbench.integrations.opacus.optimizer import DPOptimizer
+
+KEY = "privacy_engine_state_dict"
+
+
+def save(
+    private: DPOptimizer,
+    accountant: Accountant,
+    *,
+    path: Any,
+    module: nn.Module,
+    optimizer: Any = None,
+    noise_scheduler: Any = None,
+    grad_clip_scheduler: Any = None,
+    checkpoint_dict: dict[str, Any] | None = None,
+    module_state_dict_kwargs: dict[str, Any] | None = None,
+    torch_save_kwargs: dict[str, Any] | None = None,
+) -> None:
+    """Write module, accountant, and what else is given, to `path`; arguments as Opacus' have them.
+
+    The file holds the keys of the noise and of the sampling: as secret as the data.
+    """
+    state = dict(checkpoint_dict or {})
+    state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
+    state["privacy_accountant_state_dict"] = dict(accountant.state_dict())
+    state[KEY] = {"engine": private._engine.state_dict(), "max_grad_norm": private.max_grad_norm}
+    for name, part in (
+        ("optimizer", optimizer),
+        ("noise_scheduler", noise_scheduler),
+        ("grad_clip_scheduler", grad_clip_scheduler),
+    ):
+        if part is not None:
+            state[f"{name}_state_dict"] = part.state_dict()
+    torch.save(state, path, **(torch_save_kwargs or {}))
+
+
+def load(
+    private: DPOptimizer,
+    accountant: Accountant,
+    *,
+    path: Any,
+    module: nn.Module,
+    optimizer: Any = None,
+    noise_scheduler: Any = None,
+    grad_clip_scheduler: Any = None,
+    module_load_dict_kwargs: dict[str, Any] | None = None,
+    torch_load_kwargs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Read what `save` wrote, or Opacus' own `save_checkpoint`, whose steps are accounted; returns the rest.
+
+    Noise and norm that a scheduler had moved are restored where the scheduler is given.
+
+    Raises:
+        ValueError: a setting that differs from the checkpoint's.
+        Misuse: after a step of this training, where noise has changed in one of the two.
+    """
+    state = torch.load(path, **{"weights_only": False, **(torch_load_kwargs or {})})
+    module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
+    if KEY in state:
+        _go_on(
+            private, state, moved=noise_scheduler is not None, norm=grad_clip_scheduler is not None or private.adaptive
+        )
+    else:
+        accountant.load_state_dict(state["privacy_accountant_state_dict"])
+    for name, part in (
+        ("optimizer", optimizer),
+        ("noise_scheduler", noise_scheduler),
+        ("grad_clip_scheduler", grad_clip_scheduler),
+    ):
+        held = state.pop(f"{name}_state_dict", None)
+        if part is not None and held:
+            part.load_state_dict(held)
+        elif name == "optimizer" and (part is None) != (not held):
+            warnings.warn(
+                "expected an optimizer both in the checkpoint and here, or in neither: its state is not restored",
+                stacklevel=3,
+            )
+    found: dict[str, Any] = state
+    return found
+
+
+def _go_on(private: DPOptimizer, state: dict[str, Any], *, moved: bool, norm: bool) -> None:
+    engine, own = private._engine, state[KEY]
+    history = state["privacy_accountant_state_dict"]["history"]
+    saved, rate = own["engine"]["settings"], engine.settings.mechanism.sample_rate
+    if history and history[-1][1] != rate:
+        raise ValueError(f"expected sample_rate={history[-1][1]!r} as in the checkpoint, got {rate!r}")
+    if len(history) > 1 or engine.settings.earlier or moved:
+        if engine.steps:
+            raise Misuse(
+                "expected a checkpoint whose noise has changed to be loaded before the first step, got one after step "
+                f"{engine.steps}"
+            )
+        now = replace(engine.settings.mechanism, noise_multiplier=saved["noise_multiplier"])
+        engine.settings = replace(engine.settings, mechanism=now)
+        begin_after(engine, [(replace(now, noise_multiplier=s, sample_rate=q), n) for s, q, n in history])
+        engine.steps = 0  # which the state says
+    if norm and own["max_grad_norm"] != private.max_grad_norm:
+        private.max_grad_norm = own["max_grad_norm"]
+    engine.load_state_dict(own["engine"])

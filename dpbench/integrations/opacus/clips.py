@@ -1,0 +1,122 @@
+"""Clipping functions by Opacus' names, at the norms that a scheduler sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping import Automatic, Flat, PerLayer
+from clipping.functions import ClipFunction
+from dpbench.errors import nearest
+from dpbench.integrations.opacus.quantile import ARGUMENTS, STABILISER, Quantile
+
+NAMES = ("flat", "per_layer", "automatic", "adaptive")
+
+
+@dataclass(frozen=True)
+class PerTensor:
+    """Each trainable parameter has a threshold of its own: factors min(1, C_l / (‖g_{l,i}‖ + 1e-6)).
+
+    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C_l in each, hence `sensitivity` = √(Σ_l C_l²). Of another number of
+    parameters than there are thresholds, each has an equal share: the same sensitivity.
+
+    Args:
+        thresholds: C_l ≥ 0, in the order of the model's trainable parameters.
+    """
+
+    thresholds: tuple[float, ...]
+    per_layer = True
+
+    @property
+    def sensitivity(self) -> float:
+        return math.hypot(*self.thresholds)
+
+    def factors(self, norms: Tensor) -> Tensor:
+        if len(norms) != len(self.thresholds):
+            return PerLayer(max_grad_norm=self.sensitivity, stabiliser=STABILISER).factors(norms)
+        parts = [
+            Flat(max_grad_norm=c, stabiliser=STABILISER).factors(row)
+            for c, row in zip(self.thresholds, norms, strict=True)
+        ]
+        return torch.stack(parts)
+
+
+class Clips:
+    """The clipping function at each norm C.
+
+    Args:
+        clipping: one of `NAMES`.
+        max_grad_norm: C; for "per_layer" a list, one of each trainable parameter, in the optimizer's order, or C of
+            all, which have equal shares.
+        optimizer, model: whose parameters they are.
+        noise_multiplier: σ.
+        options: of "adaptive", `quantile.ARGUMENTS`; of the others none.
+
+    Attributes:
+        norm: C.
+        quantile: what moves C, of "adaptive".
+
+    Raises:
+        ValueError, TypeError: one line that names the argument.
+    """
+
+    def __init__(
+        self,
+        clipping: str,
+        max_grad_norm: Any,
+        optimizer: torch.optim.Optimizer,
+        model: nn.Module,
+        noise_multiplier: float,
+        options: dict[str, Any],
+    ) -> None:
+        if clipping not in NAMES:
+            hint = nearest(str(clipping), NAMES)
+            raise ValueError(
+                f"expected clipping, one of {', '.join(NAMES)}, got {clipping!r}"
+                + (f"; did you mean {hint!r}?" if hint else "")
+            )
+        self._clipping = clipping
+        wanted = set(ARGUMENTS) if clipping == "adaptive" else set()
+        if odd := sorted(options.keys() ^ wanted):
+            came = f"got {odd[0]!r} beside them" if odd[0] in options else f"got none named {odd[0]!r}"
+            raise TypeError(f"expected the arguments of make_private with clipping={clipping!r}, {came}")
+        self.quantile = Quantile(**options) if wanted else None
+        self.noise_multiplier = noise_multiplier
+        """σ of the noise beside it."""
+        self._shares: tuple[float, ...] | None = None
+        if isinstance(max_grad_norm, (list, tuple)):
+            self._shares, max_grad_norm = _shares(clipping, max_grad_norm, optimizer, model)
+        self.norm = float(max_grad_norm)
+
+    def at(self, norm: float) -> ClipFunction:
+        """The function of this norm."""
+        if self.quantile is not None:
+            return self.quantile.clip(norm, self.noise_multiplier)
+        if self._shares is not None:
+            return PerTensor(tuple(share * norm for share in self._shares))
+        if self._clipping == "automatic":
+            return Automatic(max_grad_norm=norm)
+        kind = PerLayer if self._clipping == "per_layer" else Flat
+        return kind(max_grad_norm=norm, stabiliser=STABILISER)
+
+
+def _shares(
+    clipping: str, norms: Sequence[float], optimizer: torch.optim.Optimizer, model: nn.Module
+) -> tuple[tuple[float, ...], float]:
+    """Of each trainable parameter, in the model's order, its part of the norm; and the norm √(Σ C_l²)."""
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if clipping != "per_layer" or len(norms) != len(trained):
+        raise ValueError(
+            f"expected a number as max_grad_norm, or with clipping='per_layer' one of each of the {len(trained)} "
+            f"trainable parameters, got {len(norms)} with clipping={clipping!r}"
+        )
+    if not all(isinstance(c, (int, float)) and 0 <= c < math.inf for c in norms) or not any(norms):
+        raise ValueError(f"expected max_grad_norm of finite numbers >= 0, not all 0, got {list(norms)!r}")
+    whole = math.hypot(*norms)
+    of = {id(p): float(c) / whole for p, c in zip(trained, norms, strict=True)}
+    return tuple(of.get(id(p), 0.0) for p in model.parameters() if p.requires_grad), whole

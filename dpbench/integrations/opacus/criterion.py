@@ -1,0 +1,197 @@
+"""The criterion of `grad_sample_mode="ghost"`: it keeps the losses of the samples, and shows their mean or sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from clipping.batches import leading_dimension
+from dpbench.engine import Misuse
+from dpbench.engine.containers import mapped
+from dpbench.engine.traced import plain
+from dpbench.integrations.opacus.outputs import ACCUMULATION, barred
+from dpbench.integrations.opacus.watch import Watch
+
+
+class Backward(Watch):
+    """The losses whose `backward()` was called, until the step.
+
+    Args:
+        model: whose own losses are refused.
+        forget: called when forward passes are let go without a step.
+    """
+
+    def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
+        super().__init__(model, forget)
+        self._losses: Tensor | None = None
+
+    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        if output is None:
+            return None
+        look = self._look
+        if look is not None and leading_dimension(args, kwargs):  # in the place of the engine, which sees no labels
+            output = mapped(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
+        return barred(args, kwargs, output)
+
+    @property
+    def pending(self) -> bool:
+        """Were there losses that were not stepped?"""
+        return self._losses is not None
+
+    def arrived(self, losses: Tensor) -> None:
+        """`backward()` of these [B]: the gradients come with the step."""
+        if self._losses is not None:
+            raise Misuse(f"{ACCUMULATION}; several losses of one batch are added first: (loss_a + loss_b).backward()")
+        self._losses = losses
+
+    def take(self) -> Tensor:
+        """The losses [B] of this step.
+
+        Raises:
+            Misuse: no backward pass.
+            UnsupportedModel: losses or inputs of which one depends on other samples.
+        """
+        losses, self._losses = self._losses, None
+        look = self._taken()
+        if losses is None:
+            raise Misuse(
+                "expected loss.backward() of the criterion that make_private returned before optimizer.step(), got none"
+            )
+        if look is not None:
+            try:
+                look.judge_losses(losses, len(losses) if losses.dim() == 1 else 0)
+            finally:
+                look.close()
+            if look.done:
+                self.looks.done()
+        return losses
+
+    def clear(self) -> None:
+        """`zero_grad()`."""
+        if self._losses is not None:
+            self._losses = None
+            self._forget()
+
+    def close(self) -> None:
+        super().close()
+        self._losses = None
+
+
+class DPTensor:
+    """The losses of the samples [B], shown as one number: `item()`, `float()`, `detach()`, sums and multiples.
+
+    `backward()` says that `optimizer.step()` is to use them. Losses of one batch may be added.
+    """
+
+    def __init__(self, losses: Tensor, reduction: str, backward: Backward) -> None:
+        self.loss_per_sample, self.loss_reduction, self._backward = losses, reduction, backward
+
+    def detach(self) -> Tensor:
+        losses = self.loss_per_sample.detach()
+        return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+
+    def item(self) -> float:
+        return float(self.detach())
+
+    __float__ = item
+
+    def backward(self) -> None:
+        """The gradients are clipped, and so formed at `optimizer.step()`."""
+        self._backward.arrived(self.loss_per_sample)
+
+    def _with(self, losses: Tensor) -> DPTensor:
+        return DPTensor(losses, self.loss_reduction, self._backward)
+
+    def _other(self, other: Any) -> Any:
+        if not isinstance(other, DPTensor):
+            if isinstance(other, Tensor) and (other.dim() or other.requires_grad):
+                raise Misuse(
+                    "expected a number or a loss of make_private's criterion beside another one, got a tensor "
+                    f"{list(other.shape)}: what has a gradient of its own would not be clipped with the sample's"
+                )
+            return other
+        if other.loss_reduction != self.loss_reduction:
+            raise ValueError(f"expected losses of one reduction, got {self.loss_reduction} and {other.loss_reduction}")
+        return other.loss_per_sample
+
+    def __add__(self, other: Any) -> DPTensor:
+        return self._with(self.loss_per_sample + self._other(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> DPTensor:
+        return self._with(self.loss_per_sample - self._other(other))
+
+    def __rsub__(self, other: Any) -> DPTensor:
+        return self._with(self._other(other) - self.loss_per_sample)
+
+    def __mul__(self, other: Any) -> DPTensor:
+        return self._with(self.loss_per_sample * other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> DPTensor:
+        return self._with(self.loss_per_sample / other)
+
+    def __neg__(self) -> DPTensor:
+        return self._with(-self.loss_per_sample)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __repr__(self) -> str:
+        return f"DPTensor({self.item():.4f}, loss_reduction={self.loss_reduction!r})"
+
+
+class DPLoss:
+    """A criterion with the losses of the samples: called as the one that it wraps.
+
+    A loss of several numbers a sample [B, ...] is averaged (or summed) over them. Losses of tokens that come as one row
+    [B·T] are told apart by ``shape=logits.shape``; the mean of a sample is then over its own tokens that are not
+    `ignore_index`.
+
+    Args:
+        criterion: with an attribute `reduction`, as torch's have; or a function that gives one loss a sample.
+        reduction: "mean" or "sum".
+        backward: told of `backward()`.
+
+    Raises:
+        ValueError: a criterion of another reduction.
+    """
+
+    def __init__(self, criterion: Any, reduction: str, backward: Backward) -> None:
+        own = getattr(criterion, "reduction", reduction)
+        if own not in (reduction, "none"):
+            raise ValueError(f"expected a criterion with reduction={reduction!r} as loss_reduction says, got {own!r}")
+        self.criterion, self.loss_reduction, self._backward = criterion, reduction, backward
+
+    def __call__(self, *args: Any, shape: Any = None, **kwargs: Any) -> DPTensor:
+        losses = self._unreduced(*args, **kwargs)
+        if not isinstance(losses, Tensor):
+            raise Misuse(f"expected a criterion that gives a tensor of losses, got {type(losses).__name__}")
+        mean = self.loss_reduction == "mean"
+        if shape is not None and losses.dim() == 1 and len(losses) == shape[0] * shape[1]:
+            losses = losses.view(shape[0], shape[1])
+            ignored = getattr(self.criterion, "ignore_index", None)
+            targets = kwargs.get("target", args[1] if len(args) > 1 else None)
+            if mean and ignored is not None and targets is not None:
+                count = (targets.view(shape[0], shape[1]) != ignored).sum(1).clamp(min=1)
+                return self._of(losses.sum(1) / count)
+        if losses.dim() > 1:
+            losses = losses.flatten(1).mean(1) if mean else losses.flatten(1).sum(1)
+        return self._of(losses)
+
+    def _of(self, losses: Tensor) -> DPTensor:
+        return DPTensor(losses, self.loss_reduction, self._backward)
+
+    def _unreduced(self, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self.criterion, "reduction"):
+            return self.criterion(*args, **kwargs)
+        before = self.criterion.reduction
+        self.criterion.reduction = "none"
+        try:
+            return self.criterion(*args, **kwargs)
+        finally:
+            self.criterion.reduction = before

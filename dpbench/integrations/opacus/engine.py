@@ -1,0 +1,291 @@
+"""`PrivacyEngine` and `BatchMemoryManager` with Opacus' arguments: a translation to `dpbench.PrivacyEngine`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from accounting import calibrate_noise_multiplier
+from clipping.types import UnsupportedModel
+from dpbench.engine import Misuse
+from dpbench.engine import PrivacyEngine as Engine
+from dpbench.engine.adjust import drop_recorded, plan, set_rate
+from dpbench.engine.distributed import place
+from dpbench.engine.safeguards import batch_norm_problem, batch_norms
+from dpbench.errors import nearest
+from dpbench.integrations.opacus import checkpoint
+from dpbench.integrations.opacus.accountant import Accountant
+from dpbench.integrations.opacus.clips import Clips
+from dpbench.integrations.opacus.criterion import Backward, DPLoss
+from dpbench.integrations.opacus.loaders import DPDataLoader, scheme_of
+from dpbench.integrations.opacus.module import GradSampleHooks, GradSampleModule, unwrapped
+from dpbench.integrations.opacus.optimizer import DPOptimizer
+from dpbench.integrations.opacus.outputs import Outputs
+
+MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
+"""All are computed in one way, by bk_mixed; the last two return a criterion, too."""
+
+
+class PrivacyEngine:
+    """Opacus' `PrivacyEngine`, with the accounting, the noise and the clipping of `dpbench.PrivacyEngine`.
+
+    Args:
+        accountant: "prv", "rdp", "gdp" (an estimate), or another name of `accounting`.
+        secure_mode: noise of a cipher with the operating system's key, which is what everybody has in any case; with
+            it a noise_generator is refused.
+
+    Raises:
+        ValueError: no accountant's name.
+    """
+
+    def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
+        self.engine: Engine | None = None
+        """The engine itself, after `make_private`: `engine.privacy_spent()` says what an ε is worth."""
+        self.secure_mode = secure_mode
+        self.dataset: Any = None
+        self.accountant = Accountant(accountant, lambda: self.engine)
+        self._optimizer: DPOptimizer | None = None
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: DataLoader[Any],
+        noise_multiplier: float,
+        max_grad_norm: float | list[float],
+        criterion: Any = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        poisson_sampling: bool = True,
+        clipping: str = "flat",
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        """(module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) in the ghost modes.
+
+        The sample rate is 1/len(data_loader), and the noisy sum is divided by int(n/len(data_loader)), as in Opacus.
+
+        Args:
+            module: what is trained. Unlike Opacus any that `dpbench.PrivacyEngine` can train: nn.LSTM, tied weights...
+            optimizer: of the module's parameters.
+            data_loader: of a dataset with a length. In several processes it is the same in all, and its batch size is
+                that of all together: each process gets its part of every sample.
+            noise_multiplier: σ.
+            max_grad_norm: C; with clipping="per_layer" also one of each trainable parameter.
+            criterion: nn.CrossEntropyLoss() if None; used in the ghost modes alone.
+            batch_first: True.
+            loss_reduction: of the loss: "mean" or "sum" over the batch.
+            poisson_sampling: False keeps the loader's batches. These are accounted as what they are, one pass an epoch,
+                for making one record's gradient zero: a much larger ε than Opacus says, which counts them as samples.
+            clipping: "flat", "per_layer", "automatic", or "adaptive" with the arguments of Opacus' AdaClip in `others`;
+                the noise of its count is within the noise multiplier.
+            noise_generator: noise and samples that can be repeated: not private.
+            grad_sample_mode: one of `MODES`.
+            wrap_model: False returns what takes the hooks off in the module's place; the model is used as it is.
+            rand_on_empty: False: a sample of no records is a batch of no records.
+
+        Raises:
+            ValueError, TypeError: an argument, in one line that names it.
+            Misuse: what has no accounting, or an engine already.
+            UnsupportedModel: a model that mixes samples.
+        """
+        _one_of("grad_sample_mode", grad_sample_mode, MODES)
+        _one_of("loss_reduction", loss_reduction, ("mean", "sum"))
+        _refuse(batch_first, rand_on_empty)
+        if self.engine is not None:
+            raise Misuse(
+                "expected one make_private of a PrivacyEngine, got a second one: make a PrivacyEngine for each model, "
+                "whose ε add up if they see the same records"
+            )
+        model, optimizer = unwrapped(module), getattr(optimizer, "original_optimizer", optimizer)
+        if isinstance(data_loader, DPDataLoader):
+            data_loader = data_loader.source
+        length = _length(data_loader)
+        clips = Clips(clipping, max_grad_norm, optimizer, model, noise_multiplier, others)
+        if place()[1] > 1 and (clips.quantile is not None or not poisson_sampling):
+            raise Misuse(
+                "expected poisson_sampling=True, and no clipping='adaptive', in several processes: which records are "
+                "in a batch of the caller's, and how many are unclipped, is not known to all"
+            )
+        if clips.quantile is not None and not poisson_sampling:
+            raise Misuse(
+                "expected poisson_sampling=True with clipping='adaptive', got False: a gradient that is made zero is "
+                "still counted, and moves the count by twice what its noise covers"
+            )
+        function = clips.at(clips.norm)
+        records = len(data_loader.dataset)  # type: ignore[arg-type]
+        engine = Engine(
+            model,
+            batch_size=max(1, int(records * (1 / length))),  # as Opacus rounds
+            sample_size=records,
+            max_grad_norm=function.sensitivity,
+            noise_multiplier=noise_multiplier,
+            clip=function,
+            accountant=self.accountant.mechanism(),
+            secure=self.secure_mode,
+            generator=noise_generator,
+            sampling=_sampling(data_loader, poisson_sampling),
+        )
+        set_rate(engine, 1 / length, length)
+        engine.attach(optimizer)
+        loss: Any = nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        forget = partial(drop_recorded, engine)
+        ghost = grad_sample_mode.startswith("ghost")
+        losses = Backward(model, forget) if ghost else Outputs(model, loss_reduction == "mean", forget)
+        loader = DPDataLoader(data_loader, engine, poisson_sampling, losses.batch)
+        private = DPOptimizer(optimizer, engine, losses, clips, loss_reduction, loader.stepped)
+        self.engine, self.dataset, self._optimizer = engine, data_loader.dataset, private
+        self.accountant.hand_over()
+        made: Any = (GradSampleModule if wrap_model else GradSampleHooks)(model, loss_reduction, self._detach)
+        if isinstance(losses, Backward):
+            return made, private, DPLoss(loss, loss_reduction, losses), loader
+        return made, private, loader
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        data_loader: DataLoader[Any],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: float,
+        poisson_sampling: bool = True,
+        **arguments: Any,
+    ) -> tuple[Any, ...]:
+        """As `make_private` with the noise for which `epochs` passes over the loader have this ε at this δ.
+
+        Raises:
+            NoAnswer: no noise meets the target.
+            Misuse: steps that were released before count beside those, and are not in the target.
+        """
+        if self.accountant.history:
+            raise Misuse("expected make_private_with_epsilon before the first step, got an engine that has spent ε")
+        length = _length(data_loader)
+        steps = int(epochs * length)
+        noise_multiplier = calibrate_noise_multiplier(
+            self.accountant.mechanism(),
+            target_epsilon=target_epsilon,
+            sample_rate=1 / length,
+            steps=steps,
+            delta=target_delta,
+            sampling=_sampling(data_loader, poisson_sampling),
+        )
+        found = self.make_private(
+            data_loader=data_loader, noise_multiplier=noise_multiplier, poisson_sampling=poisson_sampling, **arguments
+        )
+        assert self.engine is not None
+        plan(self.engine, steps, target_epsilon, target_delta)
+        return found
+
+    def _detach(self) -> None:
+        if self._optimizer is not None:
+            self._optimizer.close()
+        if self.engine is not None:
+            self.engine.detach()
+
+    def get_epsilon(self, delta: float) -> float:
+        """ε at δ of all steps so far."""
+        return self.accountant.get_epsilon(delta)
+
+    def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
+        """Can the module be trained privately, as far as can be told before it is run?"""
+        return batch_norm_problem(batch_norms(unwrapped(module))) is None
+
+    def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
+        """Raise an UnsupportedModel if it cannot."""
+        problem = batch_norm_problem(batch_norms(unwrapped(module)))
+        if problem is not None:
+            raise UnsupportedModel("PrivacyEngine", [problem])
+
+    @classmethod
+    def get_compatible_module(cls, module: nn.Module) -> nn.Module:
+        """The module with what mixes samples replaced, by Opacus' ModuleValidator.
+
+        Raises:
+            ModuleNotFoundError: Opacus is not installed, and the module has something to replace.
+        """
+        if batch_norm_problem(batch_norms(module)) is None:
+            return module
+        from opacus.validators import ModuleValidator
+
+        fixed: nn.Module = ModuleValidator.fix(module)
+        return fixed
+
+    def save_checkpoint(self, *, path: Any, module: nn.Module, **more: Any) -> None:
+        """See `dpbench.integrations.opacus.checkpoint.save`."""
+        checkpoint.save(self._made_private(), self.accountant, path=path, module=module, **more)
+
+    def load_checkpoint(self, *, path: Any, module: nn.Module, **more: Any) -> dict[str, Any]:
+        """See `dpbench.integrations.opacus.checkpoint.load`."""
+        return checkpoint.load(self._made_private(), self.accountant, path=path, module=module, **more)
+
+    def _made_private(self) -> DPOptimizer:
+        if self._optimizer is None:
+            raise Misuse("expected make_private before a checkpoint, got an engine without a model")
+        return self._optimizer
+
+
+class BatchMemoryManager:
+    """`with BatchMemoryManager(...) as loader`: batches in pieces of `max_physical_batch_size` samples at the most.
+
+    `optimizer.step()` adds up all but the last piece of a batch; nothing else in the loop changes.
+
+    Args:
+        data_loader, optimizer: of `make_private`.
+        max_physical_batch_size: samples in a piece.
+    """
+
+    def __init__(self, *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
+        if not isinstance(data_loader, DPDataLoader):
+            raise TypeError(f"expected the data_loader that make_private returned, got {type(data_loader).__name__}")
+        if not isinstance(optimizer, DPOptimizer):
+            raise TypeError(f"expected the optimizer that make_private returned, got {type(optimizer).__name__}")
+        if max_physical_batch_size < 1:
+            raise ValueError(f"expected max_physical_batch_size >= 1, got {max_physical_batch_size!r}")
+        self._loader, self._most, self._optimizer = data_loader, max_physical_batch_size, optimizer
+
+    def __enter__(self) -> DPDataLoader:
+        return self._loader.in_pieces(self._most, self._optimizer._skip_next)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._optimizer._skip_next(False)
+
+
+def _length(source: DataLoader[Any]) -> int:
+    """Batches of an epoch."""
+    if isinstance(source.dataset, IterableDataset) or not hasattr(source.dataset, "__len__"):
+        raise ValueError(
+            "expected a data_loader of a dataset with a length, got one that only iterates: no batch of it is sampled"
+        )
+    if len(source) < 1:
+        raise ValueError("expected a data_loader with at least one batch, got an empty one")
+    return len(source)
+
+
+def _sampling(source: DataLoader[Any], poisson: bool) -> str:
+    return "poisson" if poisson else scheme_of(source)
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        hint = nearest(str(value), known)
+        raise ValueError(
+            f"expected {name}, one of {', '.join(known)}, got {value!r}" + (f"; did you mean {hint!r}?" if hint else "")
+        )
+
+
+def _refuse(batch_first: bool, rand_on_empty: bool) -> None:
+    if not batch_first:
+        raise ValueError(
+            "expected batch_first=True, got False: let the samples come first in the model's inputs and outputs, and "
+            "transpose inside"
+        )
+    if rand_on_empty:
+        raise ValueError("expected rand_on_empty=False, got True: a sample of no records is a batch of no records here")

@@ -1,0 +1,159 @@
+"""The loaders that `make_private` and `BatchMemoryManager` return: of Poisson samples, or the caller's own batches."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from dpbench.engine import Misuse, PrivacyEngine
+from dpbench.engine.adjust import count_batches, drop_parts
+
+KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
+"""Of a loader's options, those that its private copy has as well."""
+
+
+class DPDataLoader(DataLoader[Any]):
+    """Batches for the private training of one engine; what is not here is as in the loader that it was made from.
+
+    Args:
+        source: the caller's.
+        engine: which accounts.
+        poisson: sample anew each step, each record with probability `sample_rate`; else the source's own batches.
+        see: told each batch, whose answer is handed out.
+    """
+
+    def __init__(
+        self, source: DataLoader[Any], engine: PrivacyEngine, poisson: bool, see: Callable[[Any], Any]
+    ) -> None:  # not DataLoader's: it loads nothing itself
+        self.__dict__.update(source=source, _engine=engine, poisson=poisson, _see=see, _epochs=Epochs(engine))
+        self.__dict__["sample_rate"] = engine.settings.mechanism.sample_rate
+        self.__dict__["_inner"] = engine.data_loader(source.dataset, **options(source)) if poisson else source
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return (self._see(batch) for batch in self._epochs.of(self._inner))
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        if self.poisson and name in ("sampler", "batch_sampler"):
+            raise AttributeError(f"expected the batches of this loader itself, got its {name}: the engine samples them")
+        return getattr(self.source, name)
+
+    def stepped(self) -> None:
+        """A logical batch of it was released."""
+        if not self.poisson:
+            self._epochs.stepped()
+
+    def in_pieces(self, most: int, skip: Callable[[bool], None]) -> DPDataLoader:
+        """The same batches in pieces of `most` samples, of which the optimizer steps at the last alone.
+
+        Args:
+            most: samples.
+            skip: told of each piece whether the optimizer is only to add it up; of Poisson samples the engine knows.
+        """
+        pieces = DPDataLoader.__new__(DPDataLoader)
+        pieces.__dict__.update(self.__dict__)
+        if self.poisson:
+            found = self._engine.data_loader(self.dataset, max_physical_batch_size=most, **options(self.source))
+        else:
+            found = _Split(self.source, most, skip, self._engine)
+        pieces.__dict__["_inner"] = found
+        return pieces
+
+
+class Epochs:
+    """Iterations of a loader in which there was a step: in each of them a record may have been used once.
+
+    Also where an iteration was broken off: the next one begins anew, with the first records again.
+    """
+
+    def __init__(self, engine: PrivacyEngine) -> None:
+        self._engine, self._counted = engine, False
+
+    def of(self, loader: Any) -> Iterator[Any]:
+        self._counted = False
+        yield from loader
+
+    def stepped(self) -> None:
+        if not self._counted:
+            length = self._engine.settings.steps_per_epoch
+            before = -(-max(self._engine.drawn, self._engine.steps - 1) // length)
+            count_batches(self._engine, before * length + 1)
+            self._counted = True
+
+
+class _Split:
+    """A loader's batches in pieces of `most` samples."""
+
+    def __init__(self, source: DataLoader[Any], most: int, skip: Callable[[bool], None], engine: PrivacyEngine) -> None:
+        self._pieces = _Pieces(source.batch_sampler, most)
+        self._loader: DataLoader[Any] = DataLoader(source.dataset, batch_sampler=self._pieces, **options(source))
+        self._skip, self._engine = skip, engine
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        is_last, fresh = self._pieces.is_last, True
+        for batch in batches:
+            if fresh:  # of a batch whose last piece was left out nothing is in the next one
+                drop_parts(self._engine)
+            fresh = is_last.popleft()
+            self._skip(not fresh)
+            yield batch
+
+
+class _Pieces:
+    """Index lists, and beside them whether each is the last piece of its batch."""
+
+    def __init__(self, batches: Any, most: int) -> None:
+        self._batches, self._most = batches, most
+        self.is_last: deque[bool] = deque()
+
+    def __len__(self) -> int:
+        size = getattr(self._batches, "batch_size", None) or self._most
+        return len(self._batches) * -(-size // self._most)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.is_last = deque()
+        return self._generate(self.is_last)
+
+    def _generate(self, is_last: deque[bool]) -> Iterator[list[int]]:
+        for batch in self._batches:
+            for start in range(0, len(batch), self._most):
+                is_last.append(start + self._most >= len(batch))
+                yield batch[start : start + self._most]
+
+
+def options(source: DataLoader[Any]) -> dict[str, Any]:
+    """What the private copy of a loader has from it."""
+    found = {name: getattr(source, name) for name in KEPT}
+    if source.num_workers:
+        found["prefetch_factor"] = source.prefetch_factor
+    return {**found, "collate_fn": source.collate_fn}
+
+
+def scheme_of(source: DataLoader[Any]) -> str:
+    """How a loader draws its batches: "shuffled" or "one_pass".
+
+    Raises:
+        Misuse: in a way that there is no accounting for.
+    """
+    batches = source.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if type(batches) is BatchSampler and type(sampler) is SequentialSampler:
+        return "one_pass"
+    if type(batches) is BatchSampler and type(sampler) is RandomSampler and not sampler.replacement:
+        return "shuffled"
+    came = type(sampler if type(batches) is BatchSampler else batches).__name__
+    raise Misuse(
+        f"expected poisson_sampling=True, or a data_loader with shuffle=True or False, got one with {came}: what ε its "
+        "batches have is not known"
+    )

@@ -1,0 +1,261 @@
+"""What `make_private` returns for the optimizer: Opacus' interface, over one that the engine is attached to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
+from dpbench.engine.adjust import drawn_by_engine, drop_recorded, set_clip, set_noise_multiplier, watch_norms
+from dpbench.engine.distributed import place
+from dpbench.integrations.opacus.clips import Clips
+from dpbench.integrations.opacus.criterion import Backward
+from dpbench.integrations.opacus.outputs import Outputs
+
+StepHook = Callable[["DPOptimizer"], None]
+
+
+class DPOptimizer(Optimizer):
+    """Takes the losses of `backward()` to the engine, whose step clips, adds noise, and calls the optimizer's own.
+
+    `noise_multiplier` and `max_grad_norm` may be set between steps, as Opacus' schedulers do: every step is accounted
+    with the noise that it had, and noise is scaled to the norm of the time.
+
+    Args:
+        optimizer: attached to the engine.
+        engine: which accounts.
+        losses: where the losses come from.
+        clips: clipping functions by their norms.
+        loss_reduction: "mean": the noisy sum is divided by `expected_batch_size`; "sum": it is not.
+        stepped: called when a logical batch was released.
+    """
+
+    _step_supports_amp_scaling = True
+    """A GradScaler then calls `step`, which refuses it."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        engine: PrivacyEngine,
+        losses: Outputs | Backward,
+        clips: Clips,
+        loss_reduction: str,
+        stepped: Callable[[], None],
+    ) -> None:  # not Optimizer's: it has no parameters of its own
+        self.original_optimizer = optimizer
+        self.loss_reduction = loss_reduction
+        self.expected_batch_size = engine.settings.batch_size
+        self.step_hook: StepHook | None = None
+        self.losses = losses
+        self._engine, self._clips, self._stepped = engine, clips, stepped
+        self._skip = self._told = False
+        self._grads = {p: p.grad for p in self.params}
+        self._handle = optimizer.register_step_pre_hook(self._before_step)
+        if clips.quantile is not None:
+            watch_norms(engine, lambda norms: clips.quantile.see(norms, clips.norm))  # type: ignore[union-attr]
+
+    @property
+    def noise_multiplier(self) -> float:
+        """σ of the next step."""
+        return self._engine.noise_multiplier
+
+    @noise_multiplier.setter
+    def noise_multiplier(self, value: float) -> None:
+        clips, value = self._clips, float(value)
+        moved = None if clips.quantile is None else clips.quantile.clip(clips.norm, value)
+        set_noise_multiplier(self._engine, value)
+        if moved is not None:
+            clips.noise_multiplier = value
+            set_clip(self._engine, moved)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C of the next step; of clipping per layer, of the whole gradient."""
+        return self._clips.norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float) -> None:
+        if value != self._clips.norm:
+            set_clip(self._engine, self._clips.at(float(value)))
+            self._clips.norm = float(value)
+
+    @property
+    def adaptive(self) -> bool:
+        """Does the norm move by itself?"""
+        return self._clips.quantile is not None
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Those that are trained."""
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    @property
+    def accumulated_iterations(self) -> int:
+        return 1
+
+    @property
+    def grad_samples(self) -> list[Tensor]:
+        """Never there.
+
+        Raises:
+            Misuse: always.
+        """
+        raise Misuse(
+            "expected code that does without per-sample gradients, got optimizer.grad_samples: they are clipped and "
+            "summed without being kept; clipping.load_backend('vmap') computes gradients one by one"
+        )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.original_optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.original_optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.original_optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.original_optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.original_optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.original_optimizer.defaults = defaults
+
+    def attach_step_hook(self, fn: StepHook) -> None:
+        """`fn(optimizer)` runs with the noisy gradients in `.grad`, before each step of the parameters.
+
+        It takes the place of an earlier one. Accounting is the engine's, and goes on whatever it does.
+        """
+        self.step_hook = fn
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """BatchMemoryManager's own.
+
+        Raises:
+            Misuse: always.
+        """
+        raise Misuse(
+            "expected BatchMemoryManager(data_loader=..., max_physical_batch_size=..., optimizer=...), got "
+            "signal_skip_step: which pieces are of one batch is known to its loader"
+        )
+
+    def _skip_next(self, skip: bool) -> None:
+        """Is the next step only to add up its piece of a logical batch?"""
+        self._skip = skip
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Gradients, and what `backward()` has left; not the pieces of a logical batch that are added up."""
+        self.losses.clear()
+        self.original_optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        """Clip, add noise, and step; of all but the last piece of a logical batch: clip and add up.
+
+        Raises:
+            Misuse: without a backward pass before it.
+        """
+        if vars(self).pop("found_inf", None) is not None or vars(self).pop("grad_scale", None) is not None:
+            raise Misuse("expected no GradScaler: scaled gradients would be clipped; bfloat16 autocast needs none")
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        try:
+            losses = self.losses.take()
+            self._refuse_other_gradients()
+        except BaseException:
+            self._give_up()
+            raise
+        skip, self._skip = self._skip, False
+        quantile = self._clips.quantile
+        before = 0.0 if quantile is None else quantile.count
+        try:
+            if skip:
+                self._engine.virtual_step(losses)
+            else:
+                self._engine.step(losses)
+        except BaseException:
+            if quantile is not None:  # of a piece that is tried again, or of a batch that is given up
+                quantile.count = before if self._engine._sums else 0.0
+            raise
+        self._grads = {p: p.grad for p in self.params}
+        if self._engine.stepped:
+            self._stepped()
+            self._see_who_draws()
+            if quantile is not None:
+                self.max_grad_norm = quantile.next(self._engine, self.max_grad_norm)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.original_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.original_optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise Misuse("expected all parameters before make_private, got add_param_group after it: make a new engine")
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        return self.original_optimizer.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        return self.original_optimizer.register_step_post_hook(hook)
+
+    def close(self) -> None:
+        """Take the hooks off optimizer and model."""
+        self._handle.remove()
+        self.losses.close()
+
+    def __repr__(self) -> str:
+        return f"DPOptimizer({self.original_optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("expected optimizer.state_dict() to be saved, got the private optimizer: it holds secret keys")
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Noisy gradients are there, divided by b."""
+        if self.loss_reduction == "sum":
+            grads = [p.grad for p in self.params if p.grad is not None]
+            torch._foreach_mul_(grads, float(self.expected_batch_size))
+        if self.step_hook is not None:
+            self.step_hook(self)
+
+    def _give_up(self) -> None:
+        """There is no loss: forward passes are let go, and other processes are told, who would wait for this one."""
+        drop_recorded(self._engine)
+        if place()[1] > 1:
+            with suppress(Misuse):
+                self._engine.step(None)
+
+    def _see_who_draws(self) -> None:
+        if self._told or self._engine.settings.mechanism.sampling != "poisson" or drawn_by_engine(self._engine):
+            return
+        self._told = True
+        warnings.warn(
+            "a batch was not one of the loader that make_private returned: that it is a new Poisson sample is assumed",
+            PrivacyWarning,
+            stacklevel=4,
+        )
+
+    def _refuse_other_gradients(self) -> None:
+        """What reached a parameter by another way than the model's outputs would be lost."""
+        names = {id(p): name for name, p in self._engine.model.named_parameters()}
+        for p in self.params:
+            if p.grad is not None and p.grad is not self._grads.get(p):
+                raise Misuse(
+                    "expected a loss of the model's outputs alone, got one with a gradient of its own at parameter "
+                    f"{names.get(id(p))!r}, or a backward() of an output in eval mode: weight decay is the optimizer's "
+                    "(weight_decay=); call zero_grad() after backward passes of other losses"
+                )

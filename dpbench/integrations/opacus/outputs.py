@@ -1,0 +1,269 @@
+"""From the gradient of a mean back to the gradient of each sample: `loss.backward()` of a loss over the batch.
+
+Opacus' loops reduce the loss themselves: L = (1/B) Σ_i ℓ_i(o_i), o_i the model's outputs for sample i. The model is cut
+off at its outputs: what it returns in training is a tensor of the same numbers with another graph, which notes the
+gradient that arrives, v_i = ∂L/∂o_i. As o_i depends on sample i alone,
+
+    ∂ℓ_i/∂θ = (∂o_i/∂θ)ᵀ B v_i = ∂/∂θ ⟨o_i, B v_i⟩,    v_i held fixed,
+
+so the engine is given the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ where the loss is a sum). Their gradients are the samples'
+own, if v_i depends on sample i alone: `dpbench.integrations.opacus.reduction` looks whether it does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping.batches import leading_dimension
+from dpbench.engine import Misuse
+from dpbench.engine.containers import mapped
+from dpbench.engine.traced import plain
+from dpbench.integrations.opacus.inside import LossInside, depends_on
+from dpbench.integrations.opacus.reduction import Look
+from dpbench.integrations.opacus.watch import Watch
+
+ACCUMULATION = (
+    "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
+    "not accumulated; take a larger batch_size, and BatchMemoryManager(max_physical_batch_size=...) for its pieces"
+)
+
+MANY = 256
+"""Nodes of a loss by which it is told from others."""
+
+
+class Cut:
+    """One forward pass: its outputs with their graph, and what arrived at each.
+
+    Args:
+        batch_size: B.
+        ran: told of the nodes of each backward pass that reaches it.
+
+    Attributes:
+        outputs: [B·k, ...] each.
+        gradients: of each output, summed over backward passes; None where none arrived.
+        passes: autograd's numbers of the backward passes that reached it.
+    """
+
+    def __init__(self, batch_size: int, ran: Callable[[tuple[str, ...]], None]) -> None:
+        self.batch_size, self._ran = batch_size, ran
+        self.outputs: list[Tensor] = []
+        self.gradients: list[Tensor | None] = []
+        self.passes: set[int] = set()
+        self._leaves: list[Tensor] = []
+        self._done = False
+
+    def take(self, x: Tensor) -> Tensor:
+        """The same numbers with a graph of their own."""
+        self.outputs.append(x)
+        self.gradients.append(None)
+        place = len(self.outputs) - 1
+
+        def arrived(gradient: Tensor) -> None:
+            if self._done:
+                raise Misuse(
+                    "expected a loss inside of the model beside its outputs, got one that they are computed from: "
+                    "compute the loss outside of the model, from its logits"
+                )
+            before = self.gradients[place]
+            self.gradients[place] = gradient if before is None else before + gradient
+            number = torch._C._current_graph_task_id()
+            if number not in self.passes:
+                self.passes.add(number)
+                self._ran(_running())
+
+        handed, anchor = _handed(x, arrived)
+        self._leaves.append(anchor)
+        return handed
+
+    @property
+    def anchors(self) -> set[int]:
+        """The leaves that the graphs of what was handed out end at, by their identities."""
+        return {id(anchor) for anchor in self._leaves}
+
+    def losses(self, scale: float) -> Tensor:
+        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩. Nothing arrives any more."""
+        self._done = True
+        found = [
+            (output * (gradient * scale).to(output.dtype)).reshape(self.batch_size, -1).sum(1)
+            for output, gradient in zip(self.outputs, self.gradients, strict=True)
+            if gradient is not None
+        ]
+        return torch.stack([each.to(found[0]) for each in found]).sum(0)
+
+
+class Outputs(Watch):
+    """Cuts a model off at its outputs, and turns what arrives there into the losses of the samples.
+
+    Args:
+        model: whose forward passes the engine records already.
+        mean: the loss is a mean over the batch; else a sum.
+        forget: called when forward passes are let go without a step.
+    """
+
+    def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
+        super().__init__(model, forget)
+        self._mean = mean
+        self._cuts: list[Cut] = []
+        self._cut: Cut | None = None
+        self._inside: LossInside | None = None
+
+    def close(self) -> None:
+        super().close()
+        self._cuts.clear()
+
+    @property
+    def pending(self) -> bool:
+        """Has a backward pass arrived that was not stepped?"""
+        return any(cut.passes for cut in self._cuts)
+
+    def clear(self) -> None:
+        """`zero_grad()`: what has arrived is left out; forward passes whose backward is to come are kept."""
+        if self.pending:
+            self._cuts.clear()
+            self._see(None)
+            self._forget()
+
+    def take(self) -> Tensor:
+        """The losses [B] of the batch, with their graph; what was recorded is done with.
+
+        Raises:
+            Misuse: no backward pass, or several batches.
+            UnsupportedModel: a loss whose gradient for one sample depends on others.
+        """
+        everything, self._cuts = self._cuts, []
+        look = self._taken()
+        try:
+            return self._losses(everything, look)
+        finally:
+            for cut in everything:  # the caller may keep its loss, and with it the cut
+                cut.outputs.clear()
+            if look is not None:
+                look.close()
+
+    def _losses(self, everything: list[Cut], look: Look | None) -> Tensor:
+        cuts = [cut for cut in everything if cut.passes]
+        if not cuts:
+            raise Misuse(
+                "expected loss.backward() of a forward pass in training mode before optimizer.step(), got no gradient "
+                "at the model's outputs"
+            )
+        if len({cut.batch_size for cut in cuts}) > 1 or not set.intersection(*(cut.passes for cut in cuts)):
+            raise Misuse(ACCUMULATION)
+        batch_size = cuts[0].batch_size
+        if look is not None:
+            arrived = [gradient for cut in everything for gradient in cut.gradients]
+            look.judge(arrived, batch_size, mean=self._mean)
+            if look.done:
+                self.looks.done()
+        if batch_size == 0:
+            return torch.zeros(0)
+        scale = float(batch_size) if self._mean else 1.0
+        parts = [cut.losses(scale) for cut in cuts]
+        return torch.stack([part.to(parts[0]) for part in parts]).sum(0)
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        if self.pending:
+            raise Misuse(ACCUMULATION)
+        if not self._by_loader and not self._cuts:  # batches of the caller's own
+            self._see(self.looks.due())
+        self._leave()  # of a forward pass that was interrupted
+        self._cut = Cut(leading_dimension(args, kwargs), self.looks.ran)
+        if "labels" in kwargs:
+            reduction = "mean" if self._mean else "sum"
+            self._inside = LossInside(self._cut.batch_size, partial(self._taken_off, self._cut), reduction)
+            self._inside.__enter__()
+
+    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        cut = self._cut
+        self._leave()
+        if output is None or cut is None:
+            return None
+        inside = len(cut.outputs)
+        found = mapped(lambda x: self._output(cut, plain(x), inside > 0), output)
+        if cut.outputs:
+            self._cuts.append(cut)
+        return found
+
+    def _leave(self) -> None:
+        inside, self._inside, self._cut = self._inside, None, None
+        if inside is not None:
+            inside.__exit__(None, None, None)
+
+    def _output(self, cut: Cut, x: Tensor, inside: bool) -> Tensor:
+        empty = cut.batch_size == 0
+        if not x.is_floating_point() or not (x.requires_grad or empty):
+            return x
+        if not x.dim() or x.shape[0] != cut.batch_size:
+            if inside and depends_on(x, cut.anchors):
+                return x if self._look is None else self._look.noted(x)
+            return _handed(x, _barred(list(x.shape), cut.batch_size))[0]
+        return self._taken_off(cut, x)
+
+    def _taken_off(self, cut: Cut, x: Tensor) -> Tensor:
+        handed = cut.take(x)
+        return handed if self._look is None else self._look.begun(handed)
+
+
+def barred(args: Any, kwargs: Any, output: Any) -> Any:
+    """The output of a model, whose scalars refuse a backward pass: they are losses of the whole batch."""
+    size = leading_dimension(args, kwargs)
+    return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size))[0], output)
+
+
+class _Handed(torch.autograd.Function):
+    """A tensor of given numbers, in no graph but this function's, which tells what gradient arrives."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: list[Tensor], arrived: Callable[[Tensor], None]) -> Tensor:
+        ctx.arrived = arrived
+        return x[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        ctx.arrived(gradient.detach())
+        return None, None, None
+
+
+def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
+    """The same numbers, and the leaf that their graph ends at."""
+    anchor = torch.zeros((), requires_grad=True)
+    return _Handed.apply(anchor, [x], arrived), anchor
+
+
+def _running() -> tuple[str, ...]:
+    """The nodes of the backward pass that this thread is in, by name; none where it is another thread's (on a GPU)."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        loss = frame.f_locals.get("self")
+        if frame.f_code.co_name == "backward" and isinstance(loss, Tensor) and loss.grad_fn is not None:
+            return _names(loss.grad_fn)
+        frame = frame.f_back
+    return ()
+
+
+def _names(node: Any) -> tuple[str, ...]:
+    """Of the nodes from this one to the outputs of models, each once."""
+    found, to_go = {node: node.name()}, [node]
+    while to_go and len(found) < MANY:
+        for after, _ in to_go.pop().next_functions:
+            if after is not None and after not in found:
+                found[after] = after.name()
+                to_go.append(after)
+    return tuple(found.values())
+
+
+def _barred(shape: list[int], batch_size: int) -> Callable[[Tensor], None]:
+    def arrived(gradient: Tensor) -> None:
+        raise Misuse(
+            f"expected a loss of outputs [{batch_size}, ...] with the samples first, got one of an output {shape}, in "
+            "which samples are mixed already: compute the loss outside of the model, from its logits (that of labels= "
+            "inside is taken in hooks mode if it is F.cross_entropy of as many labels of each sample, unweighted)"
+        )
+
+    return arrived

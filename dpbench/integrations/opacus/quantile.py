@@ -1,0 +1,110 @@
+"""Adaptive clipping: C follows a quantile of the norms of the gradients. (Andrew et al. 2021, arXiv:1905.03871)
+
+Each logical batch releases, beside the noisy sum, how many of its gradients were not above C:
+
+    u = Σ_i (1[‖g_i‖ ≤ C] - ½) + N(0, σ_u²),    C ← C exp(-η (u / b + ½ - γ)), kept within its limits.
+
+Adding or removing a record moves the sum by C and u by ½, so both together are one Gaussian mechanism: with
+κ = σ S / σ_u as the unit of the count,
+
+    S² = C² + (κ / 2)²,    S = C / √(1 - σ² / 4 σ_u²),
+
+and noise of deviation σ S on the sum is accounted as σ: what Opacus calls the adjusted noise multiplier (its
+Theorem 1). Here u is centred, as that theorem asks, and divided by the expected size b: the number of records in a
+batch is private itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipping import Flat
+from dpbench.engine import PrivacyEngine
+from dpbench.engine.noise import At
+
+STABILISER = 1e-6
+"""Opacus adds it to each norm."""
+ARGUMENTS = (
+    "target_unclipped_quantile",
+    "clipbound_learning_rate",
+    "max_clipbound",
+    "min_clipbound",
+    "unclipped_num_std",
+)
+
+
+@dataclass(frozen=True)
+class BesideCount:
+    """Flat clipping at C, with the sensitivity S of the sum and the count together."""
+
+    max_grad_norm: float
+    sensitivity: float
+    per_layer = False
+
+    def factors(self, norms: Tensor) -> Tensor:
+        return Flat(max_grad_norm=self.max_grad_norm, stabiliser=STABILISER).factors(norms)
+
+
+class Quantile:
+    """The count of a logical batch, and how C moves by it; arguments as Opacus' AdaClipDPOptimizer has them.
+
+    Args:
+        target_unclipped_quantile: γ in [0, 1].
+        clipbound_learning_rate: η > 0.
+        max_clipbound, min_clipbound: limits of C.
+        unclipped_num_std: σ_u > σ / 2.
+
+    Raises:
+        ValueError: an argument, in one line.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_unclipped_quantile: float,
+        clipbound_learning_rate: float,
+        max_clipbound: float,
+        min_clipbound: float,
+        unclipped_num_std: float,
+    ) -> None:
+        if not 0 <= target_unclipped_quantile <= 1:
+            raise ValueError(f"expected target_unclipped_quantile in [0, 1], got {target_unclipped_quantile!r}")
+        if not 0 < min_clipbound < max_clipbound < math.inf:
+            raise ValueError(f"expected 0 < min_clipbound < max_clipbound, got {min_clipbound!r} and {max_clipbound!r}")
+        if not 0 < clipbound_learning_rate < math.inf:
+            raise ValueError(f"expected clipbound_learning_rate > 0, got {clipbound_learning_rate!r}")
+        self._target, self._rate = target_unclipped_quantile, clipbound_learning_rate
+        self._limits, self._deviation = (min_clipbound, max_clipbound), unclipped_num_std
+        self.count = 0.0
+        """Σ_i (1[‖g_i‖ ≤ C] - ½) of the logical batch so far."""
+
+    def clip(self, norm: float, noise_multiplier: float) -> BesideCount:
+        """The clipping function at C beside noise of σ.
+
+        Raises:
+            ValueError: σ >= 2 σ_u, so that the count alone would spend more than is accounted.
+        """
+        part = 1 - (noise_multiplier / (2 * self._deviation)) ** 2 if self._deviation > 0 else 0.0
+        if part <= 0:
+            raise ValueError(
+                f"expected unclipped_num_std > noise_multiplier / 2 = {noise_multiplier / 2:g}, got "
+                f"{self._deviation!r}: the count alone would spend more than is accounted"
+            )
+        return BesideCount(norm, norm / math.sqrt(part))
+
+    def see(self, norms: Tensor, norm: float) -> None:
+        """Of a piece of the batch, [B]."""
+        self.count += float((norms <= norm).double().sum()) - 0.5 * len(norms)
+
+    def next(self, engine: PrivacyEngine, norm: float) -> float:
+        """C of the next logical batch, after the release of one; the count begins anew."""
+        count, self.count = torch.tensor([self.count], dtype=torch.float64), 0.0
+        place = At(engine.steps, 0, sum(1 for _ in engine.model.parameters()))
+        noisy = float(engine.noise.added(count, self._deviation, place))
+        share = noisy / engine.settings.batch_size + 0.5
+        low, high = self._limits
+        return min(max(norm * math.exp(-self._rate * (share - self._target)), low), high)

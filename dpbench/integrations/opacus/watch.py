@@ -1,0 +1,84 @@
+"""Between loader and step: what is computed from a batch is noted, in the batches that are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpbench.engine import Misuse
+from dpbench.engine.containers import mapped, tensors_in
+from dpbench.engine.recorder import Hook
+from dpbench.engine.traced import Traced, plain
+from dpbench.integrations.opacus.reduction import Look, Looks
+
+
+class Watch:
+    """Hooks on a model whose forward passes the engine records already.
+
+    Args:
+        model: what trains.
+        forget: called when forward passes are let go without a step.
+    """
+
+    def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
+        self._model, self._forget = model, forget
+        self.looks = Looks()
+        self._look: Look | None = None
+        self._by_loader = False
+        self._handles = [
+            model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+            model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._see(None)
+
+    def batch(self, batch: Any) -> Any:
+        """What the loader hands out next; its tensors note what is done with them where that is looked at."""
+        self._see(self.looks.due())
+        self._by_loader = True
+        return batch if self._look is None else self._look.batch(batch)
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Before a forward pass that trains."""
+
+    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        """What the caller gets of a forward pass that trains; `output` is None where it has raised."""
+        raise NotImplementedError
+
+    def _see(self, look: Look | None) -> None:
+        if self._look is not None:
+            self._look.close()
+        self._look, self._by_loader = look, False
+
+    def _taken(self) -> Look | None:
+        """The look at the batch that is stepped now, which is done with; the caller closes it."""
+        look, self._look, self._by_loader = self._look, None, False
+        return look
+
+    def _trains(self, module: nn.Module) -> bool:
+        return module is self._model and module.training and torch.is_grad_enabled()
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self._trains(module):
+            if any(x.requires_grad for x in tensors_in((args, kwargs))):
+                raise Misuse(
+                    "expected inputs that need no gradient, got some of another trained model, whose gradient would "
+                    "end here: detach() them, or for a gradient of inputs call model.eval(), and optimizer.zero_grad() "
+                    "after it"
+                )
+            if self._look is not None:
+                self._look.read(args, kwargs)
+            self.begin(args, kwargs)
+        noted = any(isinstance(x, Traced) for x in tensors_in((args, kwargs)))
+        return mapped(plain, (args, kwargs)) if noted else None
+
+    def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        return self.outputs(args, kwargs, output) if self._trains(module) else None

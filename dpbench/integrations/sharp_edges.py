@@ -1,0 +1,42 @@
+"""What people step on who train with differential privacy: what it does to the guarantee, what is said, what holds it.
+
+**Breaks the guarantee.** Without a word an ε would be printed that does not hold.
+
+| what people do | what happens here | held by |
+|---|---|---|
+| batches of a shuffled loader, accounted as Poisson samples | a warning: "not Poisson samples, as is accounted"; `data_loader` draws them | `test_fixed_batches_are_not_taken_for_poisson_samples` |
+| a model that mixes samples: BatchNorm, `x - x.mean(0)` | refused: "samples mix" | `test_a_model_that_mixes_samples_is_refused` |
+| a loss that mixes them: InfoNCE, losses over their mean, the largest dropped | refused: "samples mix" | `test_a_loss_that_mixes_samples_is_refused` |
+| mixing that begins in a later step | refused then, by looks at random steps | `test_mixing_that_starts_in_the_second_step_is_refused` |
+| another optimizer's step on a private model | "expected steps of the attached optimizer alone" | `test_another_optimizer_does_not_go_round_the_engine` |
+| gradients in `.grad` that were not clipped | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |
+| a frozen parameter with a gradient left on it | it is not applied | `test_a_gradient_left_on_a_frozen_parameter_is_not_applied` |
+| the same record in two pieces of a logical batch | `data_loader` knows which are pieces; by hand it is refused | `test_what_the_loader_hands_out_is_not_accumulated_by_hand` |
+| a loader that reads ahead of the step | each batch is known by its tensors; an unknown one is refused | `test_what_is_not_known_is_refused_by_name` |
+| a step that raises, is caught, and is tried again | nothing is in a sum twice, nothing is released twice | `test_a_batch_of_which_something_was_released_is_not_released_again` |
+| going on from a checkpoint without the engine's state | refused: ε would begin anew | `test_training_resumed_without_the_engine_s_state_is_refused` |
+| going back to a checkpoint | the steps gone back behind count, too | `test_to_go_back_does_not_lower_epsilon` |
+| one checkpoint for all processes | each draws noise of its own; another's part is refused | `test_half_a_logical_batch_of_another_process_is_refused` |
+| one process catches an error, the others go on | all raise, and nothing is released | `test_a_failure_in_one_process_is_one_in_all_and_no_record_is_in_a_sum_twice` |
+| a clipping function that exceeds its sensitivity | refused | `test_a_clipping_function_that_does_not_keep_to_its_sensitivity_is_refused` |
+| noise from a seed | a warning: "can be repeated: not private" | `test_seeded_noise_is_not_private` |
+| δ of 1/n and more | a warning: it protects nobody | `test_a_delta_that_protects_nobody` |
+| more steps than the noise was calibrated for | a warning that names the step | `test_beyond_the_planned_steps` |
+| two engines on one model | refused: neither would account for the other's steps | `test_two_engines_on_one_model` |
+| one record that cancels in floating point | its norm is bounded by what rounding can hide | `test_no_hard_record_moves_the_sum_of_ours_by_more_than_c` |
+
+**Loses utility, or time.** The guarantee holds.
+
+| what people do | what happens here | held by |
+|---|---|---|
+| dividing by the size that was sampled | the expected size divides, always; the sampled one is private | `test_empty_batches_move_the_parameters_and_count` |
+| a GradScaler, for half precision | refused: every gradient would be above the threshold | `test_a_grad_scaler_is_refused` |
+| LBFGS, or a closure | refused: one gradient a step | `test_an_optimizer_of_several_gradients_a_step_is_refused` |
+| one loss for the whole batch | refused: "one loss a sample" | `test_scalar_loss` |
+| a record that is not a number | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
+| buffers that learn from the data (running statistics) | told: they are not accounted | `test_a_buffer_that_learns_from_the_data_is_told` |
+| an empty batch | a step like any other: noise alone | `test_empty_batches_move_the_parameters_and_count` |
+
+**Nobody's to see.** Choosing hyperparameters by the private data, early stopping by their loss, publishing their training
+accuracy, the order of records in logs: none of it passes the engine, and none of it is in ε.
+"""

@@ -1,0 +1,82 @@
+"""References to models, checked without torch. Their forms: `dpbench.models`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from dpbench.errors import UsageError, nearest
+from dpbench.models.options import split_options
+from dpbench.trials.packages import SCHEMES
+
+BUILTIN: dict[str, tuple[str, str]] = {
+    "cnn": (
+        "dpbench.models.cnn:cnn",
+        "CNN of Tramèr & Boneh 2021, tanh, 0.55M parameters (Table 4 of arXiv:2205.10683)",
+    ),
+    "resnet18": ("dpbench.models.resnet:resnet18", "ResNet-18, CIFAR form, GroupNorm, 11.2M parameters"),
+    "resnet34": ("dpbench.models.resnet:resnet34", "ResNet-34, CIFAR form, GroupNorm, 21.3M parameters"),
+    "resnet50": ("dpbench.models.resnet:resnet50", "ResNet-50, CIFAR form, GroupNorm, 23.5M parameters"),
+    "resnet101": ("dpbench.models.resnet:resnet101", "ResNet-101, CIFAR form, GroupNorm, 42.5M parameters"),
+    "resnet152": ("dpbench.models.resnet:resnet152", "ResNet-152, CIFAR form, GroupNorm, 58.2M parameters"),
+    "wide_resnet": ("dpbench.models.resnet:wide_resnet", "WRN-16-4 of De et al. 2022, GroupNorm, 2.7M parameters"),
+    "resnext": ("dpbench.models.resnet:resnext", "ResNeXt-29 32x4d, grouped convolutions, GroupNorm, 4.8M parameters"),
+    "vgg11": ("dpbench.models.vgg:vgg11", "VGG-11, CIFAR form, GroupNorm, 9.2M parameters"),
+    "vgg13": ("dpbench.models.vgg:vgg13", "VGG-13, CIFAR form, GroupNorm, 9.4M parameters"),
+    "vgg16": ("dpbench.models.vgg:vgg16", "VGG-16, CIFAR form, GroupNorm, 14.7M parameters"),
+    "vgg19": ("dpbench.models.vgg:vgg19", "VGG-19, CIFAR form, GroupNorm, 20.0M parameters"),
+}
+
+_FORMS = "timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory"
+
+
+def split_reference(ref: str) -> tuple[str, str]:
+    """(scheme, name) of a reference: scheme is "builtin", "timm", "torchvision", "transformers" or "file".
+
+    Raises:
+        UsageError: an unknown built-in or scheme, with the nearest known name.
+    """
+    scheme, colon, name = ref.partition(":")
+    path = ref.rpartition(":")[0] or ref
+    if path.endswith(".py"):
+        return "file", ref
+    if not colon:
+        if ref not in BUILTIN:
+            raise UsageError(f"a model, one of {', '.join(BUILTIN)}, or {_FORMS}", ref, nearest(ref, BUILTIN))
+        return "builtin", ref
+    if scheme not in SCHEMES:
+        raise UsageError(f"a model reference {_FORMS}", ref, nearest(scheme, SCHEMES))
+    if not name:
+        raise UsageError(f"a model's name after {scheme}:", ref)
+    return scheme, name
+
+
+def split_file(ref: str) -> tuple[Path, str]:
+    """(path, factory) of ``path/file.py:factory``.
+
+    Raises:
+        UsageError: no factory is named, or there is no such file.
+    """
+    path, _, factory = ref.rpartition(":")
+    if not path.endswith(".py") or not factory.isidentifier():
+        raise UsageError("path/file.py:factory", ref)
+    file = Path(os.path.expanduser(path))
+    if not file.is_file():
+        raise UsageError("path/file.py:factory of an existing file", ref)
+    return file, factory
+
+
+def validate_reference(ref: str) -> None:
+    """Check what can be checked of a reference without torch: the built-in, the scheme, the file, the form of options.
+
+    Whether timm, torchvision or transformers know the name and the options, and whether the file has such a function,
+    shows when the model is built (`dpbench.models.loading.load_workload`).
+
+    Raises:
+        UsageError: with the nearest known name where there is one.
+    """
+    scheme, name = split_reference(ref)
+    if scheme == "file":
+        split_file(name)
+    elif scheme != "builtin":
+        split_options(name)

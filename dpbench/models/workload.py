@@ -1,0 +1,31 @@
+"""What a reference to a model gives: a workload, or why there is none. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dpbench.errors import UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ModelError(UsageError, ValueError):
+    """A reference names a model that cannot be built, or not in the size asked for. One line."""
+
+
+@dataclass
+class Workload:
+    """What a training step is measured on.
+
+    model: in train mode, its parameters on `device` in `dtype`.
+    loss_fn: (outputs, targets) -> losses [B], no reduction over samples.
+    batch: B -> (inputs, targets) with B samples, on the model's device; floating inputs in its dtype. `inputs` is a
+        tensor, a tuple (positional) or a dict (keyword arguments). The same B gives the same batch every time.
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    batch: Callable[[int], tuple[Any, Any]]

@@ -1,0 +1,90 @@
+"""What happens in a trial's own process, from the fork to its end: run the body, send back one JSON object.
+
+The object: ``{"outcome", "evidence", "result"}``. Whatever the body prints goes to a file, whose end is the evidence
+if the process goes away without an answer.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dpbench.process.linux import available_cpus, die_with_parent, offer_to_the_oom_killer
+from dpbench.trials import Trial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.line_shapes import flaw_of_result
+from dpbench.trials.outcome import Outcome, classify
+from dpbench.trials.reference import load_object
+
+#: Sent to a trial whose time is up, shortly before it is killed: it writes down where it stands.
+TELL_WHERE = signal.SIGUSR1
+
+
+def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Sequence[int] = ()) -> NoReturn:
+    """Run `trial` in this process, just forked from `server`; write its answer to `answer`, all output to `log`.
+
+    Closes the `inherited` descriptors of the server. Never returns into its code, which must not run twice.
+    """
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        for descriptor in inherited:
+            os.close(descriptor)
+        _begin(server, log)
+        write_all(answer, _run(trial).encode())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        code = 0
+    except BaseException:
+        traceback.print_exc()  # to the log: the evidence of a crash
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _begin(server: int, log: int) -> None:
+    os.setsid()
+    for signum in (signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    die_with_parent(server, signal.SIGKILL)
+    offer_to_the_oom_killer()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for inherited, ours in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(inherited, ours)
+    faulthandler.enable(all_threads=False)
+    faulthandler.register(TELL_WHERE, all_threads=False)
+
+
+def _run(trial: Trial) -> str:
+    """The answer, as JSON."""
+    try:
+        _set_threads(trial)
+        result = load_object(trial.body)(trial)
+        answer = to_json({"outcome": Outcome.OK, "evidence": None, "result": result})
+        # what cannot be recorded is an error of the body, and so is what no reader of records would take
+        if (why := flaw_of_result(trial.kind, json.loads(answer)["result"])) is not None:
+            raise TypeError(f"what {trial.body} returned is no result of kind {trial.kind!r}: {why}")
+        return answer
+    except BaseException as error:  # whatever it is, it ends as a typed record
+        outcome, evidence, kept = classify(error)
+        return to_json({"outcome": outcome, "evidence": evidence, "result": kept})
+
+
+def _set_threads(trial: Trial) -> None:
+    """Fix the thread count of CPU operations: all CPUs for a trial that has the machine for itself, else one."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(getattr(trial, "threads", None) or (available_cpus() if trial.alone else 1))
+
+
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all of it, however little a pipe takes at a time."""
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

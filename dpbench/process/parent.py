@@ -1,0 +1,175 @@
+"""The parent's handle on the process that runs trials (`dpbench.process.server`). No torch on this side."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from dpbench.trials.outcome import Outcome
+
+_PATIENCE = 5.0
+#: How often somebody who waits for one trial looks whether the server still goes on (seconds).
+_LOOK_UP = 1.0
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+def our_path() -> str:
+    """PYTHONPATH for the server: the code that runs here first, not what happens to lie in the working folder."""
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([str(_ROOT), *([given] if given else []), os.getcwd()])
+
+
+class Sendable(Protocol):
+    """A trial, or what it was sent as."""
+
+    def to_wire(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a trial ran, if that was not here: a name for the node and its device, and what its records say of it."""
+
+    name: str
+    environment: Mapping[str, Any]
+    fingerprint: str
+    load: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """How one trial ended: what its record says of it."""
+
+    key: int
+    outcome: Outcome
+    evidence: str | None
+    result: dict[str, Any] | None
+    seconds: float
+    place: Place | None = None
+    stolen: float | None = None
+
+
+class Isolation:
+    """Runs trials, each in a process of its own. A context manager: on leaving it, no process is left.
+
+    The server starts with the first trial; if it goes away, its trials are answered as crashed, and the next trial
+    starts another one.
+
+    Args:
+        environ: variables added to the server's environment.
+    """
+
+    def __init__(self, environ: dict[str, str] | None = None) -> None:
+        self._environ = {**os.environ, "PYTHONPATH": our_path(), **(environ or {})}
+        self._server: subprocess.Popen[bytes] | None = None
+        self._in_flight: set[int] = set()
+        self._unread: list[bytes] = []
+        self._keys = 0
+
+    def submit(self, trial: Sendable, until: float | None = None) -> int:
+        """Start `trial`; its answer will carry the key that is returned.
+
+        `until`: when it is ended if it still runs, by `time.monotonic`, though its own time is not up.
+        """
+        server = self._server or self._start()
+        self._keys += 1
+        self._in_flight.add(self._keys)
+        request = json.dumps({"key": self._keys, "trial": trial.to_wire(), "until": until}) + "\n"
+        assert server.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone: `wait` says so, of every trial in flight
+            server.stdin.write(request.encode())
+            server.stdin.flush()
+        return self._keys
+
+    def pin(self, cpus: Collection[int] | None) -> None:
+        """Leave the trials that are submitted from now on these CPUs; None: as many as this process has."""
+        server = self._server or self._start()
+        if hasattr(os, "sched_setaffinity"):
+            with contextlib.suppress(ProcessLookupError):  # it is gone: `wait` says so
+                os.sched_setaffinity(server.pid, os.sched_getaffinity(0) if cpus is None else cpus)
+
+    def wait(self, timeout: float | None = None) -> list[Answer]:
+        """The answers that arrive within `timeout` seconds (None: until there is one); empty if none does."""
+        server = self._server
+        if server is None or not self._in_flight:
+            return []
+        assert server.stdout is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(server.stdout, selectors.EVENT_READ)
+            if not selector.select(timeout):
+                server.send_signal(signal.SIGCONT)  # a trial may have stopped it; one that runs takes no notice
+                return []
+        chunk = os.read(server.stdout.fileno(), 1 << 20)
+        if not chunk:
+            return self._server_is_gone(server)
+        if b"\n" not in chunk:  # of a large answer; what came so far is looked through once
+            self._unread.append(chunk)
+            return []
+        *lines, rest = b"".join([*self._unread, chunk]).split(b"\n")
+        self._unread = [rest]
+        return [self._answered(**json.loads(line)) for line in lines]
+
+    def run(self, trial: Sendable) -> Answer:
+        """Run one trial and wait for it."""
+        key = self.submit(trial)
+        while True:
+            for answer in self.wait(_LOOK_UP):
+                if answer.key == key:
+                    return answer
+
+    def close(self) -> None:
+        """End the server and every trial of it."""
+        server, self._server = self._server, None
+        self._in_flight.clear()
+        self._unread = []
+        if server is None:
+            return
+        with contextlib.suppress(BrokenPipeError):
+            if server.stdin is not None:
+                server.stdin.close()
+        server.send_signal(signal.SIGTERM)  # in case it is importing, and does not read
+        server.send_signal(signal.SIGCONT)  # in case a trial has stopped it
+        try:
+            server.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            server.kill()  # its trials have asked the kernel to follow it
+            server.wait()
+        if server.stdout is not None:
+            server.stdout.close()
+
+    def __enter__(self) -> Isolation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # A session of its own: Ctrl-C in the terminal reaches the parent alone, which then ends it in good order.
+        self._server = subprocess.Popen(
+            [sys.executable, "-P", "-m", "dpbench.process.server", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self._environ,
+            start_new_session=True,
+        )
+        return self._server
+
+    def _answered(self, key: int, outcome: str, **rest: Any) -> Answer:
+        self._in_flight.discard(key)
+        return Answer(key, Outcome(outcome), **rest)
+
+    def _server_is_gone(self, server: subprocess.Popen[bytes]) -> list[Answer]:
+        lost = sorted(self._in_flight)
+        status = server.wait()
+        self.close()
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit code {status}"
+        evidence = f"the process that forks the trials went away ({how})"
+        return [Answer(key, Outcome.CRASH, evidence, None, 0.0) for key in lost]

@@ -1,0 +1,1 @@
+"""Records on the disk: written, read, compared, and where and under which conditions they were taken."""

@@ -1,0 +1,214 @@
+"""Two sets of records beside each other: which cells they share, and what became of each.
+
+A cell is what was measured: kind, device, model, backend, and every setting that changes the number (batch size,
+precision, threads, ...), but not how often it was measured. Its quantities are
+
+- `time`: seconds a step, of one run and of the other. Both may have been taken on a machine in another state.
+- `time ratio`: the same beside ordinary training of the same rounds, where both have it: the machine's state cancels.
+- `peak`: bytes; of `peak` probes, over all batch sizes that both have tried.
+- `outcome`: only where it is `ok` on one side and not on the other.
+
+Devices that differ, numbers of threads that differ, memory that was simulated and memory that was measured are
+different cells, and never meet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from clipping import BACKENDS
+from dpbench.records.reader import LeftOut, Record, entries, grouped, newest, newest_trial, newest_version
+from dpbench.records.statistics import Comparison, compare, compare_exact, compare_paired, outliers
+from dpbench.trials import canonical_json
+from dpbench.trials.outcome import DOES_NOT_FIT, Outcome
+
+KINDS = ("step", "overhead", "peak")
+#: How often and for how long, and who else was measured: no part of what was measured.
+_EFFORT = ("timeout", "steps", "max_seconds", "rounds", "backends", "kind", "device")
+_MEMORY_WORDS = {"slower": "larger", "faster": "smaller"}
+VERDICTS = ("faster", "slower", "same", "inconclusive", "smaller", "larger", "failed", "fixed")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity of one cell. `a` and `b` in seconds, bytes or as ratios; None, as the interval, for an outcome.
+
+    `verdict` is one of `VERDICTS`: faster and slower of times, smaller and larger of memory, failed and fixed of
+    outcomes. `rounds` and `outliers` are those of a and of b.
+    """
+
+    kind: str
+    device: str
+    model: str
+    backend: str
+    batch_size: int
+    quantity: str
+    verdict: str
+    a: float | str
+    b: float | str
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    interval: str | None = None
+    rounds: tuple[int, int] = (0, 0)
+    outliers: tuple[int, int] = (0, 0)
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Cell:
+    """What one side has of a cell: times by round, in how many processes, peaks, and how its trials ended."""
+
+    identity: Mapping[str, Any]
+    base: str
+    outcomes: Counter[str] = field(default_factory=Counter)
+    times: dict[Any, Sequence[float]] = field(default_factory=dict)
+    processes: set[tuple[int, str]] = field(default_factory=set)
+    peaks: dict[str, dict[tuple[int, int], float]] = field(default_factory=dict)
+    sizes: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def failure(self) -> str | None:
+        """The outcome that leaves it without a number; a backend that was wrong once is wrong."""
+        if self.outcomes[Outcome.MISMATCH] or not self.outcomes[Outcome.OK]:
+            return Outcome.MISMATCH if self.outcomes[Outcome.MISMATCH] else max(self.outcomes)
+        return None
+
+
+def compare_records(
+    a: Sequence[Record], b: Sequence[Record], left_out: LeftOut
+) -> tuple[list[Row], list[str], list[str]]:
+    """(rows of the cells that both have, names of those that a alone has, and b alone)."""
+    sides = [cells_of(records, left_out) for records in (a, b)]
+    rows: list[Row] = []
+    for key, first in sides[0].items():
+        if (second := sides[1].get(key)) is not None:
+            bases = [side.get(cell.base) for side, cell in zip(sides, (first, second), strict=True)]
+            rows += _rows(first, second, bases, left_out)
+    alone = [[name_of(cell) for key, cell in sides[i].items() if key not in sides[1 - i]] for i in (0, 1)]
+    return sorted(rows, key=_order), alone[0], alone[1]
+
+
+def cells_of(records: Sequence[Record], left_out: LeftOut) -> dict[str, Cell]:
+    """The cells of one side by their key; of each, the newest records of the newest version of what they measure."""
+    known = [r for r in records if r.kind in KINDS]
+    left_out["of kinds that hold no time and no memory"] += len(records) - len(known)
+    latest = newest(known, left_out)
+    cells: dict[str, Cell] = {}
+    for key, group in grouped(entries(latest), lambda r: canonical_json(_identity(r))).items():
+        kept = newest_version(group, lambda r: r.kind, left_out)
+        if kept[0].kind != "peak":
+            kept = newest_trial(kept, left_out)
+        identity = _identity(kept[0])
+        cell = cells[key] = Cell(identity, canonical_json(identity | {"backend": "nonprivate"}))
+        for record in kept:
+            _add(cell, record)
+    return cells
+
+
+def _identity(record: Record) -> dict[str, Any]:
+    """What makes the record's cell. A search's probes are one cell, whatever their batch size."""
+    fields = {name: value for name, value in record.trial.items() if name not in _EFFORT}
+    if record.kind == "peak":
+        del fields["batch_size"]
+    elif record.trial.get("device") == "cpu":
+        fields["threads"] = record.setting("threads")
+    return {"kind": record.kind, "device": record.device} | fields
+
+
+def _add(cell: Cell, record: Record) -> None:
+    cell.outcomes[record.outcome] += 1
+    size = int(record.trial["batch_size"])
+    if record.kind == "peak":
+        cell.sizes[size] = record.outcome
+    if record.outcome != Outcome.OK:
+        return
+    if memory := record.result.get("memory"):
+        cell.peaks.setdefault(memory["source"], {})[record.round, size] = memory["peak_bytes"]
+    if record.kind == "step":
+        cell.times[record.place] = record.result["step_seconds"]
+    elif record.kind == "overhead":
+        cell.times |= {(record.place, turn["round"]): turn["step_seconds"] for turn in record.result["turns"]}
+        cell.processes.add(record.place)
+
+
+def name_of(cell: Cell) -> str:
+    known = (cell.identity.get(name) for name in ("kind", "model", "backend", "batch_size"))
+    return " ".join(str(value) for value in known if value is not None)
+
+
+def _rows(a: Cell, b: Cell, bases: Sequence[Cell | None], left_out: LeftOut) -> Iterable[Row]:
+    if a.identity["kind"] == "peak":
+        return _probe_rows(a, b, left_out)
+    if a.failure or b.failure:
+        if a.failure and b.failure:
+            left_out["of cells that failed in both"] += a.outcomes.total() + b.outcomes.total()
+            return []
+        ends = (a.failure or "ok", b.failure or "ok")
+        return [_row(a, "outcome", "failed" if b.failure else "fixed", *ends)]
+    processes = (len(a.processes), len(b.processes)) if a.processes else None
+    far = (outliers(a.times), outliers(b.times))
+    rows = [_compared(a, "time", compare(a.times, b.times), far)]
+    if a.identity["backend"] != "nonprivate":
+        pair = [base.times if base is not None and not base.failure else {} for base in bases]
+        if all(own.keys() & base.keys() for own, base in zip((a.times, b.times), pair, strict=True)):
+            found = compare_paired(a.times, pair[0], b.times, pair[1], processes=processes)
+            rows.append(_compared(a, "time ratio", found, far))
+    for source in a.peaks.keys() & b.peaks.keys():
+        peaks = [sorted(cell.peaks[source].values()) for cell in (a, b)]
+        rows.append(_compared(a, "peak", compare_exact(*peaks), memory=source))
+    return rows
+
+
+def _probe_rows(a: Cell, b: Cell, left_out: LeftOut) -> Iterable[Row]:
+    """Of a search: its peaks at the batch sizes that both have tried, and a batch that fits no longer."""
+    rows = []
+    for source in a.peaks.keys() & b.peaks.keys():
+        first, second = ({size: peak for (_, size), peak in cell.peaks[source].items()} for cell in (a, b))
+        if shared := sorted(first.keys() & second.keys()):
+            ratios = [second[size] / first[size] for size in shared]
+            found, largest = compare_exact([1.0] * len(shared), ratios), shared[-1]
+            row = _compared(a, "peak", found, memory=source, batch_size=largest, sizes=len(shared))
+            rows.append(Row(**vars(row) | {"a": first[largest], "b": second[largest]}))
+    bad = [size for size, outcome in a.sizes.items() if outcome == "ok" and b.sizes.get(size, "ok") != "ok"]
+    good = [size for size, outcome in b.sizes.items() if outcome == "ok" and a.sizes.get(size, "ok") != "ok"]
+    for verdict, sizes in (("failed", bad), ("fixed", good)):
+        if sizes:
+            size = min(sizes)
+            rows.append(_row(a, "outcome", verdict, a.sizes[size], b.sizes[size], batch_size=size))
+    if not rows and (a.failure not in (None, *DOES_NOT_FIT) or b.failure not in (None, *DOES_NOT_FIT)):
+        left_out["of cells that failed in both"] += a.outcomes.total() + b.outcomes.total()
+    return rows
+
+
+def _compared(cell: Cell, quantity: str, found: Comparison, far: tuple[int, int] = (0, 0), **extra: Any) -> Row:
+    verdict = _MEMORY_WORDS.get(found.verdict, found.verdict) if quantity == "peak" else found.verdict
+    row = _row(cell, quantity, verdict, found.a, found.b, **extra)
+    numbers = {name: getattr(found, name) for name in ("ratio", "low", "high", "interval")}
+    return Row(**vars(row) | numbers | {"rounds": (found.rounds_a, found.rounds_b), "outliers": far})
+
+
+def _row(cell: Cell, quantity: str, verdict: str, a: float | str, b: float | str, **extra: Any) -> Row:
+    shown = ("kind", "device", "model", "backend", "batch_size")
+    known: dict[str, Any] = {name: cell.identity.get(name) for name in shown}
+    known |= {name: value for name, value in extra.items() if name in shown}
+    setting = {k: v for k, v in (dict(cell.identity) | extra).items() if k not in shown}
+    return Row(**known, quantity=quantity, verdict=verdict, a=a, b=b, setting=setting)
+
+
+def _order(row: Row) -> tuple[Any, ...]:
+    names = list(BACKENDS)
+    backend = names.index(row.backend) if row.backend in names else len(names)
+    return row.kind, row.device, row.model, row.batch_size if row.kind != "peak" else 0, backend, row.backend
+
+
+def counts(rows: Iterable[Row]) -> dict[str, int]:
+    """Verdict -> how many rows, in the order of `VERDICTS`."""
+    found = Counter(row.verdict for row in rows)
+    return {verdict: found[verdict] for verdict in VERDICTS if found[verdict]}

@@ -1,0 +1,358 @@
+"""Under which conditions measurements were taken, and whether they spoil them: load, stolen time, drift, environments
+that differ.
+
+Every warning says what is wrong, by how much, and what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Sized
+from statistics import median
+from typing import Any
+
+from dpbench.records.reader import PAIRED, Record, from_line, grouped
+from dpbench.records.statistics import MUCH_DRIFT, Series, shared_drift, trend
+
+#: What a trial that has every CPU to itself makes of the load average is the number of CPUs; so much more is others'.
+LOAD_MARGIN = 1.25
+#: Share of a virtual machine's CPU time that its host may give to others before a trial is called disturbed.
+MUCH_STOLEN = 0.05
+#: Bits of nvidia-smi's clocks_throttle_reasons.active (NVML) that slow a step; idle and chosen clocks are none.
+_THROTTLES = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "thermal by software",
+    0x40: "thermal by hardware",
+    0x80: "power brake",
+}
+#: Facts that differ from run to run and say nothing of what was measured.
+_PASSING = frozenset(
+    {
+        "utc",
+        "load_average",
+        "cpu_khz",
+        "gpu_state",
+        "gpu_processes",
+        "device",
+        "node",
+        "executor",
+        "libraries",
+        "results_folder",
+    }
+)
+#: What the name of a run's file begins with.
+_STAMP = re.compile(r"\d{8}T\d{6}Z")
+
+Difference = tuple[str, str, str]
+
+
+def overload(load: float | None, cpus: int | None) -> str | None:
+    """What is wrong if the load average exceeds the CPUs by a quarter; None if it does not, or is not known."""
+    if load is None or not cpus or load <= LOAD_MARGIN * cpus:
+        return None
+    return (
+        f"the load average is {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}: other programs share them, and times "
+        "come out too long; stop those, or compare ratios within a round and nothing else"
+    )
+
+
+def theft(stolen: float | None) -> str | None:
+    """What is wrong if a host kept its CPUs from this virtual machine; None if it did not, or is not known."""
+    if stolen is None or stolen <= MUCH_STOLEN:
+        return None
+    return (
+        f"{stolen:.0%} of the CPUs' time went to other guests of this virtual machine's host, which the load average "
+        "does not show: times come out too long and uneven; take another machine or hour, or compare ratios within a "
+        "round and nothing else"
+    )
+
+
+def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the GPU as the run found it: throttled, or shared."""
+    found = []
+    if reasons := _throttles(environment):
+        found.append(
+            f"the GPU is throttled ({', '.join(reasons)}): steps come out too long and uneven; let it cool, or lock "
+            "its clocks below that limit (nvidia-smi --lock-gpu-clocks)"
+        )
+    if others := _others(environment):
+        found.append(
+            f"{others} other process{'es are' if others > 1 else ' is'} on this machine's GPUs: on the same one, time "
+            "and memory are shared; end them, or choose another GPU (CUDA_VISIBLE_DEVICES)"
+        )
+    return found
+
+
+def _throttles(environment: Mapping[str, Any]) -> list[str]:
+    """What slowed the GPU as the run began."""
+    try:
+        active = int((environment.get("gpu_state") or {}).get("clocks_throttle_reasons.active", "0"), 16)
+    except ValueError:  # "[N/A]" where the driver does not say
+        active = 0
+    return [name for bit, name in _THROTTLES.items() if active & bit]
+
+
+def _others(environment: Mapping[str, Any]) -> int:
+    """How many other processes were on the machine's GPUs as the run began."""
+    return len(environment.get("gpu_processes") or []) // 2  # each is a pid and its memory
+
+
+def series_of(record: Record) -> dict[str, Series]:
+    """Backend -> round -> seconds of its steps, as far as a `step` or `overhead` record has them.
+
+    The rounds of an overhead record are (round of the run, round within the trial).
+    """
+    if record.kind == "step":
+        seconds = record.result.get("step_seconds")
+        return {record.trial["backend"]: {record.round: seconds}} if seconds else {}
+    if record.kind not in PAIRED:
+        return {}
+    found: dict[str, Series] = {}
+    for name, entry in record.result.get("backends", {}).items():
+        turns: dict[Hashable, Any] = {
+            (record.round, turn["round"]): turn["step_seconds"] for turn in entry.get("turns", [])
+        }
+        if turns:
+            found[name] = turns
+    return found
+
+
+def drift_of(records: Sequence[Record]) -> dict[Any, float]:
+    """Round -> by which factor its times stand above those of the other rounds, over all cells that `records` time."""
+    cells: dict[tuple[str, str], dict[Any, Any]] = {}
+    for record in records:
+        if record.outcome == "ok" or record.kind in PAIRED:  # there each backend has an outcome of its own
+            for backend, series in series_of(record).items():
+                cells.setdefault((record.id, backend), {}).update(series)
+    return shared_drift(list(cells.values()))
+
+
+def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
+    """(by which share the slowest round stands above the fastest one, the slowest round) if that is much."""
+    factors = drift_of(records)
+    if not factors or (by := max(factors.values()) / min(factors.values()) - 1) <= MUCH_DRIFT:
+        return None
+    return by, max(factors, key=lambda number: factors[number])
+
+
+def drifting(seconds: Sequence[float]) -> str | None:
+    """What is wrong if the steps of one trial grow or shrink from its first half to its second; None if they do not."""
+    if abs(by := trend(seconds)) <= MUCH_DRIFT:
+        return None
+    middle = len(seconds) // 2
+    return (
+        f"its steps drifted by {by:+.0%}, from {median(seconds[:middle]):.3g} s to {median(seconds[-middle:]):.3g} s: "
+        "the clock throttles or other programs came and went; let the machine cool, fix its clock, and run it again"
+    )
+
+
+def warnings(records: Sequence[Record]) -> list[str]:
+    """What a reader of these records must be told of how they were taken: a sentence for each kind of trouble.
+
+    It says how often the trouble was met and where it was worst, what holds all the same, and what to do.
+    """
+    timed = [r for r in records if series_of(r)]
+    return [*shared_warnings(timed), *_gpu_warnings(timed), *_round_warnings(timed), *_turn_warnings(timed)]
+
+
+def shared_warnings(timed: Sequence[Record]) -> list[str]:
+    """What a reader must be told of who else had the CPUs while these records were taken: programs, or other guests."""
+    return _load_warnings(timed) + _theft_warnings(timed)
+
+
+def _load_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether other programs had the CPUs while these records were taken; a sentence if so."""
+    loads = [(r, load, _cpus(r.environment)) for r in timed for load in (r.load, r.environment.get("load_average"))]
+    over = [(load / cpus, load, cpus, r) for r, load, cpus in loads if overload(load, cpus) and load and cpus]
+    if not over:
+        return []
+    _, load, cpus, worst = max(over, key=lambda item: item[0])
+    met = _of(len({id(r) for *_, r in over}), len(timed), "trial")
+    return [
+        f"Warning: the load reached {load:.1f} on {cpus} CPU{'s' if cpus > 1 else ''}{_at(worst.run, timed)}, "
+        f"too high around {met}: ratios of a round hold better; run again when idle."
+    ]
+
+
+def _theft_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether the host kept its CPUs from the machine while these records were taken; a sentence if so."""
+    shares = [(r.stolen, r) for r in timed if r.stolen is not None and theft(r.stolen)]
+    if not shares:
+        return []
+    share, worst = max(shares, key=lambda item: item[0])
+    return [
+        f"Warning: the host gave others {_up_to(shares)}{share:.0%} of CPU time at "
+        f"{_of(len(shares), len(timed), 'trial')}{_at(worst.run, timed)}: ratios of a round hold better; "
+        "try another machine or hour."
+    ]
+
+
+def _gpu_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether runs found the GPU throttled, and whether they found others on it; a sentence each if so."""
+    runs = {r.run: r.environment for r in timed}
+    found = []
+    if throttled := {run: reasons for run, facts in runs.items() if (reasons := _throttles(facts))}:
+        worst = max(throttled, key=lambda run: len(throttled[run]))
+        found.append(
+            f"Warning: the GPU was throttled as {_of(len(throttled), len(runs), 'run')} began, "
+            f"{', '.join(throttled[worst])}{_at(worst, timed)}: ratios of a round hold better; "
+            "cool it or lock its clocks."
+        )
+    if shared := {run: others for run, facts in runs.items() if (others := _others(facts))}:
+        worst = max(shared, key=lambda run: shared[run])
+        others = shared[worst]
+        found.append(
+            f"Warning: the GPUs had {_up_to(shared)}{others} other process{'es' if others > 1 else ''} as "
+            f"{_of(len(shared), len(runs), 'run')} began{_at(worst, timed)}: ratios of a round hold better; "
+            "end them or choose another GPU."
+        )
+    return found
+
+
+def _round_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether the machine was slower in some rounds of a run than in others; a sentence if so."""
+    runs = grouped(timed, lambda r: r.run)
+    drifts = {run: drift for run, part in runs.items() if (drift := _drift(part))}
+    if not drifts:
+        return []
+    worst = max(drifts, key=lambda run: drifts[run][0])
+    by, slowest = drifts[worst]
+    return [
+        f"Warning: times drifted {_up_to(drifts, 'by ')}{by:.0%} between rounds in {_of(len(drifts), len(runs), 'run')}"
+        f"{_at(worst, timed, slowest)}: ratios of a round hold; fix the clock or add rounds."
+    ]
+
+
+def _turn_warnings(timed: Sequence[Record]) -> list[str]:
+    """Whether steps that were timed one after the other grew or shrank; a sentence if so."""
+    turns = [
+        (trend(seconds), r.run, number)
+        for r in timed
+        for cell in series_of(r).values()
+        for number, seconds in cell.items()
+    ]
+    unsteady = [turn for turn in turns if abs(turn[0]) > MUCH_DRIFT]
+    if not unsteady:
+        return []
+    by, run, number = max(unsteady, key=lambda turn: abs(turn[0]))
+    return [
+        f"Warning: times drifted {_up_to(unsteady, 'by ')}{by:+.0%} within {_of(len(unsteady), len(turns), 'turn')}"
+        f"{_at(run, timed, number)}: medians over rounds hold better; run again when idle."
+    ]
+
+
+def _of(count: int, total: int, noun: str) -> str:
+    """'3 of 5 runs', 'all 5 runs', or 'the run' where there is no other."""
+    if total == 1:
+        return f"the {noun}"
+    return f"all {total} {noun}s" if count == total else f"{count} of {total} {noun}s"
+
+
+def _up_to(cases: Sized, single: str = "") -> str:
+    return "up to " if len(cases) > 1 else single
+
+
+def _at(run: str, timed: Sequence[Record], number: Any = None) -> str:
+    """' (round 3 of 20261122T232648Z)': where the worst was met. A run goes by its time if no other has that."""
+    told = []
+    if number is not None:
+        own = [r for r in timed if r.run == run]
+        told.append(_round(number, {n for r in own for cell in series_of(r).values() for n in cell}))
+    stamp = run.partition("-")[0]
+    alone = sum(other.startswith(stamp) for other in {r.run for r in timed}) == 1
+    told.append(stamp if alone and _STAMP.fullmatch(stamp) else run)
+    return f" ({' of '.join(filter(None, told))})" if any(told) else ""
+
+
+class Watch:
+    """Says, while a run goes on, what spoils its times: once of each kind in full, and at the end how often it was so.
+
+    Args:
+        environment: of the run.
+        say: takes a warning.
+    """
+
+    def __init__(self, environment: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._environment, self._say = environment, say
+        self._records: list[Record] = []
+        self._troubles: Counter[str] = Counter()
+
+    def begin(self) -> None:
+        """Before the first trial: the load that the run finds."""
+        load = overload(self._environment.get("load_average"), _cpus(self._environment))
+        for wrong in [*([load] if load else []), *gpu_trouble(self._environment)]:
+            self._say(f"warning: before the first trial {wrong}")
+
+    def ended(self, line: Mapping[str, Any], label: str) -> None:
+        """A trial that must run alone has ended with this record."""
+        record = from_line(line, self._environment, "")
+        self._records.append(record)
+        series = [seconds for cell in series_of(record).values() for seconds in cell.values()]
+        self._met("load", f"at the end of {label}", overload(record.load, _cpus(self._environment)))
+        self._met("theft", f"during {label}", theft(record.stolen) if series else None)
+        self._met("drift", f"{label}:", next(filter(None, map(drifting, series)), None))
+
+    def _met(self, kind: str, where: str, wrong: str | None) -> None:
+        if wrong is not None:
+            self._troubles[kind] += 1
+            if self._troubles[kind] == 1:
+                self._say(f"warning: {where} {wrong}")
+
+    def end(self) -> None:
+        """After the last trial: how many were disturbed, and whether the rounds drifted."""
+        met = self._troubles
+        if max(met.values(), default=0) > 1:
+            self._say(
+                f"warning: of {len(self._records)} trials that must run alone, {met['load']} ended under a load above "
+                f"the CPUs, {met['theft']} ran while the host gave time to others, and the steps of {met['drift']} "
+                "drifted; their records say so"
+            )
+        if drift := _drift(self._records):
+            self._say(
+                f"warning: times drifted by {drift[0]:.0%} between rounds: ratios within a round hold, seconds less "
+                "so; fix the clock, stop other programs, or run more rounds"
+            )
+
+
+def _cpus(environment: Mapping[str, Any]) -> int | None:
+    return environment.get("cpus_available") or environment.get("cpu_count")
+
+
+def _round(number: Any, numbers: Iterable[Any]) -> str:
+    """'round 3', and 'round 3 of trial 2' if `numbers`, all that there are, are of several trials. Counted from one."""
+    if not isinstance(number, tuple):
+        return f"round {number + 1}"
+    several = len({other[0] for other in numbers if isinstance(other, tuple)}) > 1
+    return f"round {number[1] + 1}{f' of trial {number[0] + 1}' if several else ''}"
+
+
+def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
+    """(fact, in a, in b) for all in which the environments of two sets of records differ; 'none' where not known."""
+    sides = [_facts(records) for records in (a, b)]
+    names = sorted(set(sides[0]) | set(sides[1]))
+    told = [(name, *(", ".join(sorted(side.get(name, {"none"}))) for side in sides)) for name in names]
+    return [(name, first, second) for name, first, second in told if first != second]
+
+
+def pooled(records: Iterable[Record]) -> list[tuple[str, str]]:
+    """(fact, its values) for all in which the runs differ that these records come from."""
+    return [(name, ", ".join(sorted(values))) for name, values in sorted(_facts(records).items()) if len(values) > 1]
+
+
+def _facts(records: Iterable[Record]) -> dict[str, set[str]]:
+    facts: dict[str, set[str]] = {}
+    environments = {id(r.environment): r.environment for r in records}
+    for environment in environments.values():
+        for name, value in _flat(environment):
+            facts.setdefault(name, set()).add(value)
+    return facts
+
+
+def _flat(environment: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in environment.items():
+        if isinstance(value, Mapping) and name not in _PASSING:
+            yield from ((key, str(item)) for key, item in value.items() if item is not None)
+        elif name not in _PASSING and value is not None:
+            yield name, str(value)

@@ -1,0 +1,333 @@
+"""Where a run took place: what must be known to read its numbers, and to tell whether two of them can be compared.
+
+The parent reads what it can without torch (`host_facts`); what only torch knows, a process of its own is asked for
+(`TorchFacts`, run like a trial), so that the parent never takes a CUDA context.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from clipping.kernels import library
+from dpbench.errors import UsageError
+from dpbench.process.linux import available_cpus
+from dpbench.process.parent import Answer, Isolation
+from dpbench.records.host import host_name
+from dpbench.records.store import utc_now
+from dpbench.trials import Trial
+from dpbench.trials.outcome import Outcome
+
+VERSION = "0.1.0"
+"""Of dpbench; `dpbench.__version__`."""
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = ("auto", "cpu", "cuda")
+#: What stands among the versions of libraries for the compiler of the kernels in C; it is None where torch's own
+#: operations run in their place.
+KERNELS = "kernels in C"
+#: Says which commit runs where git does not.
+COMMIT = "DPBENCH_COMMIT"
+_PACKAGES = ("torchvision", "timm", "transformers", "opacus", "dp-accounting", "numpy", "scipy")
+_VARIABLES = (
+    "CUDA_",
+    "CUBLAS_",
+    "CUDNN_",
+    "KMP_",
+    "MKL_",
+    "NVIDIA_TF32",
+    "OMP_",
+    "PYTORCH_",
+    "TORCH_",
+    "MALLOC_",
+    "DPBENCH_HOST",
+)
+_GPU_STATE = (
+    "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw,utilization.gpu,memory.used"
+)
+#: To number GPUs as nvidia-smi does, and to look without touching.
+_SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+#: What torch reads of how its allocator of CUDA memory is to work, by its names from old to new.
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def server_variables(device: str) -> dict[str, str]:
+    """What the process that measures on `device` is told of it.
+
+    On CUDA, unless a person has said how memory is to be allocated: in segments that grow where they lie. A budget is
+    on what the allocator has reserved. Cut from segments of fixed sizes, that has holes which no later tensor fits in,
+    and the largest batch would be that of the holes.
+    """
+    if device == "cpu":
+        return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
+    said = any(name in os.environ for name in _ALLOCATOR)
+    return _SERVER_VARIABLES | ({} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFacts(Trial):
+    """What torch says of itself and of `device`; run as a trial, recorded as part of the environment."""
+
+    kind: ClassVar[str] = "facts"
+    body: ClassVar[str] = f"{__name__}:torch_facts"
+    device: str
+    timeout: float = 300.0
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",)
+
+
+def torch_facts(trial: TorchFacts) -> dict[str, Any]:
+    """The body of `TorchFacts`; takes a CUDA context if `device` is cuda and there is one."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "mkldnn": torch.backends.mkldnn.is_available(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cuda_build": torch.version.cuda,
+        "cuda_available": torch.cuda.is_available(),
+        "kernels": library.describe(),
+    }
+    if trial.device == "cuda" and facts["cuda_available"]:
+        properties = torch.cuda.get_device_properties(0)
+        torch.zeros(1, device="cuda")  # a device that gives no memory is told of here, once, and not by every trial
+        facts |= {
+            "allocator": next((os.environ[name] for name in _ALLOCATOR if name in os.environ), ""),
+            "device_name": properties.name,
+            "device_memory": properties.total_memory,
+            "compute_capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "l2_cache": properties.L2_cache_size,
+            "cudnn": torch.backends.cudnn.version(),
+            "cudnn_benchmark": torch.backends.cudnn.benchmark,
+            "cudnn_deterministic": torch.backends.cudnn.deterministic,
+            "tf32_matmul": torch.backends.cuda.matmul.allow_tf32,
+            "tf32_cudnn": torch.backends.cudnn.allow_tf32,
+        }
+    return facts
+
+
+def gather(device: str, isolation: Isolation, *, with_torch: bool = True) -> dict[str, Any]:
+    """The environment of a run on `device` ("cpu" or "cuda"); `with_torch`: of one that uses torch.
+
+    Raises:
+        UsageError: cuda is asked for, and torch finds none; or torch cannot be used at all.
+    """
+    facts = host_facts(device)
+    return facts | _checked(device, isolation.run(TorchFacts(device=device))) if with_torch else facts
+
+
+def _checked(device: str, answer: Answer) -> dict[str, Any]:
+    if answer.outcome is not Outcome.OK or answer.result is None:
+        reason = (answer.evidence or str(answer.outcome)).splitlines()[-1]
+        raise UsageError(f"a torch that can be used on {device}", reason)
+    if device == "cuda" and not answer.result["cuda_available"]:
+        build = answer.result["cuda_build"] or "no CUDA"
+        raise UsageError(f"a CUDA device that torch {answer.result['torch']} (built for {build}) can use", "none")
+    return answer.result
+
+
+def host_facts(device: str) -> dict[str, Any]:
+    """What can be known without torch."""
+    facts: dict[str, Any] = {
+        "utc": utc_now(),
+        "dpbench": VERSION,
+        "host": host_name(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "device": device,
+        "device_name": device_name(device),
+        "cpu": _cpu_name(),
+        "cpu_count": os.cpu_count(),
+        "cpus_available": available_cpus(),
+        "memory_total": _memory_total(),
+        "load_average": os.getloadavg()[0],
+        "cpu_governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_khz": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_cur_freq"),
+        "torch": version_of("torch"),
+        "packages": {name: version_of(name) for name in _PACKAGES},
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+    }
+    facts["git_sha"], facts["git_dirty"] = _git()
+    if device == "cuda":
+        facts["driver"] = _nvidia_smi("--query-gpu=driver_version")
+        facts["gpu_state"] = dict(zip(_GPU_STATE.split(","), _nvidia_smi(f"--query-gpu={_GPU_STATE}"), strict=False))
+        facts["gpu_processes"] = _nvidia_smi("--query-compute-apps=pid,used_memory")
+    return facts
+
+
+def resolve_device(asked: str) -> str:
+    """ "cpu" or "cuda" for "auto", by what lies in /proc: at once, and without touching the device.
+
+    Raises:
+        UsageError: cuda is asked for, and there is no GPU.
+    """
+    found = _gpu_name() is not None
+    if asked == "cuda" and not found:
+        raise UsageError("a CUDA device on this machine for --device cuda (try --device cpu)", "none")
+    return "cuda" if asked != "cpu" and found else "cpu"
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the CPU's with the number of CPUs that may be used: "AMD EPYC, 2 CPUs"."""
+    return (_gpu_name() or "unknown GPU") if device == "cuda" else f"{_cpu_name()}, {available_cpus()} CPUs"
+
+
+def device_label(environment: Mapping[str, Any]) -> str:
+    """What the figures of a device are named after, and its records kept together by: "cpu AMD EPYC, 2 CPUs"."""
+    return f"{environment['device']} {environment['device_name']}"
+
+
+def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machine: str) -> str:
+    """16 hex digits over the sources' hashes, what the machine is called, and the versions of the libraries."""
+    parts = [*sources.values(), *machine, *(f"{name} {version}" for name, version in sorted(versions.items()))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def sources_of(trial: Trial) -> dict[str, str]:
+    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each."""
+    files = list(trial.sources)
+    for name in (type(trial).__module__, str(getattr(trial, "model", "")).rpartition(":")[0]):
+        if name.endswith(".py"):
+            files.append(str(Path(name).resolve()))
+    return hashes_of(files)
+
+
+#: In a job of a cluster: the hashes where the run was started. A node whose sources differ answers with an error.
+_given: dict[str, str] = {}
+
+
+def take_sources(hashes: Mapping[str, str]) -> None:
+    """Have fingerprints made of these hashes, and not of what the files of this machine have."""
+    _given.update(hashes)
+
+
+def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
+    """The hash of what each glob or path stands for.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    return {pattern: _given[pattern] if pattern in _given else hash_of(pattern) for pattern in patterns}
+
+
+def libraries_of(trial: Trial) -> set[str]:
+    """The libraries whose versions make a measurement of this trial another one."""
+    kernels = [KERNELS] if any(source.endswith(".c") for source in trial.sources) else []
+    return {"torch", *kernels, *(module.partition(".")[0] for module in trial.modules())}
+
+
+def kernels_missing(device: str, trials: Iterable[Trial]) -> str | None:
+    """Why trials that would use the kernels in C go without, in a line; None if they have them, or no use for them."""
+    uses = device == "cpu" and any(KERNELS in libraries_of(trial) for trial in trials)
+    return library.trouble() if uses else None
+
+
+@functools.cache
+def version_of(distribution: str) -> str | None:
+    """The version installed; None if it is not. Imports nothing of it. Kernels in C are compiled, if need be."""
+    if distribution == KERNELS:
+        return library.version()
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def hash_of(pattern: str) -> str:
+    """Of the files that match a glob under the project's root, or of one absolute path."""
+    path = Path(pattern)
+    files = [path] if path.is_absolute() else sorted(ROOT.glob(pattern))
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(str(file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name).encode())
+        digest.update(b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+@functools.cache
+def _gpu_name() -> str | None:
+    """The name of the first GPU that may be seen; None if there is none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if visible in ("", "-1"):
+        return None
+    names = _gpus_in_proc() or _nvidia_smi("--query-gpu=name")
+    index = int(visible) if visible.isdigit() else 0
+    return names[index] if index < len(names) else None
+
+
+def _gpus_in_proc() -> list[str]:
+    """What the driver says at once, in the order of the bus; empty where it is not asked in this way."""
+    return [
+        line.partition(":")[2].strip()
+        for information in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        for line in information.read_text().splitlines()
+        if line.startswith("Model:")
+    ]
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    """The fields that nvidia-smi answers; empty where there is none, or it does not answer."""
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [field.strip() for line in done.stdout.splitlines() for field in line.split(",")]
+
+
+@functools.cache
+def _cpu_name() -> str:
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_total() -> int | None:
+    """Bytes of the machine's memory."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+def _git() -> tuple[str | None, bool | None]:
+    """(commit, whether sources differ from it) of the clone that runs; where it is no clone, what DPBENCH_COMMIT says.
+
+    That is a commit, with "-dirty" after it if sources differ.
+    """
+    told = os.environ.get(COMMIT, "").strip()
+    said = (told.removesuffix("-dirty"), told.endswith("-dirty")) if told else (None, None)
+    if not (ROOT / ".git").exists():
+        return said
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(ROOT), *arguments]
+        try:
+            return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        except (OSError, subprocess.SubprocessError):  # no git, or no commit yet
+            return None
+
+    changes = git("status", "--porcelain", "--", ".", ":(exclude)results")
+    commit = git("rev-parse", "HEAD")
+    return said if commit is None else (commit, None if changes is None else bool(changes))

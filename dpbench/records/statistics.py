@@ -1,0 +1,242 @@
+"""What two measurements of one thing say of each other: ratio, interval, verdict. numpy alone, and scipy's t.
+
+A `Series` is what was measured in one cell: round -> the raw samples of that round, in order. Its level is the median
+of the medians of its rounds. Nothing is dropped: an outlier counts, and is counted.
+
+**Intervals** (95 %, of the ratio b/a). With five rounds and more on both sides: a hierarchical bootstrap (rounds are
+drawn with replacement, and within each the samples). With fewer: the range, from the lowest round of b over the highest
+of a to the highest over the lowest.
+
+**Verdicts.** `slower` (`faster`) needs all of: a level that differs by MIN_EFFECT or more, an interval that lies beyond
+1, and a difference of the mean logarithms beyond Student's t at LEVEL for the scatter between rounds. `same`: the
+interval lies within MIN_EFFECT of 1. Everything else is `inconclusive`, for too few or too noisy rounds.
+
+The scatter that the difference d must stand out of, with s² the pooled variance of the rounds' log medians:
+
+    var d = s² (1/n_a + 1/n_b)  +  c s²  +  τ² (1/p_a + 1/p_b)
+
+- c = DRIFT for times that no ordinary training of the same rounds stands beside: two runs lie apart in time, and a
+  machine that drifts within a run has drifted between them too. A ratio that is taken within rounds has c = 0.
+- τ = PROCESS, what one process or one hour differs from the next by for all rounds it holds. It counts for such times
+  (p = 1), and for ratios where a side's rounds were taken in p processes, not each in one of its own.
+
+c and τ are assumptions. With them a null comparison of such times, under an autoregressive drift (correlation 0.8 from
+round to round, 3 % in size) errs in 0.5 to 0.9 % of cases; with c = 1 and τ = 0 it erred in 4.7 %. A drift that hardly
+shows within a run cannot be known from it: with a correlation of 0.9 it errs in 2.5 %. Ratios within rounds: 0.2 %.
+
+How often the verdicts err is shown by simulation in tests/records/test_stats.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+#: The smallest difference that is called one, as a share.
+MIN_EFFECT = 0.02
+#: Rounds on either side from which on an interval is bootstrapped.
+FEWEST_FOR_BOOTSTRAP = 5
+#: Two-sided level of Student's t.
+LEVEL = 0.008
+CONFIDENCE = 0.95
+DRIFT = 1.5
+PROCESS = 0.01
+#: Drift that is warned of, as a share.
+MUCH_DRIFT = 0.1
+_RESAMPLES, _POOL = 1000, 200
+#: Samples so many interquartile ranges from the box are outliers (hyperfine's and Tukey's "far out").
+_FAR_OUT = 3.0
+
+Series = Mapping[Hashable, Sequence[float]]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """b beside a. `ratio` is b's level over a's, or the median of such ratios; `low` and `high` are its interval.
+
+    `interval` says what kind: "bootstrap", "range", or "exact" where the values do not scatter.
+    """
+
+    a: float
+    b: float
+    ratio: float
+    low: float
+    high: float
+    interval: str
+    verdict: str
+    rounds_a: int
+    rounds_b: int
+
+
+def level(series: Series) -> float:
+    """The median of the medians of the rounds."""
+    return median(median(samples) for samples in series.values())
+
+
+def compare(a: Series, b: Series) -> Comparison:
+    """Times of two runs, with nothing of the same rounds beside them.
+
+    Args:
+        a, b: positive samples by round; the rounds of the two have nothing to do with each other.
+    """
+    logs = _logs(a), _logs(b)
+    return _compare(logs, lambda: (_medians(0, a), _medians(1, b)), (level(a), level(b)), DRIFT, (1, 1))
+
+
+def compare_paired(
+    a: Series, a_base: Series, b: Series, b_base: Series, *, processes: tuple[int, int] | None = None
+) -> Comparison:
+    """Times of two runs, each beside a base that was measured in the same rounds: drift of a round cancels.
+
+    Raises:
+        ValueError: a side has no round in common with its base.
+    """
+    sides = [
+        (
+            {number: own[number] for number in own if number in base},
+            {number: base[number] for number in own if number in base},
+        )
+        for own, base in ((a, a_base), (b, b_base))
+    ]
+    if not all(own for own, _ in sides):
+        raise ValueError("expected rounds in common with the base")
+    logs = [_logs(own) - _logs(base) for own, base in sides]
+    levels = [math.exp(float(np.median(ratios))) for ratios in logs]
+
+    def resampled() -> tuple[Array, Array]:
+        first, second = (_medians(side, *series) for side, series in enumerate(sides))
+        return first, second
+
+    return _compare((logs[0], logs[1]), resampled, (levels[0], levels[1]), 0.0, processes)
+
+
+def compare_exact(a: Sequence[float], b: Sequence[float]) -> Comparison:
+    """Numbers that do not scatter, such as bytes: the range is the interval, and one round is enough."""
+    low, high = min(b) / max(a), max(b) / min(a)
+    levels = median(a), median(b)
+    ratio = levels[1] / levels[0]
+    verdict = _verdict(ratio, low, high, significant=True)
+    kind = "exact" if low == high else "range"
+    return Comparison(*levels, ratio, low, high, kind, verdict, len(a), len(b))
+
+
+def _compare(
+    logs: tuple[Array, Array],
+    resampled: Callable[[], tuple[Array, Array]],
+    levels: tuple[float, float],
+    drift: float,
+    processes: tuple[int, int] | None,
+) -> Comparison:
+    ratio = levels[1] / levels[0]
+    if min(map(len, logs)) >= FEWEST_FOR_BOOTSTRAP:
+        kind = "bootstrap"
+        first, second = resampled()
+        tail = 50 * (1 - CONFIDENCE)
+        low, high = np.exp(np.percentile(second - first, [tail, 100 - tail])).tolist()
+    else:
+        kind = "range"
+        low, high = (math.exp(x) for x in (logs[1].min() - logs[0].max(), logs[1].max() - logs[0].min()))
+    # one round on either side has no spread to judge by
+    several = min(map(len, logs)) > 1
+    verdict = _verdict(ratio, low, high, _significant(*logs, drift, processes)) if several else "inconclusive"
+    return Comparison(*levels, ratio, low, high, kind, verdict, *map(len, logs))
+
+
+def _verdict(ratio: float, low: float, high: float, significant: bool) -> str:
+    if significant and low > 1 and ratio >= 1 + MIN_EFFECT:
+        return "slower"
+    if significant and high < 1 and ratio <= 1 / (1 + MIN_EFFECT):
+        return "faster"
+    return "same" if low >= 1 / (1 + MIN_EFFECT) and high <= 1 + MIN_EFFECT else "inconclusive"
+
+
+def _significant(a: Array, b: Array, drift: float, processes: tuple[int, int] | None) -> bool:
+    """Whether the mean logarithms differ by more than the rounds' own scatter allows; see the module's docstring."""
+    freedom = len(a) + len(b) - 2
+    pooled = sum(float(((x - x.mean()) ** 2).sum()) for x in (a, b)) / freedom
+    variance = pooled * (1 / len(a) + 1 / len(b) + drift)
+    if processes is not None:
+        variance += PROCESS**2 * sum(1 / count for count in processes)
+    return bool(abs(b.mean() - a.mean()) > _student(freedom) * math.sqrt(variance))
+
+
+@functools.cache
+def _student(freedom: int) -> float:
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - LEVEL / 2))
+
+
+def _logs(series: Series) -> Array:
+    """The logarithms of the medians of the rounds. [rounds]"""
+    return np.log([median(samples) for samples in series.values()])
+
+
+def _medians(side: int, series: Series, base: Series | None = None) -> Array:
+    """Bootstrapped medians of the rounds' log medians, or of their log ratios to `base`. [_RESAMPLES]"""
+    rounds, own, other = _indices(len(series), base is not None, side)
+    values = _pools(series)[rounds, own]
+    if base is not None:
+        values = values - _pools(base)[rounds, other]
+    return np.median(values, axis=1)
+
+
+def _pools(series: Series) -> Array:
+    """For each round, the log medians of its samples, resampled. [rounds, _POOL]"""
+    pools = [np.median(np.asarray(x)[_draws(len(x))], axis=1) for x in series.values()]
+    return np.log(np.stack(pools))
+
+
+@functools.lru_cache(maxsize=256)
+def _draws(count: int) -> Any:
+    """[_POOL, count] indices below `count`; the same for every round of so many samples."""
+    return np.random.default_rng(count).integers(count, size=(_POOL, count))
+
+
+@functools.lru_cache(maxsize=64)
+def _indices(rounds: int, paired: bool, side: int) -> tuple[Any, Any, Any]:
+    """Which rounds, and which of their resampled medians, each resample takes. [_RESAMPLES, rounds] each
+
+    Never seeded by the clock: the same records give the same verdicts. The sides differ, or equal ones would cancel.
+    """
+    generator = np.random.default_rng([rounds, paired, side])
+    shape = (_RESAMPLES, rounds)
+    own, other = (generator.integers(_POOL, size=shape) for _ in range(2))
+    return generator.integers(rounds, size=shape), own, other
+
+
+def outliers(series: Series) -> int:
+    """How many samples lie far out: beyond three interquartile ranges of the box, all rounds brought to one median.
+
+    They are counted, and stay.
+    """
+    values = np.concatenate([np.asarray(samples) / median(samples) for samples in series.values()])
+    if len(values) < 4:
+        return 0
+    low, high = np.percentile(values, [25, 75])
+    reach = max(_FAR_OUT * (high - low), MIN_EFFECT)
+    return int(((values < low - reach) | (values > high + reach)).sum())
+
+
+def shared_drift(cells: Sequence[Series]) -> dict[Hashable, float]:
+    """Round -> the factor by which its times stand above the cells' own levels, as the median over the cells."""
+    found: dict[Hashable, list[float]] = {}
+    for series in cells:
+        if len(series) > 1:
+            middle = level(series)
+            for number, samples in series.items():
+                found.setdefault(number, []).append(median(samples) / middle)
+    return {number: median(factors) for number, factors in sorted(found.items(), key=lambda item: str(item[0]))}
+
+
+def trend(samples: Sequence[float]) -> float:
+    """By which share the later half of the samples is above the earlier one, by their medians; 0 for fewer than six."""
+    half = len(samples) // 2
+    return median(samples[-half:]) / median(samples[:half]) - 1 if half >= 3 else 0.0

@@ -1,0 +1,295 @@
+"""The records: JSON lines that are only ever appended to.
+
+One file a run, ``RESULTS/<experiment>/<utc>-<host>-<pid>.jsonl``; its first line is the environment, each further
+line one trial. A line is on the disk (fsync) before the next trial starts, so that a run can be killed at any instant.
+A file comes into being with its first trial, and is never rewritten. Raw samples are stored in order; derived numbers
+never.
+
+What is too large for a line lies in files beside it, of the same stem: a result's ``files``, name -> base64 of the
+content, becomes name -> the file's name in this folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dpbench.errors import RunEnded
+from dpbench.records.host import host_name
+from dpbench.trials.json_text import to_json
+from dpbench.trials.line_shapes import LINES, flaw_of_line
+from dpbench.trials.precision import with_profile
+
+# The schema of a line, and its history:
+#   1  environment line {type, schema, run, utc, environment}; trial line {type, schema, experiment, id, round,
+#      fingerprint, trial, outcome, evidence, seconds, utc, result}. Floats that are not finite are strings.
+#   2  a trial line has `load`: the machine's load average over a minute when the trial ended; null if not known.
+#   3  a trial line has `version`: the hash of its sources and libraries, which is the same on every machine (the
+#      fingerprint is not); null if not known. The environment of a run on a cluster has `executor`.
+#   4  a trial line has `stolen`: the share of the CPUs' time that other guests of the same host had while it ran, of
+#      that in which there was something to run; null if not known.
+#   5  a line of type `cut` {id, round, fingerprint, trial, seconds, utc}: how long a trial had run when the time given
+#      to its run was over. It is no record of the trial, which is run again.
+#   6  the trial of a kind in `STEPS` has `precision`, a profile, and no `dtype` any more (`dpbench.trials.precision`).
+# The form of `result` belongs to the kind of trial, and its body's docstring has it: a new kind is no new schema.
+SCHEMA = 6
+
+Line = dict[str, Any]
+#: So many lines of a file that are no records are named; the rest is counted.
+_NAMED = 10
+#: Part of a file's name, which may have 255 bytes.
+_LONGEST_NAME = 80
+#: From schema n to n + 1: a function of one line. An old file is upgraded as it is read, never on the disk.
+UPGRADES: dict[int, Callable[[Line], Line]] = {
+    1: lambda line: line | {"load": None} if line["type"] == "trial" else line,
+    2: lambda line: line | {"version": None} if line["type"] == "trial" else line,
+    3: lambda line: line | {"stolen": None} if line["type"] == "trial" else line,
+    4: lambda line: line,
+    5: lambda line: line if line["type"] == "environment" else line | {"trial": with_profile(line["trial"])},
+}
+
+
+def utc_now() -> str:
+    """The time, as it stands in a record: ISO 8601, microseconds, Z."""
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def slug(text: str) -> str:
+    """`text` as part of a file's name: lower case, with hyphens, no way to another folder, and not too long for one."""
+    name = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+    if len(name) > _LONGEST_NAME:
+        name = f"{name[: _LONGEST_NAME - 17]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+    return name or "unnamed"
+
+
+class Store:
+    """The file of one run: `append` to it.
+
+    Args:
+        folder: where the records of the experiment lie; made if missing.
+        environment: of this run, written as the first line.
+        host: of the machine that measures; this one if not given.
+
+    Raises:
+        OSError: if the folder cannot be made or written to. Asked before anything is measured.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, Any], host: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
+        self._environment = environment
+        self._file: int | None = None
+        stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+        self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk.
+
+        Raises:
+            OSError: it cannot be written.
+            RunEnded: the file is not where it was; see `require_there`.
+        """
+        if self._file is None:
+            stem, number = self.path.stem, 1
+            while self.path.exists():  # a process may run twice within a second
+                number += 1
+                self.path = self.path.with_name(f"{stem}-{number}.jsonl")
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
+            self._write(head | {"environment": self._environment})
+            _sync_folder(self.path.parent)
+        self._write({"type": "trial", "schema": SCHEMA} | self._detached(record))
+        self.require_there()
+
+    def require_there(self) -> None:
+        """What was written lies where its name says.
+
+        Raises:
+            RunEnded: somebody has removed, moved or replaced the file. What a removed one held is in another now.
+        """
+        if self._file is None:
+            return
+        mine = os.fstat(self._file)
+        with contextlib.suppress(OSError):
+            there = os.stat(self.path)
+            if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
+                return
+        told = "who moved it has what it held" if mine.st_nlink else self._saved_again()
+        raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and it is gone; {told}")
+
+    def _saved_again(self) -> str:
+        """Write what the removed file holds, which is there while it is open, to another one; where that is."""
+        content = os.pread(self._file, os.fstat(self._file).st_size, 0) if self._file is not None else b""
+        for folder in (self.path.parent, Path(tempfile.gettempdir())):
+            path = folder / f"{self.path.stem}-saved.jsonl"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                with open(path, "xb") as file:
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
+                _sync_folder(folder)
+            except OSError:
+                continue
+            return f"what it held is saved in {path}"
+        return "what it held could not be saved again"
+
+    def _detached(self, record: Mapping[str, Any]) -> Line:
+        """The record with its files on the disk, and their names in place of what they hold."""
+        files = (record.get("result") or {}).get("files")
+        if not files:
+            return dict(record)
+        stem, names = f"{self.path.stem}-{record['id']}-{record['round']}", {}
+        for name, content in files.items():
+            names[name] = f"{stem}-{slug(name)}"
+            with open(self.path.with_name(names[name]), "wb") as file:
+                file.write(base64.b64decode(content))
+                file.flush()
+                os.fsync(file.fileno())
+        return dict(record) | {"result": dict(record["result"]) | {"files": names}}
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        left = memoryview((to_json(line) + "\n").encode())
+        while left:
+            left = left[os.write(self._file, left) :]
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file's name is on the disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@dataclass
+class Run:
+    """What one file holds."""
+
+    path: Path
+    environment: Line
+    records: list[Line] = field(default_factory=list)
+    cuts: list[Line] = field(default_factory=list)
+
+
+def _say(warning: str) -> None:
+    print(f"dpbench: {warning}", file=sys.stderr)
+
+
+def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
+    """All runs recorded in a folder, in the order of their files' names (which begin with the time); or one file's.
+
+    A torn last line is what a killed run leaves, and is passed over. Anything else that is no record of a schema known
+    here is passed over too, with a warning that names file and line.
+    """
+    runs = []
+    for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
+        run, homeless = None, 0
+        for number, line in _lines(path, warn):
+            if line["type"] == "environment" and run is None:
+                run = Run(path, line["environment"])
+                runs.append(run)
+            elif line["type"] == "environment":
+                warn(f"{path}:{number}: an 'environment' line where none is expected; passed over")
+            elif run is None:
+                homeless += 1
+            else:
+                (run.records if line["type"] == "trial" else run.cuts).append(line)
+        if homeless:
+            warn(f"{path}: {homeless} lines with no whole 'environment' line before them; passed over")
+    return runs
+
+
+def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]:
+    """The trial lines of all runs in `folder`, oldest file first."""
+    return [record for run in read_runs(folder, warn) for record in run.records]
+
+
+def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
+    try:
+        raw = _content(path).split(b"\n")
+    except OSError as error:
+        warn(f"{path}: not a file of records ({error.strerror}); passed over")
+        return
+    bad = 0
+    for number, text in enumerate(raw, start=1):
+        if not text.strip():
+            continue
+        try:
+            line = _whole(text)
+        except (ValueError, RecursionError) as error:
+            if number < len(raw):  # the last piece has no newline after it: torn by a kill, and to be expected
+                bad += 1
+                if bad <= _NAMED:
+                    warn(f"{path}:{number}: not a record ({error}); passed over")
+            continue
+        yield number, line
+    if bad > 1:
+        warn(f"{path}: {bad} of {len(raw) - 1} lines are no records")
+
+
+def _content(path: Path) -> bytes:
+    """What an ordinary file holds. A pipe of that name would be waited for, a folder has no lines.
+
+    Raises:
+        OSError: it is none, or cannot be read.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "a pipe or a device")
+        return file.read()
+
+
+def _whole(text: bytes) -> Line:
+    """A line of any schema known here as one of today's.
+
+    Raises:
+        ValueError: it is no whole record, and why.
+        RecursionError: brackets in brackets without end.
+    """
+    line = json.loads(text, parse_constant=_refuse)
+    if b"\\ud" in text.lower():
+        line = json.loads(to_json(line))
+    upgraded = _upgrade(line)
+    if (why := flaw_of_line(upgraded)) is not None:
+        raise ValueError(why)
+    return upgraded
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _upgrade(line: Any) -> Line:
+    if not isinstance(line, dict) or line.get("type") not in tuple(LINES):
+        raise ValueError(f"type {line.get('type')!r:.40}" if isinstance(line, dict) else "no object")
+    while (schema := line.get("schema")) != SCHEMA:
+        if isinstance(schema, bool) or not isinstance(schema, int) or schema not in UPGRADES:
+            raise ValueError(f"schema {schema!r:.40}, and this dpbench reads up to {SCHEMA}")
+        try:
+            line = UPGRADES[schema](line) | {"schema": schema + 1}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"no whole line of schema {schema}: {type(error).__name__} {error}") from error
+    return line

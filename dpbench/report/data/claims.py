@@ -1,0 +1,232 @@
+"""Judges of claims: from numbers that records come to, to a verdict and the sentence that gives its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from dpbench.report import style
+from dpbench.report.data import published
+from dpbench.report.style import missing, times
+
+CONFIRMED, REFUTED, NOT_REACHED, NO_DATA = "confirmed", "refuted", "not reached here", "no data"
+#: Less is no difference: of two times (`dpbench.records.statistics`), and of two searches for a largest batch.
+SLACK = 1.02
+_TABLE_4 = ("cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16")
+_PAPER_BUDGET = 16 * 2**30
+
+
+class Numbers(NamedTuple):
+    """What the records of one device come to.
+
+    paired: rows of `overhead.table`, in float32; largest: those of `tables.max_batch_throughput` with a budget, with
+    `image_size`.
+    """
+
+    paired: pd.DataFrame
+    largest: pd.DataFrame
+
+    def column(self, backend: str, name: str, where: Callable[[Any], bool] = lambda row: True) -> list[Any]:
+        """Rows of `paired` that have a number in this column."""
+        lines: list[Any] = list(self.paired.itertuples(index=False))
+        return [line for line in lines if line.backend == backend and not missing(getattr(line, name)) and where(line)]
+
+    def ratio(self, line: Any, backend: str, name: str = "time_ratio") -> float | None:
+        """The same column for another backend in the same cell."""
+        for other in self.column(backend, name, lambda row: _cell(row) == _cell(line)):
+            return float(getattr(other, name))
+        return None
+
+    def batch(self, model: str, backend: str, budget: int) -> Any:
+        """The row of the largest batch in about this budget; None if nobody searched."""
+        lines: list[Any] = list(self.largest.itertuples(index=False))
+        near = (
+            r for r in lines if (r.model, r.backend) == (model, backend) and abs(r.budget_bytes / budget - 1) < 0.08
+        )
+        return next(near, None)
+
+
+class Judgement(NamedTuple):
+    """A verdict and the sentence that gives its reason."""
+
+    verdict: str
+    finding: str
+
+
+def _cell(line: Any) -> tuple[Any, ...]:
+    return line.model, None if missing(line.image_size) else line.image_size, line.batch_size
+
+
+def _named(line: Any) -> str:
+    size = f" at {line.image_size} px" if not missing(line.image_size) and line.image_size != 32 else ""
+    return f"{style.model(line.model)}{size}, B={line.batch_size}"
+
+
+def _verdict(holds: bool) -> str:
+    return CONFIRMED if holds else REFUTED
+
+
+def _published(quantity: str) -> list[float]:
+    found = (published.ratio(quantity, model, "mixed_ghost") for model in _TABLE_4)
+    return [value for value in found if isinstance(value, float)]
+
+
+def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) -> Any:
+    """Judges that a ratio is at most `bound` on every model; of times, by no more than `SLACK` above it."""
+
+    def judge(numbers: Numbers) -> Judgement | None:
+        lines = numbers.column(backend, column)
+        if not lines:
+            return None
+        worst = max(lines, key=lambda line: getattr(line, column))
+        slack = SLACK if column == "time_ratio" else 1.0
+        over = " by more than 2 %" if slack > 1 else ""
+        least = min(getattr(line, column) for line in lines)
+        above = sum(getattr(line, column) > slack * bound for line in lines)
+        said = (
+            f"{style.backend(backend).name} is above {times(bound)}{over} on {above} of {len(lines)} models and sizes: "
+            f"{times(least)} to {times(getattr(worst, column))} ({_named(worst)}), measured; {beside()}."
+        )
+        return Judgement(_verdict(above == 0), said)
+
+    return judge
+
+
+def batch_of_opacus(numbers: Numbers) -> Judgement | None:
+    ours, theirs = (numbers.batch("vgg19", name, _PAPER_BUDGET) for name in ("mixed_ghost", "opacus_hooks"))
+    if ours is None or theirs is None:
+        return None
+    if missing(ours.max_batch_size) or missing(theirs.max_batch_size):
+        notes = (str(row.max_batch_note) for row in (ours, theirs) if missing(row.max_batch_size))
+        return Judgement(NOT_REACHED, f"The search on VGG19 gave no number: {'; '.join(notes)}.")
+    ratio = ours.max_batch_size / theirs.max_batch_size
+    said = f"{ours.max_batch_size:,} images against {theirs.max_batch_size:,} of Opacus hooks: {times(ratio)}"
+    return Judgement(_verdict(ratio >= 18), f"VGG19 in {style.size(ours.budget_bytes)}: {said}, {ours.memory} memory.")
+
+
+def faster_than_opacus(numbers: Numbers) -> Judgement | None:
+    lines = numbers.column("mixed_ghost", "time_ratio", lambda row: row.model == "vgg19" and row.image_size == 32)
+    pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
+    known = [(line, theirs / line.time_ratio) for line, theirs in pairs if theirs is not None]
+    if not known:
+        return Judgement(NOT_REACHED, "Opacus hooks gave no time on VGG19.") if lines else None
+    line, ratio = max(known, key=lambda pair: pair[1])
+    said = f"On {_named(line)}, a step of mixed ghost is {times(ratio)} as fast as one of Opacus hooks, measured"
+    return Judgement(_verdict(ratio >= 3), f"{said}; the paper compares each at its own largest batch.")
+
+
+def long_sequences(numbers: Numbers) -> Judgement | None:
+    lines = [
+        line
+        for name in ("ghost", "bk_ghost", "opacus_ghost")
+        for line in numbers.column(name, "time_ratio", lambda row: style.without_length(row.model)[1] is not None)
+    ]
+    if not lines:
+        return None
+    tokens = max(style.without_length(line.model)[1] or 0 for line in lines)
+    longest = [line for line in lines if style.without_length(line.model)[1] == tokens]
+    said = ", ".join(f"{style.backend(line.backend).name} {times(line.time_ratio)}" for line in longest)
+    said = f"At {tokens:,} tokens ({_named(longest[0])}): {said}, measured"
+    if tokens < 8192:
+        return Judgement(NOT_REACHED, f"{said}; no Gram matrices were formed throughout beyond that length here.")
+    return Judgement(_verdict(min(line.time_ratio for line in longest) >= 2.5), f"{said}.")
+
+
+def high_resolution(numbers: Numbers) -> Judgement | None:
+    lines = numbers.column(
+        "mixed_ghost", "time_ratio", lambda row: row.model == "vgg11" and not missing(row.image_size)
+    )
+    pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
+    known = [(line, theirs) for line, theirs in pairs if theirs is not None]
+    if not known:
+        return None
+    line, theirs = max(known, key=lambda pair: pair[0].image_size)
+    told = [published.throughput_ratio("vgg11", 512, name) for name in ("opacus_hooks", "bk_mixed")]
+    numbers_told = " against ".join(times(value) for value in told if value is not None)
+    said = (
+        f"On {_named(line)}, Opacus hooks take {times(theirs)} and mixed ghost {times(line.time_ratio)}, measured; "
+        f"published at 512 px {numbers_told} of BK-MixOpt."
+    )
+    return Judgement(_verdict(theirs < line.time_ratio) if line.image_size >= 512 else NOT_REACHED, said)
+
+
+def peak_and_batch(numbers: Numbers) -> Judgement | None:
+    lines = numbers.column("mixed_ghost", "memory_ratio", lambda row: row.model == "resnet18" and row.image_size == 32)
+    sizes = [numbers.batch("resnet18", name, _PAPER_BUDGET) for name in ("mixed_ghost", "nonprivate")]
+    if not lines or any(row is None or missing(row.max_batch_size) for row in sizes):
+        return None
+    line, ratio = lines[0], sizes[0].max_batch_size / sizes[1].max_batch_size
+    over, told = line.memory_ratio - 1, published.ratio("active_memory", "resnet18", "mixed_ghost")
+    said = (
+        f"ResNet18 with mixed ghost: {over:+.1%} of peak memory at B={line.batch_size} (measured), and {times(ratio)} "
+        f"of ordinary training's largest batch in {style.size(sizes[0].budget_bytes)} ({sizes[0].memory}); published "
+    )
+    batches = [published.value("Figure 3", "max_batch_size_16GB", "resnet18", n) for n in ("mixed_ghost", "nonprivate")]
+    if isinstance(told, float) and all(isinstance(value, float) for value in batches):
+        said += f"{told - 1:+.1%} and {times(batches[0] / batches[1])}."  # type: ignore[operator]
+    return Judgement(_verdict(over <= 0.05 and ratio <= 0.8), said)
+
+
+def largest_of_all(numbers: Numbers) -> Judgement | None:
+    rows: list[Any] = list(numbers.largest.itertuples(index=False))
+    lines = [row for row in rows if row.model.startswith("resnet")]
+    peers = ("ghost", "fastgradclip", "opacus_hooks")
+    beaten: list[str] = []
+    judged = 0
+    for model in dict.fromkeys(row.model for row in lines):
+        group = [row for row in lines if row.model == model]
+        by_name = {row.backend: row.max_batch_size for row in group if not missing(row.max_batch_size)}
+        others = {name: by_name[name] for name in peers if name in by_name}
+        if "mixed_ghost" not in by_name or not others:
+            continue
+        judged += 1
+        name = max(others, key=lambda key: others[key])
+        if others[name] > SLACK * by_name["mixed_ghost"]:
+            beaten.append(
+                f"{style.model(model)}: {style.backend(name).name} {others[name]:,} > {by_name['mixed_ghost']:,}"
+            )
+    if not judged:
+        return None
+    memory = " and ".join(sorted(set(str(row.memory) for row in lines)))
+    said = f"On {judged - len(beaten)} of {judged} ResNets mixed ghost has the largest batch (to 2 %), {memory} memory"
+    return Judgement(_verdict(not beaten), said + (f"; not on {'; '.join(beaten)}." if beaten else "."))
+
+
+def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends: tuple[str, ...]) -> Any:
+    """Judges that our ratio is no larger than the published one (and 2 % for reading it off), model by model."""
+
+    def judge(numbers: Numbers) -> Judgement | None:
+        known: list[tuple[Any, float]] = []
+        for backend in backends:
+            for line in numbers.column(backend, column):
+                told = published.beside(line.model, None if missing(line.image_size) else line.image_size, backend)
+                value = getattr(told, column) if told is not None and told.figure in sources else None
+                if value is not None:
+                    known.append((line, value))
+        if not known:
+            return None
+        above = [(line, told) for line, told in known if getattr(line, column) > SLACK * told]
+        worst, published_there = max(known, key=lambda pair: getattr(pair[0], column) / pair[1])
+        said = (
+            f"{quantity} is at most the published one in {len(known) - len(above)} of {len(known)} cells; the highest "
+            f"beside it: {_named(worst)}, {times(getattr(worst, column))} measured, {times(published_there)} published."
+        )
+        return Judgement(_verdict(not above), said)
+
+    return judge
+
+
+def table_4(quantity: str) -> Callable[[], str]:
+    def said() -> str:
+        values = _published(quantity)
+        return f"the paper's own Table 4 has {times(min(values))} to {times(max(values))}"
+
+    return said
+
+
+def gpt2_published() -> str:
+    told = (published.beside(f"transformers:gpt2{size}@100", None, "bk_mixed") for size in ("", "-medium", "-large"))
+    ratios = [one.time_ratio for one in told if one is not None and one.time_ratio is not None]
+    return f"its Figure 4 has {times(min(ratios))} to {times(max(ratios))} on GPT-2"

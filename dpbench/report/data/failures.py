@@ -1,0 +1,85 @@
+"""Why trials failed: each cause once, with how often and where it struck, and the evidence that was recorded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from dpbench.records.reader import PAIRED
+from dpbench.report import style
+from dpbench.report.data.select import Record
+from dpbench.report.data.statistics import is_probe
+from dpbench.trials.outcome import DOES_NOT_FIT
+
+_SHOWN = {
+    "family": "",
+    "model": "",
+    "backend": "",
+    "accountant": "",
+    "batch_size": "B=",
+    "sample_rate": "q=",
+    "delta": "δ=",
+}
+_NO_EVIDENCE = "no evidence recorded"
+
+
+@dataclass
+class Failure:
+    """One cause: `where` are the trials that it struck -> how often; `evidence` is the first one's, in full."""
+
+    outcome: str
+    cause: str
+    evidence: str
+    where: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(self.where.values())
+
+
+def failed(record: Record) -> bool:
+    """Whether a record is a failure; a probe that does not fit in its budget is a search's result."""
+    return record.outcome != "ok" and not (is_probe(record) and record.outcome in DOES_NOT_FIT)
+
+
+def cause(record: Record) -> str:
+    """The line of the evidence that says why: the last one of a traceback, else the first."""
+    told = [line.strip() for line in record.evidence.splitlines() if line.strip()] or [_NO_EVIDENCE]
+    return told[-1 if record.outcome == "error" else 0]
+
+
+def what(record: Record) -> str:
+    """Which trial it was, in a few words."""
+    words = " ".join(f"{sign}{record.trial[name]}" for name, sign in _SHOWN.items() if name in record.trial)
+    pixels = f" {record.trial['image_size']} px" if record.kind in PAIRED and record.trial["image_size"] else ""
+    return (words or record.kind) + pixels
+
+
+def grouped_failures(records: Iterable[Record]) -> list[Failure]:
+    """The failures among `records` (of one backend each), the gravest first; causes that differ in numbers are one."""
+    found: dict[tuple[str, str], Failure] = {}
+    for record in records:
+        if failed(record):
+            said = cause(record)
+            key = record.outcome, re.sub(r"\d[\d.,e+-]*", "#", said)
+            group = found.setdefault(key, Failure(record.outcome, said, record.evidence.strip() or _NO_EVIDENCE))
+            place = _place(record)
+            group.where[place] = group.where.get(place, 0) + 1
+    grave = ["mismatch", *reversed(style.OUTCOMES)]
+    return sorted(
+        found.values(),
+        key=lambda f: (grave.index(f.outcome) if f.outcome in grave else len(grave), -f.count),
+    )
+
+
+def _place(record: Record) -> str:
+    """As `what`, with the names that people read."""
+    trial = record.trial
+    shown = dict(trial)
+    for name, look in (("model", style.model), ("backend", lambda b: style.backend(b).name)):
+        if isinstance(trial.get(name), str):
+            shown[name] = look(trial[name])
+    words = [f"{sign}{shown[name]}" for name, sign in _SHOWN.items() if name in shown]
+    extra = [f"{name.replace('_', ' ')} {trial[name]}" for name in ("scheme", "fault", "network") if trial.get(name)]
+    return " ".join([*words, *extra]) or record.kind

@@ -1,0 +1,158 @@
+"""Published values that lie beside the measured ones: `published.csv`, and the ε that Abadi et al. printed.
+
+Each row of the CSV names paper, figure, data set, model, method, batch size, quantity, value, unit, and how precisely
+the value is known (exact in a table, or read off a figure).
+"""
+
+from __future__ import annotations
+
+import csv
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
+
+from dpbench.report import style
+
+PAPER = "arXiv:2205.10683"
+# The paper's names for what we name otherwise. bk_*, vmap and microbatch are not in its figures.
+_METHODS = {
+    "nonprivate": "Non-DP",
+    "opacus_hooks": "Opacus",
+    "fastgradclip": "FastGradClip",
+    "ghost": "Ghost",
+    "mixed_ghost": "Mixed",
+}
+BOOK_KEEPING = "arXiv:2210.00038"
+_THROUGHPUTS = {"ghost": "Ghost", "bk_mixed": "BK-MixOpt", "opacus_hooks": "Opacus"}
+_MODELS = {"cnn": "CNN 0.551M"}
+
+
+class EpsilonPoint(NamedTuple):
+    """A published ε at (sample_rate, noise_multiplier, delta)."""
+
+    accountant: str
+    setting: tuple[float, float, float]
+    epochs: float
+    epsilon: float
+    label: str
+
+
+_ABADI = (0.01, 4.0, 1e-5)
+# Abadi et al., Deep Learning with Differential Privacy, CCS 2016, section 3.2 and Figure 2.
+EPSILONS = (
+    EpsilonPoint("moments", _ABADI, 100, 1.26, "1.26"),
+    EpsilonPoint("moments", _ABADI, 400, 2.55, "2.55"),
+    EpsilonPoint("strong", _ABADI, 100, 9.34, "9.34"),
+)
+
+
+@cache
+def _values() -> dict[tuple[str, str, str, str, str], str]:
+    text = (files("dpbench.report.data") / "published.csv").read_text(encoding="utf-8")
+    return {
+        (row["paper"], row["figure"], row["model"], row["method"], row["quantity"]): row["value"]
+        for row in csv.DictReader(text.splitlines())
+    }
+
+
+def value(figure: str, quantity: str, model: str, backend: str) -> float | str | None:
+    """What arXiv:2205.10683 printed for our model and backend: a number, 'OOM', or None where it has no such cell."""
+    method = _METHODS.get(backend)
+    if method is None:
+        return None
+    text = _values().get((PAPER, figure, _MODELS.get(model, style.model(model)), method, quantity))
+    return text if text is None or text == "OOM" else float(text)
+
+
+def throughput_ratio(model: str, image_size: int, backend: str, named: str | None = None) -> float | None:
+    """Ordinary training's throughput over a method's, each at its own largest batch, in Figure 5 of arXiv:2210.00038.
+
+    None where it has no such point, or a throughput of 0, which stands for a batch of one that did not fit. `named`:
+    the figure's name of the model, where it is another than ours.
+    """
+    name = f"{named or style.model(model)}@{image_size}"
+    texts = [
+        _values().get((BOOK_KEEPING, "Figure 5", name, method, "max_throughput_40GB"))
+        for method in ("Non-DP", _THROUGHPUTS.get(backend, ""))
+    ]
+    base, ours = (0.0 if text is None else float(text) for text in texts)
+    return base / ours if base and ours else None
+
+
+class Beside(NamedTuple):
+    """What a figure shows of one method on one model, beside ordinary training there; None where it shows nothing.
+
+    time_ratio: of seconds, or of throughputs the other way round; memory_ratio: of peaks; max_batch: in `BUDGET`.
+    """
+
+    figure: str
+    time_ratio: float | None = None
+    memory_ratio: float | None = None
+    max_batch: float | None = None
+
+
+#: Of `max_batch`: the 40 GB of the GPU of arXiv:2210.00038.
+BUDGET = 40 * 2**30
+_VISION = {
+    f"timm:{ours}": theirs
+    for ours, theirs in {
+        "deit_tiny_patch16_224": "DeiT-tiny",
+        "deit_small_patch16_224": "DeiT-small",
+        "deit_base_patch16_224": "DeiT-base",
+        "convit_small": "ConViT-small",
+        "convit_base": "ConViT-base",
+        "crossvit_small_240": "CrossViT-small",
+        "crossvit_base_240": "CrossViT-base",
+        "beit_base_patch16_224": "BEiT-base",
+        "beit_large_patch16_224": "BEiT-large",
+    }.items()
+}
+#: At the length of sequences that E2E is padded to; the figure does not print it.
+_TEXT = {f"transformers:gpt2{size}": f"GPT2{size}" for size in ("", "-medium", "-large")}
+_TOKENS = 100
+_BY_SIZE = {"vgg11": "VGG11", "timm:beit_large_patch16_224": "BEiT-large"}
+#: Its "BK" forms every norm by ghost norm, as both of ours do where sequences are short.
+_BOOK_KEEPING = {
+    "nonprivate": "Non-DP",
+    "ghost": "Ghost",
+    "bk_ghost": "BK",
+    "bk_mixed": "BK",
+    "fastdp": "BK",
+    "opacus_hooks": "Opacus",
+}
+
+
+def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
+    """What Figure 4 of arXiv:2205.10683, or Figure 4 or 5 of arXiv:2210.00038, shows of this model and backend."""
+    plain, tokens = style.without_length(model)
+    if plain in _TEXT and backend in _BOOK_KEEPING and tokens == _TOKENS:
+        name, method, figure = _TEXT[plain], _BOOK_KEEPING[backend], f"Figure 4 of {BOOK_KEEPING}"
+        own, base = (_number(BOOK_KEEPING, "Figure 4", name, m, "throughput") for m in (method, "Non-DP"))
+        largest = _number(BOOK_KEEPING, "Figure 4", name, method, "max_batch_size_40GB")
+        return Beside(figure, time_ratio=base / own if base and own else None, max_batch=largest)
+    if plain in _VISION and backend == "mixed_ghost":
+        ratios = [
+            own / base if own and base else None
+            for own, base in (
+                [_number(PAPER, "Figure 4", _VISION[plain], m, quantity) for m in ("Mixed", "Non-DP")]
+                for quantity in ("time_per_epoch", "active_memory")
+            )
+        ]
+        return Beside(f"Figure 4 of {PAPER}", time_ratio=ratios[0], memory_ratio=ratios[1])
+    if plain in _BY_SIZE and image_size is not None:
+        found = throughput_ratio(plain, image_size, backend, _BY_SIZE[plain])
+        return None if found is None else Beside(f"Figure 5 of {BOOK_KEEPING}", time_ratio=found)
+    return None
+
+
+def _number(paper: str, figure: str, model: str, method: str, quantity: str) -> float | None:
+    text = _values().get((paper, figure, model, method, quantity))
+    return None if text is None or text == "OOM" else float(text)
+
+
+def ratio(quantity: str, model: str, backend: str) -> float | str | None:
+    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None."""
+    ours, base = (value("Table 4", quantity, model, name) for name in (backend, "nonprivate"))
+    if isinstance(ours, float) and isinstance(base, float):
+        return ours / base
+    return ours if ours == "OOM" else None

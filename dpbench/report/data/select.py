@@ -1,0 +1,41 @@
+"""Which records a figure is drawn from: one device, the newest of each trial and round, one setting a figure.
+
+Nothing is dropped in silence: whatever does not enter is counted by its reason, and the caption says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dpbench.records.reader import LeftOut, Record, by_device, grouped, newest, newest_trial, newest_version, read
+
+__all__ = ["LeftOut", "Record", "by_device", "facets", "grouped", "newest", "newest_trial", "newest_version", "read"]
+
+
+def facets(
+    records: Sequence[Record], fields: Mapping[str, Sequence[str]]
+) -> Iterator[tuple[dict[str, Any], list[Record]]]:
+    """Split records so that each part has one value of every field: (what tells the part apart, its records).
+
+    `fields` says to which kinds of trial a field applies; a record of another kind, or one that leaves the field
+    open (None), belongs to every part. Only fields with more than one value appear in the dict.
+    """
+    values: dict[str, list[Any]] = {}
+    for field, kinds in fields.items():
+        found = {r.setting(field) for r in records if r.kind in kinds} - {None}
+        values[field] = sorted(found, key=lambda value: (str(type(value)), value)) or [None]
+    parts: dict[frozenset[int], dict[str, Any]] = {}
+    for combination in itertools.product(*values.values()):
+        chosen = dict(zip(values, combination, strict=True))
+        part = frozenset(
+            index
+            for index, r in enumerate(records)
+            if all(r.kind not in kinds or r.setting(f) in (None, chosen[f]) for f, kinds in fields.items())
+        )
+        if part and not any(part < other for other in parts):
+            parts = {other: label for other, label in parts.items() if not other < part}
+            parts.setdefault(part, {f: v for f, v in chosen.items() if len(values[f]) > 1})
+    for part, label in parts.items():
+        yield label, [records[index] for index in sorted(part)]

@@ -1,0 +1,1 @@
+"""How numbers are drawn: bars, curves, maps, and their files."""

@@ -1,0 +1,95 @@
+"""Figures are saved in processes of their own, as many at a time as there are CPUs: that is most of a report's time.
+
+Such a process is a fork: it has the figure already, writes its files and is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from matplotlib.figure import Figure
+
+from dpbench.process.linux import available_cpus
+
+# Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
+_DPI, _TALLEST = 200, 30_000
+
+
+def save(figure: Figure, paths: Mapping[str, Path]) -> None:
+    """Write the figure as PNG, SVG and PDF: `paths` by suffix."""
+    # No version and no date in the files: they would differ with nothing measured anew.
+    sharpness = min(_DPI, _TALLEST / figure.get_figheight())
+    figure.savefig(paths["png"], dpi=sharpness, metadata={"Software": None})
+    figure.savefig(paths["svg"], metadata={"Date": None, "Creator": None})
+    figure.savefig(paths["pdf"], metadata={"CreationDate": None, "Creator": None, "Producer": None})
+
+
+class Pictures:
+    """Saves figures; when its ``with`` block ends, all of them lie on the disk.
+
+    Args:
+        workers: processes at a time; 1 is this one.
+
+    Raises:
+        OSError: and whatever else a process met, in the one that waits for it.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        self._workers = workers or available_cpus()
+        self._running: list[tuple[int, int]] = []
+
+    def __enter__(self) -> Pictures:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            while self._running and kind is None:
+                self._wait()
+        finally:  # whoever is left writes for nobody
+            for pid, reader in self._running:
+                os.close(reader)
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def save(self, figure: Figure, paths: Mapping[str, Path]) -> None:
+        """Begin to write the figure; what is done to it later is not in the files."""
+        if self._workers < 2:
+            save(figure, paths)
+            return
+        while len(self._running) >= self._workers:
+            self._wait()
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            _work(figure, paths, writer)
+        os.close(writer)
+        self._running.append((pid, reader))
+
+    def _wait(self) -> None:
+        pid, reader = self._running.pop(0)
+        with os.fdopen(reader, "rb") as answer:
+            told = answer.read()
+        _, status = os.waitpid(pid, 0)
+        if told:
+            raise pickle.loads(told)  # from our own fork
+        if status:
+            raise RuntimeError(f"the process that saves pictures ended with {os.waitstatus_to_exitcode(status)}")
+
+
+def _work(figure: Figure, paths: Mapping[str, Path], writer: int) -> None:
+    """The whole life of the fork; an error is sent to `writer`. Never returns."""
+    try:
+        try:
+            save(figure, paths)
+        except BaseException as error:
+            with os.fdopen(writer, "wb") as answer:
+                pickle.dump(error, answer)
+    finally:
+        os._exit(0)

@@ -1,0 +1,218 @@
+"""Is training as private as it says: which tests refute the claims of an engine as it is, and with seeded faults."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from dpbench.report import captions, style
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.drawing.curves import box
+from dpbench.report.parts import FigureKind
+from dpbench.training import FAULTS, FORMS, TESTS
+
+_TOP, _ROW, _HEAD, _NAMES, _WORDS = 1.02, 0.2, 0.28, 3.95, 1.55
+_SETTING = ["fault", "backend", "form", "sample_rate"]
+_NUMBERS = ["claimed_epsilon", "epsilon_lower_bound", "claimed_mu", "mu_lower_bound", "sigma_hat", "sensitivity"]
+_GUESSES = ["guesses", "correct", "delta"]
+_HEADS = {
+    "one_run": "ε of one run",
+    "mu": "μ of a step",
+    "scale": "noise: size",
+    "shape": "noise: shape",
+    "steps": "noise: two steps",
+    "parameters": "noise: two parameters",
+    "shards": "noise: two shards",
+    "sensitivity": "sensitivity",
+    "sampling": "batches",
+}
+#: verdict -> colour
+_LOOKS = {"passes": "#117733", "found": "#2266AA", "MISSED": style.FAILURE, "REFUTED": style.FAILURE}
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each run: what was claimed, what was found, and what that says of the engine, or of the audit.
+
+    `refuted_by`: names of `TESTS`. `verdict`: "passes" or "REFUTED" of a sound engine, "found" or "MISSED" of a fault.
+    """
+    rows = []
+    for record in records:
+        trial, result = record.trial, record.result
+        if "epsilon_lower_bound" not in result:
+            left_out[f"{trial['fault'] or 'sound'} {trial['backend']}: {record.outcome}"] += 1
+            continue
+        above = result["epsilon_lower_bound"] > result["claimed_epsilon"]
+        by = result.get("refuted_by", ["one_run"] if above else [])  # the first audits had that test alone
+        verdict = ("found" if by else "MISSED") if trial["fault"] else ("REFUTED" if by else "passes")
+        rows.append(
+            {name: trial.get(name, "whole") for name in (*_SETTING, "seed", "canaries", "steps")}
+            | {name: result.get(name) for name in (*_NUMBERS, *_GUESSES, "level")}
+            | {f"p_{name}": p for name, p in result.get("p_values", {}).items()}
+            | {"refuted_by": " ".join(by), "verdict": verdict}
+        )
+    columns = [*_SETTING, "seed", "canaries", "steps", *_NUMBERS, *_GUESSES, "level"]
+    columns += [f"p_{name}" for name in TESTS if any(f"p_{name}" in row for row in rows)] + ["refuted_by", "verdict"]
+    frame = pd.DataFrame(rows, columns=columns).astype({name: float for name in (*_NUMBERS, "delta", "level")})
+    faults, forms = ["", *FAULTS], list(FORMS)
+
+    def key(i: int) -> tuple[Any, ...]:
+        fault, backend, form, rate = (frame[name][i] for name in _SETTING)
+        known = faults.index(fault) if fault in faults else len(faults)
+        at = forms.index(form) if form in forms else len(forms)
+        return known, rate, at, form, fault, style.backend_key(backend), frame.seed[i]
+
+    return frame.iloc[sorted(range(len(frame)), key=key)].reset_index(drop=True)
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """A row for each fault, backend and form of batches, over its seeds."""
+    rows = []
+    for setting, part in _grouped(frame):
+        fault, backend, form, rate = setting
+        by = _counts(part)
+        rows.append(
+            {"engine": FAULTS.get(fault, fault) or "as it is", "backend": backend, "batches": form, "q": f"{rate:g}"}
+            | {"runs": len(part), "ε claimed": _range(part.claimed_epsilon.round(2))}
+            | {"ε certified": _range(part.epsilon_lower_bound), "μ claimed": _range(part.claimed_mu)}
+            | {"μ certified": _range(part.mu_lower_bound), "noise / claim": _range(part.sigma_hat, 4)}
+            | {"sensitivity / C": _range(part.sensitivity, 4)}
+            | {"refuted by": ", ".join(f"{_HEADS[t]} {by[t]}" for t in TESTS if by[t]), "verdict": _verdict(part)}
+        )
+    return pd.DataFrame(rows)
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What was attacked, by which tests, and what the two kinds of row say."""
+    if not len(frame):
+        return captions.caption(["No audit gave a number."], records, left_out, setting=False)
+    faults, sound = frame[frame.fault != ""], frame[frame.fault == ""]
+    said = [
+        f"Of {len(sound)} runs of the engine as it is {(sound.verdict == 'REFUTED').sum()} are refuted; of",
+        f"{len(faults)} runs with a seeded fault {(faults.verdict == 'found').sum()} are. A number: how many of the",
+        "row's runs a test refutes; a dot: none, which is no proof of privacy.",
+        "Canaries in gradient space, each in the data by a fair coin. ε of one run: guesses of the coins from all",
+        "released gradients (Steinke, Nasr and Jagielski 2023). The other tests know coins and batches, as the",
+        "adversary of DP-SGD's proof does. μ of a step: errors in telling who is in a release (Nasr et al. 2023).",
+        "Noise: its size (χ²), its shape, and the angle between the noise of two steps (or of one before and after a",
+        "checkpoint), of two parameters, of two shards. Sensitivity: how far a record moves a sum, by replay with the",
+        "same noise. Batches: are they Poisson samples?",
+    ]
+    if levels := sorted(set(frame.level.dropna())):
+        said.append(f"A sound engine is refuted by any test with probability {style.plain(levels[-1])} at most, a run.")
+    return captions.caption([" ".join(said)], records, left_out, setting=False)
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """A row for each form of the sound engine and for each fault, a column for each test, and the verdict in words."""
+    groups = _grouped(frame)
+    places, heads, depth = [], [], 0.0
+    for i, ((fault, *_), _part) in enumerate(groups):
+        if i == 0 or bool(fault) != bool(groups[i - 1][0][0]):
+            heads.append(("with a seeded fault" if fault else "the engine as it is", depth + 0.6 * _HEAD))
+            depth += _HEAD
+        places.append(depth + _ROW / 2)
+        depth += _ROW
+    depth = max(depth, _ROW)
+    figure, height = sheet(_TOP + depth + 0.16, caption)
+    axes = figure.add_axes(box(_NAMES, _TOP, WIDTH - _NAMES - _WORDS, depth, height))
+    figure.text(0.12 / WIDTH, 1 - 0.2 / height, "Runs that a test refutes", fontsize=9.5, weight="bold", va="center")
+    axes.set_xlim(-0.5, len(TESTS) - 0.5)
+    axes.set_ylim(depth, 0)
+    for (_, part), y in zip(groups, places, strict=True):
+        counts = _counts(part)
+        for x, test in enumerate(TESTS):
+            _cell(axes, x, y, counts[test], part)
+        _beside(axes, 1, y, 6, _verdict(part), _LOOKS[_worst(part)])
+    plain = {part.sample_rate.min() for _, part in groups}
+    names = [_name(setting, min(plain)) for setting, _ in groups]
+    axes.set_yticks(places, names)
+    for head, y in heads:
+        _beside(axes, 0, y, -3.5, head, style.INK, ha="right", weight="bold")
+    axes.set_xticks(range(len(TESTS)), [_HEADS[test] for test in TESTS], rotation=35, ha="left")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0, labelsize=8, pad=2)
+    axes.spines[:].set_visible(False)
+    return figure
+
+
+def _cell(axes: Axes, x: int, y: float, count: int, part: pd.DataFrame) -> None:
+    """A number on a ground that is the darker the more of the runs are refuted; a dot for none."""
+    if not count:
+        axes.plot([x], [y], linestyle="", marker="o", markersize=1.6, color="#B8B8B8")
+        return
+    share = count / len(part)
+    color = _LOOKS["found" if part.fault.iloc[0] else "REFUTED"]
+    axes.add_patch(
+        Rectangle((x - 0.47, y - 0.46 * _ROW), 0.94, 0.92 * _ROW, facecolor=color, alpha=0.25 + 0.75 * share)
+    )
+    ink = "white" if share > 0.4 else style.INK
+    axes.text(x, y + 0.004, str(count), ha="center", va="center", fontsize=7.6, color=ink)
+
+
+def _name(setting: tuple[str, str, str, float], usual: float) -> str:
+    """A fault in words; of the engine as it is, its backend, and its batches where they are not whole."""
+    fault, backend, form, rate = setting
+    words = FAULTS.get(fault, fault) if fault else style.backend(backend).name
+    words += f", {FORMS.get(form, form)}" if not fault and form != "whole" else ""
+    return words if rate == usual else f"{words}, q = {rate:g}"
+
+
+def _grouped(frame: pd.DataFrame) -> list[tuple[tuple[str, str, str, float], pd.DataFrame]]:
+    parts = [part for _, part in frame.groupby(_SETTING, sort=False)]
+    return [(tuple(part[name].iloc[0] for name in _SETTING), part) for part in parts]
+
+
+def _counts(part: pd.DataFrame) -> Counter[str]:
+    """How many runs each test refutes."""
+    return Counter(test for tests in part.refuted_by for test in tests.split())
+
+
+def _worst(part: pd.DataFrame) -> str:
+    return next((v for v in ("REFUTED", "MISSED") if (part.verdict == v).any()), str(part.verdict.iloc[0]))
+
+
+def _verdict(part: pd.DataFrame) -> str:
+    """'found in 5 of 5'."""
+    worst = _worst(part)
+    return f"{worst} in {(part.verdict == worst).sum()} of {len(part)}"
+
+
+def _range(values: pd.Series[float], digits: int = 3) -> str:
+    """'1.02 to 1.35'; one number where they are alike, nothing where there are none."""
+    found = [f"{value:.{digits}g}" for value in (values.min(), values.max()) if value == value]
+    return " to ".join(dict.fromkeys(found))
+
+
+def _beside(axes: Axes, x: float, y: float, points: float, words: str, color: str, **looks: Any) -> None:
+    axes.annotate(
+        words,
+        (x, y),
+        xycoords=axes.get_yaxis_transform(),
+        xytext=(points, -0.5),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=color,
+        annotation_clip=False,
+        **looks,
+    )
+
+
+FIGURE = FigureKind(
+    doc="which tests of an audit refute what an engine claims: the engine as it is, and with seeded faults",
+    kinds=("audit",),
+    cell=lambda r: r.id,
+    facets={"experiment": ("audit",)},
+    table=table,
+    text=text,
+    caption=caption,
+    plot=plot,
+    place=240,
+)

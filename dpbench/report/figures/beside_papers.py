@@ -1,0 +1,292 @@
+"""A paper's figure again: what it published of each model and method, beside what was found here.
+
+Each panel has one kind of number: ratios of time are measured; peaks and largest batches are hatched where they were
+simulated, and the heading says so. The published values are of another machine and mostly of another batch size, so
+they are compared as ratios to that paper's own ordinary training, but for the largest batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpbench.report import captions, readable, style
+from dpbench.report.data import published, tables
+from dpbench.report.data.paired import COLUMNS, entries, paired_row
+from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
+from dpbench.report.data.statistics import Row, batch, count_failures, exactness, frame_of, good_rounds, in_order, why
+from dpbench.report.drawing import bars as figures
+from dpbench.report.drawing.bars import Bar, Panel
+from dpbench.report.figures import overhead
+from dpbench.report.parts import FigureKind
+from dpbench.report.style import missing
+
+#: 40 GB and 40 GiB are the same budget.
+_NEAR = 0.08
+_LARGEST = ("memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note")
+_COLUMNS = (
+    *("model", "image_size", "backend", "published_in", "batch_size", *COLUMNS),
+    *("throughput_ratio", "simulated_batch_size", "simulated_bytes", "simulated_memory_ratio", "simulated_note"),
+    *(name if name.startswith("max") else f"max_batch_{name}" for name in _LARGEST),
+    "published_max_batch_size",
+)
+
+
+def cell(record: Record) -> Hashable:
+    """What adds to the same numbers."""
+    trial = record.trial
+    budget = trial.get("memory_budget")
+    backend = trial.get("backend")
+    if record.kind == "peak" and budget is not None:
+        return record.kind, trial["model"], trial.get("image_size"), backend, budget
+    return record.kind, trial["model"], trial.get("image_size"), backend, trial["batch_size"]
+
+
+def applies(records: Sequence[Record]) -> bool:
+    """Whether any of these numbers has a published one beside it."""
+    return any(
+        published.beside(r.trial["model"], r.trial.get("image_size"), backend) is not None
+        for r in records
+        for backend in captions.backends_of(r)
+    )
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each (model, image size, backend) of a model of which one of the figures shows something.
+
+    Args:
+        records: `overhead`, `peak` and `step` records of one device and one setting. Peaks with a budget are probes of
+            a search for the largest batch; those without one are compared with ordinary training's at the same batch.
+        left_out: counts what does not enter, by reason.
+    """
+    rows: list[Row] = []
+    by_model = grouped(records, lambda r: (r.trial["model"], r.trial.get("image_size")))
+    for (model, size), group in by_model.items():
+        if not applies(group):
+            left_out["of a model that is not in those figures"] += len(group)
+            continue
+        own: dict[str, Row] = {}
+        for part in (_timed(group, left_out), _peaks(group, left_out), _largest(group, left_out)):
+            for backend, row in part.items():
+                own.setdefault(backend, {}).update(row)
+        for backend, row in own.items():
+            row |= {"model": model, "image_size": size, "backend": backend}
+            told = published.beside(model, size, backend)
+            if told is not None:
+                budget = row.get("max_batch_budget_bytes")
+                near = budget is not None and abs(budget / published.BUDGET - 1) < _NEAR
+                row |= {"published_in": told.figure, "published_max_batch_size": told.max_batch if near else None}
+                ordinary = backend == "nonprivate"
+                row["published_time_ratio"] = None if ordinary else told.time_ratio
+                row["published_memory_ratio"] = None if ordinary else told.memory_ratio
+            rows.append(row)
+    frame = frame_of(rows, _COLUMNS)
+    whole = ("simulated_batch_size", "simulated_bytes", "max_batch_fails_at", "max_batch_budget_bytes")
+    return in_order(frame.astype(dict.fromkeys(whole, "Int64")), "model", "image_size", "backend")
+
+
+def _timed(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
+    trials = [r for r in group if r.kind == "overhead"]
+    if not trials:
+        return {}
+    own = entries(newest_trial(trials, left_out))
+    count_failures(own, left_out)
+    by_backend = grouped(own, lambda r: r.trial["backend"])
+    base = by_backend.get("nonprivate", [])
+    return {name: {"batch_size": batch(found[0])} | paired_row(found, base) for name, found in by_backend.items()}
+
+
+def _peaks(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
+    """Simulated peaks at one batch size."""
+    peaks = [r for r in group if r.kind == "peak" and r.trial.get("simulated") and r.trial["memory_budget"] is None]
+    count_failures(peaks, left_out)
+    found = grouped(peaks, lambda r: r.trial["backend"])
+    good = {name: own[-1].result["memory"]["peak_bytes"] for name, own in found.items() if own[-1].outcome == "ok"}
+    rows: dict[str, Row] = {}
+    for name, own in found.items():
+        rows[name] = {"simulated_batch_size": batch(own[-1]), "simulated_bytes": good.get(name)}
+        if name not in good:
+            rows[name]["simulated_note"] = why(own, at_batch=False)
+        elif "nonprivate" in good:
+            rows[name]["simulated_memory_ratio"] = good[name] / good["nonprivate"]
+    return rows
+
+
+def _largest(group: Sequence[Record], left_out: LeftOut) -> dict[str, Row]:
+    """The largest batch in a budget, and the throughput there where it was timed."""
+    probes = [r for r in group if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]
+    if not probes:
+        return {}
+    frame = tables.max_batch_throughput(probes, left_out)
+    lines: list[Any] = list(frame.itertuples(index=False))
+    base = next((line.images_per_second for line in lines if line.backend == "nonprivate"), None)
+    rows: dict[str, Row] = {}
+    for line in lines:
+        values: dict[str, Any] = {n if n.startswith("max") else f"max_batch_{n}": getattr(line, n) for n in _LARGEST}
+        rows[line.backend] = {name: None if missing(value) else value for name, value in values.items()}
+        if not missing(base) and not missing(line.images_per_second):
+            rows[line.backend]["throughput_ratio"] = base / line.images_per_second
+            steps = [r for r in probes if r.kind == "step" and r.trial["backend"] == line.backend]
+            rows[line.backend] |= exactness(good_rounds(steps))
+    return rows
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """`table` for people."""
+    sizes = {"Pixels": lambda r: "" if missing(r.image_size) else str(r.image_size)}
+    timed = readable.paired(frame, sizes | {"B": lambda r: "" if missing(r.batch_size) else str(r.batch_size)})
+    more = readable.texts(
+        frame,
+        {
+            "Throughput ratio": lambda r: "" if missing(r.throughput_ratio) else style.times(r.throughput_ratio),
+            "Simulated at B": lambda r: "" if missing(r.simulated_batch_size) else str(r.simulated_batch_size),
+            "Simulated peak": _peak_text,
+            "Simulated memory ratio": lambda r: (
+                "" if missing(r.simulated_memory_ratio) else style.times(r.simulated_memory_ratio)
+            ),
+            "Maximum batch": _largest_text,
+            "Published maximum batch": lambda r: (
+                "" if missing(r.published_max_batch_size) else f"{r.published_max_batch_size:,g}"
+            ),
+            "Published in": lambda r: "" if missing(r.published_in) else str(r.published_in),
+        },
+    )
+    return pd.concat([timed, more[[name for name in more if more[name].any()]]], axis=1)
+
+
+def _peak_text(row: Any) -> str:
+    if missing(row.simulated_bytes):
+        return "" if missing(row.simulated_note) else str(row.simulated_note)
+    return style.size(row.simulated_bytes)
+
+
+def _largest_text(row: Any) -> str:
+    if missing(row.max_batch_size):
+        return "" if missing(row.max_batch_note) else str(row.max_batch_note)
+    words = f"{'≥ ' if missing(row.max_batch_fails_at) else ''}{row.max_batch_size:,} ({row.max_batch_memory})"
+    return words if missing(row.max_batch_note) else f"{words}, {row.max_batch_note}"
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What is whose."""
+    sources = sorted(set(frame.published_in.dropna()))
+    said = [f"After {' and '.join(sources)}: published values (diamonds) are of that paper's GPU."]
+    if frame.time_ratio.notna().any():
+        sizes = sorted(set(frame.batch_size.dropna()))
+        at = f"batch size {sizes[0]}" if len(sizes) == 1 else f"batch sizes {sizes[0]} to {sizes[-1]}"
+        said.append(f"Time: measured here at {at}, all backends in one process; {overhead.pairs(frame)}.")
+    if frame.simulated_memory_ratio.notna().any():
+        sizes = sorted(set(frame.simulated_batch_size.dropna()))
+        said.append(f"Peak memory: simulated under fake tensors at B={', '.join(map(str, sizes))}, not measured.")
+    kinds = set(frame.max_batch_memory.dropna())
+    if kinds:
+        budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
+        said.append(f"Largest batch in {budget}: {' and '.join(sorted(kinds))}.")
+    tokens = sorted({size for size in (style.without_length(m)[1] for m in frame.model) if size is not None})
+    if tokens:
+        said.append(
+            f"Sequences of {', '.join(map(str, tokens))} tokens; the figure does not print the length of its own, so "
+            "compare the backends with each other there."
+        )
+    if any("crossvit" in model for model in frame.model):
+        said.append("CrossViT reads 240×240 pixels here.")
+    kept = [r for r in records if r.trial["model"] in set(frame.model)]
+    return captions.caption(said, kept or records, left_out)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """How the ratios of time found here lie beside the published ones."""
+    both = frame[frame.time_ratio.notna() & frame.published_time_ratio.notna()]
+    if not len(both):
+        return ""
+    ours, theirs = both.time_ratio.astype(float), both.published_time_ratio.astype(float)
+    return (
+        f"Time beside ordinary training is {style.times(ours.min())} to {style.times(ours.max())} here where the "
+        f"papers have {style.times(theirs.min())} to {style.times(theirs.max())} ({len(both)} pairs of numbers)."
+    )
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """A row a model and backend; a panel for each kind of number that there is."""
+    largest = frame.max_batch_size.notna().any() or frame.max_batch_note.notna().any()
+    if not largest:  # beside ratios, ordinary training's own row says nothing
+        frame = frame[frame.backend != "nonprivate"]
+    cells: list[Any] = list(frame.itertuples(index=False))
+    sized = frame[["model", "image_size"]].drop_duplicates().groupby("model").size().max() > 1
+    rows = [
+        figures.Row(
+            style.model(c.model) + (f", {c.image_size} px" if sized and not missing(c.image_size) else ""),
+            c.backend,
+            style.backend(c.backend).name,
+        )
+        for c in cells
+    ]
+    panels = []
+    if frame.batch_size.notna().any():
+        panels.append(Panel("Time per step, measured", "times non-private", [_time_bar(c) for c in cells], 1.0))
+    elif frame.throughput_ratio.notna().any():
+        bars = [_ratio_bar(c.throughput_ratio, c.published_time_ratio, c.max_batch_note) for c in cells]
+        panels.append(Panel("Time per sample at the largest batch", "times non-private", bars, 1.0))
+    if frame.simulated_batch_size.notna().any():
+        at = ", ".join(map(str, sorted(set(frame.simulated_batch_size.dropna()))))
+        bars = [
+            _ratio_bar(c.simulated_memory_ratio, c.published_memory_ratio, c.simulated_note, simulated=True)
+            for c in cells
+        ]
+        panels.append(Panel(f"Peak memory at B={at}, simulated", "times non-private", bars, 1.0))
+    elif frame.memory_ratio.notna().any() and not largest:
+        bars = [_ratio_bar(c.memory_ratio, c.published_memory_ratio, c.note) for c in cells]
+        panels.append(Panel("Peak memory, measured", "times non-private", bars, 1.0))
+    if largest:
+        budget = style.size(frame.max_batch_budget_bytes.dropna().iloc[0])
+        kinds = ", ".join(sorted(set(frame.max_batch_memory.dropna())))
+        panels.append(Panel(f"Maximum batch in {budget}, {kinds}", "samples", [_batch_bar(c) for c in cells]))
+    return figures.bars(rows, panels, caption)
+
+
+def _time_bar(row: Any) -> Bar:
+    if row.backend == "nonprivate":
+        return Bar(text="–" if missing(row.step_seconds) else style.duration(row.step_seconds))
+    bar = _ratio_bar(row.time_ratio, row.published_time_ratio, row.note)
+    if missing(row.time_ratio) or not row.time_ratio_high > row.time_ratio_low:
+        return bar
+    return Bar(bar.value, float(row.time_ratio_low), float(row.time_ratio_high), bar.published, bar.text)
+
+
+def _ratio_bar(value: Any, beside: Any, note: Any, simulated: bool = False) -> Bar:
+    told = None if missing(beside) else float(beside)
+    if missing(value):
+        return Bar(note="" if missing(note) else str(note), published=told)
+    return Bar(float(value), published=told, text=style.times(value), simulated=simulated)
+
+
+def _batch_bar(row: Any) -> Bar:
+    told = None if missing(row.published_max_batch_size) else float(row.published_max_batch_size)
+    if missing(row.max_batch_size):
+        return Bar(note="" if missing(row.max_batch_note) else str(row.max_batch_note), published=told)
+    at_least = missing(row.max_batch_fails_at)
+    text = f"{'≥ ' if at_least else ''}{row.max_batch_size:,}"
+    simulated = row.max_batch_memory == "simulated"
+    return Bar(float(row.max_batch_size), published=told, text=text, simulated=simulated, at_least=at_least)
+
+
+FIGURE = FigureKind(
+    doc="papers' figures again: Figure 4 of arXiv:2205.10683, Figures 4 and 5 of arXiv:2210.00038",
+    kinds=("overhead", "peak", "step"),
+    cell=cell,
+    facets={
+        **dict.fromkeys(("experiment", "precision"), ("overhead", "peak", "step")),
+        "memory_budget": ("peak", "step"),
+        "threads": ("overhead",),
+    },
+    table=table,
+    text=text,
+    caption=caption,
+    plot=plot,
+    applies=applies,
+    finding=finding,
+    place=140,
+)

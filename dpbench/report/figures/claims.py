@@ -1,0 +1,230 @@
+"""What papers claim, and what these records say to it: confirmed, refuted, not reached here, or no data.
+
+A claim is data: its words, its source, what would confirm it, and a function that judges it by numbers taken from
+records (`dpbench.report.data.claims`). Nothing else decides: without records a claim has no verdict, and what a machine
+did not reach (a size that was not run, a backend that failed there) is said to be not reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+
+from dpbench.report.data import claims as judges
+from dpbench.report.data import tables
+from dpbench.report.data.claims import CONFIRMED, NO_DATA, NOT_REACHED, REFUTED, Judgement, Numbers
+from dpbench.report.data.select import LeftOut, Record, grouped
+from dpbench.report.data.statistics import frame_of
+from dpbench.report.figures import beside_papers as beside
+from dpbench.report.figures import overhead
+from dpbench.report.parts import Claim, FigureKind
+
+COLUMNS = ("claim", "source", "confirmed_if", "verdict", "finding", "experiments")
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A claim as data.
+
+    Args:
+        statement: in the paper's words or near them.
+        source: paper and place.
+        confirmed_if: what would confirm it.
+        experiments: whose records speak to it.
+        judge: from numbers to a verdict; None where there are none.
+    """
+
+    statement: str
+    source: str
+    confirmed_if: str
+    experiments: tuple[str, ...]
+    judge: Callable[[Numbers], Judgement | None]
+
+
+_MIXED, _BK = "arXiv:2205.10683", "arXiv:2210.00038"
+#: At batch sizes that somebody would train at.
+_TIMED = ("overhead", "resolution")
+CLAIMS = (
+    Stated(
+        "Mixed ghost clipping allows 18 times the batch of Opacus (VGG19).",
+        _MIXED,
+        "on VGG19, its largest batch in 16 GB is 18 times that of Opacus hooks",
+        ("stress_test",),
+        judges.batch_of_opacus,
+    ),
+    Stated(
+        "Mixed ghost clipping is 3 times as fast as Opacus (VGG19).",
+        _MIXED,
+        "on VGG19, a step of Opacus hooks takes 3 times as long",
+        ("overhead",),
+        judges.faster_than_opacus,
+    ),
+    Stated(
+        "The slow-down of mixed ghost clipping is below 2 on all models.",
+        _MIXED,
+        "its time ratio is below 2 wherever it was measured",
+        _TIMED,
+        judges.at_most("mixed_ghost", "time_ratio", 2.0, judges.table_4("time_per_epoch")),
+    ),
+    Stated(
+        "Mixed ghost clipping needs 0.1 to 10 % more memory than ordinary training.",
+        _MIXED,
+        "its peak is at most 1.1 times ordinary training's wherever it was measured",
+        _TIMED,
+        judges.at_most("mixed_ghost", "memory_ratio", 1.1, judges.table_4("active_memory")),
+    ),
+    Stated(
+        "Mixed ghost clipping allows the largest batch of the private methods (ResNets).",
+        f"{_MIXED}, Figure 3",
+        "on every ResNet its largest batch in the budget is at least that of ghost, FastGradClip and Opacus",
+        ("stress_test",),
+        judges.largest_of_all,
+    ),
+    Stated(
+        "Vision transformers pay as much time for mixed ghost clipping as the figure says, or less.",
+        f"{_MIXED}, Figure 4",
+        "our time ratio is at most the published one on every model",
+        ("vision_transformers",),
+        judges.beside_figure(
+            "time_ratio", "Time beside ordinary training", (f"Figure 4 of {_MIXED}",), ("mixed_ghost",)
+        ),
+    ),
+    Stated(
+        "Book-keeping costs 1.03 times ordinary training (an operation count).",
+        _BK,
+        "the time ratio of the authors' own code, fastDP, is at most 1.03 wherever it was measured",
+        _TIMED,
+        judges.at_most("fastdp", "time_ratio", 1.03, judges.gpt2_published),
+    ),
+    Stated(
+        "Book-keeping costs 1.03 times ordinary training: ours.",
+        _BK,
+        "the time ratio of bk_mixed is at most 1.03 wherever it was measured",
+        _TIMED,
+        judges.at_most("bk_mixed", "time_ratio", 1.03, judges.gpt2_published),
+    ),
+    Stated(
+        "Book-keeping and ghost clipping cost GPT-2 as much time as the figure says, or less.",
+        f"{_BK}, Figure 4",
+        "our time ratios are at most the published ones",
+        ("book_keeping",),
+        judges.beside_figure("time_ratio", "The time ratio", (f"Figure 4 of {_BK}",), ("bk_mixed", "ghost", "fastdp")),
+    ),
+    Stated(
+        "At high resolution the instantiating method can win (VGG11 at 512 pixels and more).",
+        f"{_BK}, Figure 5",
+        "on VGG11 at 512 pixels or more, Opacus hooks take less time than mixed ghost clipping",
+        ("resolution",),
+        judges.high_resolution,
+    ),
+    Stated(
+        "Ghost norms cost 2.5 times ordinary training and more beyond 8,192 tokens.",
+        "on implementations of arXiv:2110.05679",
+        "at 8,192 tokens or more, each backend that forms Gram matrices throughout takes 2.5 times as long",
+        ("sequence_length", "overhead"),
+        judges.long_sequences,
+    ),
+    Stated(
+        "A peak memory and a largest batch say different things (ResNet18).",
+        f"{_MIXED}, Table 4 and Figure 3",
+        "mixed ghost needs at most 5 % more at a batch size, and yet has at most 0.8 of the largest batch",
+        ("stress_test", "overhead"),
+        judges.peak_and_batch,
+    ),
+)
+
+
+def cell(record: Record) -> Hashable:
+    """What adds to the same numbers."""
+    return record.experiment, beside.cell(record)
+
+
+def applies(records: Sequence[Record]) -> bool:
+    """Whether there is a claim that such records speak to."""
+    names = {record.experiment for record in records}
+    return any(names & set(stated.experiments) for stated in CLAIMS)
+
+
+def numbers(records: Sequence[Record]) -> Numbers:
+    """The numbers of records of one device, in float32; of several budgets and image sizes each by itself.
+
+    Of other experiments than a claim's own nothing is taken: their batch sizes may be chosen to show another thing.
+    """
+    single = [r for r in records if r.trial.get("precision", "float32") == "float32"]
+    uncounted: LeftOut = LeftOut()
+    paired = overhead.table([r for r in single if r.kind == "overhead"], uncounted)
+    probes = [r for r in single if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]
+    frames = [
+        tables.max_batch_throughput(group, uncounted).assign(image_size=size)
+        for (size, _), group in grouped(probes, lambda r: (r.trial["image_size"], r.trial["memory_budget"])).items()
+    ]
+    largest = pd.concat(frames) if frames else frame_of([], (*tables.MAX_BATCH_THROUGHPUT, "image_size"))
+    return Numbers(paired, largest)
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row a claim: all of them of several experiments; of one, those that it speaks to."""
+    names, device = {record.experiment for record in records}, records[0].device
+    known: dict[tuple[str, ...], Numbers] = {}
+    rows = []
+    for stated in CLAIMS:
+        if len(names) == 1 and not names & set(stated.experiments):
+            continue
+        needed = " or ".join(stated.experiments)
+        found = tuple(name for name in stated.experiments if name in names)
+        if found not in known:
+            known[found] = numbers([record for record in records if record.experiment in found])
+        judged = stated.judge(known[found]) or Judgement(NO_DATA, f"No record here speaks to it; {needed} makes them.")
+        finding = judged.finding if judged.verdict == NO_DATA else f"{judged.finding} Device: {device}."
+        row = (stated.statement, stated.source, stated.confirmed_if, judged.verdict, finding, needed)
+        rows.append(dict(zip(COLUMNS, row, strict=True)))
+    return frame_of(rows, COLUMNS)
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """`table` for people, without the reasons: these stand below it, with the verdicts."""
+    shown = frame[["claim", "source", "confirmed_if", "verdict"]]
+    return shown.set_axis(["Claim", "Source", "Confirmed if", "Verdict"], axis=1)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """How many of each verdict."""
+    counts = [f"{int((frame.verdict == v).sum())} {v}" for v in (CONFIRMED, REFUTED, NOT_REACHED, NO_DATA)]
+    said = [words for words in counts if not words.startswith("0 ")]
+    return f"Of {len(frame)} published claims: {', '.join(said)}."
+
+
+def claims(records: Sequence[Record], frame: pd.DataFrame) -> list[Claim]:
+    """The same, for the page."""
+    lines: list[Any] = list(frame.itertuples(index=False))
+    return [Claim(line.claim, line.source, line.verdict, line.finding) for line in lines]
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What the verdicts rest on."""
+    return (
+        "Each verdict is computed from the records of this device alone. Published values are of other devices and "
+        "mostly other batch sizes: what is confirmed or refuted here is the ratio or the order, on this machine; 2 % "
+        "are allowed for a time and for a search. What was measured under a load, and what failed and why, stands at "
+        f"the figures that the numbers are from.\nDevice: {records[0].device}."
+    )
+
+
+FIGURE = FigureKind(
+    doc="what papers claim, and what these records say to it",
+    kinds=("overhead", "peak", "step"),
+    cell=cell,
+    facets={},
+    table=table,
+    text=text,
+    caption=caption,
+    plot=None,
+    applies=applies,
+    finding=finding,
+    claims=claims,
+    with_causes=False,
+    place=160,
+)

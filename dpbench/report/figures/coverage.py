@@ -1,0 +1,272 @@
+"""Of the models that people load: on how many each backend is exact, what it refuses, where it is wrong or crashes.
+
+Two tables of the same records: shares by library and task, with a picture, and every reason with the models it struck.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch, Rectangle
+
+from dpbench.report import captions, readable, style
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.data.statistics import frame_of
+from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.parts import FigureKind
+
+#: status -> (word, colour), in the order of a bar's parts.
+PARTS = {
+    "exact": ("exact", "#8DBF8D"),
+    "refused": ("refused, with the reason", "#C9C9C9"),
+    "wrong": ("wrong", style.FAILURE),
+    "crash": ("crashed", style.INK),
+}
+NOT_BUILT = "not built"
+ALL = "all libraries"
+_COLUMNS = ("library", "task", "backend", "listed", "built", *PARTS, "exact_share")
+_LIBRARIES = {"tiny": "transformers"}
+_ROW, _HEADING, _TOP, _AXIS, _NAMES, _NUMBERS, _GAP, _MARGIN = 0.165, 0.24, 0.34, 0.42, 1.0, 1.65, 0.25, 0.12
+
+Verdict = tuple[Record, str, str, str]
+"""(record, backend, status, reason)."""
+
+
+def verdicts(record: Record) -> Iterator[Verdict]:
+    """One for each backend. A trial that ended as a whole, by a signal or its time limit, is a crash of each."""
+    backends = record.trial["backends"]
+    if record.outcome != "ok":
+        said = (record.evidence.splitlines() or ["no evidence recorded"])[0]
+        yield from (
+            (record, name, "crash", f"{style.OUTCOMES.get(record.outcome, record.outcome)}: {said}")
+            for name in backends
+        )
+    elif not record.result["built"]:
+        yield from ((record, name, NOT_BUILT, record.result["reason"]) for name in backends)
+    else:
+        for row in record.result["rows"]:
+            yield record, row["backend"], row["status"], row["reason"] or ""
+
+
+def place(record: Record) -> tuple[str, str]:
+    """(library, task)."""
+    scheme = record.trial["model"].partition(":")[0]
+    return _LIBRARIES.get(scheme, scheme), record.trial["task"]
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each library, task and backend, and first those of all; `exact_share` is of what is built."""
+    counts: dict[tuple[str, str, str], Counter[str]] = {}
+    for record in records:
+        for _, backend, status, _ in verdicts(record):
+            if status == "unavailable":
+                left_out[f"{style.backend(backend).name} is not available here"] += 1
+                continue
+            for library, task in ((ALL, ""), place(record)):
+                counts.setdefault((library, task, backend), Counter())[status] += 1
+    rows = []
+    for (library, task, backend), found in sorted(counts.items(), key=_order):
+        built = sum(found[status] for status in PARTS)
+        row = {"library": library, "task": task, "backend": backend, "listed": found.total(), "built": built}
+        rows.append(row | {s: found[s] for s in PARTS} | {"exact_share": found["exact"] / built if built else None})
+    return frame_of(rows, _COLUMNS)
+
+
+def _order(item: tuple[tuple[str, str, str], Any]) -> tuple[Any, ...]:
+    library, task, backend = item[0]
+    return library != ALL, library, task, style.backend_key(backend)
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """`table` for people."""
+    return readable.texts(
+        frame,
+        {
+            "Library": lambda r: r.library,
+            "Task": lambda r: r.task,
+            "Backend": lambda r: style.backend(r.backend).name,
+            "Models": lambda r: str(r.listed),
+            "Built": lambda r: str(r.built),
+            "Exact": lambda r: str(r.exact),
+            "Refused": lambda r: str(r.refused),
+            "Wrong": lambda r: str(r.wrong),
+            "Crashed": lambda r: str(r.crash),
+            "Exact of built": lambda r: _share(r.exact_share),
+        },
+    )
+
+
+def _share(value: float | None) -> str:
+    return "–" if style.missing(value) else f"{100 * float(value or 0):.1f} %"
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """How it was judged, what was not built, and by which versions of the libraries."""
+    built = [record for record in records if record.result.get("built")]
+    failing = sum(not r.result["built"] for r in records if r.outcome == "ok")
+    said = [
+        f"{len(records)} models: the smallest of each family of timm and torchvision, every type of transformers made"
+        " small, with random weights, on three samples and then two, in train mode with dropout off and GroupNorm for"
+        " BatchNorm. Exact: norms and clipped sums are autograd's own. Refused: says so, with a reason (what Opacus"
+        " raises counts as one). A backend's own verification, which finds a wrong one out, is off here.",
+        f"{failing} that cannot be built or trained so are in the table of reasons, and in no share.",
+    ]
+    narrow = sum(r.result.get("dtype") == "float32" for r in built)
+    if narrow:
+        said.append(f"In float64, but for {narrow} that cannot be trained in it: in float32, to 1e-3.")
+    if mixing := sum(r.result["mixes"] for r in built):
+        said.append(f"{mixing} mix the samples of a batch: there it is on, and to refuse is all that is right.")
+    packages = [r.environment.get("packages", {}) for r in records]
+    found = sorted(
+        {f"{n} {p[n]}" for p in packages for n in ("timm", "torchvision", "transformers", "opacus") if p.get(n)}
+    )
+    if found:
+        said.append(f"{', '.join(found)}.")
+    return captions.caption(said, records, left_out, setting=False)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """The shares of all libraries together, backend by backend."""
+    of_all = frame[frame.library == ALL]
+    rows: Iterable[Any] = of_all.itertuples()
+    told = [
+        f"{style.backend(r.backend).name} {_share(r.exact_share)} (wrong in {r.wrong}, crashed in {r.crash})"
+        for r in rows
+        if r.built
+    ]
+    return f"Exact of the {of_all.built.max()} models that are built: {'; '.join(told)}." if told else ""
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """Shares as bars, a group for each library and task, in two columns."""
+    groups = list(frame.groupby(["library", "task"], sort=False))
+    depths = [_HEADING + _ROW * len(rows) for _, rows in groups]
+    left = next((i + 1 for i in range(len(groups)) if 2 * sum(depths[: i + 1]) > sum(depths) - _ROW), len(groups))
+    depth = max(sum(depths[:left]), sum(depths[left:]), _ROW)
+    figure, height = sheet(_TOP + depth + _AXIS, caption)
+    width = (WIDTH - 2 * _MARGIN - _GAP) / 2
+    for column, own in enumerate((groups[:left], groups[left:])):
+        if own:
+            start = _MARGIN + column * (width + _GAP) + _NAMES
+            room = sum(_HEADING + _ROW * len(rows) for _, rows in own)
+            box = (start, height - _TOP - room, width - _NAMES - _NUMBERS, room)
+            _bars(figure.add_axes((box[0] / WIDTH, box[1] / height, box[2] / WIDTH, box[3] / height)), own, room)
+    handles = [Patch(facecolor=color, label=word) for word, color in PARTS.values()]
+    corner = (1 - _MARGIN / WIDTH, 1 - 0.04 / height)
+    looks: dict[str, Any] = {"frameon": False, "fontsize": 8, "handlelength": 1.6, "borderpad": 0.2}
+    figure.legend(handles=handles, loc="upper right", bbox_to_anchor=corner, ncols=len(handles), **looks)
+    return figure
+
+
+def _bars(axes: Any, groups: Sequence[tuple[Any, pd.DataFrame]], room: float) -> None:
+    """Groups of rows from the top down; `room` is their depth in inches."""
+    axes.set_xlim(0, 1)
+    axes.set_ylim(room, 0)
+    names, y = [], 0.0
+    for (library, task), rows in groups:
+        heading = f"{library}, {task}" if task else library
+        most = int(rows.listed.max())
+        heading += f": {int(rows.built.max())} of {most} built"
+        looks: dict[str, Any] = {"va": "center", "fontsize": 8, "weight": "bold"}
+        axes.annotate(heading, (0, y + 0.6 * _HEADING), (-72 * (_NAMES - 0.02), 0), textcoords="offset points", **looks)
+        y += _HEADING
+        row: Any
+        for row in rows.itertuples():
+            names.append((y + _ROW / 2, style.backend(row.backend).name))
+            at = 0.0
+            for status, (_, color) in PARTS.items():
+                share = getattr(row, status) / row.built if row.built else 0.0
+                axes.add_patch(
+                    Rectangle((at, y + 0.1 * _ROW), share, 0.8 * _ROW, facecolor=color, linewidth=0, zorder=2)
+                )
+                at += share
+            faults = ((row.wrong, "wrong"), (row.crash, "crashed"))
+            numbers = "  ".join([_share(row.exact_share), *(f"{count} {word}" for count, word in faults if count)])
+            beside: dict[str, Any] = {"va": "center", "fontsize": 7.6, "textcoords": "offset points"}
+            axes.annotate(numbers, (1, y + _ROW / 2), (5, -0.5), **beside)
+            y += _ROW
+    axes.set_yticks([at for at, _ in names], [name for _, name in names], fontsize=7.6)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25", "50", "75", "100 %"], fontsize=7.6)
+    axes.set_xlabel("share of the models that are built", fontsize=8, labelpad=2)
+    axes.grid(axis="x", color=style.GRID, linewidth=0.7)
+    axes.tick_params(length=0)
+    axes.spines["left"].set_visible(False)
+
+
+def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each backend, status and reason: how many models, and which.
+
+    What differs in numbers and quoted names alone is one reason, but not where an answer is wrong.
+    """
+    found: dict[tuple[str, str, str], list[str]] = {}
+    first: dict[tuple[str, str, str], str] = {}
+    for record in records:
+        for _, backend, status, said in verdicts(record):
+            if status in ("exact", "unavailable"):
+                continue
+            short = first_problem(said) if status == "refused" else said
+            of = "" if status == NOT_BUILT else backend
+            key = (of, status, short if status == "wrong" else re.sub(r"'[^']*'|\d[\d.e+-]*", "#", short))
+            models = found.setdefault(key, [])
+            first.setdefault(key, short)
+            if record.trial["model"] not in models:
+                models.append(record.trial["model"])
+    grave = ["wrong", "crash", "refused", NOT_BUILT]
+    keys = sorted(found, key=lambda k: (k[0] == "", style.backend_key(k[0]), grave.index(k[1]), -len(found[k]), k[2]))
+    rows = [
+        {
+            "backend": k[0],
+            "status": k[1],
+            "models": len(found[k]),
+            "reason": first[k],
+            "which": ", ".join(sorted(found[k])),
+        }
+        for k in keys
+    ]
+    return frame_of(rows, ("backend", "status", "models", "reason", "which"))
+
+
+def first_problem(said: str) -> str:
+    """Of a refusal: the reason for the first parameter or module, without its name."""
+    problem = said.partition("does not support this model: ")[2].partition("; ")[0] or said
+    return problem.partition(": ")[2] or problem
+
+
+def reasons_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """`reasons` for people."""
+    return readable.texts(
+        frame,
+        {
+            "Backend": lambda r: style.backend(r.backend).name if r.backend else "any",
+            "": lambda r: PARTS[r.status][0].partition(",")[0] if r.status in PARTS else r.status,
+            "Models": lambda r: str(r.models),
+            "First of the reasons": lambda r: r.reason,
+            "Which": lambda r: r.which,
+        },
+    )
+
+
+def reasons_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What stands in the table."""
+    said = ["Every model on which a backend is not exact, and every one that is not built, by reason."]
+    return captions.caption(said, records, left_out, setting=False)
+
+
+FIGURE = FigureKind(
+    doc="on which of the models that people load each backend is exact, by library and task",
+    kinds=("coverage",),
+    cell=lambda record: record.id,
+    facets={"experiment": ("coverage",)},
+    table=table,
+    text=text,
+    caption=caption,
+    plot=plot,
+    finding=finding,
+    with_causes=False,
+    place=180,
+)

@@ -1,0 +1,19 @@
+"""Why a backend is not exact on a model that people load, or the model is not built: a table."""
+
+from __future__ import annotations
+
+from dpbench.report.figures import coverage
+from dpbench.report.parts import FigureKind
+
+FIGURE = FigureKind(
+    doc="why a backend is not exact on a model that people load, or the model is not built",
+    kinds=("coverage",),
+    cell=lambda record: record.id,
+    facets={"experiment": ("coverage",)},
+    table=coverage.reasons,
+    text=coverage.reasons_text,
+    caption=coverage.reasons_caption,
+    plot=None,
+    with_causes=False,
+    place=190,
+)

@@ -1,0 +1,14 @@
+"""A private step taken apart: time, launches and waits of each part, beside the plain step."""
+
+from __future__ import annotations
+
+from dpbench.report.figures import evidence
+
+FIGURE = evidence.table_of(
+    "parts",
+    "a private step taken apart: time, launches and waits of each part, beside the plain step",
+    table=evidence.parts_table,
+    text=evidence.parts_text,
+    caption=evidence.parts_caption,
+    place=280,
+)

@@ -1,0 +1,115 @@
+"""The scorecard: conformance case × backend, each exact, refused or wrong, with a mark of its own beside a colour.
+
+Beneath, where it was measured: how far one hard record moves the sum of each backend, by dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from dpbench.conformance.scorecard import as_row, scorecard
+from dpbench.conformance.sensitivity import scorecard as sensitivity
+from dpbench.report import captions, findings, style
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.drawing.bars import WIDTH, sheet
+from dpbench.report.parts import FigureKind
+
+#: result -> (marker, colour, size)
+MARKS = {"exact": ("o", "#BBD5BB", 18), "refuses": ("_", "#555555", 40), "wrong": ("X", style.FAILURE, 52)}
+_ROW, _TOP, _NAMES = 0.17, 1.25, 2.55
+_TOTAL = "in all"
+
+
+def applies(records: Sequence[Record]) -> bool:
+    """Whether there is any case to be judged."""
+    return any(record.kind == "conformance" for record in records)
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row a case, a column a backend; then a row that counts, and one for each dtype of hard records."""
+    ran = [record for record in records if record.result.get("rows")]
+    left_out.update(f"{r.trial['backend']}: {r.outcome}" for r in records if not r.result.get("rows"))
+    ran.sort(key=lambda record: style.backend_key(record.trial["backend"]))
+    judged, moved = ([r for r in ran if r.kind == kind] for kind in ("conformance", "sensitivity"))
+    header, *lines = scorecard(as_row(r.trial["backend"], verdict) for r in judged for verdict in r.result["rows"])
+    found = [sensitivity.as_row(r.trial["backend"], r.trial["dtype"], row) for r in moved for row in r.result["rows"]]
+    return pd.DataFrame([*lines, *sensitivity.lines(found, header[1:])], columns=header)
+
+
+def cases(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that are cases."""
+    return frame[: list(frame["case"]).index(_TOTAL)]
+
+
+def moves(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that say how far a record moves the sum."""
+    return frame[frame["case"].str.startswith(sensitivity.FURTHEST)]
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table with the backends' names; what is exact says so in a letter, for what is not to stand out."""
+    short = frame.replace({"exact": "·", "refuses": "refuses", "wrong": "**wrong**"})
+    return short.rename(columns={name: style.backend(name).name for name in frame.columns[1:]})
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What was asked, and of whom."""
+    said = [
+        f"{len(cases(frame))} cases: small models in float64 and float32, clipping functions, batches, side effects.",
+        "Exact: norms and clipped sums are the microbatch oracle's. Refuses: says so, with a reason. Wrong: neither;",
+        "verification of the first batch, which finds such a backend out, is off here, but where samples mix.",
+    ]
+    if len(moves(frame)):
+        said.append("Beneath: the furthest that a hard record moves the sum, in units of C, which should be 1.")
+    return captions.caption(said, records, left_out, setting=False)
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """A grid of marks, cases down and backends across."""
+    names, backends, further = list(cases(frame)["case"]), list(frame.columns[1:]), moves(frame)
+    depth = _ROW * max(len(names) + len(further), 1)
+    figure, height = sheet(_TOP + depth + 0.1, caption)
+    axes = figure.add_axes((_NAMES / WIDTH, 1 - (_TOP + depth) / height, 1 - (_NAMES + 0.75) / WIDTH, depth / height))
+    axes.set_xlim(-0.5, max(len(backends), 1) - 0.5)
+    axes.set_ylim(max(len(names) + len(further), 1) - 0.5, -0.5)
+    for result, (marker, color, size) in MARKS.items():
+        at = [(x, y) for x, b in enumerate(backends) for y, value in enumerate(cases(frame)[b]) if value == result]
+        xs, ys = [x for x, _ in at], [y for _, y in at]
+        axes.scatter(xs, ys, marker=marker, c=color, s=size, linewidths=1.6, clip_on=False)
+    for y, line in enumerate(further.itertuples(index=False), len(names)):
+        for x, said in enumerate(line[1:]):
+            axes.text(x, y, said.removesuffix(" C"), ha="center", va="center", fontsize=6)
+    labels = [*names, *(f"hard record, {name.removeprefix(sensitivity.FURTHEST)}, in C" for name in further["case"])]
+    axes.set_yticks(range(len(labels)), labels, fontsize=7.5)
+    axes.set_xticks(range(len(backends)), [style.backend(b).name for b in backends], rotation=35, ha="left")
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.grid(color=style.GRID, linewidth=0.5)
+    axes.spines[:].set_visible(False)
+    handles = [
+        Line2D(
+            [], [], marker=marker, color=color, linestyle="", markersize=size**0.5, markeredgewidth=1.6, label=result
+        )
+        for result, (marker, color, size) in MARKS.items()
+    ]
+    figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.01, 1 - 0.1 / height), frameon=False)
+    return figure
+
+
+FIGURE = FigureKind(
+    doc="is each backend exact, does it refuse, or is it wrong, on every conformance case",
+    kinds=("conformance", "sensitivity"),
+    cell=lambda r: (r.kind, r.trial["backend"], r.trial.get("dtype")),
+    facets={"experiment": ("conformance",)},
+    table=table,
+    text=text,
+    caption=caption,
+    plot=plot,
+    applies=applies,
+    finding=findings.scorecard,
+    place=170,
+)

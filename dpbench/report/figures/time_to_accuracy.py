@@ -1,0 +1,174 @@
+"""Time to accuracy: epochs and seconds until a model is as good as it is to be, by budget and by backend.
+
+The accuracy to be reached is the same for all trainings of a model on a data set: the largest multiple of 5 % that is
+no more than 0.95 of what ordinary training ends at. Epochs do not depend on the machine; seconds are of training alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dpbench.records.conditions import shared_warnings
+from dpbench.report import captions, style
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.drawing.bars import Bar, Panel, Row, bars
+from dpbench.report.parts import FigureKind
+
+_SAME = ["data", "network", "clip", "backend", "target_epsilon"]
+#: The backend that budgets and clipping functions are compared with.
+_REFERENCE = "bk_mixed"
+_COLUMNS = [
+    "by",
+    *_SAME,
+    "goal",
+    "seeds",
+    "reached",
+    "epochs",
+    "seconds",
+    "seconds_low",
+    "seconds_high",
+    "seconds_per_epoch",
+]
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each setting: of its seeds those that reached the goal, and their median epochs and seconds to it.
+
+    `by`: "budget" for a setting with all its seeds; "backend" for one beside other backends, with the seeds that all of
+    them were run with.
+    """
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    ordinary: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        trial = record.trial
+        if "accuracy" not in record.result:
+            left_out[f"{trial['network']} {trial['backend']}: {record.outcome}"] += 1
+            continue
+        private = trial["target_epsilon"] is not None
+        named = trial if private else {**trial, "clip": "none", "backend": "ordinary"}
+        groups.setdefault(tuple(named[name] for name in _SAME), []).append(record)
+        if not private:
+            ordinary.setdefault((trial["data"], trial["network"]), []).append(record.result["accuracy"])
+    rows = []
+    for key, group in groups.items():
+        if key[:2] not in ordinary:
+            left_out["without ordinary training to compare with"] += len(group)
+            continue
+        goal = math.floor(0.95 * median(ordinary[key[0], key[1]]) * 20 + 1e-9) / 20
+        named = dict(zip(_SAME, key, strict=True)) | {"goal": goal}
+        if key[3] in ("ordinary", _REFERENCE):
+            rows.append(named | {"by": "budget"} | _reached(group, goal))
+        peers = [other for k, other in groups.items() if (*k[:3], k[4]) == (*key[:3], key[4])]
+        if len(peers) > 1:
+            seeds = set.intersection(*({record.trial["seed"] for record in peer} for peer in peers))
+            same = [record for record in group if record.trial["seed"] in seeds]
+            if same:
+                rows.append(named | {"by": "backend"} | _reached(same, goal))
+    rows.sort(key=lambda row: (row["data"], row["network"], row["by"] != "budget", row["clip"] != "none", _rank(row)))
+    return pd.DataFrame(rows, columns=_COLUMNS)
+
+
+def _reached(group: Sequence[Record], goal: float) -> dict[str, Any]:
+    curves = [record.result["curve"] for record in group]
+    firsts = [next((i for i, p in enumerate(curve) if p["accuracy"] >= goal), None) for curve in curves]
+    took = [(i + 1, curve[i]["seconds"]) for curve, i in zip(curves, firsts, strict=True) if i is not None]
+    seconds = [second for _, second in took]
+    all_did = len(took) == len(group)
+    return {
+        "seeds": len(group),
+        "reached": len(took),
+        "epochs": median(epochs for epochs, _ in took) if all_did else None,
+        "seconds": median(seconds) if all_did else None,
+        "seconds_low": min(seconds, default=None),
+        "seconds_high": max(seconds, default=None),
+        "seconds_per_epoch": median(map(_epoch, curves)),
+    }
+
+
+def _rank(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["clip"] != "flat", row["clip"], -(row["target_epsilon"] or math.inf), style.backend_key(row["backend"])
+
+
+def _epoch(curve: Sequence[dict[str, float]]) -> float:
+    """Median seconds of an epoch: the first one also pays for what happens once."""
+    ends = [0.0, *(point["seconds"] for point in curve)]
+    return median(b - a for a, b in itertools.pairwise(ends))
+
+
+def applies(records: Sequence[Record]) -> bool:
+    """Whether there is ordinary training to compare with."""
+    return any(record.trial["target_epsilon"] is None and "accuracy" in record.result for record in records)
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """For people."""
+    budget = ["" if pd.isna(value) else f"{value:g}" for value in frame.target_epsilon]
+    return pd.DataFrame(
+        {
+            **{name: frame[name] for name in ("by", "data", "network", "clip", "backend")},
+            "ε": budget,
+            "goal": [f"{100 * value:.0f} %" for value in frame.goal],
+            "reached by": [f"{a} of {b}" for a, b in zip(frame.reached, frame.seeds, strict=True)],
+            "epochs": ["" if pd.isna(value) else f"{value:g}" for value in frame.epochs],
+            "time": ["" if pd.isna(value) else style.duration(value) for value in frame.seconds],
+            "time an epoch": [style.duration(value) for value in frame.seconds_per_epoch],
+        }
+    )
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What was timed, and whether the machine was idle."""
+    said = (
+        "Epochs and seconds of training until the accuracy on held-out images is first as high as stands beside each "
+        "model: the largest multiple of 5 % within 0.95 of ordinary training's. Median of the seeds, with the range of "
+        "the seconds, in which the checks of the first batch are, but no evaluation and no calibration. By ε: flat "
+        "clipping with bk_mixed. By backend: the seeds that all were run with; same batches, same noise. One thread."
+    )
+    whole = captions.caption([said], records, left_out, setting=False)
+    return "\n".join([whole, *shared_warnings(records)])
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """For each model a block of budgets and a block of backends; epochs at the left, seconds at the right."""
+    rows, epochs, seconds = [], [], []
+    for (data, network), part in frame.groupby(["data", "network"], sort=False):
+        where = f"{network}, {str(data).partition(':')[0]}"
+        goal = f"{100 * part.goal.iloc[0]:.0f} %"
+        shown = part[part["clip"].isin(["flat", "none"])]
+        for by_backend in (False, True):
+            block = shown[shown.by == ("backend" if by_backend else "budget")]
+            for _, row in block.iterrows():
+                ordinary = row.backend == "ordinary"
+                label = "ordinary" if ordinary else row.backend if by_backend else f"ε = {row.target_epsilon:g}"
+                group = f"{where}, ε = {row.target_epsilon:g}" if by_backend else f"{where}: {goal}"
+                rows.append(Row(group, "nonprivate" if ordinary else row.backend, label))
+                note = f"{row.reached} of {row.seeds} seeds did"
+                late = pd.isna(row.epochs)
+                epochs.append(Bar(note=note) if late else Bar(row.epochs, text=f"{row.epochs:g}"))
+                low, high = (row.seconds_low, row.seconds_high) if row.seeds > 1 else (None, None)
+                seconds.append(
+                    Bar(note=note) if late else Bar(row.seconds, low, high, text=style.duration(row.seconds))
+                )
+    panels = [Panel("Epochs to accuracy", "epochs", epochs), Panel("Time to accuracy", "seconds", seconds)]
+    return bars(rows, panels, caption, ranges="seeds")
+
+
+FIGURE = FigureKind(
+    doc="epochs and seconds until a model is nearly as accurate as by ordinary training, by ε and by backend",
+    kinds=("utility",),
+    cell=lambda r: r.id,
+    facets={"experiment": ("utility",)},
+    table=table,
+    text=text,
+    caption=caption,
+    plot=plot,
+    applies=applies,
+    place=230,
+)

@@ -1,0 +1,51 @@
+"""What whole private training steps cost beside the plain step of the same optimizer: drawn as `overhead` is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from dpbench.report import captions, findings, readable
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.figures import overhead
+from dpbench.report.parts import FigureKind
+
+KIND = "training_step"
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table for people."""
+    return readable.paired(frame, {"B": lambda r: str(r.batch_size)})
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What the ratios are of."""
+    optimizer = ", ".join(sorted({str(record.trial["optimizer"]) for record in records}))
+    energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
+    said = [
+        "Time and peak memory of one whole training step, forward to optimizer, each library's noise included, beside "
+        f"the plain step of the same optimizer ({optimizer}): all engines take turns in one process, and "
+        f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
+        "dpbench.PrivacyEngine. The axes are logarithmic."
+    ]
+    said += overhead.memory_source(frame)
+    if energy:
+        said.append(f"Energy: {', '.join(energy)}.")
+    if absent := overhead.nowhere(frame):
+        said.append(f"No number on any model: {', '.join(absent)}.")
+    return captions.caption(said, records, left_out)
+
+
+FIGURE = FigureKind(
+    doc="the whole private training step of every engine beside the plain one, interleaved in one process",
+    kinds=(KIND,),
+    cell=overhead.cell,
+    facets=dict.fromkeys(("experiment", "precision", "threads", "optimizer"), (KIND,)),
+    table=overhead.table,
+    text=text,
+    caption=caption,
+    plot=overhead.plot,
+    finding=findings.paired,
+    place=100,
+)

@@ -1,0 +1,62 @@
+"""The files of one figure: the picture as PNG, SVG and PDF, its table as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dpbench.report import readable
+from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output import latex
+from dpbench.report.parts import VERDICTS, Claim, Part
+
+TABLES = ("csv", "md", "tex")
+#: What a spreadsheet takes for the beginning of a formula.
+_FORMULA = ("=", "+", "-", "@")
+FORMATS = ("png", "svg", "pdf", *TABLES)
+
+
+def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
+    """Write `part` into `folder`, made if missing; the files written, those of pictures once `pictures` has ended.
+
+    Raises:
+        OSError: if it cannot be written to.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    suffixes = FORMATS if part.figure is not None else TABLES
+    paths = {suffix: folder / f"{part.name}.{suffix}" for suffix in suffixes}
+    if part.figure is not None:
+        pictures.save(part.figure, paths)
+    _as_data(part.frame).to_csv(paths["csv"], index=False, lineterminator="\n")
+    said = [part.caption.replace("\n", "\n\n"), *map(_claim, part.claims), *part.causes]
+    lines = [readable.markdown(part.text), *map(readable.no_html, said)]
+    paths["md"].write_text("\n".join(lines) + "\n", encoding="utf-8")
+    paths["tex"].write_text(latex.table(part.text, part.caption, part.name), encoding="utf-8")
+    return list(paths.values())
+
+
+def _as_data(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame such that a spreadsheet takes no text of it for a formula, whoever wrote that into a record."""
+    columns = {name: _quoted(name) for name in frame.columns}
+    texts = {name: list(map(_quoted, frame[name])) for name in frame.columns if frame[name].dtype.kind not in "biufcM"}
+    return frame.assign(**texts).rename(columns=columns)
+
+
+def _quoted(value: Any) -> Any:
+    """A text that would begin a formula, with an apostrophe before it; a number in words is none."""
+    if not isinstance(value, str):
+        return value
+    text = value.replace("\r", " ")  # it would end the row
+    if not text.lstrip().startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def _claim(claim: Claim) -> str:
+    return f"\n{VERDICTS[claim.verdict]} {claim.verdict}: {claim.statement} ({claim.source}) {claim.finding}"

@@ -1,0 +1,222 @@
+"""One HTML page of a whole report: it opens from the disk, asks for nothing else, and can be read without its script.
+
+Every text is escaped by Jinja2; what is not (`safe` in the template) is the style sheet and the script beside this
+module, and figures that `svg.inline` has serialised anew.
+"""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from dpbench.experiment import experiment_names, load_experiment
+from dpbench.records.conditions import pooled
+from dpbench.report import style
+from dpbench.report.data import failures
+from dpbench.report.data.paired import entries
+from dpbench.report.data.select import Record, by_device
+from dpbench.report.data.statistics import is_probe
+from dpbench.report.output.page import svg
+from dpbench.report.parts import VERDICTS, Part
+from dpbench.report.summary import days, join, several, summary
+from dpbench.trials.outcome import DOES_NOT_FIT
+
+#: Rows of a table that the page shows; the rest is in the CSV beside it. So many places of a failure, too.
+ROWS, PLACES = 1500, 10
+#: Facts of an environment that say when it was looked at, not what it is.
+_MOMENTS = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes"})
+_NUMBER = re.compile(r"[^\w–-]{0,4}(?:\w+ = )?-?\d[\d.,]*(?:e[-+]?\d+)?(?:\s?[\w×%µ/]{1,5})?(?:–.*)?")
+_STRONG = re.compile(r"\*\*(.+)\*\*")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as the template needs it: columns {name, look}, rows of cells {text, strong}, and what is left out."""
+
+    columns: Sequence[Mapping[str, Any]]
+    rows: Sequence[Sequence[Mapping[str, Any]]]
+    more: str = ""
+
+
+def write(path: Path, parts: Sequence[Part], again: str) -> Path:
+    """Write the page.
+
+    Args:
+        path: of the page; the files of `parts` are linked from it as they lie below its folder.
+        parts: the figures, drawn under the style that is set now.
+        again: the command that makes this page.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.write_text(render(parts, again), encoding="utf-8", errors="backslashreplace")
+    return path
+
+
+def render(parts: Sequence[Part], again: str) -> str:
+    """The page as text; it speaks of the records that its figures are made from, and not of those superseded since.
+
+    Its summary and what stands open are of the device that was measured last; other devices come after it, closed.
+    """
+    records = list({id(record): record for part in parts for record in part.records}.values())
+    devices = by_device(records)
+    first = next(iter(devices))
+    here = [part for part in parts if part.device == first]
+    files = importlib.resources.files(__name__)
+    templates = jinja2.FunctionLoader(lambda name: (files / name).read_text(encoding="utf-8"))
+    environment = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.from_string("{% from 'sheet.html.j2' import sheet %}{% include 'page.html.j2' %}")
+    experiments = sorted({record.experiment for record in records})
+    docs = {name: load_experiment(name).doc for name in experiments if name in experiment_names()}
+    results = entries(records)
+    failed = failures.grouped_failures(results)
+    unfit = sum(is_probe(record) and record.outcome in DOES_NOT_FIT for record in results)
+    elsewhere = {device: theirs for device, theirs in devices.items() if device != first}
+    said = [*summary(devices[first], entries(devices[first]), here), *_elsewhere(elsewhere)]
+    numbered = dict(enumerate(parts, start=1))
+    sections = [_section(part, number) for number, part in numbered.items() if part.device == first]
+    others = [
+        {
+            "id": f"device-{index}",
+            "device": device,
+            "said": f"{several(len(theirs), 'trial')}, {days(theirs)}",
+            "sections": [_section(part, number) for number, part in numbered.items() if part.device == device],
+        }
+        for index, (device, theirs) in enumerate(elsewhere.items(), start=1)
+    ]
+    if len(sections) == 1 and sections[0]["finding"] in said:
+        sections[0]["finding"] = ""  # it stands right above
+    return page.render(
+        title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
+        about=[doc if len(docs) == 1 else f"{name}: {doc}" for name, doc in docs.items()],
+        css=(files / "page.css").read_text(encoding="utf-8"),
+        script=(files / "sort.js").read_text(encoding="utf-8"),
+        summary=said,
+        sections=sections,
+        others=others,
+        verdicts=VERDICTS,
+        failures=[_failure(failure) for failure in failed],
+        failures_said=f"{several(sum(f.count for f in failed), 'result')} without a number, "
+        f"for {several(len(failed), 'cause')}; causes that differ in numbers only are one.",
+        unfit=f"{several(unfit, 'probe')} of a search did not fit in the memory budget: a result, not a failure."
+        if unfit
+        else "",
+        machines=[_machine(device, theirs) for device, theirs in devices.items()],
+        again=again,
+        measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
+    )
+
+
+def _elsewhere(devices: Mapping[str, Sequence[Record]]) -> list[str]:
+    """A sentence on the devices that stand below, closed."""
+    if not devices:
+        return []
+    each = (f"{device} ({several(len(theirs), 'trial')}, {days(theirs)})" for device, theirs in devices.items())
+    return [f"Below, closed, stand the records of {join(each)}."]
+
+
+def _section(part: Part, number: int) -> dict[str, Any]:
+    first = part.title[0]
+    heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital of ε
+    prefix = f"f{number}"
+    return {
+        "id": f"{prefix}-{part.name}",
+        "heading": heading,
+        "device": part.device,
+        "setting": [(name.replace("_", " "), _setting(name, value)) for name, value in part.setting.items()],
+        "finding": part.finding,
+        "svg": svg.inline(part.figure, prefix, heading, part.caption) if part.figure is not None else "",
+        "caption": part.caption.splitlines(),
+        "claims": part.claims,
+        "table": table(part.text),
+        "files": list(part.files.items()),
+    }
+
+
+def _setting(name: str, value: Any) -> str:
+    if name == "memory_budget":
+        return style.size(value)
+    return style.plain(value) if isinstance(value, float) else str(value)
+
+
+def table(frame: pd.DataFrame) -> Table:
+    """A frame of texts, without its empty columns; what Markdown would set in bold (`**wrong**`) is bold."""
+    told = [name for name in frame.columns if not frame.empty and not frame[name].isin(["", "–"]).all()]
+    frame = frame[told]
+    texts = [[str(cell) for cell in row] for row in frame.head(ROWS).itertuples(index=False)]
+    columns = [
+        {"name": str(name), "look": _look([row[index] for row in texts])} for index, name in enumerate(frame.columns)
+    ]
+    rows = [[_cell(text) for text in row] for row in texts]
+    more = len(frame) - len(rows)
+    return Table(columns, rows, f"The other {more:,} rows are in the CSV file." if more > 0 else "")
+
+
+def _cell(text: str) -> dict[str, Any]:
+    strong = _STRONG.fullmatch(text)
+    return {"text": strong[1] if strong else text, "strong": bool(strong)}
+
+
+def _look(texts: Sequence[str]) -> str:
+    """The class of a column: 'w' (wide) if it holds sentences, 'n' if most cells are numbers, else ''."""
+    known = [text for text in texts if text and text != "–"]
+    if max(map(len, known), default=0) > 40:
+        return "w"
+    numbers = sum(_NUMBER.fullmatch(text) is not None for text in known)
+    return "n" if 2 * numbers > len(known) else ""
+
+
+def _failure(failure: failures.Failure) -> dict[str, Any]:
+    places = [f"{place} ({count}×)" if count > 1 else place for place, count in failure.where.items()]
+    rest = len(places) - PLACES
+    more = f" and {rest:,} more" if rest > 0 else ""
+    return {
+        "word": style.OUTCOMES.get(failure.outcome, failure.outcome),
+        "count": failure.count,
+        "cause": failure.cause,
+        "where": "; ".join(places[:PLACES]) + more,
+        "evidence": failure.evidence if failure.evidence != failure.cause else "",
+    }
+
+
+def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
+    """What the runs on a device have in common, and in what they differ."""
+    differing = dict(pooled(records))
+    environments = list({record.run: record.environment for record in records}.values())
+    facts = {
+        name: differing.get(name, str(value))
+        for environment in environments
+        for name, value in _flat(environment)
+        if value not in (None, "")
+    }
+    rows = [(name, value, "differs between runs" if name in differing else "") for name, value in facts.items()]
+    days = sorted({record.utc for record in records})
+    runs = several(len(environments), "run")
+    shown = pd.DataFrame(rows, columns=["Fact", "Value", "Note"], dtype=object)
+    return {
+        "device": device,
+        "runs": f"{runs}, the first trial ended {days[0][:19]}Z and the last {days[-1][:19]}Z."
+        + (f" They differ in {join(sorted(differing))}." if differing else ""),
+        "facts": table(shown if differing else shown.drop(columns="Note")),
+    }
+
+
+def _flat(environment: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Facts by name; what is a mapping (of packages, of variables) gives its own."""
+    found: list[tuple[str, Any]] = []
+    for name, value in environment.items():
+        if isinstance(value, Mapping) and name not in _MOMENTS:
+            found += value.items()
+        elif name == "memory_total" and value is not None:
+            found.append((name, style.size(value)))
+        elif name not in _MOMENTS:
+            found.append((name, value))
+    return found

@@ -1,0 +1,35 @@
+"""What can be measured: one frozen dataclass a kind of trial. No torch here; the parent reads and writes these.
+
+An experiment may bring a kind of its own: subclass `Trial` at the top level of a module, with `kind` and `body`.
+"""
+
+from dpbench.trials.base import Trial, canonical_json
+from dpbench.trials.privacy import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial
+from dpbench.trials.steps import (
+    STEP_SOURCES,
+    CheckTrial,
+    ExplainTrial,
+    LargestTrial,
+    OverheadTrial,
+    PeakTrial,
+    RecommendTrial,
+    StepTrial,
+)
+
+__all__ = [
+    "STEP_SOURCES",
+    "CalibrationTrial",
+    "CheckTrial",
+    "EpsilonTrial",
+    "ExplainTrial",
+    "LargestTrial",
+    "MapTrial",
+    "OverheadTrial",
+    "PeakTrial",
+    "RecommendTrial",
+    "SchemeTrial",
+    "StepTrial",
+    "SweepTrial",
+    "Trial",
+    "canonical_json",
+]

@@ -1,0 +1,97 @@
+"""The class behind a reference to a backend, in the process that runs it: what an import of a file can show."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from clipping import Backend, load_backend
+from dpbench.errors import UsageError, nearest
+from dpbench.trials.backends import ResolveTrial, is_file, split_file
+from dpbench.trials.not_here import NotHere
+from dpbench.trials.reference import load_module
+
+
+class UnavailableBackend(NotHere):
+    """The backend needs something that this machine lacks: a package."""
+
+    def __init__(self, backend: str, reason: str) -> None:
+        super().__init__(f"{backend} is not available here: {reason}")
+
+
+def available_backend(name: str) -> type[Backend]:
+    """The class of a backend.
+
+    Raises:
+        UnavailableBackend: with the reason that the backend gives.
+    """
+    backend_class = load_backend(name)
+    reason = backend_class.unavailable()
+    if reason is not None:
+        raise UnavailableBackend(name, reason)
+    return backend_class
+
+
+def backend_class(ref: str) -> type[Backend]:
+    """The class that `ref` stands for, which can run here.
+
+    Raises:
+        UsageError: the file cannot be imported, has no such class, or it is no backend.
+        UnavailableBackend: a package that it needs is missing.
+    """
+    if not is_file(ref):
+        return available_backend(ref)
+    found = _from_file(ref)
+    reason = found.unavailable()
+    if reason is not None:
+        raise UnavailableBackend(found.name, reason)
+    return found
+
+
+def run(trial: ResolveTrial) -> dict[str, Any]:
+    """{"usage": None, or what is wrong with the reference in one line}."""
+    try:
+        _from_file(trial.backend)
+    except UsageError as error:
+        return {"usage": str(error)}
+    return {"usage": None}
+
+
+def _from_file(ref: str) -> type[Backend]:
+    path, name = split_file(ref)
+    module = _imported(path)
+    classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Backend)]
+    found = getattr(module, name, None)
+    if found is None:
+        raise UsageError(f"a class that {path} has", name, nearest(name, classes))
+    if not (isinstance(found, type) and issubclass(found, Backend)):
+        raise UsageError(f"{name} of {path} to be a subclass of clipping.Backend", type(found).__name__)
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(found.__abstractmethods__))
+        raise UsageError(f"{name} of {path} to have the method {missing}", "none")
+    if not hasattr(found, "name"):
+        found.name = name  # what messages call it
+    return found
+
+
+def _imported(path: Path) -> Any:
+    """The module, which may import its neighbours."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        return load_module(str(path))
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:
+        # a syntax error says its line itself
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.resolve()]
+        said = (str(error).strip().splitlines() or [""])[0]
+        where = f" (line {lines[-1]})" if lines else ""
+        raise UsageError(f"{path} to import", f"{type(error).__name__}: {said}{where}") from error
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(folder)

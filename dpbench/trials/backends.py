@@ -1,0 +1,86 @@
+"""A backend by reference: a name that `clipping.load_backend` takes, or ``path/file.py:Class``, a subclass of
+`clipping.Backend`.
+
+Importing this module imports no torch: `validate_backend` serves the parent process. What only an import of the file
+can show (no such class, no backend, an error in the file) is found in a trial's process, and handed back as one line.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from clipping.registry import BACKENDS, is_backend, known_backends
+from dpbench.errors import UsageError, nearest
+from dpbench.trials.base import Trial
+from dpbench.trials.packages import modules_of_backends
+
+#: Names of backends in the order of `clipping.registry`: ours, ordinary training first, and other libraries'.
+OURS = tuple(name for name, info in BACKENDS.items() if not info.peer)
+PEERS = tuple(name for name, info in BACKENDS.items() if info.peer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendTrial(Trial):
+    """A trial of one backend, by reference."""
+
+    backend: str
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch", *modules_of_backends((self.backend,)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolveTrial(BackendTrial):
+    """Whether `path/file.py:Class` is a backend: to know that, the file has to be imported, and with it torch."""
+
+    kind: ClassVar[str] = "resolve"
+    body: ClassVar[str] = "dpbench.trials.backend_classes:run"
+    timeout: float = 120.0
+
+
+class UnusableBackend(UsageError):
+    """What an import of the file has shown, in one line."""
+
+    def __init__(self, line: str) -> None:
+        Exception.__init__(self, line)
+
+
+def is_file(ref: str) -> bool:
+    """Whether `ref` means a file, and not a name."""
+    return ref.endswith(".py") or ".py:" in ref
+
+
+def validate_backend(ref: str) -> None:
+    """Check what can be checked without importing anything.
+
+    Raises:
+        UsageError: an unknown name, with the nearest; a file without a class, or none.
+    """
+    if is_file(ref):
+        split_file(ref)
+    elif not is_backend(ref):
+        known = known_backends()
+        expected = f"a backend, one of {', '.join(known)}, or path/file.py:Class"
+        raise UsageError(expected, ref, nearest(ref, known))
+
+
+def split_file(ref: str) -> tuple[Path, str]:
+    """(path, class) of ``path/file.py:Class``.
+
+    Raises:
+        UsageError: no class is named, or there is no such file.
+    """
+    path, _, name = ref.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UsageError("path/file.py:Class", ref)
+    file = Path(os.path.expanduser(path))
+    if not file.is_file():
+        raise UsageError("path/file.py:Class of an existing file", ref)
+    return file, name

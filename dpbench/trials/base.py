@@ -1,0 +1,89 @@
+"""What every trial is: a frozen dataclass, its identity, its place in records and between processes. No torch here.
+
+A trial is data. Its identity is the hash of its canonical JSON, so that the same trial declared twice, or again
+tomorrow, is the same trial. What it runs is named by `body`, a function ``body(trial) -> dict`` that is imported and
+called in the trial's own process only (see `dpbench.process.server`); the dict is the record's ``result``. A body
+raises what `dpbench.trials.outcome` knows how to name.
+
+An experiment may bring a kind of its own: subclass `Trial` at the top level of a module, with `kind` and `body`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+from dpbench.trials.reference import load_object, reference_to
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal texts.
+
+    Raises:
+        ValueError: for a float that is not finite, which JSON does not know.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _as_text(value: Any) -> Any:
+    """A field of a trial such that every encoding has it."""
+    if isinstance(value, list | tuple):
+        return type(value)(map(_as_text, value))
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One measurement, in a process of its own.
+
+    `timeout` (seconds) bounds the whole trial and is no part of its identity: a longer one measures the same thing.
+    """
+
+    kind: ClassVar[str]
+    body: ClassVar[str]
+    sources: ClassVar[tuple[str, ...]] = ()
+    timeout: float = 600.0
+
+    def describe(self) -> dict[str, Any]:
+        """`kind` and all fields, as they stand in a record: a path's byte that is not UTF-8 as its escape."""
+        return {"kind": self.kind} | {f.name: _as_text(getattr(self, f.name)) for f in fields(self)}
+
+    @cached_property
+    def id(self) -> str:
+        """16 hex digits: the hash of the canonical JSON of `kind` and all fields but `timeout`."""
+        identity = {name: value for name, value in self.describe().items() if name != "timeout"}
+        return hashlib.sha256(canonical_json(identity).encode()).hexdigest()[:16]
+
+    @property
+    def alone(self) -> bool:
+        """Whether another trial at the same time would change what this one measures."""
+        return True
+
+    def modules(self) -> tuple[str, ...]:
+        """Third-party modules that the trial uses: imported before the fork, and their versions fingerprinted."""
+        return ()
+
+    def label(self) -> str:
+        """A few words for a person: what is measured."""
+        shown = ("model", "backend", "accountant", "batch_size")
+        words = [str(getattr(self, name)) for name in shown if hasattr(self, name)]
+        return " ".join([self.kind, *words])
+
+    def to_wire(self) -> dict[str, Any]:
+        """As sent to the process that runs it: the reference of the class, and its fields."""
+        return {"class": reference_to(type(self)), "fields": {f.name: getattr(self, f.name) for f in fields(self)}}
+
+    @staticmethod
+    def from_wire(message: Mapping[str, Any]) -> Trial:
+        """The inverse of `to_wire`."""
+        trial = load_object(message["class"])(**message["fields"])
+        assert isinstance(trial, Trial)
+        return trial
+
+    def replace(self, **changes: Any) -> Self:
+        """The same trial with some fields changed (as `dataclasses.replace`, without the cached id)."""
+        return type(self)(**{f.name: getattr(self, f.name) for f in fields(self)} | changes)

@@ -1,0 +1,133 @@
+"""What the experiment `evidence` measures beside steps and peaks: the device, norms, a step's parts, a profile.
+
+No torch here, as in `dpbench.trials`; the bodies lie in `dpbench.measure`, a module a kind. `small`: the same in
+miniature, for a CPU and for a smoke run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpbench.trials.base import Trial
+from dpbench.trials.precision import profile_of
+from dpbench.trials.steps import STEP_SOURCES, modules_of_step
+
+__all__ = ["FAMILIES", "DeviceTrial", "NormsTrial", "PartsTrial", "ProfileTrial"]
+
+#: What a `NormsTrial` looks at: the uses of a parameter, group norm, and the Triton programs, called directly.
+FAMILIES = ("linear", "convolution", "embedding", "normalisation", "group_norm", "kernels")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTrial(Trial):
+    """What the device can do at best: bandwidth, rates of matrix products, what a launch and a wait take.
+
+    `sizes` are those of square matrices; `copied` is in bytes, and more than the caches hold.
+    """
+
+    kind: ClassVar[str] = "device"
+    body: ClassVar[str] = "dpbench.measure.device:run"
+    sources: ClassVar[tuple[str, ...]] = ("dpbench/measure/device.py", "dpbench/measure/timing.py")
+    device: str = "cpu"
+    sizes: Sequence[int] = (1024, 4096, 8192)
+    copied: int = 2**30
+    timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", tuple(self.sizes))  # from JSON it comes as a list
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormsTrial(Trial):
+    """Every way to a per-sample norm of one family of operations, beside norms in float64 by autograd's definition."""
+
+    kind: ClassVar[str] = "norms"
+    body: ClassVar[str] = "dpbench.measure.norms:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    family: str
+    precision: str = "float32"
+    device: str = "cpu"
+    small: bool = False
+    seed: int = 0
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        profile_of(self.precision)
+        if self.family not in FAMILIES:
+            raise ValueError(f"expected a family, one of {', '.join(FAMILIES)}, got {self.family!r}")
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",)
+
+    def label(self) -> str:
+        return f"{self.kind} {self.family}, {self.precision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StepTrial(Trial):
+    """A trial that looks into steps on one batch. `image_size` and `num_classes` may be None for text.
+
+    `threads` is the number of threads of a CPU operation; None means every CPU that the process may use.
+    """
+
+    model: str
+    batch_size: int
+    precision: str = "float32"
+    device: str = "cpu"
+    image_size: int | None = 32
+    num_classes: int | None = 10
+    data: str = "synthetic"
+    seed: int = 0
+    threads: int | None = None
+    steps: int = 5
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        profile_of(self.precision)
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.precision}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsTrial(_StepTrial):
+    """The step of `dpbench.PrivacyEngine` taken apart, beside the plain step of the same optimizer.
+
+    `optimizer` is a name in torch.optim; `backend` is the engine's.
+    """
+
+    kind: ClassVar[str] = "parts"
+    body: ClassVar[str] = "dpbench.measure.parts:run"
+    sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/engine/**/*.py")
+    backend: str = "bk_mixed"
+    optimizer: str = "AdamW"
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of_step(self, self.model, (self.backend,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileTrial(_StepTrial):
+    """A profile of `steps` steps of each backend: its largest operations, its launches, and the trace as a file.
+
+    A trace of more than `most_bytes` (compressed) is not kept.
+    """
+
+    kind: ClassVar[str] = "profile"
+    body: ClassVar[str] = "dpbench.measure.profile:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    backends: Sequence[str] = ("nonprivate", "bk_mixed")
+    steps: int = 2
+    most_bytes: int = 4 * 2**20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+
+    def modules(self) -> tuple[str, ...]:
+        return modules_of_step(self, self.model, self.backends)

@@ -1,0 +1,360 @@
+"""Which lines of a file are whole records: the shapes of the lines, and of what each kind of trial has found.
+
+What a shape asks for is what reports, plans and comparisons rely on; a record may always hold more. The kinds of an
+experiment of a person's own have no shape for their results: nothing here reads those.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from dpbench.trials.outcome import Outcome
+from dpbench.trials.shapes import (
+    ABOVE_0,
+    ANY,
+    COUNT,
+    FILE_NAME,
+    FINITE,
+    FLAG,
+    NUMBER,
+    POSITIVE,
+    SECONDS,
+    TEXT,
+    UTC,
+    WHOLE,
+    Each,
+    Is,
+    Or,
+    Shape,
+    Some,
+    flaw,
+    one_of,
+    too_deep,
+)
+
+OUTCOME = one_of(*map(str, Outcome))
+_TEXT = Or(TEXT, None)
+_NUMBER = Or(NUMBER, None)
+_WHOLE = Or(WHOLE, None)
+
+_VERSIONS = Each(_TEXT)
+ENVIRONMENT: Shape = {
+    "host?": TEXT,
+    "device": TEXT,
+    "device_name": TEXT,
+    "torch?": _TEXT,
+    "threads?": _WHOLE,
+    "cpu_count?": _WHOLE,
+    "cpus_available?": _WHOLE,
+    "memory_total?": _WHOLE,
+    "device_memory?": _WHOLE,
+    "load_average?": Or(SECONDS, None),
+    "packages?": _VERSIONS,
+    "variables?": Each(TEXT),
+    "libraries?": Or(_VERSIONS, None),
+    "executor?": Or({"name": TEXT, "cluster": TEXT, "driver": TEXT, "versions": _VERSIONS}, None),
+    "results_folder?": _TEXT,
+    "gpu_state?": Or(_VERSIONS, None),
+    "gpu_processes?": Or([TEXT], None),
+}
+LINES: Mapping[str, Shape] = {
+    "environment": {"environment": ENVIRONMENT},
+    "trial": {
+        "experiment": TEXT,
+        "id": TEXT,
+        "round": COUNT,
+        "fingerprint": TEXT,
+        "version?": _TEXT,
+        "trial": {"kind": TEXT},
+        "outcome": OUTCOME,
+        "evidence?": _TEXT,
+        "seconds": SECONDS,
+        "utc": UTC,
+        "load?": Or(SECONDS, None),
+        "stolen?": Or(SECONDS, None),
+        "result": Or(Each(ANY), None),
+    },
+    "cut": {
+        "id": TEXT,
+        "round": COUNT,
+        "fingerprint": TEXT,
+        "trial": {"kind": TEXT},
+        "seconds": SECONDS,
+        "utc": UTC,
+    },
+}
+
+_TYPE = one_of(*LINES)
+#: What a trial sends back.
+ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), None)}
+
+#: What a field of a trial is, whichever kind has it.
+_FIELDS: Mapping[str, Shape] = {
+    **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
+    **dict.fromkeys(("scheme", "unknown", "network", "clip", "fault", "form", "task", "family", "spread"), TEXT),
+    **dict.fromkeys(("dtype", "optimizer"), TEXT),
+    **dict.fromkeys(("seed", "canaries"), WHOLE),
+    **dict.fromkeys(("batch_size", "epochs", "processes", "rounds"), POSITIVE),
+    **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
+    **dict.fromkeys(("image_size", "num_classes"), Or(POSITIVE, None)),
+    **dict.fromkeys(("dataset_size", "max_batch_size"), _WHOLE),
+    **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
+    "noise_multiplier": Or(FINITE, None),
+    "target_epsilon": Or(ABOVE_0, None),
+    **dict.fromkeys(("simulated", "measure", "small"), FLAG),
+    "backends": [TEXT],
+}
+_STEP = "model backend batch_size device precision image_size num_classes"
+_TURNS = "model backends batch_size device precision image_size num_classes"
+_EPSILON = "accountant sample_rate delta"
+#: kind -> the fields that its trials have.
+_TRIALS = {
+    "step": _STEP,
+    "peak": f"{_STEP} simulated memory_budget",
+    "largest": f"{_STEP} memory_budget",
+    "overhead": f"{_TURNS} rounds",
+    "training_step": f"{_TURNS} rounds optimizer",
+    "distributed": f"{_TURNS} processes spread",
+    "epsilon": f"{_EPSILON} noise_multiplier steps",
+    "epsilon_sweep": f"{_EPSILON} noise_multiplier steps",
+    "epsilon_scheme": f"{_EPSILON} noise_multiplier steps scheme",
+    "epsilon_map": f"{_EPSILON} noise_multiplier steps",
+    "calibration": f"{_EPSILON} unknown target_epsilon",
+    "check": "model backend",
+    "explain": "model batch_size",
+    "coverage": "model backends task",
+    "conformance": "backend",
+    "sensitivity": "backend dtype",
+    "utility": "network data backend clip batch_size epochs lr max_grad_norm target_epsilon delta seed",
+    "audit": "backend fault form sample_rate target_epsilon max_grad_norm steps canaries seed",
+    "device": "device",
+    "norms": "family precision small",
+    "parts": "model backend batch_size precision optimizer",
+    "profile": "model backends batch_size precision",
+}
+
+_FILES: Shape = {"files?": Each(FILE_NAME)}
+_MEMORY: Shape = {
+    "source": TEXT,
+    "peak_bytes": POSITIVE,
+    "baseline_bytes?": _WHOLE,
+    "reserved_bytes?": _WHOLE,
+    "phases?": Each(WHOLE),
+}
+_VERIFICATION: Shape = {"max_norm_error": NUMBER, "max_grad_error": NUMBER, "tolerance": NUMBER}
+_COVERAGE = Each(FINITE)
+_TURN: Shape = {
+    "round": COUNT,
+    "position?": COUNT,
+    "step_seconds": Some(ABOVE_0),
+    "joules_per_step?": Or(FINITE, None),
+}
+_ENTRY: Shape = {
+    "outcome": OUTCOME,
+    "evidence?": _TEXT,
+    "memory?": _MEMORY,
+    "verification?": _VERIFICATION,
+    "coverage?": _COVERAGE,
+    "turns?": [_TURN],
+    "step_seconds?": [SECONDS],
+    "warmup_seconds?": [SECONDS],
+}
+_MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": Some(_TURN), "memory": _MEMORY}
+_FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outcome if outcome is not Outcome.OK))}
+_PROFILED: Shape = {
+    "outcome": one_of("ok"),
+    **dict.fromkeys(("launches", "waits"), Or(FINITE, None)),
+    **dict.fromkeys(("operations", "device_seconds"), FINITE),
+    "top": [{"name": TEXT, "asked_by": _TEXT, "calls": FINITE, "seconds": SECONDS, "share": FINITE}],
+}
+_PAIRED: Shape = {"backends": Each(Or(_MEASURED, _FAILED)), "parameters?": WHOLE}
+_PART: Shape = {"seconds": Some(SECONDS), "launches": Or(FINITE, None), "waits": Or(FINITE, None)}
+_CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": Each(ANY)}
+_ERRORS: Shape = {"norm_error": _NUMBER, "grad_error": _NUMBER, "reason": _TEXT, "coverage": Or(_COVERAGE, None)}
+_ROW: Shape = _ERRORS | {"backend": TEXT, "status": one_of("exact", "refused", "wrong", "crash", "unavailable")}
+_ROWS: Shape = {"rows": [_ROW], "tolerance?": FINITE, "mixes": FLAG, "random": FLAG}
+_COUNTS: Shape = {"ghost": _WHOLE, "instantiate": _WHOLE}
+_USE: Shape = {
+    "parameter": TEXT,
+    "op": TEXT,
+    **dict.fromkeys(("T", "d", "p"), _WHOLE),
+    **dict.fromkeys(("two_T_squared", "p_times_d"), _WHOLE),
+    **dict.fromkeys(("plan", "paper_choice"), _TEXT),
+    **dict.fromkeys(("bytes", "flops"), _COUNTS),
+}
+_BOUNDS = (
+    *("claimed_mu", "claimed_step_epsilon", "mu_lower_bound", "step_epsilon_lower_bound"),
+    *("delta", "level", "noise_multiplier", "sensitivity", "sigma_hat"),
+)
+_GUESSES = ("correct", "guesses", "positives", "negatives", "false_positives", "false_negatives")
+_EPSILON_FOUND: Shape = _CLAIM | {"compute_seconds": SECONDS, "all_seconds?": [SECONDS]}
+#: kind -> what a trial that ended well has found.
+_RESULTS: Mapping[str, Shape] = {
+    "step": {
+        "step_seconds": Some(ABOVE_0),
+        "memory": _MEMORY,
+        "verification?": _VERIFICATION,
+        "coverage?": _COVERAGE,
+        "parameters?": WHOLE,
+    },
+    "peak": {"memory": _MEMORY, "budget_bytes?": _WHOLE, "parameters?": WHOLE},
+    "largest": {
+        "batch_size?": WHOLE,
+        "ended?": TEXT,
+        "probes?": [{"batch_size": POSITIVE, "fits": FLAG, "peak_bytes": POSITIVE}],
+    },
+    "overhead": _PAIRED,
+    "training_step": _PAIRED | {"energy?": TEXT},
+    "distributed": {
+        "backends": Each({"memory": Some(_MEMORY), "turns": Some(_TURN)}),
+        "communication": TEXT,
+        "oversubscribed": FLAG,
+        "parameters?": WHOLE,
+        "verification?": _VERIFICATION,
+    },
+    **dict.fromkeys(("epsilon", "epsilon_sweep", "epsilon_scheme", "epsilon_map"), _EPSILON_FOUND),
+    "calibration": _CLAIM | {"value": NUMBER, "steps?": WHOLE},
+    "explain": Or(
+        {"rows": [_USE], "summary": {"batch_size": WHOLE, "inputs": Some(Some(WHOLE))}},
+        {"problems": [{"module": TEXT, "reason": TEXT}]},
+        {"usage": TEXT},
+    ),
+    "coverage": Or(
+        _ROWS | {"built": Is("true", lambda built: built is True)},
+        {"built": Is("false", lambda built: built is False), "reason": TEXT},
+    ),
+    "conformance": {"rows": [_ERRORS | {"case": TEXT, "result": one_of("exact", "refuses", "wrong"), "raised": FLAG}]},
+    "sensitivity": {
+        "rows": [
+            {
+                "case": TEXT,
+                "outcome": TEXT,
+                "excess": Or(FINITE, None),
+                "limit": Or(FINITE, None),
+                "batch_size?": _WHOLE,
+                "record?": _TEXT,
+                "counts?": Or(Each(COUNT), None),
+                "reason?": _TEXT,
+            }
+        ]
+    },
+    "device": {
+        "facts": Each(ANY),
+        "versions": Each(ANY),
+        "bandwidth": [{"what": TEXT, "bytes_per_second": FINITE}],
+        "products": [{"size": POSITIVE, "precision": TEXT, "flops_per_second": FINITE}],
+        "latency": [{"what": TEXT, "seconds": SECONDS}],
+    },
+    "norms": {
+        "rows": [
+            {
+                **dict.fromkeys(("operation", "sizes", "parameter", "route", "way"), TEXT),
+                **dict.fromkeys(("error", "limit"), _NUMBER),
+                "outcome": OUTCOME,
+                "evidence": _TEXT,
+            }
+        ]
+    },
+    "parts": {
+        "tensors": COUNT,
+        "counted": TEXT,
+        "steps": {
+            name: {"parts": dict.fromkeys(parts.split(), _PART), "step_seconds": Some(ABOVE_0)}
+            for name, parts in (
+                ("plain", "forward backward optimizer rest"),
+                ("private", "forward clip finite noise optimizer rest"),
+            )
+        },
+    },
+    "profile": {"counted": TEXT, "backends": Each(Or(_PROFILED, _FAILED))},
+    "utility": {
+        "accuracy": FINITE,
+        "curve": Some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),
+        "test_losses": Some(NUMBER),
+        "noise?": TEXT,
+        "steps?": COUNT,
+        **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?"), Or(FINITE, None)),
+        "kind_of_epsilon?": _TEXT,
+    },
+    "audit": {
+        **dict.fromkeys(("claimed_epsilon", "epsilon_lower_bound"), FINITE),
+        **dict.fromkeys((f"{name}?" for name in _BOUNDS), FINITE),
+        **dict.fromkeys((f"{name}?" for name in _GUESSES), COUNT),
+        "p_values?": Each(FINITE),
+        "refuted_by?": [TEXT],
+        "releases?": COUNT,
+        "violated?": FLAG,
+    },
+}
+
+
+def flaw_of_result(kind: str, result: Any) -> str | None:
+    """What a result of a trial that ended well lacks of what its kind has; None if it is whole."""
+    if too_deep(result):
+        return "result: nested too deeply"
+    return flaw(result, _RESULTS.get(kind, Each(ANY)), "result")
+
+
+def flaw_of_line(line: Any) -> str | None:
+    """Why a line, in the schema of today, is no whole record, in words; None if it is one."""
+    if too_deep(line):
+        return "nested too deeply"
+    kind_of_line = line.get("type") if isinstance(line, Mapping) else None
+    if (found := flaw(kind_of_line, _TYPE, "type")) is not None:
+        return found
+    if (found := flaw(line, LINES[str(kind_of_line)])) is not None:
+        return found
+    if kind_of_line == "environment":  # the records of a sweep count by their machine
+        where = line["environment"]
+        return flaw(where, {"host": TEXT}, "environment") if where.get("executor") else None
+    trial = line["trial"]
+    if (found := _flaw_of_trial(trial)) is not None or kind_of_line == "cut":
+        return found
+    return _flaw_of_found(trial["kind"], line)
+
+
+def flaw_of_trial(trial: Any) -> str | None:
+    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole."""
+    if too_deep(trial):
+        return "trial: nested too deeply"
+    return flaw(trial, {"kind": TEXT}, "trial") or _flaw_of_trial(trial)
+
+
+def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
+    kind = trial["kind"]
+    return _too_large(trial) or (flaw(trial, _shape_of_trial(kind), "trial") if kind in _TRIALS else None)
+
+
+@functools.cache
+def _shape_of_trial(kind: str) -> Shape:
+    shape: dict[str, Shape] = {f"{name}?": each for name, each in _FIELDS.items()}
+    shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
+    if kind.startswith("epsilon"):  # what a calibration leaves open
+        shape |= {"noise_multiplier": FINITE, "steps": WHOLE}
+    if kind == "calibration":
+        shape["target_epsilon"] = ABOVE_0
+    return shape
+
+
+def _too_large(value: Any, where: str = "trial") -> str | None:
+    """The first number in it that has more digits than anything here can reckon with."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return next((f for key, each in items if (f := _too_large(each, f"{where}.{key}"))), None)
+    return flaw(value, NUMBER, where) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
+    """Of a trial that ended otherwise than well, what it kept must be as that of others, as far as it goes."""
+    result, shape = line["result"], _RESULTS.get(kind, Each(ANY))
+    if line["outcome"] == Outcome.OK:
+        found = flaw(result, shape, "result") or flaw(result, _FILES, "result")
+        asked = line["trial"]["backends"] if found is None and kind in ("overhead", "training_step") else ()
+        missing = [name for name in asked if name not in result["backends"]]
+        return f"result.backends: expected {missing[0]}, got none" if missing else found
+    if result is None or not isinstance(shape, dict):
+        return None
+    optional: Shape = {f"{name.removesuffix('?')}?": Or(each, None) for name, each in shape.items()}
+    return flaw(result, optional | _FILES, "result")

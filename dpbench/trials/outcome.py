@@ -1,0 +1,108 @@
+"""How a trial can end. Always typed, always with evidence, never a missing row.
+
+==============  =======================================================================================  =====
+outcome         meaning                                                                                  final
+==============  =======================================================================================  =====
+`ok`            measured, and the answer verified                                                        yes
+`oom`           the device or the allocator had no memory left                                           yes
+`over_budget`   it ran, and needed more than the budget; the result is kept                              yes
+`unsupported`   the backend refuses this model, or the accountant has no answer, and says why            yes
+`mismatch`      it ran, and its answer is not the oracle's; the result is kept and enters no figure       no
+`timeout`       still running at its time limit; killed, with its whole process group                    no
+`crash`         the process went away by a signal or an exit of its own                                  no
+`error`         it raised something else                                                                 no
+==============  =======================================================================================  =====
+
+All of them count as done when a run is continued; the ones that are not final can be run again (``--retry``).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from enum import StrEnum
+from typing import Any
+
+
+class Outcome(StrEnum):
+    """What became of a trial; the table above says what each means."""
+
+    OK = "ok"
+    OOM = "oom"
+    OVER_BUDGET = "over_budget"
+    UNSUPPORTED = "unsupported"
+    MISMATCH = "mismatch"
+    TIMEOUT = "timeout"
+    CRASH = "crash"
+    ERROR = "error"
+
+
+FINAL = frozenset({Outcome.OK, Outcome.OOM, Outcome.OVER_BUDGET, Outcome.UNSUPPORTED})
+DOES_NOT_FIT = frozenset({Outcome.OOM, Outcome.OVER_BUDGET})
+RETRYABLE = frozenset(Outcome) - FINAL
+
+#: What a failed allocation says where it is no exception of a class of its own.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "NOT_ENOUGH_MEMORY")
+_TRACEBACK_LINES = 12
+
+
+class TrialFailure(Exception):
+    """A trial that ended otherwise than well, and has a `result` to keep all the same."""
+
+    outcome: Outcome
+
+    def __init__(self, result: dict[str, Any], message: str) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class OverBudget(TrialFailure):
+    """The step ran, and needed more memory than its budget."""
+
+    outcome = Outcome.OVER_BUDGET
+
+
+class Mismatch(TrialFailure):
+    """The step ran, and its norms or gradients are not the oracle's."""
+
+    outcome = Outcome.MISMATCH
+
+
+class PartlyFailed(TrialFailure):
+    """A trial of several backends, some of which ended with an outcome that is not final; the others' results stand."""
+
+    def __init__(self, outcome: Outcome, result: dict[str, Any], message: str) -> None:
+        super().__init__(result, message)
+        self.outcome = outcome
+
+
+def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]:
+    """Name what a trial's body raised: (outcome, evidence, result or None).
+
+    Imports nothing: what the body can raise it has imported.
+    """
+    if isinstance(error, TrialFailure):
+        return error.outcome, str(error), error.result
+    if _is_unsupported(error):
+        return Outcome.UNSUPPORTED, str(error), None
+    if _is_out_of_memory(error):
+        return Outcome.OOM, f"{type(error).__name__}: {_first_line(error)}", None
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return Outcome.ERROR, "\n".join(lines[-_TRACEBACK_LINES:]), None
+
+
+def _is_unsupported(error: BaseException) -> bool:
+    refusals = {"clipping": "UnsupportedModel", "accounting": "NoAnswer"}
+    loaded = ((sys.modules[package], name) for package, name in refusals.items() if package in sys.modules)
+    return any(isinstance(error, getattr(package, name)) for package, name in loaded)
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,34 @@
+"""Trials of the whole training step, as people run it: an engine around an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpbench.trials.steps import STEP_SOURCES, OverheadTrial
+
+OPTIMIZERS = ("SGD", "AdamW")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStepTrial(OverheadTrial):
+    """What private training costs beside ordinary training, forward to optimizer: many engines in one process.
+
+    `backends` names the engines by how they clip: `nonprivate` is the plain step of the same optimizer; our backends
+    are `PrivacyEngine`'s, `opacus_hooks` and `opacus_ghost`, `private_cnn` and `fastdp` the steps of those libraries.
+    Each has a copy of the model and an optimizer of its own. `optimizer` is SGD (with momentum 0.9) or AdamW. All else
+    is as in `OverheadTrial`.
+    """
+
+    kind: ClassVar[str] = "training_step"
+    body: ClassVar[str] = "dpbench.measure.training_step:run"
+    sources: ClassVar[tuple[str, ...]] = (*STEP_SOURCES, "dpbench/engine/**/*.py")
+    optimizer: str = "SGD"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"expected an optimizer, one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}")
+
+    def label(self) -> str:
+        return f"{super().label()}, {self.optimizer}"

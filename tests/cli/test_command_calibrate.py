@@ -1,0 +1,136 @@
+"""``dpbench calibrate``: rows, the contract's keys, what is safe when rounded, errors in one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import accounting
+from accounting import ACCOUNTANTS, SubsampledGaussian, load_accountant
+from dpbench.cli import main
+
+GIVEN = {"target_epsilon": "1", "sample_rate": "0.01", "steps": "10000", "delta": "1e-5"}
+
+
+def words(*more, **changes):
+    options = {name: value for name, value in (GIVEN | changes).items() if value is not None}
+    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", value)] + list(more)
+
+
+def calibrate(*more, capsys, **changes):
+    code = main(["calibrate", *words(*more, **changes)])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def rows(*more, capsys, **changes):
+    code, out, err = calibrate("--format", "json", *more, capsys=capsys, **changes)
+    assert (code, err) == (0, "")
+    return {row["accountant"]: row for row in json.loads(out)}
+
+
+def test_json_has_every_accountant_within_the_target(capsys):
+    found = rows(capsys=capsys)
+    assert list(found) == list(ACCOUNTANTS)
+    for name, row in found.items():
+        assert {"accountant", "noise_multiplier", "epsilon", "kind", "steps", "sample_rate", "detail"} <= set(row)
+        assert 0.999 <= row["epsilon"] <= 1.0
+        again = SubsampledGaussian(row["noise_multiplier"], 0.01)
+        assert load_accountant(name).epsilon(again, steps=10_000, delta=1e-5) == row["epsilon"]
+    assert found["gdp"]["kind"] == "estimate"
+    assert found["prv"]["noise_multiplier"] < found["rdp"]["noise_multiplier"] < found["moments"]["noise_multiplier"]
+
+
+@pytest.mark.parametrize(
+    ("unknown", "given", "key", "low", "high"),
+    [
+        ("steps", {"noise_multiplier": "4", "steps": None}, "steps", 6000, 12_000),
+        ("epochs", {"noise_multiplier": "4", "steps": None}, "epochs", 60.0, 120.0),
+        ("sample-rate", {"noise_multiplier": "4", "sample_rate": None}, "sample_rate", 0.007, 0.012),
+        ("noise-multiplier", {"epochs": "100", "steps": None}, "noise_multiplier", 3.8, 5.0),
+    ],
+)
+def test_each_unknown(unknown, given, key, low, high, capsys):
+    found = rows("--solve", unknown, "--accountant", "moments", "--accountant", "rdp", capsys=capsys, **given)
+    for row in found.values():
+        assert low < row[key] < high and row["epsilon"] <= 1.0
+        assert row["epochs"] == pytest.approx(row["steps"] * row["sample_rate"])
+
+
+def test_the_table_rounds_to_the_safe_side(capsys):
+    code, out, _ = calibrate("--accountant", "rdp", capsys=capsys)
+    assert code == 0
+    assert "smallest noise multiplier with ε ≤ 1 at δ = 1e-05, sample rate 0.01, steps 10,000" in out
+    name, sigma, epsilon, *kind = out.splitlines()[-1].split()
+    exact = rows("--accountant", "rdp", capsys=capsys)["rdp"]
+    assert (name, kind[:2]) == ("rdp", ["upper", "bound"])
+    assert exact["noise_multiplier"] <= float(sigma) <= exact["noise_multiplier"] * (1 + 1e-5)
+    assert exact["epsilon"] <= float(epsilon)
+
+
+def test_a_target_out_of_reach_is_a_row_and_the_others_answer(capsys):
+    found = rows(capsys=capsys, target_epsilon="0.3")
+    assert found["moments"]["noise_multiplier"] is None and found["moments"]["epsilon"] is None
+    assert "still 0.3598" in found["moments"]["detail"]["reason"]
+    assert found["rdp"]["epsilon"] <= 0.3
+    _, out, _ = calibrate("--accountant", "moments", capsys=capsys, target_epsilon="0.3")
+    assert out.splitlines()[-1].split()[:3] == ["moments", "-", "-"]
+
+
+def test_under_another_scheme(capsys):
+    scheme = {"sampling": "shuffled", "steps": "400"}
+    found = rows(capsys=capsys, **scheme)
+    assert list(found) == ["shuffled", *ACCOUNTANTS]
+    assert found["shuffled"]["kind"] == "lower_bound"
+    assert found["shuffled"]["noise_multiplier"] < found["prv"]["noise_multiplier"]
+    assert "no valid bound" in found["gdp"]["detail"]["reason"]
+    assert {row["detail"].get("adjacency", "zero_out") for row in found.values()} == {"zero_out"}
+    _, out, _ = calibrate("--accountant", "rdp", capsys=capsys, **scheme)
+    assert "shuffled batches, making one record's gradient zero" in out
+
+
+def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
+    monkeypatch.setitem(
+        accounting.ACCOUNTANTS,
+        "pld",
+        accounting.AccountantInfo("accounting.no_such_module:Pld", "needs what is not there"),
+    )
+    found = rows("--accountant", "pld", "--accountant", "rdp", capsys=capsys)
+    assert "no_such_module" in found["pld"]["detail"]["reason"] and found["rdp"]["epsilon"] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "message"),
+    [
+        ({"target_epsilon": "0"}, [], "expected --target-epsilon to be a finite number > 0, got 0"),
+        ({"target_epsilon": "-1"}, [], "expected --target-epsilon to be a finite number > 0, got -1"),
+        ({"target_epsilon": "one"}, [], "expected --target-epsilon to be a number, got 'one'"),
+        ({"sample_rate": "1.5"}, [], "expected --sample-rate in [0, 1], got 1.5"),
+        ({"steps": "2.5"}, [], "expected --steps to be a whole number >= 0, got 2.5"),
+        ({"delta": "-1e-5"}, [], "expected --delta in [0, 1], got -1e-05"),
+        ({"steps": None}, [], "expected --steps when solving for noise-multiplier, got 'none'"),
+        ({"noise_multiplier": "4"}, [], "expected no --noise-multiplier when solving for noise-multiplier, got '4'"),
+        ({"noise_multiplier": "4"}, ["--solve", "steps"], "expected no --steps when solving for steps, got '10000'"),
+        ({"epochs": "3"}, [], "expected either --steps or --epochs, got 'both'"),
+        ({"epochs": "-3", "steps": None}, [], "at a sample rate above 0, got '-3'"),
+        ({}, ["--solve", "sigma"], "noise_multiplier, steps, epochs, sample_rate, got 'sigma'"),
+        ({}, ["--accountant", "rpd"], "got 'rpd'; did you mean 'rdp'?"),
+        ({"sampling": "shuffled", "adjacency": "add_remove"}, [], "every batch after it), got 'add_remove'"),
+    ],
+)
+def test_what_a_person_mistyped_is_one_line(changes, more, message, capsys):
+    code, out, err = calibrate(*more, capsys=capsys, **changes)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").endswith(message)
+
+
+def test_without_torch():
+    code = (
+        f"import sys; sys.argv = ['dpbench', 'calibrate', *{words()!r}]\n"
+        "from dpbench.cli import main\ncode = main()\n"
+        "print(code, *sorted({'torch', 'pandas', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.split() == ["0"]

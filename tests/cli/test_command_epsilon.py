@@ -1,0 +1,192 @@
+"""``dpbench epsilon``: rows, errors in one line, and nothing heavy imported."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from processor import as_quick_as_imports
+
+import accounting
+from accounting import Accountant
+from dpbench.cli import main
+
+POINT = ["--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "10000", "--delta", "1e-5"]
+
+
+def dpbench(*args, capsys):
+    code = main(["epsilon", *args])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def point(**changes):
+    options = dict(zip(POINT[::2], POINT[1::2], strict=True))
+    options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+    return [word for item in options.items() for word in item]
+
+
+def test_json_rows(capsys):
+    code, out, err = dpbench(*POINT, "--format", "json", capsys=capsys)
+    rows = json.loads(out)
+    assert (code, err) == (0, "")
+    assert [row["accountant"] for row in rows] == list(accounting.ACCOUNTANTS)
+    assert all(set(row) == {"accountant", "epsilon", "kind", "detail"} for row in rows)
+    assert {row["accountant"]: row["kind"] for row in rows if row["kind"] != "upper_bound"} == {"gdp": "estimate"}
+    assert rows[2]["epsilon"] == pytest.approx(1.2586, abs=5e-5)
+    assert rows[2]["detail"]["order"] == 19
+    assert (rows[2]["detail"]["sampling"], rows[2]["detail"]["adjacency"]) == ("poisson", "add_remove")
+
+
+def test_chosen_accountants_in_the_order_asked(capsys):
+    chosen = ["--accountant", "strong:published", "--accountant", "moments", "--accountant", "moments"]
+    _, out, _ = dpbench(*POINT, *chosen, "--format", "json", capsys=capsys)
+    rows = json.loads(out)
+    assert [(row["accountant"], row["kind"]) for row in rows] == [
+        ("strong:published", "heuristic"),
+        ("moments", "upper_bound"),
+    ]
+
+
+def test_an_infinite_epsilon_is_a_string(capsys):
+    code, out, _ = dpbench(*point(delta="0"), "--format", "json", capsys=capsys)
+    assert code == 0
+    assert [row["epsilon"] for row in json.loads(out)] == ["inf"] * len(accounting.ACCOUNTANTS)
+    code, out, _ = dpbench(*point(noise_multiplier="1e-3"), "--format", "json", capsys=capsys)
+    assert code == 0
+    json.loads(out, parse_constant=lambda constant: pytest.fail(f"{constant} is no JSON"))
+
+
+def test_table_states_setting_scheme_adjacency_and_kind(capsys):
+    code, out, _ = dpbench(*POINT, "--accountant", "moments", "--accountant", "strong:published", capsys=capsys)
+    assert code == 0
+    assert "Poisson sampling" in out and "adding or removing one record" in out
+    assert "10,000 steps" in out and "1e-05" in out
+    header, moments, published = out.splitlines()[-3:]
+    for line, kind in ((moments, "upper bound"), (published, "heuristic")):
+        assert line.index(kind) == header.index("kind")
+    assert "1.25858" in moments  # 1.2585747...: an upper bound is rounded up
+    assert "order=19" in moments and "no upper bound" in published
+
+
+def test_an_accountant_without_an_answer_leaves_the_others_theirs(capsys, monkeypatch):
+    class Broken(Accountant):
+        def _inside(self, mechanism, steps, delta):
+            return float("nan"), {}
+
+    monkeypatch.setattr(accounting, "Broken", Broken, raising=False)
+    monkeypatch.setitem(
+        accounting.ACCOUNTANTS, "simple", accounting.AccountantInfo("accounting:Broken", "never answers")
+    )
+    code, out, _ = dpbench(*POINT, "--format", "json", capsys=capsys)
+    simple, strong, moments, *_ = json.loads(out)
+    assert code == 0
+    assert simple["epsilon"] is None and "nan" in simple["detail"]["reason"]
+    assert strong["epsilon"] > moments["epsilon"] > 0
+    code, out, _ = dpbench(*POINT, capsys=capsys)
+    assert code == 0 and "1.25858" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sample_rate": "1.5"}, "expected --sample-rate in [0, 1], got 1.5"),
+        ({"sample_rate": "nan"}, "expected --sample-rate in [0, 1], got nan"),
+        ({"noise_multiplier": "-4"}, "expected --noise-multiplier to be a number >= 0, got -4"),
+        ({"noise_multiplier": "four"}, "expected --noise-multiplier to be a number, got 'four'"),
+        ({"steps": "2.5"}, "expected --steps to be a whole number >= 0, got 2.5"),
+        ({"steps": "-1"}, "expected --steps to be a whole number >= 0, got -1"),
+        ({"delta": "-1e-5"}, "expected --delta in [0, 1], got -1e-05"),
+        ({"delta": "2"}, "expected --delta in [0, 1], got 2"),
+        ({"delta": ""}, "expected --delta to be a number, got ''"),
+        ({"accountant": "momets"}, "got 'momets'; did you mean 'moments'?"),
+        ({"sampling": "poison"}, "got 'poison'; did you mean 'poisson'?"),
+        ({"adjacency": "replace"}, "got 'replace'; did you mean 'replace_one'?"),
+        ({"adjacency": ""}, "one of add_remove, zero_out, replace_one, got ''"),
+        *(
+            (
+                {"sampling": sampling, "adjacency": "add_remove"},
+                f"expected --adjacency zero_out or replace_one with sampling {sampling} "
+                "(removing a record shifts every batch after it), got 'add_remove'",
+            )
+            for sampling in ("one_pass", "shuffled")
+        ),
+        (
+            {"max_batch_size": "5"},
+            "expected --max-batch-size with truncated Poisson sampling only, not with poisson, got 5",
+        ),
+    ],
+)
+def test_what_a_person_mistyped_is_one_line(changes, message, capsys):
+    code, out, err = dpbench(*point(**changes), capsys=capsys)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").endswith(message)
+
+
+def test_steps_in_any_notation(capsys):
+    answers = [dpbench(*point(steps=text), "--format", "json", capsys=capsys)[1] for text in ("10000", "1e4")]
+    assert len({json.loads(out)[2]["epsilon"] for out in answers}) == 1
+
+
+def test_a_library_that_is_missing_is_a_row_that_says_so(capsys, monkeypatch):
+    monkeypatch.setitem(
+        accounting.ACCOUNTANTS,
+        "pld",
+        accounting.AccountantInfo("accounting.no_such_module:Pld", "needs what is not there"),
+    )
+    code, out, _ = dpbench(*POINT, "--format", "json", capsys=capsys)
+    rows = {row["accountant"]: row for row in json.loads(out)}
+    assert code == 0 and rows["pld"]["epsilon"] is None
+    assert "no_such_module" in rows["pld"]["detail"]["reason"]
+    assert rows["prv"]["epsilon"] == pytest.approx(0.9466, abs=1e-3)
+
+
+def test_a_scheme_has_its_own_accountants_and_says_where_there_is_no_bound(capsys):
+    scheme = ["--sampling", "shuffled", "--adjacency", "replace_one"]
+    code, out, _ = dpbench(*point(steps="400"), *scheme, "--format", "json", capsys=capsys)
+    rows = {row["accountant"]: row for row in json.loads(out)}
+    assert code == 0
+    assert (rows["shuffled"]["kind"], rows["prv"]["kind"]) == ("lower_bound", "upper_bound")
+    assert 0 < rows["shuffled"]["epsilon"] < rows["prv"]["epsilon"]
+    assert rows["gdp"]["epsilon"] is None and "no valid bound" in rows["gdp"]["detail"]["reason"]
+    _, out, _ = dpbench(*point(steps="400"), *scheme, "--accountant", "gdp", capsys=capsys)
+    assert "shuffled batches, replacing one record" in out
+    _, out, _ = dpbench(*point(steps="400"), *scheme[:2], "--accountant", "prv", capsys=capsys)
+    assert "shuffled batches, making one record's gradient zero" in out
+    _, out, _ = dpbench(*point(steps="400"), *scheme[:2], "--accountant", "gdp", capsys=capsys)
+    assert out.splitlines()[-1].split()[:3] == ["gdp", "-", "estimate"]
+
+
+def test_truncated_batches_need_their_sizes(capsys):
+    code, out, err = dpbench(*POINT, "--sampling", "truncated_poisson", capsys=capsys)
+    assert (code, out) == (2, "")
+    assert err == "dpbench: expected --dataset-size under truncated Poisson sampling, got None\n"
+    sizes = ["--sampling", "truncated_poisson", "--dataset-size", "60000", "--max-batch-size", "700"]
+    code, out, _ = dpbench(*POINT, *sizes, "--accountant", "prv", capsys=capsys)
+    assert code == 0 and "60,000 records, 700 kept in a batch at most" in out
+
+
+CODE = """import sys; sys.argv = ['dpbench', 'epsilon', *{arguments!r}]
+from dpbench.cli import main
+code = main()
+print(code, *sorted({{'torch', 'pandas', 'matplotlib', {also}}} & set(sys.modules)), file=sys.stderr)"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "also", "libraries"),
+    [
+        ([*POINT, "--accountant", "moments"], "'scipy'", "numpy"),
+        (point(noise_multiplier="1"), "'opacus'", "dp_accounting.pld"),  # all of them
+    ],
+    ids=["one", "all"],
+)
+def test_quick_and_without_torch(arguments, also, libraries):
+    code, told = CODE.format(arguments=arguments, also=also), []
+
+    def command():
+        told.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr)
+
+    assert as_quick_as_imports(command, libraries)
+    assert {tuple(text.split()) for text in told} == {("0",)}

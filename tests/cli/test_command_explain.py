@@ -1,0 +1,355 @@
+"""``dpbench explain``: the paper's example, the rows and the table, and one line for what cannot be explained."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.cli.explain import table
+from dpbench.measure.explain import run, sizes
+from dpbench.trials import ExplainTrial
+
+ROOT = Path(__file__).resolve().parents[2]
+KEYS = [
+    *("parameter", "op", "T", "d", "p", "groups", "two_T_squared", "p_times_d", "paper_choice", "choice"),
+    *("bytes", "flops", "reason", "plan", "predicted_seconds", "measured_seconds"),
+]
+MODELS = """
+import torch
+from torch import nn
+
+
+class InPlace(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(10))
+        self.head = nn.Linear(3, 10)
+
+    def forward(self, x):
+        return self.head(x.mean((2, 3))).fmod_(self.a).remainder_(self.b)
+
+
+class AsksForAValue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 10)
+
+    def forward(self, x):
+        x = x.mean((2, 3))
+        return self.head(x if x.sum() > 0 else -x)
+
+
+class Broken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 10)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError("the second batch is too much")
+        return self.head(x.mean((2, 3)))
+
+
+def small():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=4), nn.GroupNorm(2, 8), nn.Flatten(), nn.LazyLinear(10))
+
+
+def lazy_no_more():
+    model = small()
+    model(torch.zeros(1, 3, 32, 32))
+    return model
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "mine.py"
+    path.write_text(MODELS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def vgg() -> dict:
+    """The paper's example, without a process of its own."""
+    return run(ExplainTrial(model="torchvision:vgg11", batch_size=1))
+
+
+def test_vgg_11_at_224_as_the_paper_has_it(vgg):
+    """arXiv:2205.10683: conv1 to conv5 are instantiated, and the ghost norm is taken from conv6 on."""
+    assert vgg["summary"]["inputs"] == [[1, 3, 224, 224]]
+    weights = [row for row in vgg["rows"] if row["T"]]
+    assert [row["op"] for row in weights] == ["conv2d"] * 8 + ["linear"] * 3
+    assert [row["paper_choice"] for row in weights] == ["instantiate"] * 5 + ["ghost"] * 6
+    assert [row["choice"] for row in weights] == [row["paper_choice"] for row in weights]
+    positions = [224**2, 112**2, 56**2, 56**2, 28**2, 28**2, 14**2, 14**2, 1, 1, 1]
+    products = [64 * 3 * 9, 128 * 64 * 9, 256 * 128 * 9, 256 * 256 * 9, 512 * 256 * 9, *[512 * 512 * 9] * 3]
+    products += [4096 * 512 * 7 * 7, 4096 * 4096, 1000 * 4096]
+    assert [row["T"] for row in weights] == positions
+    assert [row["two_T_squared"] for row in weights] == [2 * T**2 for T in positions]
+    assert [row["p_times_d"] for row in weights] == products == [row["p"] * row["d"] for row in weights]
+
+
+def test_the_totals_are_those_of_the_rows(vgg):
+    rows, summary = vgg["rows"], vgg["summary"]
+    for key in ("bytes", "flops"):
+        instantiated = sum(row[key]["instantiate"] for row in rows)
+        ghost = sum(row[key]["instantiate" if row[key]["ghost"] is None else "ghost"] for row in rows)
+        mixed = sum(row[key][row["choice"]] for row in rows)
+        found = [summary["totals"][name][key] for name in ("ghost", "instantiate", "mixed")]
+        assert found == [ghost, instantiated, mixed]
+        assert mixed < ghost
+    ghost_weights = [row for row in rows if row["choice"] == "ghost"]
+    assert summary["parameters"] == 132_863_336
+    assert summary["share"]["ghost"] == pytest.approx(sum(row["p_times_d"] for row in ghost_weights) / 132_863_336)
+    assert sum(summary["share"].values()) == pytest.approx(1)
+
+
+def test_json_is_a_list_of_rows(capsys, models):
+    code = main(["explain", f"{models}:lazy_no_more", "--batch-size", "1", "--format", "json"])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    rows = json.loads(out)
+    assert [list(row) for row in rows] == [KEYS] * 6
+    assert [row["parameter"] for row in rows] == ["0.weight", "0.bias", "1.weight", "1.bias", "3.weight", "3.bias"]
+    conv, bias = rows[:2]
+    predicted = conv.pop("predicted_seconds")
+    assert list(predicted) == ["ghost", "kept", "discarded"] and 0 < predicted["kept"] < predicted["ghost"] < 1
+    assert conv == {
+        "parameter": "0.weight",
+        "op": "conv2d",
+        "T": 64,
+        "d": 27,
+        "p": 8,
+        "groups": 1,
+        "two_T_squared": 2 * 64**2,
+        "p_times_d": 27 * 8,
+        "paper_choice": "instantiate",
+        "choice": "instantiate",
+        "bytes": {"ghost": 4 * (2 * 64**2 + 2 * 64 * 27), "instantiate": 4 * 27 * 8},
+        "flops": {"ghost": 2 * 64**2 * 35, "instantiate": 2 * 64 * 27 * 8},  # too few positions for its symmetry to pay
+        "reason": None,
+        "plan": "kept, grouped",
+        "measured_seconds": None,
+    }
+    assert [bias[key] for key in ("T", "d", "p", "two_T_squared", "p_times_d", "paper_choice")] == [None] * 6
+    assert bias["bytes"] == {"ghost": None, "instantiate": 32}
+
+
+def columns(line: str) -> list[str]:
+    return re.split(r"  +", line.strip())
+
+
+def test_the_table_is_aligned_and_sums_up(vgg):
+    lines = table("torchvision:vgg11", vgg["rows"], vgg["summary"] | {"batch_size": 4})
+    assert lines[0] == "torchvision:vgg11: 132,863,336 trainable parameters, inputs 1×3×224×224"
+    header, first, second = lines[2:5]
+    assert len(lines[2 : lines.index("", 2)]) == 1 + len(vgg["rows"])
+    assert columns(first)[:7] == ["features.0.weight", "conv2d", "50,176", "27", "64", "5.04 G", "1.73 k"]
+    assert columns(first)[7:13] == ["instantiate", "instantiate", "18.8 GiB", "6.75 KiB", "344 G", "173 M"]
+    assert columns(second)[2:13] == ["-"] * 6 + ["instantiate", "-", "256 B", "-", "3.21 M"]
+    assert [columns(line)[13:] for line in (first, second)] == [["kept, grouped", "1.30 ms"], ["kept", "0.04 µs"]]
+    for name in ("2T²", "pd"):  # numbers end where their header ends
+        end = header.index(name) + len(name)
+        assert all(line[end - 1] != " " and line[end] == " " for line in (header, first, second))
+    text = "\n".join(lines)
+    assert "parameters by the route of mixed_ghost: 98.4% ghost, 1.6% instantiated\n" in text
+    totals = {columns(line)[0]: columns(line)[1:] for line in lines}
+    assert ["all ghost", "all instantiated", "mixed"] in [columns(line) for line in lines]
+    assert totals["bytes, one sample"] == ["20.8 GiB", "603 MiB", "91.9 MiB"]
+    assert totals["operations, one sample"] == ["424 G", "15.2 G", "10.8 G"]
+    assert totals["bytes, 4 samples"] == ["83.0 GiB", "2.36 GiB", "368 MiB"]
+    assert "Figures of a row are for one sample" in text and "2T² ≤ pd" in text and "2205.10683" in text
+    assert "What is made of several parameters" not in text
+    batch_of_one = table("vgg11", vgg["rows"], vgg["summary"])
+    assert [line.split(", ")[1][:10] for line in batch_of_one if line.startswith("bytes, ")] == ["one sample"]
+
+
+def test_the_table_numbers_its_reasons():
+    cost = {"ghost": None, "instantiate": 24}
+    row = dict.fromkeys(KEYS) | {"parameter": "w", "op": "maximum", "choice": "fallback", "bytes": cost, "flops": cost}
+    rows = [
+        row | {"reason": "this"},
+        row | {"flops": {"ghost": None, "instantiate": 0}},
+        row | {"reason": "that", "groups": 2},
+        row | {"reason": "this"},
+    ]
+    summary = {
+        "parameters": 6,
+        "share": {"ghost": 0.0, "instantiate": 0.0, "fallback": 2 / 3, "unused": 1 / 3},
+        "totals": {name: {"bytes": 24, "flops": 0} for name in ("ghost", "instantiate", "mixed")},
+        "uncounted": 4,
+        "unused": ["v"],
+        "inputs": [[2, 6], [2]],
+        "batch_size": 2,
+        "real_tensors": "TypeError: no",
+        "predicted_peak": {"plan": 3 * 2**20, "ordinary": 2 * 2**20},
+        "measured": None,
+        "regret": None,
+    }
+    lines = table("mine.py:f", rows, summary)
+    assert lines[0] == "mine.py:f: 6 trainable parameters, inputs 2×6, 2"
+    assert [columns(line)[-1] for line in lines[3:7]] == ["[1]", "-", "[2]", "[1]"]
+    assert "Predicted peak of the plan: 3.00 MiB, 1.50x ordinary training's 2.00 MiB." in lines
+    assert columns(lines[5])[1] == "maximum, 2 groups"
+    assert "[1] this" in lines and "[2] that" in lines
+    assert "parameters by the route of mixed_ghost: 66.7% fallback, 33.3% that the loss does not depend on" in lines
+    assert "What is made of several parameters has a row for each of them, and counts with the first." in lines
+    assert "Operations of 4 uses by fallback are not known, and in no total." in lines
+    assert "The loss does not depend on v." in lines
+    assert lines[-1] == "Computed on real tensors, as fake ones would not do (TypeError: no)."
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        *((0, "0"), (7, "7"), (999, "999"), (1000, "1.00 k"), (9994, "9.99 k"), (9996, "10.0 k"), (99_960, "100 k")),
+        *((999_499, "999 k"), (999_600, "1.00 M"), (5_035_261_952, "5.04 G")),
+    ],
+)
+def test_numbers_have_three_digits(number, shown):
+    from dpbench.cli.explain import _short
+
+    assert _short(number) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nope.py:f"], "expected path/file.py:factory of an existing file, got 'nope.py:f'"),
+        (["resnt18"], "got 'resnt18'; did you mean 'resnet18'?"),
+        (["tim:vit"], "got 'tim:vit'; did you mean 'timm'?"),
+        (["cnn", "--batch-size", "0"], "expected at least 1 for --batch-size, got 0"),
+        (["cnn", "--image-size", "-3"], "expected at least 1 for --image-size, got -3"),
+        (["cnn", "--batch-size", "two"], "expected a whole number for --batch-size, got 'two'"),
+        ([], "expected MODEL after dpbench explain, got 'nothing'"),
+    ],
+    ids=" ".join,
+)
+def test_what_a_person_mistyped_is_one_line(arguments, said, capsys):
+    assert main(["explain", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and err.endswith(f"{said}\n")
+
+
+def test_what_shows_only_in_the_trial_is_one_line_too(capsys):
+    assert main(["explain", "torchvision:vgg12"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("dpbench: expected") and "got 'vgg12'" in err and "did you mean" in err
+
+
+def test_a_refused_model_is_a_line_for_each_problem(capsys, models):
+    assert main(["explain", f"{models}:InPlace"]) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert [line.split(":")[0] for line in err.splitlines()] == ["dpbench"] * 2
+    for line, parameter in zip(err.splitlines(), ("a: fmod_", "b: remainder_"), strict=True):
+        assert f"{models}:InPlace is refused; {parameter}: no exact rule" in line and "(remedy: use its out" in line
+
+
+def test_a_model_that_fails_is_one_line(capsys, models):
+    assert main(["explain", f"{models}:Broken"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.endswith("cannot be explained: error: RuntimeError: the second batch is too much\n")
+
+
+def test_a_model_that_asks_for_a_value_is_run_on_real_tensors(models):
+    found = run(ExplainTrial(model=f"{models}:AsksForAValue", batch_size=2))
+    assert [row["choice"] for row in found["rows"]] == ["ghost", "instantiate"]
+    assert "DataDependent" in found["summary"]["real_tensors"]
+
+
+def test_every_reference_has_its_own_size():
+    """A timm model is explained at the resolution that it was made for."""
+    found = {
+        ref: sizes(ExplainTrial(model=ref, batch_size=1))
+        for ref in ("cnn", "torchvision:vgg11", "timm:resnet18", "timm:vit_small_patch16_384", "timm:resnet_18")
+    }
+    assert list(found.values()) == [(32, 10), (224, 1000), (224, 1000), (384, 1000), (224, 1000)]
+    asked = ExplainTrial(model="torchvision:vgg11", batch_size=1, image_size=64, num_classes=7)
+    assert sizes(asked) == (64, 7)
+
+
+def test_the_size_that_was_asked_for_is_taken():
+    found = run(ExplainTrial(model="cnn", batch_size=2, image_size=16, num_classes=3))
+    assert found["summary"]["inputs"] == [[2, 3, 16, 16]]
+    assert (found["rows"][0]["T"], found["rows"][-2]["p"]) == (16**2, 3)
+
+
+def test_the_parent_imports_no_torch():
+    code = (
+        "import sys\nfrom dpbench.cli import main\n"
+        "code = main(['explain', 'cnn', '--format', 'json'])\n"
+        "print(code, 'torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.split()[-2:] == ["0", "False"]
+    assert len(json.loads(done.stdout)) == 16
+
+
+@pytest.fixture(scope="module")
+def measured(models) -> dict:
+    return run(ExplainTrial(model=f"{models}:lazy_no_more", batch_size=4, measure=True))
+
+
+def test_measured_seconds_peaks_and_regret(measured):
+    rows, summary = measured["rows"], measured["summary"]
+    assert all(row["measured_seconds"]["kept"] > 0 for row in rows)
+    assert rows[0]["measured_seconds"]["ghost"] is None or rows[0]["measured_seconds"]["ghost"] > 0
+    assert set(summary["regret"]) == {"formula", "timed"} and min(summary["regret"].values()) >= 0
+    steps, predicted = summary["measured"], summary["predicted_peak"]
+    for name in ("plan", "ordinary"):
+        assert steps[name]["source"] == "cpu_allocator" and 0 < steps[name]["step_seconds"] < 1
+        assert steps[name]["verification"]["max_grad_error"] < 1e-6
+        # of a network as small as this, temporaries inside kernels are the larger part
+        assert predicted[name] / 2 < steps[name]["peak_bytes"] < 20 * predicted[name]
+    assert sum(steps["plan"]["coverage"].values()) == pytest.approx(1.0)
+
+
+def test_the_table_says_what_was_measured(measured):
+    lines = table("mine.py:f", measured["rows"], measured["summary"])
+    header = columns(lines[2])
+    assert header[-5:] == ["plan of bk_mixed", "predicted", "measured: ghost", "kept", "discarded"]
+    assert all(re.fullmatch(r"[\d.]+ (s|ms|µs)", columns(line)[-2]) for line in lines[3:9])
+    text = "\n".join(lines)
+    for said in (
+        r"Predicted peak of the plan: [\d.]+ KiB, [\d.]+x ordinary training's [\d.]+ KiB\.\n",
+        r"Measured peak of the plan: [\d.]+ [KM]iB, [\d.]+x ordinary training's [\d.]+ [KM]iB \(cpu_allocator\)\.\n",
+        r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs); exact to \de-\d+ on 2 samples\.\n",
+        r"Regret of the plan by formula: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",
+        r"Regret of the plan by timing, the one shown: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",
+    ):
+        assert re.search(said, text), said
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (None, "-"),
+        (2.345, "2.35 s"),
+        (0.0999, "99.9 ms"),
+        (0.99951, "1.00 s"),
+        (4.2e-8, "0.04 µs"),
+        (9.996e-3, "10.0 ms"),
+    ],
+)
+def test_seconds_have_three_digits(number, shown):
+    from dpbench.cli.explain import _seconds
+
+    assert _seconds(number) == shown
+
+
+def test_measuring_from_the_command_line(capsys, models):
+    assert main(["explain", f"{models}:lazy_no_more", "--batch-size", "2", "--measure", "--format", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [list(row) for row in rows] == [KEYS] * 6
+    assert all(set(row["measured_seconds"]) == {"ghost", "kept", "discarded"} for row in rows)

@@ -1,0 +1,348 @@
+"""What `clipping.explain` says: figures computed by hand, and decisions that are those of the backends."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CASES, Case, Reused, Tied, cross_entropy
+from torch import nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+
+from clipping import UnsupportedModel, load_backend
+from clipping.batches import map_tensors
+from clipping.explain import Cost, Row, explain
+from clipping.planning.planner import Planner
+from clipping.rules import Rule
+from clipping.rules.linear import LinearWeight
+
+BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost", "plan": "bk_mixed"}
+BATCH = 3
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def total(outputs, targets):
+    """A loss that depends on every output."""
+    return outputs.flatten(1).square().sum(1) + 0 * targets
+
+
+def rows(model: nn.Module, *size: int, inputs=None, loss=total) -> dict[str, Row]:
+    """parameter -> its only row, for inputs [3, *size] in float32."""
+    inputs = torch.randn(BATCH, *size) if inputs is None else inputs
+    found = explain(model, loss, inputs, torch.zeros(BATCH)).rows
+    assert len({row.parameter for row in found}) == len(found)
+    return {row.parameter: row for row in found}
+
+
+def shape_of(row: Row) -> tuple[int | None, ...]:
+    return row.positions, row.inputs, row.outputs, row.groups
+
+
+def test_a_linear_layer_over_ten_positions():
+    found = rows(nn.Linear(6, 5), 10, 6)
+    weight, bias = found["weight"], found["bias"]
+    assert (weight.operation, shape_of(weight)) == ("linear", (10, 6, 5, 1))
+    assert weight.bytes == Cost(ghost=4 * 2 * 10**2, instantiate=4 * 6 * 5)
+    assert weight.operations == Cost(ghost=2 * 10**2 * (6 + 5), instantiate=2 * 10 * 6 * 5)
+    assert (weight.paper, weight.reason) == ("instantiate", None)  # 200 > 30
+    assert weight.routes == {"ghost": "ghost", "instantiate": "instantiate", "mixed": "instantiate"}
+    assert (shape_of(bias), bias.paper) == ((None,) * 4, None)
+    assert (bias.bytes, bias.operations) == (Cost(None, 4 * 5), Cost(None, 10 * 5))
+    assert set(bias.routes.values()) == {"instantiate"}
+
+
+def test_at_the_threshold_the_rule_takes_the_ghost_norm():
+    """2T² = pd, with T = 2."""
+    equal, above = (rows(nn.Linear(d, 2, bias=False), 2, d)["weight"] for d in (4, 3))
+    assert (equal.paper, equal.routes["mixed"]) == ("ghost", "ghost")
+    assert (above.paper, above.routes["mixed"]) == ("instantiate", "instantiate")
+
+
+def test_a_strided_convolution():
+    weight = rows(nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False), 3, 9, 7)["weight"]
+    assert (weight.operation, shape_of(weight)) == ("conv2d", (5 * 4, 3 * 3 * 3, 8, 1))
+    # by patches, which are made and copied beside the two Gram matrices; the gradient is that of a grouped convolution
+    assert weight.bytes == Cost(ghost=4 * (2 * 20**2 + 2 * 20 * 27), instantiate=4 * 27 * 8)
+    assert weight.operations == Cost(ghost=2 * 20**2 * (27 + 8), instantiate=2 * 20 * 27 * 8)
+
+
+def test_a_convolution_of_many_positions_has_its_gram_matrices_from_pixels():
+    weight = rows(nn.Conv2d(64, 8, 3, padding=1, bias=False), 64, 10, 10)["weight"]
+    assert shape_of(weight) == (100, 576, 8, 1)
+    assert weight.bytes.ghost == 4 * (2 * 100**2 + 100**2)  # both Gram matrices, and that of the 10x10 pixels
+    assert weight.operations.ghost == 2 * 100**2 * (8 + 64)
+    assert weight.plan == "kept, grouped"
+
+
+def test_a_grouped_convolution_has_gram_matrices_for_each_group():
+    weight = rows(nn.Conv1d(6, 9, 2, groups=3, bias=False), 6, 5)["weight"]
+    assert (weight.operation, shape_of(weight)) == ("conv1d", (4, 2 * 2, 3, 3))
+    # by pixels, of which there are 5: both Gram matrices of a group, and that of its pixels
+    assert weight.bytes == Cost(ghost=4 * 3 * (2 * 4**2 + 5**2), instantiate=4 * 9 * 2 * 2)
+    assert weight.operations == Cost(ghost=2 * (3 * 4**2 * 3 + 5**2 * 6), instantiate=3 * 2 * 4 * 4 * 3)
+    assert weight.paper == "instantiate"  # 32 > 12 in each group
+
+
+def test_norms_and_bare_parameters_have_no_linear_form():
+    found = rows(nn.Sequential(nn.Conv2d(3, 4, 1, bias=False), nn.GroupNorm(2, 4)), 3, 5, 5)
+    for name, operations in (("1.weight", 4), ("1.bias", 4)):
+        row = found[name]
+        assert (row.operation, shape_of(row), row.paper, row.reason) == ("group_norm", (None,) * 4, None, None)
+        assert (row.bytes, row.operations) == (Cost(None, 4 * 4), Cost(None, operations))
+
+
+def test_an_embedding_adds_up_the_rows_that_were_read():
+    ids = torch.randint(0, 50, (BATCH, 7))
+    weight = rows(nn.Embedding(50, 4), inputs=ids)["weight"]
+    assert (weight.operation, shape_of(weight), weight.paper) == ("embedding", (7, 50, 4, 1), "ghost")
+    assert weight.bytes == Cost(ghost=4 * 2 * 7 * 4, instantiate=4 * 50 * 4)
+    assert weight.operations == Cost(ghost=7 * 4, instantiate=7 * 4)
+
+
+def test_a_tied_head_has_a_row_for_each_use_and_their_cross_term_in_the_first():
+    ids = torch.randint(0, 7, (BATCH, 3))
+    found = explain(Tied(), lambda outputs, _: outputs.square().sum((1, 2)), ids, torch.zeros(BATCH)).rows
+    embedding, head = (row for row in found if row.parameter == "embedding.weight")
+    assert (embedding.operation, shape_of(embedding)) == ("embedding", (3, 7, 4, 1))
+    assert (head.operation, shape_of(head)) == ("linear", (3, 4, 7, 1))
+    assert {row.routes["mixed"] for row in (embedding, head)} == {"ghost"}  # 18 <= 28
+    assert head.bytes.ghost == 4 * 2 * 3**2
+    assert head.operations.ghost == 2 * 3**2 * (4 + 7)
+    assert embedding.bytes.ghost == 4 * (2 * 3 * 4 + 2 * 3 * 3)
+    assert embedding.operations.ghost == 3 * 4 + 2 * 3 * 3 * 4  # the inputs' Gram matrix is a look-up
+    assert {embedding.plan, head.plan} == {"ghost, with cross terms"}
+
+
+def test_a_layer_used_twice_has_its_cross_term_with_the_first_use():
+    found = explain(Reused(), total, torch.randn(BATCH, 4), torch.zeros(BATCH)).rows
+    first, second = (row for row in found if row.parameter == "layer.weight")
+    assert (first.operations.ghost, second.operations.ghost) == (2 * (4 + 4) * 2, 2 * (4 + 4))
+    assert (first.bytes.ghost, second.bytes.ghost) == (4 * 4, 4 * 2)
+
+
+class Model(nn.Module):
+    """A module with one weight and the forward pass that it is given."""
+
+    def __init__(self, forward, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+        self.run = forward
+
+    def forward(self, x):
+        return self.run(self.weight, x)
+
+
+def test_a_slice_is_instantiated_and_pulled_back():
+    model = Model(lambda weight, x: nn.functional.linear(x, weight[:5]), 9, 6)
+    row = rows(model, 1, 6)["weight"]
+    assert (row.paper, row.routes["mixed"], row.routes["ghost"]) == ("ghost", "instantiate", "instantiate")
+    assert row.bytes == Cost(None, 4 * (5 * 6 + 9 * 6))
+    assert row.reason == "reads a function of the parameter (a slice, a cast), not the parameter"
+    assert (row.plan, row.predicted) == ("pulled back", None)
+
+
+def test_a_source_of_two_parameters_is_counted_once():
+    weight = nn.utils.parametrizations.weight_norm(nn.Linear(6, 5, bias=False))
+    scale, direction = explain(weight, total, torch.randn(BATCH, 6), torch.zeros(BATCH)).rows
+    assert {scale.parameter, direction.parameter} == {f"parametrizations.weight.original{i}" for i in (0, 1)}
+    assert sum(row.bytes.instantiate or 0 for row in (scale, direction)) == 4 * (5 * 6 + 5 + 5 * 6)
+    assert sum(row.operations.instantiate or 0 for row in (scale, direction)) == 2 * 5 * 6
+
+
+def test_several_uses_share_a_route():
+    """The first prefers its gradient (T = 8), the second Gram matrices (T = 1): the gradients must be added up."""
+    model = Model(lambda weight, x: torch.tanh(x @ weight).mean(1) @ weight, 6, 6)
+    first, second = explain(model, total, torch.randn(BATCH, 8, 6), torch.zeros(BATCH)).rows
+    assert (first.paper, second.paper) == ("instantiate", "ghost")
+    assert (first.routes["mixed"], second.routes["mixed"]) == ("instantiate", "instantiate")
+    assert (first.routes["ghost"], second.routes["ghost"]) == ("ghost", "ghost")
+    assert first.reason is None
+    assert second.reason == "the parameter has several uses, and another of them is instantiated"
+
+
+def test_uses_without_a_cross_term_are_instantiated():
+    model = Model(lambda weight, x: torch.tanh(x @ weight) + nn.functional.linear(x, weight), 6, 6)
+    found = explain(model, total, torch.randn(BATCH, 6), torch.zeros(BATCH)).rows
+    assert {row.routes["ghost"] for row in found} == {"instantiate"}
+    assert {row.reason for row in found} == {"the parameter has several uses, and no cross term with another of them"}
+    assert {row.bytes.ghost for row in found} == {None}
+    assert {row.plan for row in found} == {"kept, added up"}
+
+
+def test_rows_regrouped_by_sample_lose_the_gram_form_of_a_convolution():
+    model = Model(lambda weight, x: nn.functional.conv2d(x.flatten(0, 1), weight).unflatten(0, x.shape[:2]), 8, 4, 1, 1)
+    row = rows(model, 2, 4, 1, 1)["weight"]
+    assert (shape_of(row), row.paper, row.routes["mixed"]) == ((2, 4, 8, 1), "ghost", "instantiate")
+    assert row.reason == "rows are regrouped by sample, which has no Gram form here"
+
+
+def test_an_operation_without_a_formula_has_no_known_number_of_operations():
+    row = rows(Model(lambda weight, x: torch.maximum(x, weight), 6), 6)["weight"]
+    assert set(row.routes.values()) == {"fallback"}
+    assert (row.bytes, row.operations) == (Cost(None, 4 * 6), Cost(None, None))
+    assert row.reason is not None and row.reason.startswith("maximum has no formula")
+
+
+def test_a_use_that_the_loss_does_not_depend_on_costs_nothing():
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.ignored = nn.Linear(4, 2, bias=False), nn.Linear(4, 3, bias=False)
+
+        def forward(self, x):
+            self.ignored(x)
+            return self.used(x)
+
+    row = rows(TwoHeads(), 4)["ignored.weight"]
+    assert (shape_of(row), set(row.routes.values())) == ((1, 4, 3, 1), {None})
+    assert (row.bytes, row.operations) == (Cost(None, None), Cost(None, None))
+    assert row.reason == "the loss does not depend on this use"
+    assert (row.plan, row.predicted) == (None, None)
+
+
+def test_frozen_parameters_have_no_row():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    assert list(rows(model, 4)) == ["1.weight", "1.bias"]
+
+
+def test_every_problem_of_a_refused_model_is_listed():
+    class OneRowMore(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            return self.b(self.a(nn.functional.pad(x, (0, 0, 0, 0, 0, 1))))[:-1]
+
+    with pytest.raises(UnsupportedModel) as refused:
+        rows(OneRowMore(), 5, 4)
+    assert [problem.module for problem in refused.value.problems] == ["a.weight", "b.weight"]
+    with pytest.raises(UnsupportedModel, match="BatchNorm1d mixes the samples"):
+        rows(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4)
+
+
+def test_hundreds_of_uses_of_a_recurrent_weight():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x):
+            return self.lstm(x)[0]
+
+    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH)).rows
+    steps = [row for row in found if row.parameter == "lstm.weight_hh_l0"]
+    assert len(steps) == 200 and {row.routes["mixed"] for row in steps} == {"ghost"}
+    # 200 uses of one position, and 200·199/2 pairs
+    assert sum(row.operations.ghost or 0 for row in steps) == 2 * (8 + 32) * (200 + 200 * 199 // 2)
+
+
+def comparable(found: list[Row]) -> list[tuple]:
+    return [tuple(sorted((key, str(value)) for key, value in vars(row).items())) for row in found]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_routes_are_the_ones_that_the_backends_take(case: Case, monkeypatch):
+    """Each norm is watched: Gram matrices alone where explain says ghost, instantiated where it does not.
+
+    So are those of bk_mixed, whose plan is told in words.
+    """
+    model, inputs, targets, loss_fn = case.make()
+    found = [
+        replace(row, routes=row.routes | {"plan": planned(row)})
+        for row in explain(model, loss_fn, inputs, targets).rows
+    ]
+    names = {id(p): name for name, p in model.named_parameters()}
+    seen: set[tuple[str, str]] = set()
+    monkeypatch.setattr(LinearWeight, "companions", Rule.companions)  # each by itself
+    for cls in subclasses(Rule):
+        for method in {"instantiate", "_ghost"} & set(vars(cls)):
+            monkeypatch.setattr(cls, method, watched(vars(cls)[method], method, names, seen))
+    for strategy, name in BACKENDS.items():
+        seen.clear()
+        with load_backend(name)(model, loss_fn, verify=False) as backend:
+            backend(inputs, targets)
+        for row in found:
+            taken = {method for parameter, method in seen if parameter == row.parameter}
+            if row.routes[strategy] == "ghost":
+                assert taken == {"_ghost"}, (name, row)
+            elif row.routes[strategy] is not None and taken:  # a function of parameters is known by no name
+                assert "instantiate" in taken, (name, row)
+        if all(len(routes) == 1 for routes in routes_of(found, strategy).values()):
+            assert shares(found, strategy, model) == pytest.approx(backend.coverage), name
+
+
+def planned(row: Row) -> str | None:
+    """The route that the words of the plan begin with, or "fallback" for an operation without a formula."""
+    words = (row.plan or "").replace(",", " ").split()
+    return "fallback" if row.routes["mixed"] == "fallback" else words[0] if words else None
+
+
+def subclasses(cls: type) -> set[type]:
+    found, below = {cls}, list[type](cls.__subclasses__())
+    for sub in below:
+        found |= subclasses(sub)
+    return found
+
+
+def watched(method, name: str, names: dict[int, str], seen: set[tuple[str, str]]):
+    @functools.wraps(method)
+    def watch(self, *args, **kwargs):
+        for tensor in (self.parameter, self.parameter._base):  # or the part of it that was read
+            if id(tensor) in names:
+                seen.add((names[id(tensor)], name))
+        return method(self, *args, **kwargs)
+
+    return watch
+
+
+def routes_of(found: list[Row], strategy: str) -> dict[str, set[str]]:
+    routes: dict[str, set[str]] = {}
+    for row in found:
+        route = row.routes[strategy]
+        if route is not None:
+            routes.setdefault(row.parameter, set()).add(route)
+    return routes
+
+
+def shares(found: list[Row], strategy: str, model: nn.Module) -> dict[str, float]:
+    """The coverage that a backend would report: parameters by route, and unused ones as instantiated."""
+    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    routes = routes_of(found, strategy)
+    share = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
+    for name, size in sizes.items():
+        (route,) = routes.get(name, {"instantiate"})
+        share[route if route in share else "instantiated"] += size / sum(sizes.values())
+    return share
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_fake_tensors_tell_the_same(case: Case):
+    model, inputs, targets, loss_fn = case.make()
+    # on real tensors some operations are other kernels, which save something else: a plan for memory may differ
+    real = comparable(explain(model, loss_fn, inputs, targets, planner=Planner("time", file=False)).rows)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs, targets = map_tensors(mode.from_tensor, (inputs, targets))
+    with mode:
+        try:
+            found = explain(model, loss_fn, inputs, targets, planner=Planner("time", file=False)).rows
+        except DynamicOutputShapeException:
+            pytest.skip("its shapes depend on values: explain runs such a model on real tensors")
+        assert comparable(found) == real
+
+
+def test_the_model_is_left_as_it_was():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
+    model[0].weight.requires_grad_(False)
+    x = torch.randn(BATCH, 4)
+    before = [(p.requires_grad, sorted(vars(p))) for p in model.parameters()]
+    explain(model, cross_entropy, x, torch.zeros(BATCH, dtype=torch.long))
+    assert [(p.requires_grad, sorted(vars(p))) for p in model.parameters()] == before
+    assert all(p.grad is None for p in model.parameters()) and not vars(x)

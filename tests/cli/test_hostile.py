@@ -1,0 +1,212 @@
+"""What a person's files, paths and numbers may hold: one line says what is wrong, and nothing is written elsewhere."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from report_records import RunFile, save_no_pictures
+
+from dpbench.cli import command_line, main
+from dpbench.execution.executors import cpus
+from dpbench.report import readable
+from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.output import files
+from dpbench.report.parts import Part
+from dpbench.trials import EpsilonTrial
+
+HEAD = """
+import sys
+from dpbench.experiment import Experiment, MaxBatch
+from dpbench.trials import EpsilonTrial, PeakTrial
+
+def good(device):
+    return [EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)]
+
+def make(cells=good, name="mine", **more):
+    return Experiment(**{"name": name, "doc": "For a test.", "cells": cells, "smoke": cells, "rounds": 1, **more})
+
+"""
+NAMES = ("..", "../../away", "/away", "a/b", "a\\b", "", ".hidden", "-o", "a\0b", "a\nb", "\udc80", "x" * 200)
+#: what the file goes on with -> what is said of it
+EXPERIMENTS = {
+    "def cells(device):\n    raise ValueError('boom\\nmore')\nEXPERIMENT = make(cells)": "ValueError: boom more",
+    "EXPERIMENT = make(lambda device: None)": "'NoneType' object is not iterable",
+    "EXPERIMENT = make(lambda device: [1, 'x'])": "expected a trial or a search in cells of mine, got 1",
+    "EXPERIMENT = make(lambda device: [t.replace(noise_multiplier=float('nan')) for t in good(device)])": "not JSON",
+    "EXPERIMENT = make(lambda device: [t.replace(steps=object()) for t in good(device)])": "not JSON serializable",
+    "EXPERIMENT = make(lambda device: [t.replace(steps=10**400) for t in good(device)])": "a number of many digits",
+    "EXPERIMENT = make(lambda device: [t.replace(accountant=None) for t in good(device)])": "trial.accountant",
+    "EXPERIMENT = make(lambda device: sys.exit(0))": "SystemExit: 0",
+    "sys.exit(0)": "SystemExit: 0",
+    "EXPERIMENT = make(cells=[])": "that can be called with a device",
+    "EXPERIMENT = make(doc=7)": "expected a doc of mine that is a text, got 7",
+    "EXPERIMENT = make(rounds=0)": "expected at least 1 for rounds of mine, got 0",
+    "EXPERIMENT = make(rounds=-3)": "got -3",
+    "EXPERIMENT = make(rounds=10**400)": "expected at most 10000 for rounds of mine",
+    **{f"EXPERIMENT = make(name={name!r})": "a name that a folder can have" for name in NAMES},
+    "EXPERIMENT = make(name=None)": "a name that a folder can have",
+}
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(HEAD + "EXPERIMENT = make()\n")
+    return path
+
+
+@pytest.mark.parametrize("command", ["plan", "run"])
+@pytest.mark.parametrize("text", EXPERIMENTS)
+def test_an_experiment_that_cannot_be_is_one_line(text, command, tmp_path, capsys):
+    path = tmp_path / "in" / "mine.py"
+    path.parent.mkdir()
+    path.write_text(HEAD + text + "\n")
+    assert main([command, str(path), "--device", "cpu", "--output", str(tmp_path / "out" / "deep")]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1 and EXPERIMENTS[text] in said.err
+    assert list(tmp_path.iterdir()) == [path.parent], "nothing is written"
+
+
+def test_what_a_declaration_prints_is_no_part_of_the_answer(tmp_path, capsys):
+    path = tmp_path / "mine.py"
+    text = "print('imported')\ndef cells(device):\n    print('declared')\n    yield from good(device)\n"
+    path.write_text(HEAD + text + "EXPERIMENT = make(cells)\n")
+    assert main(["plan", str(path), "--device", "cpu", "--format", "json", "--output", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out)["experiment"] == "mine" and said.err == "imported\ndeclared\n"
+
+
+NINES = "9" * 400
+NUMBERS = [
+    *(f"plan MINE --rounds {n}" for n in (0, -1, 10_001, NINES, "9" * 5000, "1e3")),
+    *(f"run MINE --minutes {n}" for n in ("0", "nan", "inf", "1e400", "-1")),
+    f"epsilon --sample-rate 0.1 --noise-multiplier 1 --steps 1 --delta {NINES}",
+    f"epsilon --sample-rate {NINES} --noise-multiplier 1 --steps 1 --delta 1e-5",
+    f"epsilon --sample-rate 0.1 --noise-multiplier 1 --steps -{NINES} --delta 1e-5",
+    f"calibrate --target-epsilon {NINES} --sample-rate 0.1 --steps 1 --delta 1e-5",
+    f"calibrate --target-epsilon 1 --sample-rate 0.1 --epochs {NINES} --delta 1e-5",
+    f"explain cnn --batch-size {NINES}0000x",
+    *(
+        f"{command} ~nosuchuser/x.py:f"
+        for command in ("explain", "recommend", "check --model", "check --backend", "run")
+    ),
+    "plan ~nosuchuser/x.py",
+    "report ~nosuchuser/x",
+]
+
+
+@pytest.mark.parametrize("line", NUMBERS, ids=lambda line: line[:70])
+def test_a_number_or_a_path_that_cannot_be_is_one_line(line, experiment, tmp_path, capsys):
+    words = [str(experiment) if word == "MINE" else word for word in line.split()]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("dpbench: expected ") and said.err.count("\n") == 1
+
+
+def test_steps_of_400_digits_have_an_answer(capsys):
+    given = ["--target-epsilon", "1", "--sample-rate", "0.1", "--delta", "1e-5", "--accountant", "rdp", "--steps"]
+    assert main(["calibrate", *given, NINES]) == 0
+    assert "no noise multiplier meets" in capsys.readouterr().out
+
+
+def test_paths_that_are_not_utf_8(tmp_path, capsys, monkeypatch):
+    """Their bytes are shown as escapes; what is run, recorded, found again and drawn is the same as elsewhere."""
+    save_no_pictures(monkeypatch)
+    folder = tmp_path / os.fsdecode(b"f\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("a file system that has text alone for names")
+    path, output = folder / os.fsdecode(b"e\xfe.py"), folder / os.fsdecode(b"o\xfd")
+    path.write_text(HEAD + "EXPERIMENT = make(figures=('epsilon_epochs',))\n")
+    for stream in ("stdout", "stderr"):  # as a terminal has them: strict
+        monkeypatch.setattr(command_line.sys, stream, io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
+    for command in ("run", "plan"):
+        assert main([command, str(path), "--device", "cpu", "--output", str(output)]) == 0
+    assert main(["report", str(output / "mine")]) == 0
+    assert main(["plan", str(path) + "x"]) == 2
+    assert rb"o\udcfd" in (output / "mine" / "report.html").read_bytes()
+    command_line.sys.stdout.flush()
+    assert (
+        rb"o\udcfd" in command_line.sys.stdout.buffer.getvalue()
+        and b"done 1, remaining 0" in command_line.sys.stdout.buffer.getvalue()
+    )
+
+
+def test_a_trial_s_path_that_is_not_utf_8_is_one_trial():
+    """In its record, its description and its identity alike; what runs has the path itself."""
+    trial = EpsilonTrial(accountant="a\udcff", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=1)
+    assert trial.describe()["accountant"] == r"a\udcff" and trial.to_wire()["fields"]["accountant"] == "a\udcff"
+    assert EpsilonTrial.from_wire(trial.to_wire()).id == trial.id
+
+
+FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1"]
+
+
+def test_no_text_of_a_record_is_a_formula_in_a_spreadsheet(tmp_path):
+    plain = ["cnn", "-1.5", "+3", "-inf", "1 - 2", "a\nb", "'"]
+    frame = pd.DataFrame({"=name": FORMULAS + plain, "number": [-1.0] * 13, "mixed": [None, -2, "=3", *[1.5] * 10]})
+    part = Part("p", "t", "d", {}, [], frame, frame[["=name"]], "caption", None, (), (), None)
+    with Pictures() as pictures:
+        files.write(part, tmp_path, pictures)
+    with (tmp_path / "p.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["'=name"] for row in rows] == [f"'{text}" for text in FORMULAS] + plain
+    assert {row["number"] for row in rows} == {"-1.0"}
+    assert [row["mixed"] for row in rows[:4]] == ["", "-2", "'=3", "1.5"]
+
+
+def test_no_tag_of_a_record_is_one_in_markdown(tmp_path, monkeypatch):
+    save_no_pictures(monkeypatch)
+    tag = "<img src=x onerror=alert(1)>"
+    environment = {"device": "cpu", "device_name": f"CPU {tag}", "host": tag, "torch": f"2.15 {tag}", "threads": 2}
+    RunFile(tmp_path / "a.jsonl", environment).step(tag, f"ghost{tag}", [1.0]).step(tag, "nonprivate", [1.0])
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "out")]) == 0
+    written = [path.read_text() for path in (tmp_path / "out").rglob("*.md")]
+    assert written and all("<img" not in text for text in written) and any("&lt;img" in text for text in written)
+    assert "<img src=x" not in (tmp_path / "out" / "report.html").read_text()
+    assert (
+        readable.no_html("p < 0.05 & q > 1, a<b, &lt; <!-- </p>")
+        == "p < 0.05 & q > 1, a&lt;b, &amp;lt; &lt;!-- &lt;/p>"
+    )
+
+
+@pytest.mark.parametrize("made", ["a link", "a file", "open to all", "of another user"])
+def test_a_folder_of_locks_that_is_somebody_else_s_is_not_used(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(cpus.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(cpus.cache, "folder", lambda: tmp_path / "cache")
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / f"dpbench-cpus-{os.getuid()}"
+    elsewhere.mkdir()
+    if made == "a link":
+        folder.symlink_to(elsewhere)
+    elif made == "a file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if made == "open to all" else 0o700)
+    if made == "of another user":
+        monkeypatch.setattr(cpus.os, "geteuid", lambda: os.getuid() + 1)
+    with cpus.own_cpus(1) as first, cpus.own_cpus(1) as second:
+        alike = made == "of another user"  # there all folders are: nothing tells which CPUs are taken
+        assert first == [0] and second == ([0] if alike else [1])
+    assert not list(elsewhere.iterdir()) and (folder.is_file() or not list(folder.iterdir()))
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cpus.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    with cpus.own_cpus(1):
+        pass
+    (name,) = tmp_path.rglob("1-from-0")
+    name.unlink()
+    name.symlink_to(tmp_path / "made")
+    with cpus.own_cpus(1) as found:
+        assert found == [1]
+    assert not (tmp_path / "made").exists()

@@ -1,0 +1,245 @@
+"""Measured costs: what is timed, and the file that they are kept in."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from clipping import load_backend
+from clipping.planning import costs
+from clipping.planning.costs import CostCache, Costs, measured, predicted
+from clipping.rules import Spec
+from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.linear import LinearWeight
+
+CPU = torch.device("cpu")
+COSTS = Costs({(True, "pixels", 8): 1e-3, (True, "patches", 0): 3e-3, (False, "grouped", 4): 2e-3}, 5e-4, None)
+OTHER = Costs({(False, "direct", 1): 2e-3}, 5e-4, 1e-5)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def the_file(folder: Path) -> Path:
+    (file,) = folder.iterdir()
+    return file
+
+
+def conv(batch: int = 4) -> tuple[ConvolutionWeight, Spec]:
+    weight, x = torch.randn(6, 4, 3, 3), torch.randn(batch, 4, 8, 8)
+    rule = ConvolutionWeight(weight, x, torch.Size((8, 8)), [1, 1], [1, 1], [1, 1], 1)
+    return rule, Spec(torch.Size((batch, 6, 8, 8)), torch.float32)
+
+
+def test_the_best_of_each_kind_of_route():
+    route, seconds = COSTS.best(ghost=True)
+    assert (route.ghost, route.way, route.block, route.kept, seconds) == (True, "pixels", 8, False, 1e-3)
+    assert OTHER.best(ghost=True) is None
+
+
+def test_a_disturbed_turn_is_not_on_record(monkeypatch):
+    """The second turn finds the one way fast and the other slow, and the last one the sums."""
+    turns = [
+        Costs({(True, "gram", 1): gram, (False, "direct", 1): 2.0}, summed, 2 * summed)
+        for gram, summed in ((1.0, 3.0), (1e-3, 3.0), (1.0, 3.0), (1.0, 3e3))
+    ]
+    keys = list(turns[0].norms)
+    monkeypatch.setattr(costs, "_descend", lambda rule, g, ghost, way, clock: dict.fromkeys(keys, 1.0))
+    monkeypatch.setattr(costs, "_turn", lambda *_: turns.pop())
+    assert measured(*conv()) == Costs({(True, "gram", 1): 1.0, (False, "direct", 1): 2.0}, 3.0, 6.0)
+    assert not turns
+
+
+def test_what_is_written_down_is_read_again(folder):
+    notebook = CostCache(CPU)
+    assert notebook.get("a") is None and not folder.exists()
+    notebook.add({"a": COSTS})
+    notebook.add({"b": OTHER})
+    again = CostCache(CPU)
+    assert (again.get("a"), again.get("b"), again.get("c")) == (COSTS, OTHER, None)
+    assert the_file(folder).name.startswith("routes-cpu-") and set(json.loads(the_file(folder).read_text())) == {
+        "a",
+        "b",
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"a": {"norms": [[true, "pixels"',
+        "",
+        "[1, 2]",
+        "null",
+        '{"a": 7}',
+        '{"a": {"norms": [[1, 2]], "kept": null}}',
+        "\x00",
+        "[" * 100_000,
+        '{"a": {"norms": [], "weight_gradient": ' + "9" * 400 + ', "kept": null}}',
+    ],
+    ids=["torn", "empty", "a list", "null", "a number", "other fields", "binary", "brackets", "400 digits"],
+)
+def test_a_torn_or_foreign_file_is_measured_again(folder, text):
+    CostCache(CPU).add({"a": COSTS})
+    the_file(folder).write_text(text)
+    notebook = CostCache(CPU)
+    assert notebook.get("a") is None
+    notebook.add({"b": OTHER})
+    assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
+
+
+def test_bytes_that_are_no_text_are_measured_again(folder):
+    CostCache(CPU).add({"a": COSTS})
+    the_file(folder).write_bytes(b"\xff\xfe{}")
+    assert CostCache(CPU).get("a") is None
+
+
+def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path, monkeypatch):
+    """A file stands where the folder would be: no permission is asked, root has them all."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "file" / "cache"))
+    notebook = CostCache(CPU)
+    notebook.add({"a": COSTS})
+    assert notebook.get("a") == COSTS
+    assert CostCache(CPU).get("a") is None
+
+
+def test_off_keeps_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, value in (("HOME", str(tmp_path)), ("XDG_CACHE_HOME", str(tmp_path)), ("DPBENCH_CACHE", "off")):
+        monkeypatch.setenv(name, value)
+    notebook = CostCache(CPU)
+    notebook.add({"a": COSTS})
+    assert notebook.get("a") == COSTS and not list(tmp_path.iterdir())
+    assert CostCache(CPU).get("a") is None
+
+
+def test_a_notebook_of_this_process_alone_leaves_the_file(folder):
+    CostCache(CPU).add({"a": COSTS})
+    notebook = CostCache(CPU, file=False)
+    assert notebook.get("a") is None
+    notebook.add({"b": OTHER})
+    assert CostCache(CPU).get("b") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "where"),
+    [({"XDG_CACHE_HOME": "xdg"}, "xdg/dpbench"), ({}, ".cache/dpbench"), ({"DPBENCH_CACHE": ""}, ".cache/dpbench")],
+)
+def test_where_the_file_lies_by_default(tmp_path, monkeypatch, variables, where):
+    for name in ("DPBENCH_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(tmp_path / value) if value else "")
+    CostCache(CPU).add({"a": COSTS})
+    assert len(list((tmp_path / where).glob("routes-cpu-*.json"))) == 1
+
+
+def test_another_number_of_threads_is_another_file(folder):
+    before = torch.get_num_threads()
+    CostCache(CPU).add({"a": COSTS})
+    try:
+        torch.set_num_threads(before + 1)
+        assert CostCache(CPU).get("a") is None
+        CostCache(CPU).add({"a": OTHER})
+    finally:
+        torch.set_num_threads(before)
+    assert CostCache(CPU).get("a") == COSTS and len(list(folder.iterdir())) == 2
+
+
+def test_no_half_written_file_is_left(folder):
+    CostCache(CPU).add({"a": COSTS})
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+
+
+def test_measured_costs_have_a_route_of_each_kind():
+    rule, output = conv()
+    costs = measured(rule, output)
+    assert {key[0] for key in costs.norms} == {True, False}
+    assert all(1 <= block <= 4 and seconds > 0 for (_, _, block), seconds in costs.norms.items())
+    assert costs.weight_gradient > 0 and costs.kept is not None and costs.kept > 0
+    assert {way for ghost, way, _ in costs.norms if ghost} <= set(rule.ghosts)
+    assert {way for ghost, way, _ in costs.norms if not ghost} <= set(rule.instantiations)
+
+
+def test_what_the_formulas_call_hopeless_is_not_timed(monkeypatch):
+    """2T²(p + d) against 2Tpd, with T = 2048 and a tiny weight: minutes by Gram matrices in the worst case."""
+    rule = LinearWeight(torch.randn(4, 4), torch.randn(64, 2048, 4))
+    monkeypatch.setattr(LinearWeight, "_ghost", lambda *_: pytest.fail("timed"))
+    costs = measured(rule, Spec(torch.Size((64, 2048, 4)), torch.float32))
+    assert costs.best(ghost=True) is None and costs.best(ghost=False) is not None
+
+
+def test_no_more_samples_are_timed_than_tell(monkeypatch):
+    seen: list[int] = []
+    original = LinearWeight.instantiate
+
+    def watched(self, g, samples, way=""):
+        seen.append(g.shape[0])
+        return original(self, g, samples, way)
+
+    monkeypatch.setattr(LinearWeight, "instantiate", watched)
+    rule = LinearWeight(torch.randn(4, 4), torch.randn(1000, 8, 4))
+    measured(rule, Spec(torch.Size((1000, 8, 4)), torch.float32))
+    assert set(seen) == {64}
+
+
+def test_formulas_need_no_tensors():
+    rule, output = conv()
+    costs = predicted(rule, output)
+    assert set(costs.norms) == {(True, "pixels", 0), (True, "patches", 0), (False, "unfold", 0), (False, "grouped", 0)}
+    assert all(seconds > 0 for seconds in (*costs.norms.values(), costs.weight_gradient, costs.kept))
+
+
+TRAINING = """
+import sys, torch
+from torch import nn
+import clipping.planning.planner as planner
+from clipping import load_backend
+calls = []
+real = planner.measured
+planner.measured = lambda *a: (calls.append(1), real(*a))[1]
+model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 16, 3))
+with load_backend("bk_mixed")(model, lambda out, y: out.square().sum(1), verify=False) as backend:
+    for _ in range(3):
+        backend(torch.randn(4, 3, 6, 6), torch.zeros(4))
+print(len(calls))
+"""
+
+
+def test_the_next_run_times_nothing_again(folder):
+    """Another process, the same device: what one has measured the other reads."""
+    environment = os.environ | {"DPBENCH_CACHE": str(folder)}
+    runs = [
+        subprocess.run([sys.executable, "-c", TRAINING], capture_output=True, text=True, env=environment, check=True)
+        for _ in range(2)
+    ]
+    assert [int(run.stdout) for run in runs] == [2, 0]
+
+
+def test_training_needs_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "file" / "cache"))
+    model = nn.Linear(4, 3)
+    with load_backend("bk_mixed")(model, lambda out, y: out.square().sum(1), verify=False) as backend:
+        for _ in range(2):
+            out = backend(torch.randn(5, 4), torch.zeros(5))
+    assert out.norms is not None
+
+
+def test_what_empties_the_caches_exceeds_what_all_cores_of_a_gpu_share(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=50 * 2**20))
+    assert costs._more_than_caches(torch.device("cuda")) == 100 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=4 * 2**20))
+    assert costs._more_than_caches(torch.device("cuda")) == costs._more_than_caches(torch.device("cpu")) == costs.CACHES

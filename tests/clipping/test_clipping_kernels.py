@@ -1,0 +1,192 @@
+"""Kernels: exact in Triton's interpreter and on a GPU, compiled for GPUs that need not be here, refused elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_checks import CHECKS, COMPILED, outcome
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from clipping.kernels import cuda
+from clipping.kernels.cuda import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
+from dpbench.measure.simulate import StorageLifetimes
+
+HERE = Path(__file__).resolve().parents[1] / "support"
+TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
+
+
+def results(*arguments: str, **variables: str) -> dict[str, str | None]:
+    """What `kernel_checks.py` found, in a process of its own."""
+    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "kernel_checks.py"), *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def judge(found: str | None) -> None:
+    if found is not None and "only 0-dimensional arrays can be converted" in found:
+        pytest.skip("this Triton's interpreter does not run with this numpy (Triton 3.6, numpy 2.5)")
+    assert found is None, found
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    return results(TRITON_INTERPRET="1")
+
+
+@TRITON
+@pytest.mark.parametrize("name", CHECKS)
+def test_exact_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
+    judge(interpreted[name])
+
+
+@TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_compiles_without_a_gpu_and_keeps_its_tile_in_registers(capability: str, dtype: str, tmp_path: Path):
+    """For the sizes that take the largest tiles, and where every size and stride is 1, a constant to Triton."""
+    found = results("compile", capability, dtype, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert len(found) == len(COMPILED) / 3
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+@pytest.mark.gpu
+@GPU
+@pytest.mark.parametrize("name", CHECKS)
+def test_exact_on_a_gpu(name: str):
+    judge(outcome(CHECKS[name], "cuda"))
+
+
+@pytest.mark.gpu
+@GPU
+def test_neither_gram_matrices_nor_gradients_are_in_memory_on_a_gpu():
+    a, g = torch.randn(2, 8192, 768, device="cuda"), torch.randn(2, 8192, 1024, device="cuda")
+    x = torch.randn(4, 256, 32, 32, device="cuda")
+    options: Any = ([3, 3], [1, 1], [1, 1], [1, 1], 1)
+    for norm in (lambda: gram_norm(a, g), lambda: instantiated_norm(a, g), lambda: convolution_norm(x, x, *options)):
+        norm()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        norm()
+        assert torch.cuda.max_memory_allocated() - before < 2**20  # a Gram matrix: 256 MiB; a gradient: 3 and 2.3 MiB
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors that say they are on a CUDA device of the right kind."""
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    with FakeTensorMode():
+        yield
+
+
+@TRITON
+def test_a_simulated_step_takes_the_memory_of_a_launch_and_launches_nothing(fake_gpu: None):
+    a, g = torch.empty(3, 130, 20, device="cuda"), torch.empty(3, 130, 70, device="cuda")
+    with StorageLifetimes() as lifetimes:
+        lifetimes.watch(a), lifetimes.watch(g)
+        for norm, tiles in [(gram_norm, 6), (instantiated_norm, 2)]:
+            before = lifetimes.peak = lifetimes.alive
+            found = norm(a, g)
+            assert (found.shape, found.dtype, found.device.type) == ((3,), torch.float32, "cuda")
+            assert lifetimes.peak - before == 3 * 4 * (tiles + 1)  # a number for each tile, and their sum
+            del found
+    image = torch.empty(2, 4, 6, 6, device="cuda")
+    assert convolution_norm(image, image, [1, 1], [1, 1], [0, 0], [1, 1], 2).shape == (2,)
+    assert embedding_gram_norm(torch.empty(3, 130, dtype=torch.int64, device="cuda"), g).shape == (3,)
+
+
+@TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_supported_on_a_gpu_that_is_new_enough(dtype: torch.dtype, fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
+    x = torch.empty(2, 3, dtype=dtype, device="cuda")
+    assert supported(x) and supported(torch.empty(2, dtype=torch.int64, device="cuda"), x)
+    assert not supported(x, x.to("cpu")) and not supported(x, x.double()) and not supported(x, x.to("cuda:1"))
+    monkeypatch.setattr(cuda, "_capability", lambda device: (7, 5))
+    assert not supported(x)
+
+
+@TRITON
+def test_not_supported_on_an_amd_gpu_and_the_refusal_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
+    x = torch.empty(2, 3, 4, device="cuda")
+    assert supported(x)
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    assert not supported(x)
+    with pytest.raises(ValueError, match="on ROCm; use the formulas"):
+        gram_norm(x, x)
+
+
+def test_tiles_are_large_where_a_gpu_has_the_shared_memory():
+    for generation, rows in ((0, 64), (8, 64), (9, 128), (10, 128), (12, 64)):  # 12: a desktop's, with 99 KB
+        assert cuda._gram_tiles(1024, 768, torch.bfloat16, generation).rows == rows
+        assert cuda._gram_tiles(1024, 768, torch.float32, generation).rows == 64
+        assert cuda._gram_tiles(256, 768, torch.bfloat16, generation).rows == 64
+
+
+def test_not_supported_on_a_cpu_nor_without_tensors():
+    assert not supported() and not supported(torch.zeros(3)) and not supported(torch.zeros(3, device="meta"))
+
+
+def test_not_supported_without_triton(monkeypatch: pytest.MonkeyPatch, fake_gpu: None):
+    monkeypatch.setattr(cuda, "_has_triton", lambda: False)
+    assert not supported(torch.empty(2, 3, device="cuda"))
+
+
+@TRITON
+def test_not_supported_inside_of_vmap(fake_gpu: None):
+    seen = []
+    torch.func.vmap(lambda x: seen.append(supported(x)) or x)(torch.empty(2, 3, device="cuda"))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: gram_norm(x, x),
+        lambda x: instantiated_norm(x, x),
+        lambda x: convolution_norm(x, x, [1], [1], [0], [1], 1),
+        lambda x: embedding_gram_norm(x[..., 0].long(), x),
+    ],
+)
+def test_refused_on_a_cpu_with_what_to_use_instead(call: Callable[[Tensor], Tensor]):
+    with pytest.raises(ValueError, match=r"one CUDA device.*got.*float32 on cpu.*use the formulas of clipping.rules"):
+        call(torch.zeros(2, 3, 4))
+
+
+@TRITON
+def test_shapes_that_do_not_fit_are_refused(fake_gpu: None):
+    x = torch.empty(2, 3, 4, device="cuda")
+    for norm in (gram_norm, instantiated_norm):
+        with pytest.raises(
+            ValueError, match=r"expected a \[n, T, d\] and g \[n, T, p\], got \[2, 3, 4\] and \[2, 2, 4\]"
+        ):
+            norm(x, x[:, :2])
+    with pytest.raises(ValueError, match=r"ids \[n, T\].*got \[2\] and \[2, 3, 4\]"):
+        embedding_gram_norm(x[:, 0, 0].long(), x)
+    with pytest.raises(ValueError, match=r"got torch\.float32 on cuda"):
+        embedding_gram_norm(x[:, :, 0], x)
+    with pytest.raises(ValueError, match="in one or two dimensions"):
+        convolution_norm(x[:, :, None, None], x[:, :, None, None], [1, 1, 1], [1] * 3, [0] * 3, [1] * 3, 1)
+    with pytest.raises(ValueError, match="channels 3 and 3 to be multiples of groups=2"):
+        convolution_norm(x, x, [1], [1], [0], [1], 2)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "without Triton"])
+def test_importing_the_kernels_imports_no_triton(hidden: bool):
+    code = "import sys\n" + ("sys.modules['triton'] = None\n" if hidden else "")
+    code += "import torch, clipping.tape_backends, clipping.kernels.cuda as k\n"
+    code += "print(k.supported(torch.zeros(2)), sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
+    assert done.stdout.startswith("False ") and "'triton.language'" not in done.stdout, done.stderr

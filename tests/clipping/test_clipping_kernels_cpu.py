@@ -1,0 +1,288 @@
+"""The kernels for CPUs: exact for every shape, the same on any number of threads, and done without where need be."""
+
+from __future__ import annotations
+
+import platform
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from routes import random_convolution
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import vmap
+
+from clipping import cache, load_backend
+from clipping.kernels import cpu, library
+from clipping.kernels.pixel_gram import Geometry, compiled_norm
+from clipping.rules import Route
+
+LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Libraries are looked for anew in the test, and after it."""
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    cpu._library.cache_clear()
+    library._load.cache_clear()
+
+
+def exact_linear(a: Tensor, gradients: list[Tensor]) -> Tensor:
+    a = a.double()
+    return sum((torch.einsum("ntp,ntd->npd", g.double(), a).square().sum((1, 2)) for g in gradients), a.new_zeros(()))
+
+
+def random_layers(seed: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """Positions and features around the sides of a tile, the width of vectors and a thread's part."""
+    pick = random.Random(seed)
+    count, features = pick.randint(1, 4), pick.choice([pick.randint(1, 40), 64, 16])
+    positions = pick.choice([pick.randint(1, 40), 65, pick.randint(cpu.PART, 2 * cpu.PART + 9)])
+    a = torch.randn(count, positions, features, dtype=dtype)
+    if seed % 3 == 1:
+        a = a.transpose(1, 2).contiguous().transpose(1, 2)
+    if seed % 3 == 2:
+        a = a[:1].expand(count, -1, -1)
+    widths = [pick.randint(1, 40) for _ in range(pick.randint(1, 3))]
+    return a, [torch.randn(count, positions, width, dtype=dtype) for width in widths]
+
+
+@LIBRARY
+@pytest.mark.parametrize("seed", range(40))
+def test_norms_of_linear_layers_are_exact(seed: int):
+    torch.manual_seed(seed)
+    a, gradients = random_layers(seed, torch.float64)
+    found = cpu.gram_norm(a, gradients)
+    assert found.shape == (len(a),) and found.dtype == torch.float64
+    torch.testing.assert_close(found, exact_linear(a, gradients), rtol=1e-11, atol=1e-12)
+
+
+@LIBRARY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_of_narrower_numbers_are_float32(dtype: torch.dtype):
+    torch.manual_seed(0)
+    for seed in range(12):
+        a, gradients = random_layers(seed, torch.float32)
+        a, gradients = a.to(dtype), [g.to(dtype) for g in gradients]
+        found = cpu.gram_norm(a, gradients)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact_linear(a, gradients), rtol=2e-5, atol=1e-4)
+
+
+@LIBRARY
+def test_a_long_sequence_in_float32_is_as_exact_as_its_products():
+    torch.manual_seed(0)
+    a, g = torch.randn(2, 5000, 8), torch.randn(2, 5000, 12)
+    torch.testing.assert_close(cpu.gram_norm(a, [g]).double(), exact_linear(a, [g]), rtol=1e-6, atol=0)
+
+
+@LIBRARY
+@pytest.mark.parametrize("style", ["plain", "pointwise", "groups"])
+@pytest.mark.parametrize("dims", [1, 2])
+@pytest.mark.parametrize("seed", range(30))
+def test_norms_of_convolutions_are_exact(seed: int, dims: int, style: str):
+    """Any kernel, stride, padding, dilation and groups; channels and images smaller and larger than a vector."""
+    torch.manual_seed(seed)
+    operation = random_convolution(seed, dims, style)
+    inputs, weight = operation.inputs.double(), operation.weight.detach().double().requires_grad_()
+    output, rule = operation.run(inputs, weight)
+    assert "compiled" in rule.ghosts or rule.positions <= 1
+    if "compiled" not in rule.ghosts:
+        return
+    g = torch.randn_like(output)
+    want = [torch.autograd.grad(output[i], weight, g[i], retain_graph=True)[0].square().sum() for i in range(len(g))]
+    with torch.no_grad():
+        found = rule.squared_norms(g, Route(ghost=True, way="compiled"))
+    torch.testing.assert_close(found, torch.stack(want), rtol=1e-10, atol=1e-12)
+
+
+@LIBRARY
+@pytest.mark.parametrize("size", [(32, 32), (7, 7), (1, 3), (14, 5)])
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_images_of_other_widths_than_the_output(size: tuple[int, int], stride: int):
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 3, *size).double(), torch.randn(4, 3, 3, 3).double().requires_grad_()
+    for padding in (1, 2, 3):
+        output = F.conv2d(x, weight, None, stride, padding)
+        g = torch.randn_like(output)
+        want = [torch.autograd.grad(output[i], weight, g[i], retain_graph=True)[0].square().sum() for i in range(2)]
+        found = compiled_norm(x, g, Geometry([3, 3], [stride] * 2, [padding] * 2, [1, 1]))
+        torch.testing.assert_close(found, torch.stack(want), rtol=1e-10, atol=1e-12)
+
+
+@LIBRARY
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="chooses among the vectors of x86 processors")
+@pytest.mark.parametrize("narrower", ["-mno-avx512f", "-mno-avx"])
+def test_exact_with_vectors_of_every_width(
+    narrower: str, forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    monkeypatch.setenv("CC", f"cc {narrower}")
+    for dtype, rtol in ((torch.float64, 1e-11), (torch.float32, 2e-5)):
+        assert cpu.supported(torch.empty(0, dtype=dtype))
+        for seed in range(12):
+            torch.manual_seed(seed)
+            a, gradients = random_layers(seed, dtype)
+            torch.testing.assert_close(
+                cpu.gram_norm(a, gradients).double(), exact_linear(a, gradients), rtol=rtol, atol=0
+            )
+        x = torch.randn(3, 5, 4, 4, dtype=dtype)
+        rows = x.flatten(2).transpose(1, 2)
+        found = compiled_norm(x, x, Geometry([1, 1], [1, 1], [0, 0], [1, 1]))
+        torch.testing.assert_close(found.double(), exact_linear(rows, [rows]), rtol=rtol, atol=0)
+
+
+@LIBRARY
+def test_nothing_is_read_behind_the_end():
+    """The last sample of the last channel ends where memory that is not a number begins."""
+    torch.manual_seed(0)
+    for channels, side in ((1, 1), (3, 2), (5, 3), (2, 5)):
+        numbers = torch.full((2 * channels * side * side + 64,), float("nan"), dtype=torch.float64)
+        numbers[: 2 * channels * side * side] = torch.randn(2 * channels * side * side, dtype=torch.float64)
+        x = numbers[: 2 * channels * side * side].view(2, channels, side, side)
+        found = compiled_norm(x, x, Geometry([1, 1], [1, 1], [0, 0], [1, 1]))
+        rows = x.flatten(2).transpose(1, 2)
+        torch.testing.assert_close(found, exact_linear(rows, [rows]), rtol=1e-11, atol=0)
+        torch.testing.assert_close(cpu.gram_norm(rows, [rows]), exact_linear(rows, [rows]), rtol=1e-11, atol=0)
+
+
+@LIBRARY
+def test_the_same_bits_on_any_number_of_threads():
+    torch.manual_seed(0)
+    a, g = torch.randn(5, 1100, 33), torch.randn(5, 1100, 20)
+    x, y, geometry = torch.randn(5, 40, 9, 9), torch.randn(5, 50, 9, 9), Geometry([3, 3], [1, 1], [1, 1], [1, 1])
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append((cpu.gram_norm(a, [g]), compiled_norm(x, y, geometry)))
+    finally:
+        torch.set_num_threads(threads)
+    for linear, convolution in found[1:]:
+        assert torch.equal(linear, found[0][0]) and torch.equal(convolution, found[0][1])
+
+
+@LIBRARY
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_in_its_sample(bad: float):
+    torch.manual_seed(0)
+    geometry = Geometry([3, 3], [1, 1], [1, 1], [1, 1])
+    for channels, outputs, side in ((1, 40, 2), (40, 1, 2), (3, 5, 3), (2, 2, 5)):
+        x, g = torch.randn(4, channels, side, side), torch.randn(4, outputs, side, side)
+        rows = x.flatten(2).transpose(1, 2).contiguous(), g.flatten(2).transpose(1, 2).contiguous()
+        want = compiled_norm(x, g, geometry), cpu.gram_norm(rows[0], [rows[1]])
+        for tensor in (x, g, *rows):
+            tensor[0] = bad
+        found = compiled_norm(x, g, geometry), cpu.gram_norm(rows[0], [rows[1]])
+        for exact, others in zip(want, found, strict=True):
+            assert torch.equal(exact[1:], others[1:]) and not others[0].isfinite()
+
+
+@LIBRARY
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sums_of_squares_and_a_layer_norms_scale(dtype: torch.dtype):
+    torch.manual_seed(0)
+    rtol = 1e-12 if dtype == torch.float64 else 2e-6
+    for count, entries in ((1, 1), (3, 4095), (2, 4096), (5, 20011), (2, 100_003)):
+        x = torch.randn(count, entries, dtype=dtype)
+        torch.testing.assert_close(cpu.sum_of_squares(x).double(), x.double().square().sum(1), rtol=rtol, atol=0)
+    for count, positions, features in ((1, 1, 1), (3, 31, 257), (2, 70, 256), (4, 33, 600)):
+        x, g = (torch.randn(count, positions, features, dtype=dtype) for _ in range(2))
+        mean, rstd = torch.randn(count, positions, 1, dtype=dtype), torch.rand(count, positions, 1, dtype=dtype)
+        exact = ((x.double() - mean) * rstd * g).sum(1)
+        found = cpu.scale_gradient(x, mean, rstd, g, features)
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-4)
+    assert cpu.in_one_piece(x, g) and not cpu.in_one_piece(x, g.transpose(1, 2)) and not cpu.in_one_piece(x, g.int())
+    assert not cpu.in_one_piece(x.bfloat16()) and not cpu.in_one_piece(x, g.to(torch.float16))
+
+
+@LIBRARY
+def test_fake_tensors_get_fake_results_and_wrapped_ones_are_left_alone():
+    with FakeTensorMode():
+        a = torch.empty(3, 5, 4)
+        assert cpu.supported(a) and cpu.gram_norm(a, [a]).shape == (3,)
+        x = torch.empty(3, 2, 6, 6)
+        assert compiled_norm(x, x, Geometry([1, 1], [1, 1], [0, 0], [1, 1])).shape == (3,)
+    assert not cpu.supported(torch.empty(2, device="meta")) and not cpu.supported(torch.zeros(2, dtype=torch.int64))
+    seen: list[bool] = []
+    vmap(lambda row: (seen.append(cpu.supported(row)), row)[1])(torch.zeros(2, 3))
+    assert seen == [False]
+
+
+@LIBRARY
+def test_no_samples_or_no_positions():
+    for shape in ((0, 5, 3), (2, 0, 3)):
+        assert torch.equal(cpu.gram_norm(torch.zeros(shape), [torch.zeros(shape)]), torch.zeros(shape[0]))
+    empty = torch.zeros(0, 3, 4, 4)
+    assert compiled_norm(empty, empty, Geometry([1, 1], [1, 1], [0, 0], [1, 1])).shape == (0,)
+
+
+def test_without_a_compiler_the_formulas_remain(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    for compiler in ("no-such-compiler", "false", "cc --no-such-option"):
+        forget()
+        monkeypatch.setenv("CC", compiler)
+        with pytest.warns(UserWarning, match="no kernels in C, torch's own operations remain: .*(found|compile)"):
+            assert not cpu.supported(torch.empty(0))
+        model = torch.nn.Linear(3, 2)
+        with load_backend("bk_mixed")(model, lambda out, _: out.square().sum((1, 2)), verify=False) as backend:
+            for _ in range(3):
+                assert backend(torch.randn(4, 6, 3), torch.zeros(4)).norms.shape == (4,)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_hangs_is_not_waited_for(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    def run(*args: object, timeout: float, **options: object) -> None:
+        raise subprocess.TimeoutExpired("cc", timeout)
+
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(library.subprocess, "run", run)
+    with pytest.warns(UserWarning, match="longer than 60 s"):
+        assert not cpu.supported(torch.empty(0))
+
+
+@LIBRARY
+def test_a_library_is_compiled_once_and_found_again(forgotten: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path / "new")
+    assert cpu.supported(torch.empty(0))
+    (made,) = (tmp_path / "new").iterdir()
+    assert made.suffix == ".so"
+    forget()
+    monkeypatch.setattr(library, "_compile", None)
+    assert cpu.supported(torch.empty(0))
+
+
+def test_off_keeps_and_compiles_nothing(forgotten: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "_folder", cache.folder)
+    monkeypatch.setenv("DPBENCH_CACHE", "off")
+    assert cache.folder() is None and not cpu.supported(torch.empty(0))
+
+
+def test_the_folder_is_the_named_one_or_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path))
+    assert cache.folder() == tmp_path
+    monkeypatch.delenv("DPBENCH_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert cache.folder() == Path("/somewhere/dpbench")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert cache.folder() == Path("/home/somebody/.cache/dpbench")
+
+
+@pytest.mark.parametrize("shape", [(3, 7, 5), (2, 64, 4, 4), (1, 1, 300), (2, 5, 0), (4, 130, 17, 19)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norms_of_columns(shape, dtype):
+    x = torch.randn(shape, dtype=dtype)
+    if not cpu.in_one_piece(x):
+        pytest.skip("no compiler here")
+    found, expected = cpu.column_norms(x), torch.linalg.vector_norm(x.double(), dim=1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)

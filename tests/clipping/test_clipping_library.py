@@ -1,0 +1,235 @@
+"""Libraries of kernels in C: whole, this user's own, and said to be there only where they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from clipping.kernels import library
+from dpbench.execution.machines import Machine
+from dpbench.records import environment
+from dpbench.trials import EpsilonTrial, StepTrial
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def forget() -> None:
+    library._load.cache_clear()
+    environment.version_of.cache_clear()
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty folder of libraries, and a process that knows of none."""
+    monkeypatch.setattr(library, "_folder", lambda: tmp_path / "kept")
+    forget()
+    yield tmp_path / "kept"
+    forget()
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library, compiled once for all of these tests."""
+    kept = tmp_path_factory.mktemp("compiled")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "_folder", lambda: kept)
+        forget()
+        try:
+            library.load("float")
+        except library.NoLibrary as missing:
+            pytest.skip(str(missing))
+    return next(kept.iterdir())
+
+
+@pytest.fixture
+def made(folder: Path, compiled: Path) -> Path:
+    """A copy of it in the folder, which nobody has loaded yet."""
+    folder.mkdir(mode=0o700)
+    return Path(shutil.copy(compiled, folder))
+
+
+def test_only_what_would_use_kernels_is_told_that_there_are_none(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    step = StepTrial(model="cnn", backend="bk_mixed", batch_size=8)
+    epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
+    monkeypatch.setenv("CC", "")
+    assert "expected a compiler" in str(environment.kernels_missing("cpu", [epsilon, step]))
+    assert environment.kernels_missing("cpu", [epsilon]) is environment.kernels_missing("cuda", [step]) is None
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "without its last byte": lambda data: data[:-1],
+    "a changed byte": lambda data: data[:5000] + bytes([data[5000] ^ 1]) + data[5001:],
+    "no end": lambda data: data[: data.rindex(b"\ndpbench ")],
+    "zeros": lambda data: bytes(len(data)),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_library_that_is_not_whole_is_compiled_anew(
+    made: Path, compiled: Path, how: str, monkeypatch: pytest.MonkeyPatch
+):
+    made.write_bytes(DAMAGE[how](made.read_bytes()))
+    assert library._whole(made) is None
+    monkeypatch.setattr(library, "_compile", lambda compiler, arguments, path: shutil.copy(compiled, path))
+    assert library.load("float").kernels.gram_norm and made.read_bytes() == compiled.read_bytes()
+
+
+def test_a_whole_one_is_found_again_and_not_compiled(made: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library, "_compile", None)
+    assert library.load("float").digest == library._whole(made)[0]
+
+
+def test_one_that_was_compiled_and_is_not_whole_is_not_loaded(made: Path, monkeypatch: pytest.MonkeyPatch):
+    made.write_bytes(b"")
+    monkeypatch.setattr(library, "_compile", lambda compiler, arguments, path: None)
+    with pytest.raises(library.NoLibrary, match="not whole"):
+        library.load("float")
+
+
+def test_it_is_synced_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    synced, fsync = [], os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), sorted(p.suffix for p in folder.glob("*.so"))))
+        fsync(descriptor)
+
+    monkeypatch.setattr(library.os, "fsync", note)
+    try:
+        library.load("float")
+    except library.NoLibrary as missing:
+        pytest.skip(str(missing))
+    (aside, before), (parent, after) = synced
+    assert aside.startswith(str(folder / ".compile-")) and before == []
+    assert parent == str(folder) and after == [".so"]
+
+
+@pytest.mark.parametrize("bits", [0o777, 0o775, 0o1777])
+def test_a_folder_that_others_may_write_is_refused(made: Path, bits: int):
+    made.parent.chmod(bits)
+    with pytest.raises(library.NoLibrary, match=r"others may write to .*: chmod go-w"):
+        library.load("float")
+    assert "others may write" in str(library.trouble()) and library.version() is None
+
+
+def test_a_file_that_others_may_write_is_refused(made: Path):
+    made.chmod(0o666)
+    with pytest.raises(library.NoLibrary, match="others may write to it: delete it"):
+        library.load("float")
+
+
+def test_a_link_in_place_of_the_file_is_refused(made: Path, tmp_path: Path):
+    elsewhere = made.rename(tmp_path / "elsewhere.so")
+    made.symlink_to(elsewhere)
+    with pytest.raises(library.NoLibrary, match="symbolic link"):
+        library.load("float")
+
+
+def test_a_folder_of_another_user_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(library.os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(library.NoLibrary, match="belongs to another user"):
+        library.load("float")
+
+
+def test_a_file_of_another_user_is_refused(made: Path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    os.chown(made, 12345, 12345)
+    with pytest.raises(library.NoLibrary, match="not this user's own file"):
+        library.load("float")
+
+
+def test_a_folder_above_that_others_may_write_is_refused_unless_they_cannot_come_there():
+    with tempfile.TemporaryDirectory() as private:
+        if library._others_may_change(Path(private)) is not None:
+            pytest.skip("others may write to where temporary files lie")
+        kept = Path(private, "open", "kept")
+        kept.mkdir(mode=0o700, parents=True)
+        kept.parent.chmod(0o777)
+        assert library._others_may_change(kept) is None
+        Path(private).chmod(0o755)
+        assert f"others may write to {kept.parent}" in str(library._others_may_change(kept))
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("", "got ''"),
+        ("  ", "got '  '"),
+        ('cc "', "No closing quotation"),
+        ("/no/such", "not found"),
+        ("false", "false"),
+    ],
+)
+def test_a_compiler_that_cannot_be_used_is_told_of_in_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, said: str
+):
+    monkeypatch.setenv("CC", compiler)
+    line = library.trouble()
+    assert line is not None and said in line and "torch's own operations remain" in line and "\n" not in line
+    assert library.version() is None and set(library.describe()["float"]) == {"reason"}
+
+
+def test_a_machine_without_a_compiler_is_nothing_to_tell(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(folder))
+    assert library.trouble() is None and library.version() is None
+    assert library.describe()["double"] == {"reason": "there is no C compiler cc"}
+
+
+def test_whether_kernels_run_is_part_of_the_fingerprint(made: Path, monkeypatch: pytest.MonkeyPatch):
+    step = StepTrial(model="cnn", backend="bk_mixed", batch_size=8)
+    epsilon = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=10)
+    machine, found = Machine("here", "CPU"), []
+    for compiler in ("cc", "cc -O1", "false"):
+        monkeypatch.setenv("CC", compiler)
+        forget()
+        found.append((machine.fingerprint(step), machine.fingerprint(epsilon)))
+    steps, accounted = zip(*found, strict=True)
+    assert len(set(steps)) == 3 and len(set(accounted)) == 1
+
+
+def test_the_environment_says_what_was_loaded(made: Path):
+    """In a process with torch, as trials run in: the compiler and the digest of each library, or why there is none."""
+    code = "from dpbench.records.environment import *; print(torch_facts(TorchFacts(device='cpu'))['kernels'])"
+    variables = {**os.environ, "DPBENCH_CACHE": str(made.parent), "CC": "cc"}
+    for compiler, expected in (("cc", library._whole(made)[0][:16]), ("false", "false does not compile them")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, env=variables | {"CC": compiler}, capture_output=True, text=True
+        )
+        assert expected in done.stdout, done.stderr
+
+
+def test_what_a_killed_compilation_left_is_removed_after_a_while(made: Path):
+    made.unlink()
+    old, young = made.parent / ".compile-old", made.parent / ".compile-young"
+    for left in (old, young):
+        left.mkdir()
+        (left / "half.so").touch()
+    os.utime(old, (0, 0))
+    library.load("float")
+    assert not old.exists() and young.exists() and library._whole(made) is not None
+
+
+def test_a_bare_name_and_a_link_are_folders_like_others(made: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(library, "_compile", None)
+    (tmp_path / "link").symlink_to(made.parent)
+    monkeypatch.chdir(made.parent)
+    for name in (".", tmp_path / "link"):
+        library._load.cache_clear()
+        monkeypatch.setattr(library, "_folder", lambda name=name: Path(name))
+        assert library.load("float").kernels.gram_norm
+
+
+def test_importing_it_imports_no_torch():
+    code = "import sys, clipping.kernels.library; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,310 @@
+"""What a backend cannot do it refuses, by name, with the reason: messages are tested as product."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import cross_entropy, squared_error
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import clipping
+from clipping import Automatic, Flat, UnsupportedModel, WrongGradient, load_backend
+
+TAPE = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+OURS = ["nonprivate", "microbatch", "vmap", *TAPE, "opacus_hooks"]
+X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+
+
+class FilledInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(6)), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x.clone().masked_fill_(x > 0, self.scale[0]))
+
+
+class Prototypes(nn.Module):
+    """The parameter is the input of an operation whose weight depends on data, and a row is added to the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.points, self.extra, self.head = (
+            nn.Parameter(torch.randn(3, 6)),
+            nn.Parameter(torch.randn(1, 6)),
+            nn.Linear(6, 3),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x, self.extra])[:-1]
+        return self.head(x) + F.linear(self.points, x).t()
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return g @ w, g.t() @ x
+
+
+class BehindTheTape(nn.Module):
+    """One weight read once in the open and once by a custom autograd function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(torch.tanh(self.layer(x)), self.layer.weight)
+
+
+class SequenceFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x[None].expand(5, -1, -1)).mean(0)
+
+
+class CrossSample(nn.Module):
+    """Subtracts the batch mean: sample i's loss depends on sample j, and nothing in the graph says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x - x.mean(0))
+
+
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            FilledInPlace(),
+            ["scale: masked_fill_: no exact rule for this operation in place", "remedy: use its out-of-place"],
+        ),
+        (
+            Prototypes(),
+            ["points: linear: a parameter is the input of the op", "extra: cat: concatenates parameters to"],
+        ),
+        (SequenceFirst(), ["layer.weight: linear: its output [5, 2, 3]", "layer.bias: linear", "batch first"]),
+        (BehindTheTape(), ["layer.weight: is read where the tape does not see it"]),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_a_tape_backend_names_what_it_cannot_do(model: nn.Module, said: list[str], backend: str):
+    with load_backend(backend)(model, cross_entropy) as b, pytest.raises(UnsupportedModel) as error:
+        b(X, Y)
+    for words in said:
+        assert words in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("backend", TAPE)
+def test_every_problem_is_listed_and_hooks_are_gone(backend: str):
+    model = nn.Sequential(FilledInPlace(), nn.Unflatten(1, (3, 1)), nn.Flatten(), nn.Linear(3, 6), FilledInPlace())
+    with load_backend(backend)(model, cross_entropy) as b, pytest.raises(UnsupportedModel) as error:
+        b(X, Y)
+    assert [p.module for p in error.value.problems] == ["0.scale", "4.scale"]
+    model(X).sum().backward()  # the model is as usable as before
+
+
+def test_packed_sequences_are_refused():
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.LSTM(3, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(x.unflatten(1, (2, 3)), torch.tensor([2, 1]), batch_first=True)
+            return self.rnn(packed)[1][0][-1]
+
+    with (
+        load_backend("ghost")(Packed(), cross_entropy) as b,
+        pytest.raises(UnsupportedModel, match=r"rnn.weight_ih_l0: lstm: packed sequences have no rule.*pad the seq"),
+    ):
+        b(X[:2], Y[:2])
+
+
+class Flip(torch.autograd.Function):
+    """Rows the other way round, by a library that no mode sees."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.numpy()[::-1].copy())
+
+    @staticmethod
+    def backward(ctx, g):
+        return g.flip(0)
+
+
+class OutOfOrder(nn.Module):
+    """As many rows as the batch has, but not in its order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Flip.apply(self.layer(Flip.apply(self.first(x).tanh())))
+
+
+@pytest.mark.parametrize("backend", TAPE)
+def test_rows_that_are_not_in_the_samples_order_are_found_out(backend: str):
+    with load_backend(backend)(OutOfOrder(), cross_entropy) as b:
+        b(X[:1], Y[:1])  # one sample cannot show it, and is exact; the verification waits for two
+        with pytest.raises(WrongGradient, match="not exact on this model"):
+            b(X, Y)
+
+
+@pytest.mark.parametrize("backend", [b for b in OURS if b not in ("nonprivate", "microbatch")])
+def test_samples_that_are_mixed_are_found_out(backend: str):
+    if backend == "vmap":
+        pytest.skip("vmap gives each sample to the model alone, as the oracle does: it agrees by definition")
+    with load_backend(backend)(CrossSample(), cross_entropy) as b, pytest.raises(WrongGradient) as error:
+        b(X, Y)
+    assert f"{backend} is not exact on this model" in str(error.value)
+
+
+@pytest.mark.parametrize("backend", [b for b in OURS if b != "nonprivate"])
+def test_batch_norm_is_refused_with_a_remedy(backend: str):
+    model = nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    with pytest.raises(UnsupportedModel, match=r"1: BatchNorm1d mixes the samples.*GroupNorm"):
+        load_backend(backend)(model, cross_entropy)
+    load_backend("nonprivate")(model, cross_entropy)(X, Y)
+
+
+@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda out, y: F.cross_entropy(out, y),
+        lambda out, y: F.cross_entropy(out, y, reduction="none")[:, None],
+        lambda out, y: F.softmax(out, 1).square(),
+    ],
+    ids=["mean", "[B,1]", "[B,C]"],
+)
+def test_a_loss_that_is_not_one_number_a_sample_is_refused(backend: str, loss_fn):
+    with (
+        load_backend(backend)(nn.Linear(6, 3), loss_fn) as b,
+        pytest.raises(ValueError, match=r"one loss a sample.*reduction='none'"),
+    ):
+        b(X, Y)
+
+
+@pytest.mark.parametrize("backend", OURS)
+def test_a_batch_that_disagrees_with_itself_is_refused(backend: str):
+    with load_backend(backend)(nn.Linear(6, 3), cross_entropy) as b:
+        with pytest.raises(ValueError, match=r"same first dimension.*\[4, 6\], \[3\]"):
+            b(X, Y[:3])
+        with pytest.raises(ValueError, match="same first dimension"):
+            b({"input": X, "scale": torch.tensor(2.0)}, Y)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"max_norm": 1.0}, "max_norm"), ({"scale_grad_by_freq": True}, "whole batch"), ({"sparse": True}, "sparse")],
+)
+def test_embedding_options_without_a_rule_are_refused(options, said):
+    model = nn.Sequential(nn.Embedding(7, 3, **options), nn.Flatten(), nn.Linear(6, 3))
+    ids = torch.randint(0, 7, (4, 2))
+    with (
+        load_backend("ghost")(model, cross_entropy, verify=False) as b,
+        pytest.raises(UnsupportedModel, match=f"0.weight: embedding: .*{said}"),
+    ):
+        b(ids, Y)
+
+
+def test_dropout_is_verified_without_its_noise_and_stays_on():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 3))
+    with load_backend("mixed_ghost")(model, cross_entropy) as b:
+        outs = [b(X, Y).losses for _ in range(3)]
+    assert all(module.training for module in model.modules())
+    assert not torch.equal(outs[0], outs[1]) or not torch.equal(outs[1], outs[2])
+
+
+def test_unknown_backend():
+    with pytest.raises(ValueError, match=r"expected a backend, one of .*got 'gost'; did you mean 'ghost'\?"):
+        load_backend("gost")
+
+
+def test_a_frozen_model_has_nothing_to_clip():
+    model = nn.Linear(6, 3).requires_grad_(False)
+    for backend in OURS:
+        if backend == "opacus_hooks":
+            continue  # its wrapper needs something trainable
+        with load_backend(backend)(model, cross_entropy) as b:
+            out = b(X, Y)
+        assert out.grads == {} and out.losses.shape == (4,)
+        assert out.norms is None or not out.norms.any()
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=1), st.floats(0, 1e30))
+def test_flat_never_exceeds_its_sensitivity(norms: list[float], bound: float):
+    clip, n = Flat(bound), torch.tensor(norms, dtype=torch.float64)
+    clipped = clip.factors(n) * n
+    assert clip.sensitivity == bound
+    assert (clipped <= bound * (1 + 1e-12) + 1e-300).all() and (clip.factors(n) <= 1).all()
+    assert torch.equal(clipped[n <= bound], n[n <= bound])
+
+
+def test_a_factor_too_small_for_its_digits_is_zero():
+    """The nearest subnormal number would exceed the threshold, here by 1e-12 and by 61 %."""
+    for bound, norm in ((1.9839673179013276e-285, 1.977961176730164e29), (4e-310, 1.3e14)):
+        for clip in (Flat(bound), Automatic(bound)):
+            assert clip.factors(torch.tensor([norm], dtype=torch.float64)).item() * norm <= bound
+
+
+def test_flat_at_its_edges():
+    n = torch.tensor([0.0, 1.0, math.inf, math.nan])
+    assert Flat(0.0).factors(n[:2]).tolist() == [0, 0]
+    assert Flat(math.inf).factors(n[:2]).tolist() == [1, 1]
+    assert Flat(2.0).factors(n)[:3].tolist() == [1, 1, 0] and Flat(2.0).factors(n)[3].isnan()
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="max_grad_norm"):
+            Flat(bad)
+    with pytest.raises(ValueError, match="stabiliser"):
+        Flat(1.0, stabiliser=-1)
+
+
+def test_the_first_pass_computes_no_weight_gradient():
+    """In the norm pass the convolution's backward is asked for its input's gradient alone."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    masks = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.convolution_backward.default:
+                masks.append(args[-1])
+            return func(*args, **(kwargs or {}))
+
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 3, 3), nn.Flatten())
+    x, y = torch.randn(2, 2, 6, 6), torch.randn(2, 12)
+    with load_backend("ghost")(model, squared_error, verify=False) as b, Spy():
+        b(x, y)
+    assert masks == [[True, False, False], [True, True, False], [False, True, False]]  # biases are summed without it
+
+
+def test_importing_clipping_imports_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, clipping; print(sorted(clipping.BACKENDS)); print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.splitlines()[-1] == "False"
+    here = {"BACKENDS", "FAMILIES", "VARIANTS", "BackendInfo", "is_backend", "known_backends", "load_backend"}
+    assert set(clipping.__all__) - here == set(clipping._LAZY)

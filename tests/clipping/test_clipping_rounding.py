@@ -1,0 +1,225 @@
+"""One record moves the sum that is computed by its threshold at the most, in the arithmetic that runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipping import Automatic, Flat, PerLayer, load_backend
+from clipping.functions import floor
+from clipping.rounding import CAP, Doubt, Reach, all_alike, excess, of_rows, portion, row_norms
+
+BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+
+
+class Weighed(nn.Module):
+    """A linear layer, and a loss whose gradient at each output is the record's own: [B, T, d], [B, T, p]."""
+
+    def __init__(self, inputs=64, outputs=64):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, bias=False)
+
+    def forward(self, a: Tensor, g: Tensor) -> Tensor:
+        return (self.linear(a) * g).sum((1, 2))
+
+
+class Images(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.norm(self.convolution(x))).mean((2, 3)))
+
+
+def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.float(), targets, reduction="none")
+
+
+def moved(name, model, inputs, targets, loss_fn=lambda losses, _: losses.float(), clip=None):
+    """‖S(D ∪ x) - S(D)‖ for the first record x."""
+    without = tuple(x[1:] for x in inputs)
+    with load_backend(name)(model, loss_fn, clip=clip or Flat(1.0), verify=False) as backend:
+        full, rest = backend(inputs, targets).grads, backend(without, targets[1:]).grads
+        bound = backend.sensitivity_bound(len(targets))
+    found = math.sqrt(sum(float((full[n].double() - rest[n].double()).square().sum()) for n in full))
+    return found, bound
+
+
+def cancelling(positions: int, mean: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Inputs that are nearly alike, and output gradients that sum to zero: huge terms, of which little is left."""
+    made = torch.Generator().manual_seed(seed)
+    a = mean + torch.randn(1, positions, 64, generator=made)
+    g = torch.randn(1, positions, 64, generator=made)
+    return a, 100 * (g - g.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("clip", [Flat(1.0), Automatic(1.0), PerLayer(1.0)], ids=["flat", "automatic", "per layer"])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_terms_that_cancel_are_clipped(name, dtype, clip):
+    for positions in (2, 4, 33):
+        for mean in (1e2, 3e3, 1e5, 1e12, 1e19):
+            for seed in range(2):
+                torch.manual_seed(0)
+                x = [
+                    torch.cat([record, torch.randn(3, positions, 64)]).to(dtype)
+                    for record in cancelling(positions, mean, seed)
+                ]
+                found, bound = moved(name, Weighed().to(dtype), tuple(x), torch.zeros(4), clip=clip)
+                assert found <= bound * (1 + 1e-4), (positions, mean, seed)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_images_that_are_almost_constant_are_clipped(name, dtype):
+    for offset, amplitude in ((1, 1e-6), (255, 0.01), (1e4, 1), (1e8, 1), (1e12, 1), (1e19, 1)):
+        torch.manual_seed(1)
+        x = torch.randn(6, 3, 8, 8)
+        x[0] = offset + amplitude * x[0]
+        targets = torch.zeros(6, dtype=torch.int64)
+        found, bound = moved(name, Images().to(dtype), (x.to(dtype),), targets, cross_entropy)
+        assert found <= bound * (1 + 1e-4), (offset, amplitude)
+
+
+@pytest.mark.parametrize("name", ["vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_thousands_of_records_that_are_alike(name, dtype):
+    """A sum of 2,000 in bfloat16 would have 3 digits left."""
+    model = nn.Linear(16, 1, bias=False).to(dtype)
+    x = torch.ones(2000, 16, dtype=dtype)
+    found, _ = moved(name, model, (x,), torch.zeros(2000), lambda outputs, _: outputs.float().sum(1))
+    assert found == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_order_that_rounds_all_records_up(name):
+    """4,095 ones, and then as many records of which each is rounded up when it is added to them."""
+    model = nn.Linear(1, 1, bias=False)
+    x = torch.cat([torch.ones(4096, 1), torch.full((4095, 1), 2.0**-12 * 1.0002)])
+    found, bound = moved(name, model, (x,), torch.zeros(len(x)), lambda outputs, _: outputs[:, 0])
+    assert found <= min(bound, 1.01)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_sums_leave_in_float32_at_least(name):
+    for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        model = nn.Linear(4, 3).to(dtype)
+        with load_backend(name)(model, cross_entropy if dtype != torch.float64 else plain) as backend:
+            found = backend(torch.randn(5, 4, dtype=dtype), torch.zeros(5, dtype=torch.int64))
+        assert {grad.dtype for grad in found.grads.values()} == {wide}
+
+
+def plain(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize("name", ["ghost", "bk_ghost", "fastgradclip"])
+def test_ordinary_records_keep_their_factors(name):
+    """Lower by less than a thousandth; the norms that are returned are the norms."""
+    torch.manual_seed(0)
+    model, x, targets = Images(), torch.randn(8, 3, 16, 16), torch.arange(8)
+    grads, norms = [], []
+    for backend_name in (name, "microbatch"):
+        with load_backend(backend_name)(model, cross_entropy, clip=Flat(0.01), verify=False) as backend:
+            found = backend(x, targets)
+        grads.append(torch.cat([g.flatten() for g in found.grads.values()]))
+        norms.append(found.norms)
+    torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+    assert (grads[0] - grads[1]).norm() < 1e-3 * grads[1].norm()
+
+
+def test_what_a_record_may_move_the_sum_by():
+    for name in BACKENDS:
+        with load_backend(name)(nn.Linear(4, 3), plain, clip=Flat(2.0)) as backend:
+            assert 2 < backend.sensitivity_bound(4096) < 2 * (1 + 1e-3)  # of T = 1,024, before it was called
+            before = backend.sensitivity_bound(64)
+            backend(torch.randn(8, 4), torch.zeros(8, dtype=torch.int64))
+            assert 2 < backend.sensitivity_bound(64) <= before < 2 * (1 + 1e-3)
+            assert backend.sensitivity_bound(64) <= backend.sensitivity_bound(64, worst=True)
+            assert backend.sensitivity_bound(64) < backend.sensitivity_bound(1024)
+    for name in ("nonprivate", "tf_microbatch:2"):
+        with load_backend(name)(nn.Linear(4, 3), plain) as backend:
+            assert backend.sensitivity_bound(64) == math.inf
+
+
+class Shared(nn.Module):
+    """An embedding that is read twice, once as the head; a convolution; a norm's scale and shift."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.convolution, self.norm = nn.Embedding(7, 6), nn.Conv1d(6, 6, 3, padding=1), nn.LayerNorm(6)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.convolution(self.table(ids).transpose(1, 2)).transpose(1, 2)
+        return self.linear(self.norm(x)).mean(1) @ self.table.weight.T
+
+
+@pytest.mark.parametrize("name", ["fastgradclip", "ghost", "mixed_ghost"])
+def test_a_second_pass_in_portions_is_the_same(name, monkeypatch):
+    """Where one product would round too much: here from three samples on."""
+    monkeypatch.setattr("clipping.norms.SMALL", 2**40)
+    torch.manual_seed(0)
+    model, ids, targets = Shared().double(), torch.randint(0, 7, (9, 5)), torch.randint(0, 7, (9,))
+    found = {}
+    for backend, most in (("microbatch", 100), (name, 100), (name, 2)):
+        for module in ("tape_backends", "rules.weight", "samples"):
+            monkeypatch.setattr(f"clipping.{module}.portion", lambda *_, most=most: most)
+        with load_backend(backend)(model, plain, clip=Flat(0.5), verify=False) as opened:
+            found[backend, most] = opened(ids, targets)
+    reference = found.pop(("microbatch", 100)).grads
+    for each in found.values():
+        for key, grad in each.grads.items():
+            torch.testing.assert_close(grad, reference[key], rtol=1e-10, atol=1e-14)
+    whole, portions = (torch.cat([g.flatten() for g in each.grads.values()]) for each in found.values())
+    assert not torch.equal(whole, portions)  # summed in another order: portions were taken
+
+
+def test_the_worst_case_is_worse_and_float64_far_below():
+    at_random, at_worst = excess(4096, 1024, 768, portion(4096, 1024, torch.float32), torch.float32)
+    assert at_random < 1e-3 < at_worst
+    assert excess(4096, 1024, 768, 4096, torch.float64)[1] < 1e-4
+    assert portion(64, 1, torch.float32) >= 64 and 1 <= portion(4096, 1024, torch.float32) < 64
+
+
+def test_the_bound_is_the_norm_where_nothing_cancels_and_the_reach_where_all_does():
+    squares = torch.tensor([4.0, 0.0, math.nan, math.inf])
+    doubt = Doubt(squares, parameters=10)
+    doubt.add(Reach(torch.tensor([2.0, 1e6, math.inf, 1.0]), torch.zeros(4)), 64, 4, gram=True)
+    plain_norm, cancelled, overflowed, infinite = doubt.bound(squares).tolist()
+    assert plain_norm == pytest.approx(2, rel=1e-5)
+    assert cancelled == pytest.approx(1e6 / CAP[0], rel=1e-3)
+    assert overflowed == infinite == math.inf  # a factor of 0
+
+
+def test_reach_is_the_sum_of_the_rows_norms():
+    a, g = torch.randn(3, 5, 7), torch.randn(3, 5, 2)
+    expected = (a.norm(dim=2) * g.norm(dim=2)).sum(1)
+    torch.testing.assert_close(of_rows(row_norms(a), row_norms(g), 7, 2).terms, expected)
+    tiny = of_rows(row_norms(a), row_norms(1e-23 * g), 7, 2)
+    assert (tiny.lost >= 1e-23 * expected).all()  # what squares cannot tell is not forgotten
+    alike = all_alike(g, 2)
+    assert (alike.terms >= g.norm(dim=2).sum(1) * (1 - 1e-6)).all()
+
+
+def test_automatic_clipping_leaves_out_what_has_no_digits():
+    for dtype in (torch.float32, torch.float64):
+        norms = floor(dtype) * torch.tensor([0.0, 0.5, 1.5], dtype=dtype)
+        factors = Automatic(1.0).factors(norms)
+        assert factors[:2].tolist() == [0, 0] and factors[2] > 0
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_gradients_too_small_to_be_squared_are_not_blown_up(name):
+    """1e-23 has a square of 0 in float32: scaled by 1 over a norm of that it would be anything."""
+    for scale in (1e-19, 1e-21, 1e-23, 1e-30):
+        torch.manual_seed(0)
+        a, g = torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+        g[0] *= scale
+        found, _ = moved(name, Weighed(), (a, g), torch.zeros(3), clip=Automatic(1.0))
+        assert found <= 1 + 1e-4, scale

@@ -1,0 +1,66 @@
+"""Variants of a backend, ``name:variant``: accepted wherever a backend is, and in no list."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from clipping import BACKENDS, VARIANTS, load_backend
+from dpbench.cli import main
+from dpbench.errors import UsageError
+from dpbench.execution.selection import parse_only, select
+from dpbench.experiment import grid
+from dpbench.trials import StepTrial, Trial
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.backends import validate_backend
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_has_its_name_and_strategy(name):
+    cls = load_backend(name)
+    assert cls.name == name and issubclass(cls, load_backend("bk_mixed"))
+    with cls(nn.Linear(2, 2), lambda outputs, targets: outputs.sum(1), verify=False) as backend:
+        assert backend.planner.strategy == name.partition(":")[2]
+        out = backend(torch.ones(3, 2), torch.zeros(3))
+    assert out.norms is not None and out.norms.shape == (3,)
+    assert validate_backend(name) is None and backend_class(name) is cls
+
+
+def test_a_plan_that_is_asked_for_wins_over_the_variant():
+    cls = load_backend("bk_mixed:paper")
+    assert cls(nn.Linear(2, 2), lambda outputs, targets: outputs.sum(1), plan="time").planner.strategy == "time"
+
+
+def test_they_are_no_backends_of_their_own(capsys):
+    assert not set(VARIANTS) & set(BACKENDS)
+    assert main(["list", "--format", "json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["backends"]
+    assert [entry["name"] for entry in listed] == list(BACKENDS)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("bk_mixed:papr", "bk_mixed:paper"), ("bk_mixed:times", "bk_mixed:time")])
+def test_what_is_mistyped_is_told_the_nearest(name, meant):
+    said = re.escape(f"got {name!r}; did you mean {meant!r}?")
+    with pytest.raises(ValueError, match=f"expected a backend, one of .*bk_mixed:paper.*{said}$"):
+        load_backend(name)
+    with pytest.raises(
+        UsageError, match=f"expected a backend, one of .*bk_mixed:paper.*or path/file.py:Class, {said}$"
+    ):
+        validate_backend(name)
+
+
+def test_trials_carry_them_and_a_selection_finds_them():
+    cells = grid(StepTrial, model="cnn", backend=["bk_mixed", *VARIANTS], batch_size=8)
+    chosen = select(cells, parse_only(["backend=bk_mixed:paper,bk_mixed:time"]))
+    assert [trial.backend for trial in chosen] == ["bk_mixed:paper", "bk_mixed:time"]
+    assert all(Trial.from_wire(trial.to_wire()) == trial and "torch" in trial.modules() for trial in chosen)
+
+
+def test_check_takes_one(capsys):
+    assert main(["check", "--model", "cnn", "--backend", "bk_mixed:memory", "--format", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["backend"], row["status"]) == ("bk_mixed:memory", "ok")

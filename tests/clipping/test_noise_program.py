@@ -1,0 +1,64 @@
+"""The noise's Triton program: the words and normals of the kernel in C, in the interpreter, compiled, and on a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from clipping.kernels import cuda
+
+HERE = Path(__file__).resolve().parents[1] / "support"
+TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
+NAMES = (
+    "words_bit_by_bit",
+    "normals_to_the_last_bits",
+    "the_same_as_on_a_cpu",
+    "counters_of_many_groups",
+    "a_program_that_fails_or_errs_is_not_taken",
+    "the_engine_with_sums_in_one_tensor",
+)
+
+
+def results(*arguments: str, **variables: str) -> dict[str, str | None]:
+    """What `noise_checks.py` found, in a process of its own."""
+    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "noise_checks.py"), *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    return results(TRITON_INTERPRET="1")
+
+
+@TRITON
+@pytest.mark.parametrize("name", NAMES)
+def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
+    assert interpreted.keys() == set(NAMES) and interpreted[name] is None, interpreted[name]
+
+
+@TRITON
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_compiles_without_a_gpu_and_stays_in_registers(capability: str, tmp_path: Path):
+    found = results("compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert found == {"fp32": None, "fp64": None}
+
+
+@pytest.mark.gpu
+@TRITON
+@GPU
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_gpu(name: str):
+    from noise_checks import CHECKS
+
+    CHECKS[name]("cuda")

@@ -1,0 +1,302 @@
+"""Every fault that a clipping library has had is put into an exact backend, and the suite has to find it.
+
+Two exact backends are mutated: `Hooked`, written the way libraries are, with module hooks and per-sample gradients; and
+ours on the tape, whose rules have Gram matrices. A mutant differs from its original in one method.
+
+No backend's affair, and so not in here: a last batch divided by the nominal size, noise not scaled by C, noise added
+per microbatch. They are the privacy engine's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hooked import KNOWN, Grads, Hooked
+from torch import Tensor, nn
+
+from clipping import Backend, ClippedGradient, Flat, load_backend, norms
+from clipping.batches import forward
+from clipping.kernels.gram import gram_inner, gram_product
+from clipping.kernels.squares import sum_of_squares
+from clipping.rules import Rule
+from clipping.rules.base import Bias
+from clipping.rules.convolution import ConvolutionWeight
+from clipping.rules.embedding import EmbeddingWeight
+from clipping.rules.linear import LinearWeight
+from clipping.samples import norms_and_factors
+from clipping.verification import WrongGradient
+from dpbench.conformance.contract import CHECKS, classifier
+from dpbench.conformance.suite import conformance
+
+
+class MeanLoss(Hooked):
+    """The loss is averaged, and nobody multiplies by B."""
+
+    def record(self, name: str, gradient: Tensor) -> None:
+        super().record(name, gradient / gradient.shape[0])
+
+
+class EachParameterByItself(Hooked):
+    """Clips every parameter's gradient to C, as the blog's samples do: sensitivity C√L."""
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        norms, _ = super().norms_and_factors(losses)
+        return norms, {n: self.clip.factors(g.flatten(1).norm(dim=1)) for n, g in self.grads.items()}
+
+
+class Inverted(Hooked):
+    """‖g‖/C in the place of C/‖g‖, as in a tutorial of BackPACK."""
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        norms, factors = super().norms_and_factors(losses)
+        return norms, {name: (norms / self.clip.max_grad_norm).clamp(max=1) for name in factors}
+
+
+class NeverClips(Hooked):
+    """Norms right, factors 1."""
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        norms, factors = super().norms_and_factors(losses)
+        return norms, {name: torch.ones_like(norms) for name in factors}
+
+
+class PaddingModeIgnored(Hooked):
+    """Unfolds with zeros whatever the mode (Opacus, private_CNN, BackPACK)."""
+
+    def per_sample(self, module: nn.Module, own: dict[str, nn.Parameter], x: Tensor, g: Tensor) -> Grads:
+        before = getattr(module, "padding_mode", None)
+        if before is not None:
+            module.padding_mode = "zeros"
+        try:
+            return super().per_sample(module, own, x, g)
+        finally:
+            if before is not None:
+                module.padding_mode = before
+
+
+class PaddingIdxCounted(Hooked):
+    """The padding row gets a gradient (Opacus)."""
+
+    def per_sample(self, module: nn.Module, own: dict[str, nn.Parameter], x: Tensor, g: Tensor) -> Grads:
+        before = getattr(module, "padding_idx", None)
+        if before is not None:
+            module.padding_idx = None
+        try:
+            return super().per_sample(module, own, x, g)
+        finally:
+            if before is not None:
+                module.padding_idx = before
+
+
+class StopsAtTheFirstRegistered(Hooked):
+    """Clips when the first registered layer's gradient arrives, whatever is still to come (fastDP)."""
+
+    def begin(self) -> Grads:
+        self.finished = False
+        return {}
+
+    def arrived(self, module: nn.Module, own: dict[str, nn.Parameter], x: Tensor, g: Tensor) -> None:
+        if not self.finished:
+            super().arrived(module, own, x, g)
+        self.finished |= module is next(m for m in self.model.modules() if type(m) in KNOWN)
+
+
+class LastUseCounts(Hooked):
+    """A second use of a weight overwrites the first (fastDP)."""
+
+    def record(self, name: str, gradient: Tensor) -> None:
+        self.grads[name] = gradient
+
+
+class StaleNorms(Hooked):
+    """What was kept of a layer stays until it is written again (Opacus' ghost mode)."""
+
+    def begin(self) -> Grads:
+        self.fresh: set[str] = set()
+        return getattr(self, "grads", {})
+
+    def record(self, name: str, gradient: Tensor) -> None:
+        if name not in self.fresh:
+            self.grads.pop(name, None)
+        self.fresh.add(name)
+        super().record(name, gradient)
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        self.grads = {n: g for n, g in self.grads.items() if n in self.fresh or len(g) == len(losses)}
+        return super().norms_and_factors(losses)
+
+    def sums(self, losses: Tensor, factors: Grads) -> Grads:
+        return {name: x for name, x in super().sums(losses, factors).items() if name in self.fresh}
+
+
+class TakesAnyLoss(Hooked):
+    """Σ c_i ℓ_i by a second pass, with c [B] and ℓ [B, 1]: a matrix (Opacus' ghost mode)."""
+
+    def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
+        return self.loss_fn(forward(self.model, inputs), targets)
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        return norms_and_factors(self.grads, self.parameters, self.clip, losses.flatten())
+
+    def sums(self, losses: Tensor, factors: Grads) -> Grads:
+        if self.clip.per_layer:
+            return super().sums(losses, factors)
+        total = (next(iter(factors.values())).to(losses.dtype) * losses).sum()
+        found = torch.autograd.grad(total, list(self.parameters.values()), allow_unused=True)
+        return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+
+
+class NormsOfTheModelsPrecision(Hooked):
+    """Squares in float16 are infinite beyond 256; in bfloat16 eight bits are left of them."""
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        names = list(self.parameters)
+        squares = [g.flatten(1).to(losses.dtype).square().sum(1) for g in self.grads.values()]
+        if losses.dtype.itemsize > 2 or self.clip.per_layer:
+            return super().norms_and_factors(losses)
+        norms = torch.stack(squares).sum(0).sqrt().float()
+        return norms, dict.fromkeys(names, self.clip.factors(norms))
+
+
+class FailsWithoutSamples(Hooked):
+    """Poisson sampling draws an empty batch, and the reshape fails."""
+
+    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
+        if len(targets) == 0:
+            raise RuntimeError("cannot reshape tensor of 0 elements")
+        return super().__call__(inputs, targets)
+
+
+class DividesZeroByZero(Hooked):
+    """C/‖g‖ of a gradient that is zero, times the gradient."""
+
+    def norms_and_factors(self, losses: Tensor) -> tuple[Tensor, Grads]:
+        norms, factors = super().norms_and_factors(losses)
+        return norms, {name: f * (norms / norms) for name, f in factors.items()}
+
+
+class LeavesGradientsBehind(Hooked):
+    """`.grad_sample` stays on the parameters."""
+
+    def record(self, name: str, gradient: Tensor) -> None:
+        super().record(name, gradient)
+        self.parameters[name].grad_sample = self.grads[name]
+
+
+class UsesTheCallersGrad(Hooked):
+    """.backward() into `.grad`, which was the caller's."""
+
+    def sums(self, losses: Tensor, factors: Grads) -> Grads:
+        for p in self.parameters.values():
+            p.grad = None
+        return super().sums(losses, factors)
+
+
+def bias_norm_by_position(self: Bias, g: Tensor, samples: slice) -> Tensor:
+    """Σ_t ‖g_t‖² in the place of ‖Σ_t g_t‖²."""
+    return sum_of_squares(g[samples])
+
+
+def gram_over_all_groups(self: ConvolutionWeight, g: Tensor, samples: slice) -> Tensor:
+    """As if every output channel had seen every input channel (private_CNN, fastDP, private-transformers)."""
+    x, g = self.x[samples], g[samples]
+    a = self._patches(x).reshape(len(x), -1, self.positions)
+    return gram_product(a.transpose(1, 2), g.reshape(len(x), -1, self.positions).transpose(1, 2))
+
+
+def gram_without_the_padding_mask(self: EmbeddingWeight, g: Tensor, samples: slice) -> Tensor:
+    """[id_t = id_s] of padding ids counts (Opacus)."""
+    ids, g = self.ids[samples].flatten(1), g[samples].reshape(samples.stop - samples.start, -1, self.outputs)
+    return gram_inner(g, lambda rows: ids[:, rows, None] == ids[:, None, :])
+
+
+def no_cross_term(self: Rule, g: Tensor, other: Rule, other_g: Tensor) -> Tensor:
+    """‖u‖² + ‖v‖² in the place of ‖u + v‖²."""
+    return g.new_zeros(self.samples(g))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, and a case that has to show it.
+
+    `original` is a backend of ours, of which `method` of `rule` is replaced; or `Hooked`, of which it is a subclass.
+    """
+
+    fault: str
+    case: str
+    backend: type[Backend] | str
+    rule: type[Rule] | None = None
+    method: str = ""
+    replacement: Callable[..., Any] | None = None
+
+
+MUTANTS = [
+    Mutant("factor 1/B left in", "linear 2-D", MeanLoss),
+    Mutant("clipping per parameter", "conv2d", EachParameterByItself),
+    Mutant("clipping per parameter, black box", "sensitivity: flat", EachParameterByItself),
+    Mutant("inverted factor", "linear 2-D", Inverted),
+    Mutant("nothing clipped, black box", "sensitivity: global bound", NeverClips),
+    Mutant("bias norm not summed over T", "linear 3-D", "ghost", Bias, "_instantiated", bias_norm_by_position),
+    Mutant("bias norm of a convolution", "conv2d", "fastgradclip", Bias, "_instantiated", bias_norm_by_position),
+    Mutant("groups ignored", "conv2d groups", "ghost", ConvolutionWeight, "_ghost", gram_over_all_groups),
+    Mutant(
+        "groups ignored, book-kept", "conv1d strided", "bk_ghost", ConvolutionWeight, "_ghost", gram_over_all_groups
+    ),
+    Mutant("padding mode ignored", "conv2d circular", PaddingModeIgnored),
+    Mutant("padding mode ignored, reflect", "conv2d reflect", PaddingModeIgnored),
+    Mutant("padding_idx counted", "embedding padding_idx", PaddingIdxCounted),
+    Mutant("padding_idx counted, negative", "embedding negative padding_idx", PaddingIdxCounted),
+    Mutant("head-first registration", "head registered first", StopsAtTheFirstRegistered),
+    Mutant("second use overwrites the first", "reused", LastUseCounts),
+    Mutant("second use overwrites the first, tied", "tied head", LastUseCounts),
+    Mutant("two uses without their cross term", "reused", "ghost", LinearWeight, "inner", no_cross_term),
+    Mutant("tied head without its cross term", "tied head", "bk_ghost", EmbeddingWeight, "inner", no_cross_term),
+    Mutant("stale norms", "a layer skipped in a later step", StaleNorms),
+    Mutant(
+        "Gram without the padding mask",
+        "embedding padding_idx",
+        "ghost",
+        EmbeddingWeight,
+        "_ghost",
+        gram_without_the_padding_mask,
+    ),
+    Mutant("loss [B, 1] broadcast", "a loss shaped [B, 1]", TakesAnyLoss),
+    Mutant("norm overflow in fp16", "norms beyond float16", NormsOfTheModelsPrecision),
+    Mutant("empty batch raises", "batch: empty", FailsWithoutSamples),
+    Mutant("zero gradient divided by its norm", "batch: zero gradient", DividesZeroByZero),
+    Mutant("per-sample gradients left on parameters", "the model left as it was", LeavesGradientsBehind),
+    Mutant("the caller's .grad overwritten", "the model left as it was", UsesTheCallersGrad),
+]
+
+
+def test_the_original_is_exact_or_refuses():
+    results = {verdict.case: (verdict.result, verdict.reason) for verdict in conformance(Hooked)}
+    assert {case: found for case, found in results.items() if found[0] == "wrong"} == {}
+    assert sum(result == "exact" for result, _ in results.values()) > len(results) / 2
+    assert all(results[case][0] == "exact" for case in CHECKS)
+    cases = {mutant.case for mutant in MUTANTS if isinstance(mutant.backend, type)}
+    assert {case for case in cases if results[case][0] != "exact"} == set()
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.fault)
+def test_no_seeded_fault_survives(mutant: Mutant, monkeypatch):
+    backend = mutant.backend if isinstance(mutant.backend, type) else load_backend(mutant.backend)
+    if mutant.rule is not None:
+        monkeypatch.setattr(norms, "SMALL", 2**40)  # else both norm and sum of these small gradients come of one tensor
+        assert mutant.method in vars(mutant.rule) or hasattr(mutant.rule, mutant.method)
+        (verdict,) = conformance(backend, only=[mutant.case])
+        assert verdict.result == "exact"
+        monkeypatch.setattr(mutant.rule, mutant.method, mutant.replacement)
+    (verdict,) = conformance(backend, only=[mutant.case])
+    assert verdict.result == "wrong" and verdict.reason, f"{mutant.fault} survives {mutant.case}"
+
+
+@pytest.mark.parametrize("backend", [MeanLoss, EachParameterByItself, Inverted], ids=lambda b: b.__name__)
+def test_a_mutant_is_found_out_by_its_first_batch_too(backend):
+    model, x, y, loss = classifier("cpu")
+    with backend(model, loss, clip=Flat(0.05)) as b, pytest.raises(WrongGradient, match="hooked is not exact on this"):
+        b(x, y)

@@ -1,0 +1,152 @@
+"""What the engine asks of a GPU in a step: few launches, however many parameters, and never an answer.
+
+Tensors of a CUDA device without values: whatever asked it for a number would raise. What is counted is all that comes
+after the backend's clipped sums, but for the optimizer's own step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from launches import Launches
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from clipping.kernels import cuda, noise
+from clipping.kernels.noise import Segments
+from clipping.types import ClippedGradient
+from dpbench import PrivacyEngine
+
+MOST = 60
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """As on a machine with a GPU and Triton; the programs themselves are run elsewhere (`test_noise_program`)."""
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda, "_has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    tables, known = Segments.tables, {}
+
+    def kept(segments: Segments, device: torch.device) -> Any:
+        if segments not in known:  # on a device they are made once; of no values they are not kept
+            known[segments] = tables(segments, device)
+        return known[segments]
+
+    monkeypatch.setattr(Segments, "tables", kept)
+    launched = []
+    monkeypatch.setattr(noise, "_launch", lambda flat, *given: launched.append(flat))
+    return launched
+
+
+class Event:
+    """Of a copy that has arrived."""
+
+    def record(self, stream: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Copies to the host that are never looked at: they have no values. Nothing may wait for one."""
+    from dpbench.engine import finite
+
+    begun = []
+
+    def sent(flags):
+        begun.append(flags)
+        return flags.to("cpu", non_blocking=True), Event()
+
+    monkeypatch.setattr(finite, "sent", sent)
+    return begun
+
+
+def of_layers(count: int, dtype: torch.dtype) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(12, 12, device="cuda", dtype=dtype) for _ in range(count)))
+
+
+def launches(count: int, deviation: float, pieces: int = 1, dtype: torch.dtype = torch.float32) -> Counter[str]:
+    """Of the engine's part of the second step: of one logical batch, in so many pieces."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = of_layers(count, dtype)
+        engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=deviation)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine.attach(optimizer)
+        counted = Launches()
+        inner = engine._patch.inner_step
+
+        def finished(losses: Tensor, drawn: Any) -> ClippedGradient:
+            with counted.paused():
+                return ClippedGradient({n: torch.randn_like(p) for n, p in model.named_parameters()}, losses, losses)
+
+        def stepped() -> None:
+            with counted.paused():
+                inner()
+
+        engine._recorder.finish, engine._patch.inner_step = finished, stepped
+        for _ in range(2):
+            counted.found.clear()
+            for piece in range(pieces):
+                with counted:
+                    (optimizer.step if piece + 1 == pieces else optimizer.virtual_step)(loss=torch.zeros(4))
+        assert all(p.grad is not None and p.grad.dtype == dtype and p.grad.shape == p.shape for p in model.parameters())
+    return counted.found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pieces", [1, 3])
+@pytest.mark.parametrize("deviation", [1.0, 0.0])
+def test_a_step_takes_few_launches_however_many_parameters(deviation, pieces, dtype, triton, copies):
+    few, many = (launches(layers, deviation, pieces, dtype) for layers in (5, 101))
+    assert sum(many.values()) + len(triton) / 4 <= MOST, many
+    assert {name for name in many if "foreach" not in name} == {name for name in few if "foreach" not in name}
+    assert len(copies) == 4 and len(triton) == (4 if deviation else 0)
+
+
+def test_a_count_that_grows_is_found(triton, copies, monkeypatch):
+    """One parameter after the other, as on a CPU: the count tells."""
+    from dpbench.engine import finite, sums
+
+    monkeypatch.setattr(sums, "lies_flat", lambda device: False)
+    monkeypatch.setattr(finite, "require_finite", lambda grads: None)
+    monkeypatch.setattr("dpbench.engine.engine.require_finite", lambda grads: None)
+    assert sum(launches(20, 1.0).values()) > MOST
+
+
+def test_waiting_for_a_value_is_found():
+    with FakeTensorMode(), pytest.raises((AssertionError, RuntimeError)), Launches():
+        bool(torch.zeros(3, device="cuda").isfinite().all())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
+@pytest.mark.parametrize("count", [5, 101])
+def test_on_a_gpu_a_step_takes_as_few_and_waits_for_nothing(count):
+    """By CUDA's own word: a synchronisation is an error, and the profiler counts."""
+    model = of_layers(count, torch.float32)
+    engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine.attach(optimizer)
+    grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    losses = torch.zeros(4, device="cuda")
+    engine._recorder.finish = lambda *given: ClippedGradient(dict(grads), losses, losses)
+    engine._patch.inner_step = lambda: None
+    for _ in range(3):
+        optimizer.step(loss=losses)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step(loss=losses)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    kernels_run = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 0 < len(kernels_run) <= MOST, [event.name for event in kernels_run]
+    assert engine.privacy_spent().steps == 4

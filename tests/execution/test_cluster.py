@@ -1,0 +1,148 @@
+"""A cluster from five lines: schedules, costs, the communication model, and its check against published points."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dpbench.cli import main
+from dpbench.errors import UsageError
+from dpbench.execution.cluster import (
+    PUBLISHED,
+    Cluster,
+    Job,
+    Measured,
+    bill,
+    communication_for,
+    load_cluster,
+    published_check,
+)
+
+LINES = {"nodes": "2", "gpus_per_node": "2", "price_per_gpu_hour": "3.0", "bandwidth": "1e9", "latency": "0.0"}
+FOUR = Cluster(nodes=2, gpus_per_node=2, price_per_gpu_hour=3.0, bandwidth=1e9, latency=1e-3)
+
+
+def written(tmp_path, **changes):
+    lines = {name: value for name, value in {**LINES, **changes}.items() if value is not None}
+    path = tmp_path / "toy.toml"
+    path.write_text("".join(f"{name} = {value}\n" for name, value in lines.items()))
+    return path
+
+
+def test_five_lines_are_a_cluster(tmp_path):
+    cluster = load_cluster(written(tmp_path))
+    assert (cluster.gpus, cluster.speed, cluster.name, cluster.counts()) == (4, 1.0, "toy", [1, 2, 4])
+    assert load_cluster(written(tmp_path, nodes="3", speed="2.5")).counts() == [1, 2, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"latency": None}, "expected a line latency = ... in "),
+        ({"node": "2"}, "got 'node'; did you mean 'nodes'?"),
+        ({"nodes": "1.5"}, "to be a whole number of at least 1, got 1.5"),
+        ({"nodes": "true"}, "to be a whole number of at least 1, got True"),
+        ({"bandwidth": "0"}, "to be a number above 0, got 0"),
+        ({"latency": "-1"}, "to be a number of at least 0, got -1"),
+        ({"price_per_gpu_hour": '"two"'}, "to be a number of at least 0, got 'two'"),
+        ({"speed": "inf"}, "to be a number above 0, got inf"),
+        ({"nodes": "= 3"}, "expected TOML in "),
+    ],
+)
+def test_what_is_wrong_with_a_description_is_said_in_one_line(tmp_path, changes, said):
+    with pytest.raises(UsageError) as caught:
+        load_cluster(written(tmp_path, **changes))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_file_is_a_usage_error_of_the_command(tmp_path, capsys):
+    assert main(["plan", "accountants", "--cluster", str(tmp_path / "none.toml"), "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("dpbench: expected a readable file after --cluster, got ")
+
+
+def test_the_longest_job_goes_first_to_the_gpu_that_is_free_first():
+    found = bill([Job(3600.0)] * 4 + [Job(7200.0)], FOUR)
+    assert found.jobs == 5 and found.wall_seconds == 7200.0 and found.gpu_hours == 6.0
+    assert found.cost == 4 * 2 * 3.0 and found.least_cost == 6 * 3.0 and found.busy == 0.75
+
+
+def test_what_follows_a_search_waits_for_it_and_a_job_of_several_gpus_for_all_of_them():
+    assert bill([Job(10.0, 1, (5.0, 5.0, 5.0))], FOUR).wall_seconds == 15.0
+    assert bill([Job(10.0, 4), Job(4.0)], FOUR).wall_seconds == 14.0
+    assert bill([Job(10.0, 4)], Cluster(**{**vars(FOUR), "speed": 2.0})).wall_seconds == 5.0
+    with pytest.raises(UsageError, match="expected a cluster of at least 5 GPUs, which a trial takes, got 4"):
+        bill([Job(1.0, 5)], FOUR)
+    assert bill([], FOUR).cost == 0.0
+
+
+def test_the_communication_model_by_hand():
+    size = 10**9
+    assert FOUR.ring(size, 4) == pytest.approx(2 * 0.75 * 1.0 + 6e-3)
+    # an ordinary step of 3 s hides 2 s: all of it but the last bucket
+    assert FOUR.ordinary(3.0, size, 4) == pytest.approx(3.0 + FOUR.ring(25 * 2**20, 4))
+    assert FOUR.ordinary(0.3, size, 4) == pytest.approx(0.3 + 1.506 - 0.2)
+    assert FOUR.private(3.6, size, 4) == pytest.approx(3.6 + 2.0 + 6e-3)
+    step = Measured("m", "bk_mixed", 8, 3.0, 1.2, size, "gpu", 3)
+    assert FOUR.efficiency(step, 1) == pytest.approx(1 / 1.2)
+    assert FOUR.efficiency(step, 4) < FOUR.efficiency(step, 1)  # its sums are not hidden
+
+
+def test_published_points():
+    rows = published_check()
+    assert [row["gpus"] for row in rows] == [16, 32, 64, 128]
+    predicted = [row["predicted"] for row in rows]
+    assert predicted[0] == pytest.approx(PUBLISHED[0]) and predicted == sorted(predicted)
+    assert all(PUBLISHED[0] - 1e-9 <= value <= PUBLISHED[1] for value in predicted)
+    assert PUBLISHED[0] > 62 / 71  # of one GPU, without communication: it is what brings the points about
+    assert communication_for(PUBLISHED[1]) > rows[-1]["communication"] > rows[0]["communication"] > 0
+
+
+def step_record(path, backend, seconds, round_):
+    trial = {"kind": "step", "model": "cnn", "backend": backend, "batch_size": 8, "device": "cpu"}
+    trial |= {"precision": "float32", "image_size": 32, "num_classes": 10}
+    result = {"parameters": 10**6, "step_seconds": [seconds] * 3}
+    result["memory"] = {"source": "cpu_allocator", "peak_bytes": 2**20, "baseline_bytes": 2**19}
+    line = {"type": "trial", "schema": 1, "experiment": "memory_speed", "id": f"{backend}{round_}", "round": round_}
+    line |= {"fingerprint": "f", "trial": trial, "outcome": "ok", "evidence": None, "seconds": 36.0}
+    line |= {"utc": f"2026-01-01T00:00:0{round_}Z", "result": result}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def test_a_sweep_and_its_efficiency_from_records(tmp_path, capsys):
+    folder = tmp_path / "results" / "memory_speed"
+    folder.mkdir(parents=True)
+    path = folder / "20260101T000000Z-host-1.jsonl"
+    environment = {"device": "cpu", "device_name": "Toy, 2 CPUs"}
+    head = {"type": "environment", "schema": 1, "run": path.stem, "utc": "2026-01-01T00:00:00Z"}
+    path.write_text(json.dumps({**head, "environment": environment}) + "\n")
+    for round_ in range(3):
+        step_record(path, "nonprivate", 1.0, round_)
+        step_record(path, "bk_mixed", 1.25, round_)
+    command = ["plan", "memory_speed", "--output", str(tmp_path / "results"), "--device", "cpu"]
+    command += ["--cluster", str(written(tmp_path)), "--only", "model=cnn"]
+    assert main([*command, "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["sweep"]["gpu_hours"] == pytest.approx(answer["sweep"]["jobs"] * 36 / 3600)
+    assert answer["sweep"]["likened"] > 0 and answer["sweep"]["wall_seconds"] >= 36
+    (row,) = answer["efficiency"]
+    assert (row["ratio"], row["seconds"], row["size"], row["rounds"]) == (1.25, 1.0, 4 * 10**6, 3)
+    assert row["efficiency"]["1"] == pytest.approx(0.8) and set(row["efficiency"]) == {"1", "2", "4"}
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert "the sweep, predicted:" in shown and "0.800" in shown and "Toy, 2 CPUs" in shown
+    assert "published 0.946 to 0.963: within" in shown
+
+
+def test_without_records_it_says_that_it_does_not_know(tmp_path, capsys):
+    command = ["plan", "memory_speed", "--output", str(tmp_path), "--device", "cpu"]
+    assert main([*command, "--cluster", str(written(tmp_path))]) == 0
+    assert "the sweep: not known" in capsys.readouterr().out
+
+
+def test_a_plan_in_json(tmp_path, capsys):
+    assert main(["plan", "accountants", "--smoke", "--output", str(tmp_path), "--format", "json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["experiment"] == "accountants" and answer["seconds_left"] is None
+    assert sum(row["left"] for row in answer["rows"]) > 0 and {"kind", "model", "backend"} <= set(answer["rows"][0])

@@ -1,0 +1,211 @@
+"""The same on a Ray cluster of two nodes, which the tests start on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processor import PATIENCE, quick
+from smoke_run import smoke, smoke_here
+from test_runner import Fake, sleepers
+
+from dpbench.process.linux import processes
+from dpbench.records.store import read_runs
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NODE = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 * 2**20}
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    yield cluster
+    cluster.shutdown()
+
+
+def on(cluster, *more: str) -> tuple[str, ...]:
+    return ("--executor", "ray", "--address", cluster.address, *more)
+
+
+def parent(pid: int) -> int:
+    return next(process.parent for process in processes() if process.pid == pid)
+
+
+def numbers(fake: Fake) -> dict[int, int]:
+    return dict(Counter(record["trial"]["number"] for record in fake.records))
+
+
+GONE = """
+import os
+from dataclasses import dataclass
+from typing import ClassVar
+from dpbench.records.environment import hash_of
+
+@dataclass(frozen=True, kw_only=True)
+class Gone(bodies.Act):
+    kind: ClassVar[str] = "gone"
+    model: str
+
+    def modules(self):
+        path = self.model.rpartition(":")[0]
+        if os.path.exists(path):
+            hash_of(path)
+            os.unlink(path)
+        return ()
+"""
+
+
+@pytest.mark.slow
+def test_trials_go_to_both_nodes_what_fails_is_a_record_and_local_has_nothing_left(tmp_path, cluster):
+    """One file goes once the run has read it: to the nodes it is as if they had no such folder."""
+    own = tmp_path / "own.py"
+    own.write_text("def factory(): ...\n")
+    cells = (
+        "grid(bodies.Act, action='sleep', number=list(range(4)), seconds=0.4, folder=FOLDER)"
+        " + grid(bodies.Beside, action=['segfault', 'raise', 'oom', 'where'])"
+        " + [bodies.Act(action='sleep', number=9, seconds=60, timeout=1.0)]"
+        f" + [Gone(action='sleep', number=10, model={str(own) + ':factory'!r})]"
+    )
+    fake = Fake(tmp_path, cells)
+    fake.file.write_text(fake.file.read_text().replace("def cells", GONE + "\ndef cells"))
+    done = fake.run(*on(cluster))
+    assert done.returncode == 0 and not own.exists(), done.stderr
+    assert "recorded 10 trials" in done.stderr and "in 2 files of" in done.stderr
+    found = {(r["trial"]["action"], r["trial"]["number"]): r["outcome"] for r in fake.records}
+    assert found == {("sleep", n): "ok" for n in range(4)} | {
+        ("segfault", 0): "crash",
+        ("raise", 0): "error",
+        ("oom", 0): "oom",
+        ("where", 0): "ok",
+        ("sleep", 9): "timeout",
+        ("sleep", 10): "error",
+    }
+    line = next(line for line in done.stderr.splitlines() if "cannot read" in line)
+    assert f"node {socket.gethostname()}: cannot read {own}, which this trial needs (No such file" in line
+    runs = read_runs(fake.output / "fake")
+    assert len({run.environment["node"] for run in runs}) == 2
+    assert all(run.environment["executor"]["cluster"] == cluster.address for run in runs)
+    assert all(run.environment["host"] == socket.gethostname() for run in runs)
+    own.write_text("def factory(): ...\n")  # as it was: what is recorded counts, for whichever executor
+    again = fake.run("--only", "number=0,1,2,3,9,10")
+    assert "nothing is left to run" in again.stderr
+
+
+@pytest.mark.slow
+def test_a_run_is_continued_by_another_executor_and_a_killed_driver_loses_nothing(tmp_path, cluster):
+    fake = Fake(tmp_path, sleepers(6, 0.4))
+    process = fake.start(*on(cluster))
+    fake.wait_for(2)
+    time.sleep(0.3)
+    process.kill()
+    process.communicate()
+    before = fake.records
+    assert before
+    done = fake.run("--only", "number=0,1,2")
+    assert done.returncode == 0
+    done = fake.run(*on(cluster))
+    assert done.returncode == 0
+    assert fake.records[: len(before)] == before or {r["utc"] for r in before} <= {r["utc"] for r in fake.records}
+    assert numbers(fake) == dict.fromkeys(range(6), 1)
+
+
+def test_an_address_where_nothing_answers_is_one_line_and_soon(tmp_path):
+    fake = Fake(tmp_path, sleepers(1, 0.0))
+    started = time.monotonic()
+    done = fake.run("--executor", "ray", "--address", "127.0.0.1:1")
+    assert time.monotonic() - started < 120
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "expected a Ray cluster that answers at 127.0.0.1:1" in done.stderr and "Connection refused" in done.stderr
+    assert "host:port" in fake.run("--executor", "ray", "--address", "nowhere").stderr
+
+
+@pytest.mark.slow
+def test_an_address_that_listens_and_is_no_cluster_is_one_line(tmp_path):
+    fake = Fake(tmp_path, sleepers(1, 0.0))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        done = fake.run("--executor", "ray", "--address", f"127.0.0.1:{silent.getsockname()[1]}")
+    assert time.monotonic() - started < 120
+    assert (
+        done.returncode == 2 and done.stderr.count("\n") == 1 and "expected a Ray cluster that answers" in done.stderr
+    )
+
+
+@pytest.mark.slow
+def test_a_lost_node_and_a_killed_worker_lose_nothing(tmp_path, cluster):
+    node = cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    count = 10
+    fake = Fake(tmp_path, sleepers(count, 1.5))
+    process = fake.start(*on(cluster))
+    fake.wait_for(3, "begun")
+    before = fake.records
+    trial = int((fake.folder / "begun").read_text().split()[-1])
+    os.kill(parent(parent(trial)), signal.SIGKILL)  # the trial's parent is the server, and its parent is Ray's worker
+    fake.wait_for(len(fake.trace("begun")) + 1, "begun")
+    cluster.remove_node(node, allow_graceful=False)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, err
+    assert numbers(fake) == dict.fromkeys(range(count), 1)
+    assert {r["utc"] for r in before} <= {r["utc"] for r in fake.records}
+    assert {r["outcome"] for r in fake.records} == {"ok"}
+    assert len(fake.trace("begun")) > count, "a trial that was lost is begun again"
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_in_good_order_and_leaves_no_trial_on_a_node(tmp_path, cluster):
+    fake = Fake(tmp_path, sleepers(3, 30.0))
+    process = fake.start(*on(cluster))
+    fake.wait_for(2, "begun")
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert err.strip().splitlines()[-1].endswith("the same command continues from there")
+    trials = {int(line.split()[1]) for line in (fake.folder / "begun").read_text().splitlines()}
+    until = time.monotonic() + 20  # before they end of themselves
+    while left := trials & {process.pid for process in processes() if not process.zombie}:
+        assert time.monotonic() < until, f"{left} go on"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path, cluster):
+    assert smoke(tmp_path, *on(cluster)) == smoke_here()
+    runs = read_runs(tmp_path / "stress_test-smoke")
+    assert len(runs) == 2
+    steps = [{r["trial"]["backend"] for r in run.records if r["trial"]["kind"] == "step"} for run in runs]
+    assert set() in steps, "what is set beside each other ran on one node"
+
+
+@pytest.mark.slow
+def test_a_thousand_trials_cost_little_each_and_no_memory_of_the_driver(tmp_path, cluster):
+    cells = "grid(bodies.Beside, action='sleep', number=list(range(1000)))"
+    fake = Fake(tmp_path, cells)
+    process = fake.start(*on(cluster))
+    folder = fake.output / "fake"
+    sizes, started, first = {}, None, 0
+    while process.poll() is None:
+        done = sum(path.read_bytes().count(b"\n") - 1 for path in folder.glob("*.jsonl"))
+        if done and started is None:
+            started, first = time.monotonic(), done
+        if done >= 200 and process.poll() is None:
+            sizes[done] = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            last = time.monotonic()
+        time.sleep(0.2)
+    process.communicate()
+    assert len(fake.records) == 1000
+    each = (last - started) / (max(sizes) - first)
+    grown = sizes[max(sizes)] - sizes[min(sizes)]
+    print(f"{each * 1000:.0f} ms a trial; the driver grew by {grown / 2**20:.1f} MiB from {min(sizes)} to {max(sizes)}")
+    assert quick(each, 0.5)
+    assert grown < 16 * 2**20

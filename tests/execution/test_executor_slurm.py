@@ -1,0 +1,152 @@
+"""The same as a job array: by submitit's local executor, and by SLURM itself where there is one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processor import PATIENCE
+from smoke_run import smoke, smoke_here
+from test_runner import Fake, sleepers
+
+from dpbench.records.store import read_runs
+
+pytest.importorskip("submitit")
+LOCAL = ("--executor", "slurm", "--cluster", "local")
+MODELS = """
+from dataclasses import dataclass
+from typing import ClassVar
+
+@dataclass(frozen=True, kw_only=True)
+class Of(bodies.Act):
+    kind: ClassVar[str] = "of"
+    model: str
+"""
+
+
+def of_models(folder: Path, cells: str, rounds: int = 1) -> Fake:
+    fake = Fake(folder, cells, rounds)
+    fake.file.write_text(fake.file.read_text().replace("def cells", MODELS + "\ndef cells"))
+    return fake
+
+
+def numbers(fake: Fake) -> dict[int, int]:
+    return dict(Counter(record["trial"]["number"] for record in fake.records))
+
+
+def jobs_of(fake: Fake) -> list[int]:
+    return [pid for pid in fake._marked() if b"submitit" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def test_each_job_has_a_file_of_its_own_and_what_fails_is_a_record(tmp_path):
+    cells = (
+        "grid(Of, model=['a', 'b'], action='sleep', number=[0, 1], seconds=0.1, folder=FOLDER)"
+        " + grid(bodies.Act, action=['raise', 'segfault'])"
+    )
+    fake = of_models(tmp_path, cells)
+    done = fake.run(*LOCAL, "--jobs", "2")
+    assert done.returncode == 0, done.stderr
+    assert "recorded 6 trials" in done.stderr and "KeyError: 'no such thing'" in done.stderr
+    runs = read_runs(fake.output / "fake")
+    together = [{r["trial"]["model"] for r in run.records if "model" in r["trial"]} for run in runs]
+    assert len(runs) >= 3 and all(len(models) <= 1 for models in together), "a model's trials have one job"
+    assert Counter(r["outcome"] for r in fake.records) == {"ok": 4, "error": 1, "crash": 1}
+    assert all(run.environment["executor"]["name"] == "slurm" for run in runs)
+    assert "nothing is left to run" in fake.run().stderr, "whichever executor did it"
+    assert fake.left_over() == []
+
+
+@pytest.mark.slow
+def test_retry_and_the_rest_after_another_executor(tmp_path):
+    fake = Fake(tmp_path, "grid(bodies.Act, action=['raise', 'leave', 'sleep'])")
+    fake.run("--only", "action=raise,sleep")
+    fake.run(*LOCAL, "--retry", "error")
+    assert Counter(r["outcome"] for r in fake.records) == {"error": 2, "crash": 1, "ok": 1}
+
+
+@pytest.mark.slow
+def test_jobs_outlive_a_killed_driver_and_the_next_run_waits_for_them(tmp_path):
+    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=list(range(6)), seconds=0.7, folder=FOLDER)")
+    process = fake.start(*LOCAL)
+    fake.wait_for(2)
+    process.kill()
+    process.wait()
+    assert jobs_of(fake), "it goes on"
+    done = fake.run(*LOCAL)
+    assert done.returncode == 0 and "1 jobs of an earlier run still go on" in done.stderr
+    assert numbers(fake) == dict.fromkeys(range(6), 1)
+    assert Counter(fake.trace("begun")) == dict.fromkeys(range(6), 1), "nothing is done twice"
+    assert fake.left_over() == []
+
+
+@pytest.mark.slow
+def test_a_killed_job_is_submitted_again_and_loses_nothing(tmp_path):
+    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=list(range(5)), seconds=0.7, folder=FOLDER)")
+    process = fake.start(*LOCAL)
+    fake.wait_for(2)
+    for pid in jobs_of(fake):
+        os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0 and "was lost; what it had measured is recorded" in err
+    assert numbers(fake) == dict.fromkeys(range(5), 1)
+    assert fake.left_over() == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_jobs_in_good_order(tmp_path):
+    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=list(range(5)), seconds=0.7, folder=FOLDER)")
+    process = fake.start(*LOCAL)
+    fake.wait_for(2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert fake.left_over() == [] and fake.records
+    fake.run()
+    assert numbers(fake) == dict.fromkeys(range(5), 1)
+
+
+@pytest.mark.slow
+def test_jobs_that_bring_nothing_are_not_submitted_for_ever(tmp_path):
+    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=[0, 1])")
+    text = fake.file.read_text()
+    fake.file.write_text(
+        text + "\nimport os\nif 'SUBMITIT_EXECUTOR' in os.environ:\n    raise OSError(28, 'No space')\n"
+    )
+    done = fake.run(*LOCAL)
+    assert done.returncode == 1 and done.stderr.count("ended early") == 1 and "No space" in done.stderr
+    assert "2 trials are not recorded" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_smoke_run_has_the_same_cells_as_on_one_machine(tmp_path):
+    assert smoke(tmp_path, *LOCAL) == smoke_here()
+
+
+@pytest.fixture
+def slurm():
+    """A controller that answers; without one the test is skipped."""
+    if shutil.which("sbatch") is None:
+        pytest.skip("no sbatch: SLURM is not installed here")
+    if " UP" not in subprocess.run(["scontrol", "ping"], capture_output=True, text=True).stdout:
+        pytest.skip("sbatch is installed, and no SLURM controller answers")
+
+
+@pytest.mark.slow
+def test_slurm_itself_runs_the_smoke_run(tmp_path, slurm):
+    """On a shared folder of all nodes, which the temporary folder is where SLURM runs on this machine alone."""
+    assert smoke(tmp_path, "--executor", "slurm", "--time", "20", "--jobs", "2") == smoke_here()
+    runs = read_runs(tmp_path / "stress_test-smoke")
+    assert len(runs) > 1, "an array of several jobs"
+
+
+@pytest.mark.slow
+def test_a_partition_that_slurm_does_not_know_is_one_line(tmp_path, slurm):
+    fake = Fake(tmp_path, sleepers(1, 0.0))
+    done = fake.run("--executor", "slurm", "--partition", "no_such")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "expected jobs that SLURM takes" in done.stderr.splitlines()[-1]

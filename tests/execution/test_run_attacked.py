@@ -1,0 +1,225 @@
+"""A run whose folder, streams, neighbours or engine are taken away from it: nothing is lost, nothing pretended."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processor import PATIENCE
+from test_runner import ROOT, Fake, sleepers
+
+from dpbench.records.store import read_records
+
+
+def numbers(fake: Fake) -> Counter[int]:
+    return Counter(record["trial"]["number"] for record in fake.records)
+
+
+def recorded(fake: Fake, count: int) -> None:
+    """Wait until so many trials are on the disk."""
+    until = time.monotonic() + PATIENCE
+    while len(read_records(fake.output / "fake", lambda _: None)) < count:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_records_that_are_removed_while_it_runs_are_saved_again_and_it_stops(tmp_path):
+    fake = Fake(tmp_path, sleepers(12, 0.2))
+    process = fake.start()
+    recorded(fake, 3)
+    shutil.rmtree(fake.output)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "Traceback" not in err
+    last = err.strip().splitlines()[-1]
+    assert "and it is gone; what it held is saved in" in last and "recorded" not in last
+    assert Path(last.rpartition(" ")[2]).exists()
+    before = numbers(fake)
+    assert len(before) >= 3 and set(before.values()) == {1}
+    assert fake.run().returncode == 0
+    assert numbers(fake) == dict.fromkeys(range(12), 1) and fake.left_over() == []
+
+
+@pytest.mark.parametrize("how", ["moved", "replaced"])
+def test_records_that_are_elsewhere_are_not_written_twice(tmp_path, how):
+    fake = Fake(tmp_path, sleepers(12, 0.2))
+    process = fake.start()
+    recorded(fake, 3)
+    (file,) = (fake.output / "fake").glob("*.jsonl")
+    if how == "moved":
+        file.rename(tmp_path / "kept.jsonl")
+    else:
+        shutil.copy(file, tmp_path / "copy")
+        os.replace(tmp_path / "copy", file)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "to stay where it is while it is written to, and it is gone" in err
+    if how == "moved":
+        assert "who moved it has what it held" in err
+        (tmp_path / "kept.jsonl").rename(file)
+    assert fake.run().returncode == 0
+    assert set(numbers(fake)) == set(range(12))
+    assert how == "replaced" or set(numbers(fake).values()) == {1}
+
+
+def test_records_removed_after_the_last_are_not_said_to_be_there(tmp_path):
+    """The last trial takes longer than it takes to see that two are on the disk."""
+    cells = "[bodies.Act(action='sleep', number=0), bodies.Act(action='sleep', number=1, seconds=2.0)]"
+    fake = Fake(tmp_path, cells)
+    process = fake.start()
+    recorded(fake, 1)
+    shutil.rmtree(fake.output)
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "recorded 2 trials" not in err
+
+
+SHELL = '{python} -m dpbench run {file} --output {output} {redirections}; echo "code $?" >&3'
+
+
+@pytest.mark.parametrize("redirections", ["2>&1 | head -2", "2>/dev/full", "2>&-", ">&- 2>&-", "<&- 2>&1 | true"])
+def test_progress_that_nobody_reads_is_no_end_of_the_run(tmp_path, redirections):
+    fake = Fake(tmp_path, sleepers(8, 0.05))
+    line = SHELL.format(python=sys.executable, file=fake.file, output=fake.output, redirections=redirections)
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", f"exec 3>&1; {line}"], cwd=ROOT, capture_output=True, timeout=PATIENCE
+    )
+    assert numbers(fake) == dict.fromkeys(range(8), 1), done
+    assert {record["outcome"] for record in fake.records} == {"ok"}
+    assert done.stdout.endswith(b"code 0\n"), "no figures are to be printed, so that there was nothing to print"
+
+
+@pytest.mark.parametrize(("redirection", "code"), [(">&-", 2), (">/dev/full", 2), ("| true", 141)])
+def test_what_cannot_be_printed_is_no_success(redirection, code):
+    line = f"{sys.executable} -m dpbench list {redirection}"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+    assert done.stderr.startswith("dpbench: ") if code == 2 else done.stderr == ""
+
+
+def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
+    """With standard error closed, the next file that is opened would get its number: and what is said of the run."""
+    fake = Fake(tmp_path, "[bodies.Act(action='raise', number=n) for n in range(3)]")
+    line = SHELL.format(python=sys.executable, file=fake.file, output=fake.output, redirections="0<&- 2>&-")
+    subprocess.run(["bash", "-c", f"exec 3>&1; {line}"], cwd=ROOT, capture_output=True, timeout=PATIENCE)
+    assert [record["outcome"] for record in fake.records] == ["error"] * 3
+    for path in (fake.output / "fake").glob("*.jsonl"):
+        assert all(json.loads(text) for text in path.read_text().splitlines())
+
+
+def test_a_second_run_on_a_folder_is_told_who_measures_there(tmp_path):
+    fake = Fake(tmp_path, sleepers(4, 0.6))
+    first = fake.start()
+    recorded(fake, 1)
+    second = fake.run()
+    assert second.returncode == 2 and second.stderr.count("\n") == 1
+    assert f"process {first.pid} on " in second.stderr and " since 20" in second.stderr and "--wait" in second.stderr
+    waiting = fake.start("--wait")
+    _, err = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0, err
+    _, err = waiting.communicate(timeout=PATIENCE)
+    assert waiting.returncode == 0 and f"waiting for process {first.pid}" in err and "nothing is left to run" in err
+    assert numbers(fake) == dict.fromkeys(range(4), 1)
+    assert (fake.output / "fake" / ".lock").read_text() == ""
+
+
+def test_a_killed_run_holds_no_lock(tmp_path):
+    fake = Fake(tmp_path, sleepers(3, 0.5))
+    first = fake.start()
+    recorded(fake, 1)
+    first.kill()
+    first.communicate()
+    assert fake.run().returncode == 0
+    assert numbers(fake) == dict.fromkeys(range(3), 1)
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
+    fake = Fake(tmp_path, sleepers(1, 0.0))
+    (fake.output / "fake").mkdir(parents=True)
+    (tmp_path / "precious").write_text("kept")
+    (fake.output / "fake" / ".lock").symlink_to(tmp_path / "precious")
+    done = fake.run()
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+KILLER = """
+import os, signal, sys
+left, me = int(sys.argv.pop(1)), os.getpid()
+
+def counted(name):
+    function = getattr(os, name)
+    def call(*arguments, **named):
+        global left
+        if os.getpid() == me and not (name == "open" and not arguments[1] & (os.O_CREAT | os.O_WRONLY | os.O_RDWR)):
+            left -= 1
+            if left == 0:
+                if name == "write":
+                    function(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+                os.kill(me, signal.SIGKILL)
+        return function(*arguments, **named)
+    setattr(os, name, call)
+
+for name in ("write", "pwrite", "fsync", "open", "replace", "rename", "ftruncate", "mkdir"):
+    counted(name)
+from dpbench.cli import main
+code = main(["run", *sys.argv[1:]])
+print("calls left", left)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_every_call_that_writes_nothing_is_lost_and_nothing_done_twice(tmp_path, capsys):
+    """The n-th call of the run's own process that writes, syncs, opens to write or renames is its last, for every n.
+
+    A write that is its last writes half. Then the same command goes on.
+    """
+    tried = lost = twice = 0
+    for call in range(1, 200):
+        folder = tmp_path / str(call)
+        folder.mkdir()
+        fake = Fake(folder, "grid(bodies.Beside, action='sleep', number=[0, 1, 2])")
+        arguments = [sys.executable, "-c", KILLER, str(call), str(fake.file), "--output", str(fake.output)]
+        killed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
+        assert "Traceback" not in killed.stderr, killed.stderr
+        before = read_records(fake.output / "fake", lambda _: None)
+        done = fake.run()
+        assert done.returncode == 0, done.stderr
+        found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
+        lost += sum(found[n] == 0 for n in range(3)) + sum(r["trial"]["number"] not in found for r in before)
+        twice += sum(found[n] > 1 for n in range(3))
+        tried += 1
+        if killed.returncode == 0:
+            break
+        assert killed.returncode == -signal.SIGKILL
+    with capsys.disabled():
+        print(f"\nkilled at each of {tried - 1} calls that write: {lost} records lost, {twice} twice")
+    assert tried > 10 and killed.returncode == 0 and lost == twice == 0
+
+
+@pytest.mark.slow
+def test_the_death_of_ray_is_no_trial_s(tmp_path):
+    pytest.importorskip("ray")
+    fake = Fake(tmp_path, sleepers(12, 0.5))
+    process = fake.start("--executor", "ray")
+    fake.wait_for(2)
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            of_ours = f"DPBENCH_TEST={fake.mark}".encode() in (path / "environ").read_bytes()
+            if of_ours and b"raylet/raylet" in (path / "cmdline").read_bytes().split(b"\0")[0]:
+                os.kill(int(path.name), signal.SIGKILL)
+        except OSError:
+            continue
+    _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and "Traceback" not in err, err
+    assert "Ray's own processes on this machine have died" in err
+    assert {record["outcome"] for record in fake.records} == {"ok"}
+    assert fake.run().returncode == 0
+    assert numbers(fake) == dict.fromkeys(range(12), 1)

@@ -1,0 +1,302 @@
+"""What runs next, and what does not: order, resume, pruning, searches, time left. Nothing is run here."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from dpbench.execution.schedule import Clock, History, Run, Schedule, step_search
+from dpbench.experiment import MaxBatch, grid
+from dpbench.trials import LargestTrial, PeakTrial, StepTrial
+from dpbench.trials.outcome import FINAL, Outcome
+
+BACKENDS = ["nonprivate", "ghost", "vmap"]
+CELLS = grid(StepTrial, model=["cnn", "vgg11"], backend=BACKENDS, batch_size=[8, 16])
+PROBE = PeakTrial(model="cnn", backend="ghost", batch_size=8, simulated=True, memory_budget=1000)
+stamps = itertools.count()
+
+
+def record_of(run: Run, outcome: str = "ok", fingerprint: str = "f", peak: int | None = None) -> dict:
+    return {
+        "id": run.trial.id,
+        "round": run.round,
+        "fingerprint": fingerprint,
+        "trial": run.trial.describe(),
+        "outcome": outcome,
+        "utc": f"{next(stamps):09}",
+        "seconds": 2.0,
+        "result": None if peak is None else {"memory": {"peak_bytes": peak}},
+    }
+
+
+def schedule(cells=CELLS, records=(), rounds=3, retry=(), fingerprint="f", name="e") -> Schedule:
+    return Schedule(name, cells, rounds, History(records, lambda trial: fingerprint, retry))
+
+
+def carry_out(schedule: Schedule, outcome=lambda run: "ok", peak=lambda run: None) -> list[Run]:
+    ran = []
+    while (run := schedule.next()) is not None:
+        assert run not in ran, f"{run} runs twice"
+        ran.append(run)
+        schedule.history.add(record_of(run, outcome(run), peak=peak(run)))
+    return ran
+
+
+def test_everything_runs_once_in_every_round_and_rounds_are_outermost():
+    ran = carry_out(schedule())
+    assert len(ran) == len(set(ran)) == 3 * len(CELLS)
+    assert [run.round for run in ran] == sorted(run.round for run in ran)
+
+
+def test_every_round_has_an_order_of_its_own_and_it_is_always_the_same():
+    first, second = carry_out(schedule()), carry_out(schedule())
+    assert first == second
+    orders = [[run.trial for run in first if run.round == number] for number in range(3)]
+    assert orders[0] != orders[1] != orders[2] != list(CELLS)
+    assert carry_out(schedule(name="another")) != first
+
+
+def test_a_selection_keeps_the_order():
+    chosen = [trial for trial in CELLS if trial.backend != "ghost"]
+    assert carry_out(schedule(chosen)) == [run for run in carry_out(schedule()) if run.trial.backend != "ghost"]
+
+
+@pytest.mark.parametrize("done", [0, 1, 7, 35, 36])
+def test_a_run_continues_where_it_was_killed(done):
+    whole = carry_out(schedule())
+    records = [record_of(run) for run in whole[:done]]
+    random.Random(done).shuffle(records)
+    assert carry_out(schedule(records=records)) == whole[done:]
+
+
+def test_a_trial_that_is_declared_twice_runs_once():
+    assert len(carry_out(schedule([*CELLS, *CELLS], rounds=1))) == len(CELLS)
+
+
+def test_a_record_of_other_sources_or_another_device_does_not_count():
+    records = [record_of(run, fingerprint="old") for run in carry_out(schedule())]
+    assert len(carry_out(schedule(records=records))) == len(records)
+
+
+@pytest.mark.parametrize("outcome", list(Outcome))
+def test_every_outcome_counts_as_done(outcome):
+    run = Run(CELLS[0], 0)
+    assert schedule(CELLS[:1], [record_of(run, outcome)], rounds=1).next() is None
+
+
+def test_retry_runs_what_ended_so_again_and_only_that():
+    runs = carry_out(schedule(rounds=1))
+    records = [record_of(run, "error" if n == 3 else "timeout" if n == 5 else "ok") for n, run in enumerate(runs)]
+    assert carry_out(schedule(records=records, rounds=1, retry=["error"])) == [runs[3]]
+    assert carry_out(schedule(records=records, rounds=1, retry=["error", "timeout"])) == [runs[3], runs[5]]
+
+
+def test_what_was_retried_and_went_well_is_done():
+    run = Run(CELLS[0], 0)
+    records = [record_of(run, "error"), record_of(run, "ok")]
+    assert schedule(CELLS[:1], records, rounds=1, retry=["error"]).next() is None
+
+
+@pytest.mark.parametrize("outcome", ["oom", "over_budget"])
+def test_a_larger_batch_is_not_tried_where_a_smaller_one_does_not_fit(outcome):
+    cells = grid(StepTrial, model="cnn", backend=["ghost", "vmap"], batch_size=[8, 16, 32])
+    smaller = Run(cells[1], 0)
+    assert (smaller.trial.backend, smaller.trial.batch_size) == ("ghost", 16)
+    ran = carry_out(schedule(cells, [record_of(smaller, outcome)], rounds=1))
+    assert {(run.trial.backend, run.trial.batch_size) for run in ran} == {
+        ("ghost", 8),
+        ("vmap", 8),
+        ("vmap", 16),
+        ("vmap", 32),
+    }
+
+
+def test_pruning_says_why_and_asks_for_all_other_fields_to_be_equal():
+    cells = grid(StepTrial, model="cnn", backend="ghost", batch_size=[8, 16], precision=["float32", "float64"])
+    plan = schedule(cells, [record_of(Run(cells[1], 0), "oom")], rounds=1)
+    assert (cells[1].batch_size, cells[1].precision) == (8, "float64")
+    assert plan.history.pruned_by(Run(cells[3], 0)) == "oom at batch 8"
+    assert plan.history.pruned_by(Run(cells[2], 0)) is None
+
+
+@pytest.mark.parametrize("outcome", sorted(FINAL - {"ok"}))
+def test_what_cannot_run_is_tried_in_one_round_only(outcome):
+    ran = carry_out(schedule(CELLS[:1], rounds=3), outcome=lambda run: outcome)
+    assert ran == [Run(CELLS[0], 0)]
+
+
+def test_an_error_is_tried_in_every_round():
+    assert len(carry_out(schedule(CELLS[:1], rounds=3), outcome=lambda run: "error")) == 3
+
+
+def linear(run: Run) -> int | None:
+    return 100 + 10 * run.trial.batch_size if isinstance(run.trial, PeakTrial) else None
+
+
+def fits(run: Run) -> str:
+    peak = linear(run)
+    return "over_budget" if peak is not None and peak > 1000 else "ok"
+
+
+SEARCH = MaxBatch(probe=PROBE, then=StepTrial(model="cnn", backend="ghost", batch_size=1))
+
+
+def test_a_search_runs_first_and_then_its_step_in_every_round():
+    ran = carry_out(schedule([*CELLS, SEARCH]), outcome=fits, peak=linear)
+    probes = [run for run in ran if run.trial.kind == "peak"]
+    assert ran[: len(probes)] == probes and {run.round for run in probes} == {0}
+    assert max(run.trial.batch_size for run in probes if fits(run) == "ok") == 90
+    assert [run.round for run in ran if run.trial == SEARCH.then_at(90)] == [0, 1, 2]
+
+
+def test_a_search_continues_from_its_records():
+    whole = carry_out(schedule([SEARCH]), outcome=fits, peak=linear)
+    for done in range(len(whole) + 1):
+        records = [record_of(run, fits(run), peak=linear(run)) for run in whole[:done]]
+        assert carry_out(schedule([SEARCH], records), outcome=fits, peak=linear) == whole[done:]
+
+
+@pytest.mark.parametrize("outcome", ["unsupported", "error", "timeout", "crash", "mismatch"])
+def test_a_search_whose_probe_fails_ends_with_the_reason(outcome):
+    plan = schedule([SEARCH])
+    ran = carry_out(plan, outcome=lambda run: outcome if run.trial.batch_size == 16 else "ok", peak=linear)
+    assert [run.trial.batch_size for run in ran] == [8, 16]
+    assert step_search(SEARCH, plan.history).failed == f"{outcome} at batch 16"
+
+
+def test_a_failed_search_can_be_retried():
+    records = [record_of(Run(SEARCH.probe_at(8), 0), "timeout")]
+    assert schedule([SEARCH], records).next() is None
+    assert schedule([SEARCH], records, retry=["timeout"]).next() == Run(SEARCH.probe_at(8), 0)
+
+
+SEED = LargestTrial(model="cnn", backend="ghost", batch_size=8, memory_budget=1000)
+SEEDED = MaxBatch(probe=PROBE.replace(simulated=False, device="cuda"), seed=SEED)
+
+
+def seed_record(outcome="ok") -> dict:
+    """What simulation says: 150 + 9·B, where `linear` is 100 + 10·B."""
+    probes = [{"batch_size": size, "peak_bytes": 150 + 9 * size} for size in (8, 92)]
+    return record_of(Run(SEED, 0), outcome) | {"result": {"probes": probes} if outcome == "ok" else None}
+
+
+def test_a_seed_runs_before_the_probes_which_begin_where_it_ended():
+    plan = schedule([SEEDED])
+    assert step_search(SEEDED, plan.history).seeding
+    assert plan.next() == Run(SEED, 0) and plan.next([Run(SEED, 0)]) is None
+    assert [trial.kind for trial, _ in plan.remaining()] == ["largest", "peak"]
+    plan.history.add(seed_record())
+    ran = carry_out(plan, outcome=fits, peak=linear)
+    assert ran[0].trial.batch_size == 93 and len(ran) <= 4
+    state = step_search(SEEDED, plan.history)
+    assert state.ended and SEEDED.answer(state.seen) in (88, 89, 90)
+    assert state.seeded_by == "seeded by simulation: 93"
+    assert sum(record["id"] == SEED.id for record in plan.recorded()) == 1
+
+
+@pytest.mark.parametrize("outcome", ["error", "unsupported", "timeout"])
+def test_a_seed_that_fails_says_so_and_the_search_goes_on_without(outcome):
+    plan = schedule([SEEDED], [seed_record(outcome)])
+    assert step_search(SEEDED, plan.history).seeded_by == f"not seeded: {outcome} when simulated"
+    ran = carry_out(plan, outcome=fits, peak=linear)
+    assert ran[0].trial.batch_size == 8
+    assert SEEDED.answer(step_search(SEEDED, plan.history).seen) >= 88
+
+
+def test_a_search_that_has_begun_without_its_seed_does_not_go_back_to_it():
+    plan = schedule([SEEDED], [record_of(Run(SEEDED.probe_at(64), 0), peak=740)])
+    assert plan.next().trial.kind == "peak"
+
+
+def test_a_seeded_search_continues_from_its_records():
+    plan = schedule([SEEDED], [seed_record()])
+    whole = carry_out(plan, outcome=fits, peak=linear)
+    for done in range(len(whole) + 1):
+        records = [seed_record(), *(record_of(run, fits(run), peak=linear(run)) for run in whole[:done])]
+        assert carry_out(schedule([SEEDED], records), outcome=fits, peak=linear) == whole[done:]
+
+
+def test_where_no_batch_fits_nothing_follows():
+    ran = carry_out(schedule([SEARCH]), outcome=lambda run: "oom")
+    assert [run.trial.batch_size for run in ran] == [8, 4, 2, 1]
+
+
+def test_simulated_probes_run_beside_each_other_and_timed_trials_alone():
+    others = [MaxBatch(probe=PROBE.replace(model=model)) for model in ("vgg11", "vgg13")]
+    plan = schedule([SEARCH, *others, *CELLS])
+    running: list[Run] = []
+    while (run := plan.next(running)) is not None:
+        running.append(run)
+    assert [run.trial.model for run in running] == ["cnn", "vgg11", "vgg13"]  # one probe of each search
+    for run in running:
+        plan.history.add(record_of(run, "unsupported"))
+    timed = plan.next([])
+    assert timed.trial.alone and plan.next([timed]) is None
+
+
+def test_measured_probes_run_alone():
+    search = MaxBatch(probe=PROBE.replace(simulated=False, device="cuda"))
+    plan = schedule([search, SEARCH])
+    first = plan.next([])
+    assert first.trial.alone and plan.next([first]) is None
+    assert plan.next([Run(SEARCH.probe_at(8), 0)]) is None
+
+
+def test_the_time_left_is_that_of_what_is_alike():
+    clock = Clock([])
+    assert clock.left(schedule(CELLS[:1], rounds=2).remaining()) is None
+    slow, fast = CELLS[0], CELLS[2]
+    assert (slow.backend, fast.backend) == ("nonprivate", "ghost")
+    clock.add(record_of(Run(slow, 0)) | {"seconds": 10.0})
+    clock.add(record_of(Run(fast, 0)) | {"seconds": 2.0})
+    assert clock.left(schedule([slow], rounds=2).remaining()) == 20
+    assert clock.left(schedule([slow, fast], rounds=1).remaining()) == 12
+    unknown = slow.replace(model="vgg19")
+    assert clock.left(schedule([unknown], rounds=1).remaining()) == 6  # the mean of its kind
+
+
+def test_what_remains_counts_a_search_that_has_not_ended():
+    remaining = schedule([SEARCH]).remaining()
+    assert {trial.kind: count for trial, count in remaining} == {"peak": 5, "step": 3}
+    assert Clock([record_of(Run(PROBE, 0))], workers=2).left([(PROBE, 4)]) == 4  # 4 x 2 s, two at a time
+
+
+def declared(cells, records=(), rounds=2) -> Schedule:
+    return Schedule("e", cells, rounds, History(records, lambda trial: "f", ()), in_order=True)
+
+
+def test_an_experiment_may_have_its_trials_in_the_order_of_their_declaration():
+    ran = carry_out(declared([*CELLS, CELLS[0]]))
+    assert ran == [Run(trial, number) for number in range(2) for trial in CELLS]
+    for done in (1, 7):
+        records = [record_of(run) for run in ran[:done]]
+        assert carry_out(declared(CELLS, records)) == ran[done:]
+
+
+def test_in_that_order_a_search_has_its_place_and_what_follows_it_comes_at_once():
+    cells = [CELLS[0], SEARCH, CELLS[1]]
+    ran = carry_out(declared(cells), outcome=fits, peak=linear)
+    probes = [run for run in ran if run.trial.kind == "peak"]
+    then = SEARCH.then_at(90)
+    assert len(probes) > 1 and ran == [
+        *(Run(CELLS[0], 0), *probes, Run(then, 0), Run(CELLS[1], 0)),
+        *(Run(CELLS[0], 1), Run(then, 1), Run(CELLS[1], 1)),
+    ]
+
+
+def test_in_that_order_what_must_run_alone_is_waited_for_and_not_overtaken():
+    probes = [MaxBatch(probe=PROBE.replace(model=model)) for model in ("vgg11", "vgg13")]
+    plan = declared([probes[0], CELLS[0], probes[1]])
+    first = plan.next([])
+    assert first.trial.model == "vgg11" and plan.next([first]) is None
+    assert declared([*probes, CELLS[0]]).next([first]).trial.model == "vgg13"
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_what_may_not_start_is_passed_over(in_order):
+    plan = Schedule("e", [SEARCH, *CELLS], 1, History((), lambda trial: "f", ()), in_order=in_order)
+    assert plan.next(may=lambda trial: trial == CELLS[3]) == Run(CELLS[3], 0)
+    assert plan.next(may=lambda trial: False) is None
+    assert {run.trial.kind for run in plan.waiting()} == {"peak", "step"}

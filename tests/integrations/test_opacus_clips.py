@@ -1,0 +1,224 @@
+"""Thresholds of each parameter, and the norm that follows a quantile: exact, within their sensitivity, accounted."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import opacus
+import pytest
+import torch
+from opacus.schedulers import ExponentialNoise
+from opacus_loops import digits
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from clipping import load_backend
+from dpbench import Misuse
+from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
+from dpbench.integrations.opacus.clips import PerTensor
+
+ADAPTIVE = dict(
+    clipping="adaptive",
+    target_unclipped_quantile=0.5,
+    clipbound_learning_rate=0.3,
+    max_clipbound=10.0,
+    min_clipbound=0.01,
+    unclipped_num_std=4.0,
+)
+X, Y = (tensor[:400] for tensor in digits())
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 10))
+
+
+@pytest.mark.parametrize("name", ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"])
+def test_every_backend_has_the_threshold_of_each_parameter(name):
+    """Against clipping by hand of the gradients of single samples."""
+    model, x, y = net().double(), X[:6].double(), Y[:6]
+    clip = PerTensor((0.02, 3.0, 0.4, 0.007))
+    expected = {parameter: torch.zeros_like(p) for parameter, p in model.named_parameters()}
+    for a, b in zip(x, y, strict=True):
+        loss = nn.functional.cross_entropy(model(a[None]), b[None])
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        for c, (parameter, g) in zip(clip.thresholds, zip(expected, grads, strict=True), strict=True):
+            expected[parameter] += g * min(1.0, c / (float(g.norm()) + 1e-6))
+    with load_backend(name)(model, lambda o, t: nn.functional.cross_entropy(o, t, reduction="none"), clip=clip) as one:
+        found = one(x, y)
+    for parameter, wanted in expected.items():
+        assert torch.allclose(found.grads[parameter], wanted, rtol=2e-3, atol=1e-9), parameter
+
+
+def test_thresholds_of_another_number_of_parameters_keep_the_sensitivity():
+    clip = PerTensor((0.3, 4.0, 0.5))
+    norms = torch.logspace(-3, 3, 50).expand(5, -1)
+    assert float((clip.factors(norms) * norms).norm(dim=0).max()) <= clip.sensitivity * (1 + 1e-6)
+
+
+def private(engine: Any, model: nn.Module, **others: Any) -> Any:
+    arguments = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **ADAPTIVE, **others}
+    loader = DataLoader(TensorDataset(X, Y), batch_size=arguments.pop("batch_size", 100))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **arguments)
+
+
+def train(model: nn.Module, optimizer: Any, loader: Any, epochs: int) -> list[float]:
+    norms = []
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            norms.append(float(optimizer.max_grad_norm))
+    return norms
+
+
+def test_without_noise_norm_and_weights_are_those_of_opacus():
+    """All records are in each batch, so that Poisson sampling is no chance; and the count is nearly exact."""
+    exact = dict(noise_multiplier=0.0, unclipped_num_std=1e-6, batch_size=400)
+    mine, theirs = net(), net()
+    engine = PrivacyEngine()
+    norms = train(*private(engine, mine, **exact), epochs=10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = private(opacus.PrivacyEngine(), theirs, poisson_sampling=False, **exact)
+        expected = train(*made, epochs=10)
+    assert norms == pytest.approx(expected, rel=1e-4) and norms[0] != norms[-1]
+    distance = max(float((a - b).abs().max()) for a, b in zip(mine.parameters(), theirs.parameters(), strict=True))
+    assert distance < 1e-5
+
+
+def test_the_norm_comes_to_the_median_and_is_accounted_as_said():
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, net(), max_grad_norm=8.0, unclipped_num_std=10.0)
+    optimizer.param_groups[0]["lr"] = 1e-4
+    norms = train(model, optimizer, loader, epochs=12)
+    gradients = [
+        torch.autograd.grad(nn.functional.cross_entropy(model._module.eval()(a[None]), b[None]), model.parameters())
+        for a, b in zip(X[:150], Y[:150], strict=True)
+    ]
+    median = float(torch.tensor([math.sqrt(sum(float(g.square().sum()) for g in each)) for each in gradients]).median())
+    assert sum(norms[-12:]) / 12 == pytest.approx(median, rel=0.15)
+    assert engine.accountant.history == [(1.0, 0.25, 48)]
+    share = 1 / math.sqrt(1 - 1 / (2 * 10) ** 2)
+    assert engine.engine.sensitivity.bound == pytest.approx(norms[-1] * share, rel=5e-3)
+    of_sum, of_count = share, 2 * 10.0
+    assert (of_sum**-2 + of_count**-2) ** -0.5 == pytest.approx(1.0)
+
+
+def test_noise_of_sum_and_count_have_their_deviations():
+    engine = PrivacyEngine()
+    _, optimizer, _ = private(engine, net(), unclipped_num_std=0.6, clipbound_learning_rate=1.0)
+    quantile, core = optimizer._clips.quantile, engine.engine
+    drawn = []
+    for step in range(1, 801):
+        core.steps = step
+        quantile.count = 7.0
+        drawn.append((-math.log(quantile.next(core, 1.0))) * 100)
+    noise = torch.tensor(drawn)
+    assert float(noise.mean()) == pytest.approx(7.0, abs=0.1) and float(noise.std()) == pytest.approx(0.6, rel=0.1)
+    assert core.sensitivity.bound == pytest.approx(1 / math.sqrt(1 - 1 / 1.2**2), rel=5e-3)
+
+
+def test_the_count_is_of_the_whole_batch_whatever_its_pieces():
+    def counts(most: int | None) -> list[float]:
+        found = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            made = private(PrivacyEngine(), net(), noise_generator=torch.Generator().manual_seed(5), max_grad_norm=2.0)
+        model, optimizer, loader = made
+        quantile = optimizer._clips.quantile
+        after = quantile.next
+        quantile.next = lambda engine, norm: found.append(quantile.count) or after(engine, norm)
+        if most is None:
+            train(model, optimizer, loader, 1)
+        else:
+            with BatchMemoryManager(
+                data_loader=loader, max_physical_batch_size=most, optimizer=optimizer
+            ) as pieces:  # fmt: skip
+                train(model, optimizer, pieces, 1)
+        return found
+
+    assert counts(None) == counts(17) and len(counts(None)) == 4
+
+
+def test_a_step_that_fails_leaves_no_count():
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, net())
+    x, y = next(iter(loader))
+    out = model(x)
+    (nn.functional.cross_entropy(out, y) * float("nan")).backward()
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert optimizer._clips.quantile.count == 0 and engine.engine.steps == 0
+
+
+def test_noise_that_changes_moves_the_share_of_the_count():
+    engine = PrivacyEngine()
+    model, optimizer, loader = private(engine, net(), unclipped_num_std=0.8)
+    scheduler = ExponentialNoise(optimizer, gamma=0.5)
+    train(model, optimizer, loader, 1)
+    scheduler.step()
+    bound = optimizer.max_grad_norm / math.sqrt(1 - 0.25 / 1.6**2)
+    assert engine.engine.sensitivity.bound == pytest.approx(bound, rel=5e-3)
+    with pytest.raises(ValueError, match="expected unclipped_num_std > noise_multiplier / 2"):
+        optimizer.noise_multiplier = 1.7
+    assert optimizer.noise_multiplier == 0.5 and engine.engine.sensitivity.bound == pytest.approx(bound, rel=5e-3)
+
+
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    (dict(poisson_sampling=False), Misuse, "expected poisson_sampling=True with clipping='adaptive'"),
+    (dict(unclipped_num_std=0.5), ValueError, "expected unclipped_num_std > noise_multiplier / 2 = 0.5, got 0.5"),
+    (dict(target_unclipped_quantile=1.5), ValueError, "expected target_unclipped_quantile in"),
+    (dict(min_clipbound=20.0), ValueError, "expected 0 < min_clipbound < max_clipbound, got 20.0 and 10.0"),
+    (dict(clipping="flat"), TypeError, "with clipping='flat', got 'clipbound_learning_rate' beside them"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "words"), REFUSED, ids=lambda x: str(x)[:30])
+def test_what_is_not_covered_is_refused(arguments, error, words):
+    with pytest.raises(error, match=words):
+        private(PrivacyEngine(), net(), **arguments)
+
+
+def test_an_argument_that_is_missing_is_named():
+    missing = {name: value for name, value in ADAPTIVE.items() if name != "max_clipbound"}
+    with pytest.raises(TypeError, match="got none named 'max_clipbound'"):
+        PrivacyEngine().make_private(
+            module=(model := net()),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(TensorDataset(X, Y), batch_size=100),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            **missing,
+        )
+
+
+@pytest.mark.parametrize("clipping", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_one_record_moves_the_sum_by_the_norm_at_most(mode, clipping):
+    """Its inputs are 1e4 times the others'; all records are in the batch, once with it and once without."""
+
+    def summed(records: int) -> Tensor:
+        x = torch.cat([X[:20], 1e4 * X[20:21]])[:records]
+        model = net()
+        made = PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+            data_loader=DataLoader(TensorDataset(x, Y[:records]), batch_size=records),
+            noise_multiplier=0.0,
+            max_grad_norm=0.5,
+            clipping=clipping,
+            grad_sample_mode=mode,
+        )
+        criterion = made[2] if mode == "ghost" else nn.CrossEntropyLoss()
+        for a, b in made[-1]:
+            criterion(made[0](a), b).backward()
+            made[1].step()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).double() * records
+
+    moved = float((summed(21) - summed(20)).norm())
+    assert 0.2 < moved <= 0.5 * (1 + 1e-4)

@@ -1,0 +1,50 @@
+"""Opacus' interface in one process and in two: the same sample, the same weights, noise once; and errors end in all."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from opacus_process import train
+from processor import PATIENCE
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What became of each of two processes."""
+    folder = tmp_path_factory.mktemp("two")
+    script = SUPPORT / "opacus_process.py"
+    started = [subprocess.Popen([sys.executable, script, str(rank), str(folder)]) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=PATIENCE) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+@pytest.mark.parametrize(("place", "mode"), [(0, "hooks"), (1, "ghost")])
+def test_one_process_and_two_have_the_same_weights(two, place, mode):
+    alone, steps = train(mode, most=6)
+    for found in two:
+        weights, count = found[place]
+        assert count == steps == 16
+        for mine, p in zip(weights, alone, strict=True):
+            torch.testing.assert_close(mine, p, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(two[0][place][0], two[1][place][0], strict=True))
+
+
+def test_a_refusal_in_one_process_is_an_error_in_the_other(two):
+    assert "samples mix" in two[0][2]
+    assert "process 0 raised an error: nothing of it is released" in two[1][2]
+
+
+def test_batches_of_the_caller_s_own_are_refused_in_several_processes(two):
+    assert all("expected poisson_sampling=True" in found[3] and "in several processes" in found[3] for found in two)

@@ -1,0 +1,223 @@
+"""The batches of a check: that they are what they say, and that each catches a backend it was made for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import clipping
+from clipping import ClippedGradient, Problem, UnsupportedModel
+from clipping.oracle import Microbatch
+from dpbench.measure import check
+from dpbench.measure.check import Case, arranged, between, cases, weighted, worst
+from dpbench.models.loading import load_workload
+from dpbench.trials import CheckTrial
+from dpbench.trials.outcome import Mismatch
+
+TRIAL = CheckTrial(model="cnn", backend="mixed_ghost", image_size=8)
+
+
+class DividesByTheNorm(Microbatch):
+    """C/‖g‖ of a gradient that is zero."""
+
+    name = "divides_by_the_norm"
+
+    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
+        out = super()._clipped(*args, **kwargs)
+        assert out.norms is not None
+        nothing = 0 * (1 / out.norms - 1 / out.norms).sum()
+        return ClippedGradient({n: g + nothing for n, g in out.grads.items()}, out.norms, out.losses)
+
+
+class MergesTwins(Microbatch):
+    """Counts samples with the same norm once."""
+
+    name = "merges_twins"
+
+    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
+        out = super()._clipped(*args, **kwargs)
+        assert out.norms is not None
+        share = len(out.norms.unique()) / len(out.norms)
+        return ClippedGradient({n: g * share for n, g in out.grads.items()}, out.norms, out.losses)
+
+
+class SqueezesTheBatch(Microbatch):
+    """Loses the batch dimension when there is one sample, and takes a norm over the wrong one."""
+
+    name = "squeezes_the_batch"
+
+    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
+        out = super()._clipped(*args, **kwargs)
+        assert out.norms is not None
+        return ClippedGradient(out.grads, out.norms * (2 if len(out.norms) == 1 else 1), out.losses)
+
+
+class NeverClips(Microbatch):
+    """Σ g_i."""
+
+    name = "never_clips"
+
+    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
+        self.clip = clipping.Flat(max_grad_norm=float("inf"))
+        return super()._clipped(*args, **kwargs)
+
+
+class RoundsTo32Bits(Microbatch):
+    """Norms in float32 are good for 1e-7, not for 1e-9."""
+
+    name = "rounds_to_32_bits"
+
+    def _clipped(self, *args: Any, **kwargs: Any) -> ClippedGradient:
+        out = super()._clipped(*args, **kwargs)
+        assert out.norms is not None
+        return ClippedGradient(out.grads, out.norms.float().double(), out.losses)
+
+
+class Refuses(Microbatch):
+    """Every model."""
+
+    name = "refuses"
+
+    def problems(self) -> list[Problem]:
+        return [Problem("model", "no reason", "none")]
+
+
+WRONG = [DividesByTheNorm, MergesTwins, SqueezesTheBatch, NeverClips, RoundsTo32Bits]
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch):
+    monkeypatch.setitem(sys.modules, "backends_of_test_measure_check", sys.modules[__name__])
+    for backend in [*WRONG, Refuses]:
+        info = clipping.BackendInfo(f"backends_of_test_measure_check:{backend.__name__}", "for a test")
+        monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
+
+
+def failing(backend: str) -> tuple[Mismatch, set[str]]:
+    """The exception, and the batches whose row is beyond the tolerance."""
+    with pytest.raises(Mismatch) as caught:
+        check.run(TRIAL.replace(backend=backend))
+    rows = caught.value.result["rows"]
+    good = {r["batch"] for r in rows if r["max_norm_error"] <= 1e-9 and r["max_grad_error"] <= 1e-9}
+    return caught.value, {r["batch"] for r in rows} - good
+
+
+@pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost"])
+def test_an_exact_backend_passes_every_batch(backend):
+    result = check.run(TRIAL.replace(backend=backend))
+    assert [row["batch"] for row in result["rows"]] == ["random", "tied", "zero", "single"]
+    assert result["tolerance"] == 1e-9
+    assert max(result["max_norm_error"], result["max_grad_error"]) < 1e-12
+    assert sum(result["coverage"].values()) == pytest.approx(1) or backend == "nonprivate"
+
+
+@pytest.mark.parametrize(
+    ("backend", "batches"),
+    [
+        ("divides_by_the_norm", {"zero"}),
+        ("merges_twins", {"tied"}),
+        ("squeezes_the_batch", {"single"}),
+        ("never_clips", {"random", "zero", "single"}),  # the tie is at the threshold, where nothing is clipped
+        ("rounds_to_32_bits", {"random", "tied", "zero", "single"}),
+    ],
+)
+def test_each_batch_catches_what_it_was_made_for(backend, batches):
+    error, failed = failing(backend)
+    assert failed >= batches and (backend == "never_clips" or failed == batches)
+    assert str(error).startswith(f"{backend} differs from the microbatch oracle on the ")
+
+
+def test_a_nan_is_not_lost_among_the_errors():
+    error, _ = failing("divides_by_the_norm")
+    assert error.result["max_grad_error"] != error.result["max_grad_error"]
+    assert worst([1.0, float("nan"), 2.0]) != worst([1.0, float("nan"), 2.0])
+    assert worst([1.0, float("inf"), 2.0]) == float("inf")
+
+
+def test_some_samples_are_clipped_and_others_are_not():
+    norms = [3.0, 1.0, 2.0, 10.0]
+    for case in cases(norms):
+        factors = [min(1.0, case.max_grad_norm / norms[i]) for i in case.samples]
+        if case.name == "single":
+            assert factors == [0.5]
+        elif case.name == "tied":
+            assert factors[:2] == [1.0, 1.0] and min(factors) < 1
+        else:
+            assert min(factors) < 1 == max(factors)
+
+
+@pytest.mark.parametrize(("norms", "threshold"), [([4.0], 2.0), ([4.0, 2.0], 3.0), ([9.0, 1.0, 2.0], 1.5)])
+def test_the_threshold_lies_between_norms(norms, threshold):
+    assert between(norms) == threshold
+
+
+def test_two_samples_suffice():
+    assert [len(case.samples) for case in cases([1.0, 2.0])] == [2, 2, 2, 1]
+    assert check.run(TRIAL.replace(batch_size=2))["max_grad_error"] < 1e-12
+
+
+def test_a_batch_is_arranged_as_the_case_says():
+    workload = weighted(load_workload("cnn", image_size=8, dtype="float64"))
+    batch = workload.batch(3)
+    inputs, (weights, targets) = arranged(Case("zero", [2, 0, 0], [0.0, 1.0, 1.0], 1.0), batch)
+    original, (ones, labels) = batch
+    assert torch.equal(inputs, original[[2, 0, 0]]) and torch.equal(targets, labels[[2, 0, 0]])
+    assert weights.tolist() == [0, 1, 1] and ones.tolist() == [1, 1, 1]
+    losses = workload.loss_fn(workload.model(inputs), (weights, targets))
+    assert losses[0] == 0 and torch.allclose(losses[1], losses[2]) and losses[1] > 0
+
+
+def test_in_float32_the_tolerance_is_wider():
+    result = check.run(TRIAL.replace(dtype="float32"))
+    assert result["tolerance"] > 1e-5 and 1e-9 < result["max_grad_error"] < 1e-4
+
+
+TEXT = """
+import torch
+from torch import nn
+from dpbench.models import Workload
+
+def tiny():
+    model = nn.Sequential(nn.Embedding(11, 6), nn.LayerNorm(6), nn.Linear(6, 11))
+    loss = nn.CrossEntropyLoss(reduction="none")
+    def loss_fn(outputs, targets):
+        return loss(outputs.transpose(1, 2), targets["next"]).mean(1)
+    def batch(size):
+        tokens = torch.randint(0, 11, (size, 5), generator=torch.Generator().manual_seed(0))
+        return (tokens[:, :-1],), {"next": tokens[:, 1:]}
+    return Workload(model, loss_fn, batch)
+"""
+
+
+@pytest.mark.parametrize("backend", ["vmap", "mixed_ghost"])
+def test_batches_of_tuples_and_dicts_are_checked_too(tmp_path, backend):
+    file = tmp_path / "text.py"
+    file.write_text(TEXT)
+    assert check.run(CheckTrial(model=f"{file}:tiny", backend=backend))["max_grad_error"] < 1e-12
+
+
+CASTS = """
+from torch import nn
+
+class InFloat32(nn.Module):
+    def forward(self, x):
+        return nn.functional.normalize(x.float()).to(x.dtype)
+
+def make():
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 20), InFloat32(), nn.Linear(20, 10))
+"""
+
+
+def test_a_model_that_casts_to_float32_itself_is_held_to_what_that_allows(tmp_path):
+    file = tmp_path / "casts.py"
+    file.write_text(CASTS)
+    result = check.run(CheckTrial(model=f"{file}:make", backend="ghost", image_size=8))
+    assert 1e-9 < result["max_grad_error"] < result["tolerance"] == 1e-6
+
+
+def test_a_refusal_passes_through():
+    with pytest.raises(UnsupportedModel, match=r"^refuses does not support this model: model: no reason"):
+        check.run(TRIAL.replace(backend="refuses"))

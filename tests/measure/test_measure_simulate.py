@@ -1,0 +1,380 @@
+"""Simulated peaks: by hand where that is possible, and beside what the CPU's allocator measured."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gc
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from clipping import BACKENDS, UnsupportedModel, load_backend
+from clipping.kernels import matmul as products
+from clipping.tape_backends import BkMixed
+from dpbench.measure import memory
+from dpbench.measure.bench import Step, storage_bytes
+from dpbench.measure.memory import measured_peak
+from dpbench.measure.simulate import StorageLifetimes, simulated_device, simulated_peak
+from dpbench.models.loading import load_workload
+from dpbench.trials import PeakTrial
+
+MIB = 2**20
+#: Opacus makes tensor subclasses of parameters, and exchanges parameters: neither can be done to a fake one.
+NOT_SIMULATED = {"opacus_functorch", "opacus_ew"}
+SIMULATED = [name for name in BACKENDS if name not in NOT_SIMULATED]
+#: The planner of bk_mixed times its routes in the second step, on real tensors only: the variant never does.
+COMPARED = ["bk_mixed:memory" if name == "bk_mixed" else name for name in SIMULATED]
+
+
+@dataclass
+class ByHand:
+    """A step that is a function of the tensors it holds."""
+
+    function: Callable[..., object]
+    held: list[Tensor] = field(default_factory=list)
+
+    def __call__(self) -> object:
+        return self.function(*self.held)
+
+    def holds(self) -> list[Tensor]:
+        return self.held
+
+
+def simulated(function: Callable[..., object], make: Callable[[], list[Tensor]] = list) -> tuple[int, int]:
+    """(baseline, growth over it) in MiB."""
+    found = simulated_peak(lambda: contextlib.nullcontext(ByHand(function, make())))
+    assert found.source == "simulated"
+    return found.baseline_bytes // MIB, (found.peak_bytes - found.baseline_bytes) / MIB
+
+
+def mebibytes(count: int, **options: Any) -> Tensor:
+    return torch.empty(count * MIB // 4, **options)
+
+
+def chain() -> None:
+    first = mebibytes(4)
+    second = mebibytes(8)
+    del first
+    third = mebibytes(2)
+    del second, third
+
+
+def views() -> None:
+    base = mebibytes(6)
+    kept = [base.view(2, -1), base[: MIB // 8], *base.split(MIB // 8), base.detach()]
+    base.add_(1)
+    kept[0].t().mul_(2)
+    base.data.zero_()
+
+
+def outlived_by_a_view() -> None:
+    view = mebibytes(6)[:10]
+    mebibytes(3)
+    del view
+    mebibytes(8)
+
+
+def in_a_list() -> None:
+    parts = torch.broadcast_tensors(mebibytes(1), mebibytes(1))
+    torch.stack(parts)
+
+
+@pytest.mark.parametrize(("step", "mib"), [(chain, 12), (views, 6), (outlived_by_a_view, 9), (in_a_list, 4)])
+def test_a_peak_known_by_hand(step, mib):
+    assert simulated(step) == (0, mib)
+
+
+def test_what_is_held_is_the_baseline_and_no_growth():
+    def step(x):
+        x.add_(1)
+        return x.view(2, -1).t() + 1
+
+    assert simulated(step, lambda: [mebibytes(3)]) == (3, 3)
+
+
+def test_what_autograd_saves_lives_until_the_backward_pass_is_done_with_it():
+    def step(x):
+        y = x.tanh()  # saves y
+        z = y.exp()  # saves z
+        w = z.tanh()  # saves w
+        total = w.sum()
+        del y, z, w
+        return torch.autograd.grad(total, x)
+
+    # 3 saved; tanh's backward makes a gradient (4) and lets w go; each further one replaces the one before it
+    assert simulated(step, lambda: [mebibytes(1, requires_grad=True)])[1] == pytest.approx(4, abs=1e-4)
+
+
+def test_nothing_is_alive_after_the_step_but_what_was_before():
+    with FakeTensorMode(), StorageLifetimes() as lifetimes, torch.autograd.set_multithreading_enabled(False):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(8 * 36, 5))
+        x = torch.randn(4, 3, 8, 8)
+        gc.collect()
+        before = lifetimes.alive
+        assert before == storage_bytes([*model.parameters(), x])
+        model(x).sum().backward()
+        assert lifetimes.peak > lifetimes.alive == before + storage_bytes(p.grad for p in model.parameters())
+        model.zero_grad()
+        assert lifetimes.alive == before
+
+
+def test_vmap_and_grad_are_seen_through():
+    def step(weight, x):
+        def loss(w, sample):
+            return (w * sample).sum()
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weight, x)
+
+    # of the product and of the per-sample gradients [4, 1 MiB] two live at once
+    assert 4 <= simulated(step, lambda: [mebibytes(1), torch.empty(4, MIB // 4)])[1] <= 8.001
+
+
+def test_a_model_built_of_real_tensors_counts_once():
+    weight = torch.randn(MIB // 4)
+    baseline, growth = simulated(lambda w: w.view(2, -1).t() * 2, lambda: [_faked(weight)])
+    assert (baseline, growth) == (1, 1)
+
+
+def _faked(real: Tensor) -> Tensor:
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    assert isinstance(mode, FakeTensorMode)
+    return mode.from_tensor(real)
+
+
+def test_a_gpu_is_simulated_on_the_cpu_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert (simulated_device("cpu"), simulated_device("cuda"), simulated_device("cuda:1")) == ("cpu",) * 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert simulated_device("cuda") == "cuda"
+
+
+class Residual(nn.Module):
+    """A small ResNet: stem, two residual blocks with GroupNorm and in-place activations, strided convolution, head."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.GroupNorm(4, width),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(width, width, 3, padding=1, bias=False),
+                nn.GroupNorm(4, width),
+                nn.ReLU(),
+                nn.Conv2d(width, width, 3, padding=1),
+            )
+            for _ in range(2)
+        )
+        self.down = nn.Conv2d(width, 2 * width, 3, stride=2, padding=1)
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x + block(x.clone())
+        return self.head(F.relu(self.down(x)).mean((2, 3)))
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(16, 32, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 6 * 6, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+@contextlib.contextmanager
+def opened(make: Callable[[], nn.Module], backend: str, batch_size: int) -> Iterator[Step]:
+    loss_fn = nn.CrossEntropyLoss(reduction="none")
+    with load_backend(backend)(make(), loss_fn, verify=False) as open_backend:
+        yield Step(open_backend, torch.randn(batch_size, 3, 16, 16), torch.randint(0, 10, (batch_size,)))
+
+
+@contextlib.contextmanager
+def built_in(model: str, backend: str, batch_size: int) -> Iterator[Step]:
+    workload = load_workload(model, data="synthetic")
+    with load_backend(backend)(workload.model, workload.loss_fn, verify=False) as open_backend:
+        yield Step(open_backend, *workload.batch(batch_size))
+
+
+def compare_with_measured(open_step: Callable[[], contextlib.AbstractContextManager[Step]]) -> tuple[float, float]:
+    """simulated / measured: (between operations, with the temporaries inside them)."""
+    bare, found = simulated_peak(open_step, temporaries=False), simulated_peak(open_step)
+    with open_step() as step:
+        if isinstance(step.backend, BkMixed):  # the plan that fake tensors get
+            step.backend.planner.timing = False
+        between, whole, baseline = peaks_between_operations(step)
+        measured = measured_peak(Step(step.backend, step.inputs, step.targets), step.holds(), torch.device("cpu"))
+    assert found.baseline_bytes == measured.baseline_bytes == baseline
+    assert measured.peak_bytes == pytest.approx(whole, rel=1e-3)
+    return bare.peak_bytes / between, found.peak_bytes / whole
+
+
+@pytest.fixture
+def one_library(monkeypatch):
+    """Products by the library that fake tensors know, whichever is faster on this processor."""
+    monkeypatch.setattr(products, "onednn_from", lambda threads: math.inf)
+
+
+@pytest.mark.usefixtures("one_library")
+@pytest.mark.parametrize("make", [pytest.param(plain, id="plain", marks=pytest.mark.slow), Residual])
+@pytest.mark.parametrize("backend", COMPARED)
+def test_the_simulated_peak_is_the_measured_one(backend, make):
+    """To the byte between operations, and within 5 % with what convolutions allocate inside (without: down to 0.77).
+
+    A network as small as these is the hard case: each temporary weighs much.
+    """
+    skip_if_unavailable(backend)
+    between, whole = compare_with_measured(lambda: opened(make, backend, 16))
+    assert 0.999 < between < 1.001
+    assert 0.95 < whole < 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_library")
+@pytest.mark.parametrize(("model", "batch_size"), [("cnn", 32), ("resnet18", 8)])
+@pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost", "opacus_hooks"])
+def test_beside_the_measured_peak_of_built_in_models(backend, model, batch_size):
+    """Found on torch 2.15 with AVX-512: 0.99 to 1.004 for all of them (`memory_accuracy` has every model)."""
+    skip_if_unavailable(backend)
+    between, whole = compare_with_measured(lambda: built_in(model, backend, batch_size))
+    assert 0.999 < between < 1.01
+    assert 0.95 < whole < 1.05
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_gradients_that_meet_are_added_in_place_unless_somebody_holds_the_first(keep):
+    """Two gradients of 1 MiB, one after the other: with a hook that keeps the first, the sum is a tensor of its own."""
+    kept: list[Any] = []
+
+    def step(x: Tensor) -> object:
+        y = x * 1  # its gradient is the sum
+        one = (y * 2).sum()
+        branch = y * 3
+        if keep:
+            branch.grad_fn.register_hook(lambda into, _: kept.append(into[0]))
+        total = one + branch.sum()
+        del y, branch
+        found = torch.autograd.grad(total, x)
+        kept.clear()
+        return found
+
+    def real() -> float:
+        x = mebibytes(1, requires_grad=True)
+        return (measured_peak(lambda: step(x), [x], torch.device("cpu")).peak_bytes - MIB) / MIB
+
+    growth = simulated(step, lambda: [mebibytes(1, requires_grad=True)])[1]
+    assert growth == pytest.approx(real(), abs=0.01) and round(growth) == 2 + keep
+
+
+def test_what_a_gpu_s_kernels_allocate_is_not_guessed():
+    here, there = (
+        memory.run(PeakTrial(model="cnn", backend="nonprivate", batch_size=8, device=device, simulated=True))["memory"]
+        for device in ("cpu", "cuda")
+    )
+    if not torch.cuda.is_available():
+        assert there["peak_bytes"] < here["peak_bytes"]
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("backend", ["nonprivate", "microbatch", "mixed_ghost", "vmap"])
+def test_each_part_of_a_step_has_its_peak(backend, simulated):
+    trial = PeakTrial(model="cnn", backend=backend, batch_size=4, simulated=simulated)
+    found = memory.run(trial)["memory"]
+    phases = found["phases"]
+    assert list(phases) == ["model", "forward", "backward", "step"]
+    assert phases["model"] == 4 * 550_570 and phases["model"] < phases["forward"] < phases["backward"]
+    assert phases["step"] == max(phases["forward"], phases["backward"]) == found["peak_bytes"]
+
+
+@pytest.mark.parametrize("backend", sorted(NOT_SIMULATED))
+def test_what_does_not_run_on_fake_tensors_is_refused_with_the_reason(backend):
+    skip_if_unavailable(backend)
+    trial = PeakTrial(model="cnn", backend=backend, batch_size=4, simulated=True)
+    with pytest.raises(UnsupportedModel, match=r"\(simulated with fake tensors, .* measured .*\)$"):
+        memory.run(trial)
+    assert memory.run(trial.replace(simulated=False))["memory"]["peak_bytes"] > 0
+
+
+def skip_if_unavailable(backend: str) -> None:
+    if (reason := load_backend(backend).unavailable()) is not None:
+        pytest.skip(reason)
+
+
+def peaks_between_operations(step: Step) -> tuple[int, int, int]:
+    """(peak between operations, peak, baseline) of a step that is really run.
+
+    What an operation that a dispatch mode sees allocates and frees counts at its end, as it does in a simulation.
+    """
+    names: set[str] = set()
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.add(func.name().partition(".")[0])
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        step()
+    step.losses = None
+    baseline = storage_bytes(step.holds())
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = profiler.profiler.kineto_results.events()
+    operations = outermost([(e.start_ns(), e.end_ns()) for e in events if e.name() in names])
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    # what happens inside an operation is put at its end
+    starts = [start for start, _ in operations]
+    at = [bisect.bisect_right(starts, when) - 1 for when, _ in changes]
+    moved = [
+        (operations[i][1] if i >= 0 and when <= operations[i][1] else when, size)
+        for i, (when, size) in zip(at, changes, strict=True)
+    ]
+    together: dict[int, int] = {}
+    for when, size in moved:
+        together[when] = together.get(when, 0) + size
+    return baseline + highest(sorted(together.items())), baseline + highest(sorted(changes)), baseline
+
+
+def highest(changes: list[tuple[int, int]]) -> int:
+    """The largest running sum."""
+    return max(itertools.accumulate(size for _, size in changes))
+
+
+def outermost(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Those that no other contains."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(intervals, key=lambda i: (i[0], -i[1])):
+        if not found or start >= found[-1][1]:
+            found.append((start, end))
+    return found
+
+
+def test_memory_that_this_machine_has_not_can_be_simulated():
+    trial = PeakTrial(model="resnet18", backend="vmap", batch_size=16384, simulated=True)
+    peak = memory.run(trial)["memory"]["peak_bytes"]
+    assert peak > 16384 * 4 * 11_173_962  # a gradient of every parameter for each sample: 732 GB
+    few = memory.run(trial.replace(batch_size=8192))["memory"]["peak_bytes"]
+    assert peak / few == pytest.approx(2, rel=1e-3)
+
+
+def test_bfloat16_takes_half():
+    trial = PeakTrial(model="resnet18", backend="nonprivate", batch_size=64, simulated=True)
+    half = memory.run(trial.replace(precision="bfloat16"))["memory"]
+    assert half["peak_bytes"] / memory.run(trial)["memory"]["peak_bytes"] == pytest.approx(0.5, rel=0.01)

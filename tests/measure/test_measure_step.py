@@ -1,0 +1,137 @@
+"""The body of a step trial: verified, timed, its memory taken, in that order."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+import clipping
+from clipping import Flat, UnsupportedModel
+from clipping.oracle import Microbatch
+from dpbench.measure import memory, step
+from dpbench.models.loading import load_workload
+from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials.json_text import to_json
+from dpbench.trials.outcome import Mismatch, Outcome, OverBudget, classify
+
+TRIAL = StepTrial(model="cnn", backend="mixed_ghost", batch_size=4, image_size=16, steps=2, max_seconds=0.1)
+
+
+class Doubled(Microbatch):
+    """Wrong in one parameter: twice its gradient."""
+
+    name = "doubled"
+    calls = 0
+
+    def _clipped(self, *args: Any, **kwargs: Any) -> Any:
+        type(self).calls += 1
+        out = super()._clipped(*args, **kwargs)
+        out.grads["0.bias"].mul_(2)
+        return out
+
+
+class Absent(Microbatch):
+    """A backend whose package is missing."""
+
+    name = "absent"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        return "the package fancy is not installed; pip install fancy"
+
+
+@pytest.fixture(autouse=True)
+def backends(monkeypatch):
+    here = sys.modules[__name__]
+    monkeypatch.setitem(sys.modules, "backends_of_test_measure_step", here)
+    for backend in (Doubled, Absent):
+        info = clipping.BackendInfo(f"backends_of_test_measure_step:{backend.__name__}", "for a test")
+        monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
+
+
+def test_the_record_of_a_step():
+    result = step.run(TRIAL)
+    assert set(result) == {
+        "parameters",
+        "step_seconds",
+        "warmup_seconds",
+        "memory",
+        "verification",
+        "coverage",
+        "loss",
+        "precision",
+    }
+    assert len(result["step_seconds"]) >= 2 and len(result["warmup_seconds"]) >= 1
+    assert all(seconds > 0 for seconds in result["step_seconds"] + result["warmup_seconds"])
+    assert set(result["memory"]) == {"source", "peak_bytes", "baseline_bytes"}
+    assert result["verification"]["samples"] == 2 and result["verification"]["tolerance"] == 1e-6
+    assert 0 < result["verification"]["max_grad_error"] < 1e-12
+    assert sum(result["coverage"].values()) == pytest.approx(1)
+    workload = load_workload("cnn", image_size=16)
+    inputs, targets = workload.batch(4)
+    losses = workload.loss_fn(workload.model(inputs), targets)
+    assert result["loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert result["parameters"] == sum(p.numel() for p in workload.model.parameters())
+    to_json(result)
+
+
+def test_a_batch_of_one_is_verified_on_one_sample():
+    assert step.run(TRIAL.replace(batch_size=1))["verification"]["samples"] == 1
+
+
+@pytest.mark.parametrize("backend", ["nonprivate", "mixed_ghost"])
+def test_verification_and_timing_leave_no_trace_in_the_peak(backend):
+    """It is that of a step alone, in a process that did nothing else."""
+    result = step.run(TRIAL.replace(backend=backend, data="synthetic"))
+    alone = memory.run(
+        PeakTrial(model="cnn", backend=backend, batch_size=4, image_size=16, data="synthetic", simulated=False)
+    )
+    assert result["memory"] == {name: value for name, value in alone["memory"].items() if name != "phases"}
+
+
+def test_a_wrong_gradient_is_a_mismatch_and_is_not_timed():
+    Doubled.calls = 0
+    said = r"^doubled differs from the microbatch oracle: .* 1\.0e\+00 in the gradient of '0\.bias'"
+    with pytest.raises(Mismatch, match=said) as caught:
+        step.run(TRIAL.replace(backend="doubled"))
+    result = caught.value.result
+    assert result["verification"]["max_grad_error"] == pytest.approx(1)
+    assert result["verification"]["max_norm_error"] < 1e-12
+    assert "step_seconds" not in result and "memory" not in result
+    assert Doubled.calls == 1  # the two samples of the verification
+
+
+def test_over_budget_keeps_what_was_measured():
+    with pytest.raises(OverBudget) as caught:
+        step.run(TRIAL.replace(memory_budget=1000))
+    assert {"step_seconds", "memory", "verification"} <= set(caught.value.result)
+
+
+def test_a_backend_whose_package_is_missing_is_unsupported_and_says_why():
+    with pytest.raises(UnsupportedModel) as caught:
+        step.run(TRIAL.replace(backend="absent"))
+    said = "absent is not available here: the package fancy is not installed; pip install fancy"
+    assert classify(caught.value) == (Outcome.UNSUPPORTED, said, None)
+
+
+def test_the_clipping_threshold_is_the_trials(monkeypatch):
+    seen = []
+    real = Flat.factors
+    monkeypatch.setattr(Flat, "factors", lambda self, norms: (seen.append(self.max_grad_norm), real(self, norms))[1])
+    step.run(TRIAL.replace(max_grad_norm=0.125))
+    assert set(seen) == {0.125}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_step_on_cuda():
+    kept = step.run(TRIAL.replace(device="cuda"))["memory"]
+    assert kept["source"] == "cuda_allocator" and kept["peak_bytes"] > kept["baseline_bytes"]
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            step.run(TRIAL.replace(device="cuda", batch_size=4096, memory_budget=64 * 2**20))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

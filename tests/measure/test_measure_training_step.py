@@ -1,0 +1,99 @@
+"""Whole training steps of every engine, interleaved: each trains, has its turns, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpbench.measure import energy, training_step
+from dpbench.measure.bench import open_workload
+from dpbench.records.reader import entries
+from dpbench.trials.whole_step import TrainingStepTrial
+from experiments.training_step import EXPERIMENT
+
+ENGINES = ("nonprivate", "bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
+TEXT = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
+
+
+def trial(**changes) -> TrainingStepTrial:
+    given = {"model": "cnn", "backends": ENGINES, "batch_size": 4, "rounds": 2, "max_seconds": 0.1}
+    return TrainingStepTrial(**(given | changes))
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_every_engine_has_turns_and_memory(optimizer):
+    pytest.importorskip("opacus")
+    found = training_step.run(trial(optimizer=optimizer))
+    assert list(found["backends"]) == list(ENGINES) and found["energy"] in ("RAPL", "NVML", "not readable")
+    for name, entry in found["backends"].items():
+        assert entry["outcome"] == "ok", (name, entry["evidence"])
+        assert len(entry["turns"]) == 2 and all(turn["step_seconds"] for turn in entry["turns"])
+        assert entry["memory"]["peak_bytes"] > entry["memory"]["baseline_bytes"] > 0
+        assert entry["verification"] or name == "nonprivate"
+    plain, ours = (found["backends"][name]["memory"]["baseline_bytes"] for name in ("nonprivate", "bk_mixed"))
+    assert plain == ours, "model, batch and the optimizer's state"
+
+
+def test_of_text():
+    found = training_step.run(trial(model=TEXT, image_size=None, data="synthetic", backends=("nonprivate", "bk_mixed")))
+    assert {entry["outcome"] for entry in found["backends"].values()} == {"ok"}
+
+
+@pytest.mark.parametrize("name", ["nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost"])
+def test_a_step_moves_the_parameters_and_ends_without_gradients(name):
+    if name.startswith("opacus"):
+        pytest.importorskip("opacus")
+    asked = trial()
+    workload = open_workload(asked)
+    inputs, targets = workload.batch(4)
+    optimizer = training_step._optimizer("SGD", workload.model)
+    before = [p.detach().clone() for p in workload.model.parameters()]
+    opened = training_step._OF_OTHERS.get(name, training_step._ours)
+    take, undo = opened(name, workload, optimizer, inputs, targets)
+    assert take().shape == (4,)
+    assert not any(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
+    assert not any(p.grad is not None and p.grad.any() for p in workload.model.parameters())
+    undo()
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in workload.model.modules())
+
+
+def test_an_engine_without_noise_that_clips_nothing_takes_the_plain_step(monkeypatch):
+    made = training_step.PrivacyEngine
+
+    def without_noise(model, **options):
+        return made(model, **(options | {"noise_multiplier": 0.0, "max_grad_norm": 1e6}))
+
+    monkeypatch.setattr(training_step, "PrivacyEngine", without_noise)
+    moved = []
+    for opened in (training_step._plain, training_step._ours):
+        workload = open_workload(trial())
+        inputs, targets = workload.batch(4)
+        optimizer = training_step._optimizer("SGD", workload.model)
+        take, undo = opened("bk_mixed", workload, optimizer, inputs, targets)
+        take()
+        undo()
+        moved.append(torch.cat([p.detach().flatten() for p in workload.model.parameters()]))
+    torch.testing.assert_close(*moved, rtol=1e-5, atol=1e-7)
+
+
+def test_records_are_those_of_engines():
+    assert {cell.kind for cell in EXPERIMENT.cells("cpu")} == {"training_step", "parts"}
+    assert len({cell.model for cell in EXPERIMENT.cells("cpu")}) == 8
+    with pytest.raises(ValueError, match="expected an optimizer, one of SGD, AdamW, got 'Adam'"):
+        trial(optimizer="Adam")
+    assert entries([]) == []
+
+
+def test_energy_of_packages_is_read_past_the_end_of_their_counters(tmp_path, monkeypatch):
+    monkeypatch.setattr(energy, "_RAPL", tmp_path)
+    assert energy.counter(torch.device("cpu")) == ("not readable", None)
+    for package in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "max_energy_range_uj").write_text("999\n")
+        (tmp_path / package / "energy_uj").write_text("900\n")
+    by, joules = energy.counter(torch.device("cpu"))
+    assert by == "RAPL" and joules is not None and joules() == 0
+    (tmp_path / "intel-rapl:0" / "energy_uj").write_text("100\n")
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("950\n")
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("999\n")  # a part of package 0
+    assert joules() == pytest.approx(250e-6)

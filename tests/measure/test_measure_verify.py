@@ -1,0 +1,74 @@
+"""The answer of a step beside the oracle's: what passes, what does not, and what is said of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from clipping import Agreement, Flat, load_backend
+from clipping.verification import CAST_TOLERANCE, Limit
+from dpbench.measure import verify
+from dpbench.models.workload import Workload
+
+
+def workload(dtype: torch.dtype = torch.float64) -> Workload:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)).to(dtype)
+    inputs, targets = torch.randn(5, 1, 6, 6, dtype=dtype), torch.tensor([0, 1, 2, 0, 1])
+    return Workload(model, nn.CrossEntropyLoss(reduction="none"), lambda size: (inputs[:size], targets[:size]))
+
+
+def found(name: str, clip: Flat, work: Workload, size: int = 3) -> Agreement:
+    inputs, targets = work.batch(size)
+    with load_backend(name)(work.model, work.loss_fn, clip=clip, verify=False) as backend:
+        agreement, tolerance, samples = verify.against_oracle(backend, inputs, targets)
+    assert (tolerance, samples) == (Limit(CAST_TOLERANCE, CAST_TOLERANCE), 2)
+    return agreement
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, math.inf])
+@pytest.mark.parametrize("name", ["nonprivate", "microbatch", "vmap", "ghost", "mixed_ghost"])
+def test_an_exact_backend_agrees(name, threshold):
+    agreement = found(name, Flat(max_grad_norm=threshold), workload())
+    assert agreement.within(1e-12)
+
+
+@pytest.mark.parametrize("name", ["nonprivate", "ghost"])
+def test_float32_is_compared_in_float64(name):
+    """So that an error of any size is the method's; the model comes back as it was, to the bit."""
+    work = workload(torch.float32)
+    before = {name: p.detach().clone() for name, p in work.model.named_parameters()}
+    assert found(name, Flat(max_grad_norm=0.5), work).within(1e-12)
+    assert all(p.dtype == torch.float32 and torch.equal(p, before[n]) for n, p in work.model.named_parameters())
+
+
+def test_one_sample_is_all_there_is():
+    work = workload()
+    with load_backend("ghost")(work.model, work.loss_fn, verify=False) as backend:
+        assert verify.against_oracle(backend, *work.batch(1))[2] == 1
+
+
+def test_the_oracle_leaves_the_model_as_it_was():
+    work = workload()
+    before = {name: p.clone() for name, p in work.model.named_parameters()}
+    verify.oracle(work, *work.batch(3), clip=Flat(max_grad_norm=1.0))
+    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in work.model.named_parameters())
+
+
+def test_a_mismatch_names_the_parameter_and_the_numbers():
+    limit = Limit(1e-9, 1e-9)
+    error = verify.mismatch("fast", Agreement(1e-12, 0.25, "head.weight"), limit, {"kept": 1}, where=" on a batch")
+    assert str(error) == (
+        "fast differs from the microbatch oracle on a batch: relative error 1.0e-12 in the norms and 2.5e-01 in the "
+        "gradient of 'head.weight', expected at most 1e-09"
+    )
+    assert error.result == {"kept": 1}
+
+
+def test_tolerances_go_by_dtype():
+    limits = [verify.tolerance_of(name) for name in ("float64", "float32", "float16", "bfloat16")]
+    for each in zip(*limits, strict=True):
+        assert list(each) == sorted(each) and each[0] == 1e-9 and each[-1] < 0.5

@@ -1,0 +1,226 @@
+"""Batches: digits are the digits, folders and CIFAR are read as they lie, and what is said when they cannot be."""
+
+from __future__ import annotations
+
+import re
+
+import fake_cifar
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from dpbench.errors import UsageError
+from dpbench.models import data
+
+
+def batches(spec, image_size=32, num_classes=10, dtype=torch.float32, seed=0):
+    return data.images(spec, image_size=image_size, num_classes=num_classes, device="cpu", dtype=dtype, seed=seed)
+
+
+def denormalised(pixels, statistics):
+    mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in statistics)
+    return pixels * std + mean
+
+
+def test_digits_are_scikit_learns_with_their_labels():
+    truth = load_digits()
+    label_of = {image.astype(int).tobytes(): label for image, label in zip(truth.images, truth.target, strict=True)}
+    pixels, labels = batches("digits", image_size=8)(1797)
+    assert torch.equal(pixels[:, 0], pixels[:, 2])
+    grey = (denormalised(pixels[:, :1], data.DIGITS_STATISTICS) * 16).round().long().numpy()
+    assert [label_of[image.tobytes()] for image in grey] == labels.tolist()
+    assert labels.bincount().tolist() == np.bincount(truth.target).tolist()
+
+
+def test_digits_are_resized_and_normalised():
+    pixels, _ = batches("digits", image_size=8)(1797)
+    assert abs(pixels.mean()) < 1e-3
+    assert abs(pixels.std() - 1) < 1e-3
+    large, _ = batches("digits", image_size=32)(1797)
+    assert large.shape == (1797, 3, 32, 32)
+    torch.testing.assert_close(torch.nn.functional.avg_pool2d(large, 4).mean(0), pixels.mean(0), rtol=0.2, atol=0.2)
+
+
+def test_digits_are_read_without_importing_scikit_learn_and_also_where_the_file_has_moved(monkeypatch, tmp_path):
+    expected = batches("digits", image_size=8)(20)
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: type("Spec", (), {"origin": str(tmp_path / "x")}))
+    moved = batches("digits", image_size=8)(20)
+    assert torch.equal(expected[0], moved[0])
+    assert torch.equal(expected[1], moved[1])
+
+
+def test_digits_without_scikit_learn_is_one_line(monkeypatch):
+    monkeypatch.setattr(data.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"^expected scikit-learn to be installed, for data 'digits', got"):
+        batches("digits")
+
+
+@pytest.mark.parametrize("spec", ["digits", "synthetic"])
+def test_a_batch_is_the_same_every_time_and_follows_the_seed(spec):
+    batch = batches(spec)
+    (first, labels), (again, labels_again), (other, _) = batch(7), batch(7), batches(spec, seed=1)(7)
+    assert torch.equal(first, again)
+    assert torch.equal(labels, labels_again)
+    assert not torch.equal(first, other)
+
+
+def test_batches_cycle_through_the_data_and_begin_alike():
+    batch = batches("digits", image_size=8)
+    pixels, labels = batch(4000)
+    assert torch.equal(pixels[:1797], pixels[1797:3594])
+    assert torch.equal(labels[:406], labels[3594:])
+    assert torch.equal(batch(5)[0], pixels[:5])
+    assert not torch.equal(pixels[0], pixels[1])
+
+
+@pytest.mark.parametrize("spec", ["digits", "synthetic"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_types_shapes_and_label_range(spec, dtype):
+    pixels, labels = batches(spec, image_size=12, num_classes=3, dtype=dtype)(40)
+    assert (pixels.shape, pixels.dtype) == ((40, 3, 12, 12), dtype)
+    assert pixels.is_contiguous()
+    assert labels.dtype == torch.int64
+    assert set(labels.tolist()) == {0, 1, 2}
+
+
+def test_synthetic_pixels_are_standard_normal():
+    pixels, _ = batches("synthetic")(64)
+    assert abs(pixels.mean()) < 0.02
+    assert abs(pixels.std() - 1) < 0.02
+
+
+def test_tokens_shift_by_one_or_carry_labels():
+    options = {"vocabulary": 30, "length": 16, "device": "cpu", "seed": 0}
+    text, following = data.tokens(num_classes=None, **options)(50)
+    assert torch.equal(text[:, 1:], following[:, :-1])
+    assert (text.min(), text.max()) == (10, 29)
+    text, labels = data.tokens(num_classes=4, **options)(50)
+    assert (text.shape, set(labels.tolist())) == ((50, 16), {0, 1, 2, 3})
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("digit", "got 'digit'; did you mean 'digits'?"),
+        ("cifar10", "expected data: digits, synthetic, cifar10:ROOT, cifar100:ROOT or folder:ROOT, got 'cifar10'"),
+        ("cifar10:", "or folder:ROOT, got 'cifar10:'"),
+        ("digits:/tmp", "got 'digits:/tmp'"),
+        ("cifar100:/no/such", "expected cifar100:ROOT with ROOT a folder, got '/no/such, which is none'"),
+    ],
+)
+def test_unusable_names_are_one_line(spec, message):
+    with pytest.raises(UsageError, match=re.escape(message) + "$"):
+        data.validate_data(spec)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Classes a (red) and b (blue), of different sizes and modes."""
+    for label, colour in (("a", (255, 0, 0)), ("b", (0, 0, 255))):
+        (tmp_path / label).mkdir()
+        for i in range(3):
+            Image.new("RGB", (10 + i, 20), colour).save(tmp_path / label / f"{i}.png")
+    Image.new("P", (9, 9), 0).save(tmp_path / "a" / "palette.png")
+    return tmp_path
+
+
+def test_folder_gives_each_image_its_class(folder):
+    (folder / "a" / "palette.png").unlink()
+    pixels, labels = batches(f"folder:{folder}", image_size=16)(6)
+    assert pixels.shape == (6, 3, 16, 16)
+    assert sorted(labels.tolist()) == [0, 0, 0, 1, 1, 1]
+    means = denormalised(pixels, data.IMAGENET_STATISTICS).mean((2, 3))
+    expected = torch.eye(3)[torch.where(labels == 0, 0, 2)]
+    torch.testing.assert_close(means, expected, rtol=0, atol=1e-5)
+
+
+def test_folder_reads_other_modes_and_only_what_a_batch_needs(folder):
+    (folder / "b" / "broken.png").write_bytes(b"no image")
+    batch = batches(f"folder:{folder}", image_size=16, seed=0)
+    with pytest.raises(UsageError, match=r"a readable image in .*broken\.png, got"):
+        batch(8)
+    assert batch(1)[0].shape == (1, 3, 16, 16)
+    (folder / "b" / "broken.png").unlink()
+    assert batches(f"folder:{folder}", image_size=16)(7)[0].isfinite().all()
+
+
+def test_truncated_image_is_one_line(folder):
+    noise = np.random.default_rng(0).integers(0, 255, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "a" / "0.png")
+    whole = (folder / "a" / "0.png").read_bytes()
+    (folder / "a" / "0.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match=rf"^expected a readable image in {folder}/a/0.png, got '.*truncated.*'$"):
+        batches(f"folder:{folder}")(7)
+
+
+def test_empty_folder_is_one_line(tmp_path):
+    with pytest.raises(
+        UsageError, match=rf"^expected images in one subfolder of {tmp_path} a class, got .*$"
+    ) as caught:
+        batches(f"folder:{tmp_path}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def cifar(tmp_path, monkeypatch):
+    """CIFAR-10 of five batches of four images, image i of value 10·i in red and 0 elsewhere, label i mod 10."""
+
+    def batch(first):
+        pixels = np.zeros((4, 3, 32, 32), dtype=np.uint8)
+        pixels[:, 0] = 10 * np.arange(first, first + 4)[:, None, None]
+        return pixels, [i % 10 for i in range(first, first + 4)]
+
+    return fake_cifar.write(tmp_path, monkeypatch, [batch(4 * i) for i in range(5)], batch(20))
+
+
+def test_cifar_is_read_as_it_lies(cifar):
+    pixels, labels = batches(f"cifar10:{cifar}")(20)
+    values = denormalised(pixels, data.CIFAR10_STATISTICS) * 255
+    image = (values[:, 0, 5, 7] / 10).round().long()
+    assert sorted(image.tolist()) == list(range(20))
+    assert image.tolist() != list(range(20))
+    assert torch.equal(labels, image % 10)
+    assert values[:, 1:].abs().max() < 1e-3
+
+
+def test_cifar_has_a_test_set_of_its_own(cifar):
+    (x, y), (test_x, test_y) = data.split(f"cifar10:{cifar}", image_size=32)
+
+    def images(pixels):
+        return (denormalised(pixels, data.CIFAR10_STATISTICS)[:, 0, 5, 7] * 25.5).round().long().tolist()
+
+    assert images(x) == list(range(20)) and y.tolist() == 2 * list(range(10))
+    assert images(test_x) == [20, 21, 22, 23] and test_y.tolist() == [0, 1, 2, 3]
+
+
+def test_a_fifth_of_other_data_is_held_out():
+    (x, y), (test_x, test_y) = data.split("digits", image_size=8)
+    assert x.shape == (1438, 1, 8, 8) and test_x.shape == (359, 1, 8, 8) and len(y) == 1438 and len(test_y) == 359
+    assert len(torch.cat([x, test_x]).flatten(1).unique(dim=0)) > 1790  # each once, but for a few that are equal
+
+
+def test_missing_cifar_is_one_line(tmp_path):
+    expected = f"expected CIFAR-100 in its python form in {tmp_path}/cifar-100-python, got 'no such folder'"
+    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+        batches(f"cifar100:{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda file: file.unlink(), "got 'no file data_batch_3'"),
+        (
+            lambda file: file.write_bytes(file.read_bytes()[:2000]),
+            "got 'data_batch_3 of 2,000 bytes, whose checksum is",
+        ),
+    ],
+)
+def test_incomplete_cifar_is_one_line(cifar, damage, message):
+    damage(cifar / "cifar-10-batches-py" / "data_batch_3")
+    with pytest.raises(UsageError) as caught:
+        batches(f"cifar10:{cifar}")
+    assert str(caught.value).startswith(
+        f"expected CIFAR-10 in its python form in {cifar}/cifar-10-batches-py, {message}"
+    )

@@ -1,0 +1,234 @@
+"""However a trial ends, it is answered with a name and evidence, nothing of it is left, and the next one runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from processor import PATIENCE, quick
+
+from dpbench.process.linux import CpuTime
+from dpbench.process.parent import Isolation
+from dpbench.trials.outcome import Outcome
+from dpbench.trials.reference import load_module
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+
+bodies = load_module(str(SUPPORT / "bodies.py"))
+Act = bodies.Act
+
+
+@pytest.fixture(scope="module")
+def isolation():
+    with Isolation() as isolation:
+        yield isolation
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def soon_dead(pids, within: float = 15.0) -> bool:
+    until = time.monotonic() + within
+    while any(alive(pid) for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_the_result_comes_back(isolation):
+    answer = isolation.run(Act(action="sleep", number=5))
+    assert (answer.outcome, answer.evidence, answer.result) == (Outcome.OK, None, {"number": 5})
+
+
+@pytest.mark.parametrize(
+    ("action", "outcome", "evidence", "result"),
+    [
+        ("raise", Outcome.ERROR, "KeyError: 'no such thing'", None),
+        ("oom", Outcome.OOM, "MemoryError: no memory for 5 GiB", None),
+        ("over_budget", Outcome.OVER_BUDGET, "needs 7 bytes of 5", {"peak": 7}),
+        ("mismatch", Outcome.MISMATCH, "norms differ by 0.5", {"error": 0.5}),
+        ("segfault", Outcome.CRASH, "killed by SIGSEGV", None),
+        ("segfault", Outcome.CRASH, "last words", None),
+        ("leave", Outcome.CRASH, "exit code 3", None),
+        ("nothing", Outcome.ERROR, "result: expected an object, got None", None),
+        ("a list", Outcome.ERROR, "result: expected an object, got [1, 2]", None),
+        ("deep", Outcome.ERROR, "nested too deeply", None),
+        ("no text", Outcome.ERROR, r"half \ud83d of a face, and \udcff of a path", None),
+        ("halves", Outcome.OK, None, {r"half \ud83d": [r"\udcff"]}),
+        ("scribble", Outcome.ERROR, "wrote to a descriptor that is not its own", None),
+        ("stop", Outcome.OK, None, {"number": 0}),
+        ("unrecordable", Outcome.ERROR, "not JSON serializable", None),
+        ("infinite", Outcome.OK, None, {"epsilon": "inf"}),
+        ("big", Outcome.OK, None, {"text": "x" * 3_000_000}),
+    ],
+)
+def test_every_end_has_a_name_and_evidence_and_the_next_trial_runs(isolation, action, outcome, evidence, result):
+    answer = isolation.run(Act(action=action))
+    assert (answer.outcome, answer.result) == (outcome, result)
+    assert answer.evidence is None if evidence is None else evidence in answer.evidence
+    assert isolation.run(Act(action="sleep")).outcome is Outcome.OK
+
+
+def test_a_trial_has_a_process_and_a_session_of_its_own(isolation):
+    one, two = (isolation.run(Act(action="where")).result for _ in range(2))
+    assert one["pid"] == one["session"] != two["pid"]
+    assert one["parent"] == two["parent"] != os.getpid()
+    assert os.getsid(one["parent"]) == one["parent"]  # the server's own session: Ctrl-C does not reach it
+    assert one["oom_score_adj"] == 1000
+
+
+def test_the_limit_ends_a_trial_and_says_where_it_stood(isolation):
+    started = time.monotonic()
+    answer = isolation.run(Act(action="sleep", seconds=60, timeout=0.5))
+    assert time.monotonic() - started < 20  # and not its minute
+    assert answer.outcome is Outcome.TIMEOUT
+    assert "its limit of 0.5 s" in answer.evidence and "in _sleep" in answer.evidence
+
+
+@pytest.mark.parametrize(("timeout", "outcome"), [(4.0, Outcome.TIMEOUT), (60.0, Outcome.OK)])
+def test_no_descendant_of_a_trial_outlives_it(isolation, tmp_path, timeout, outcome):
+    seconds = 600 if outcome is Outcome.TIMEOUT else 0
+    for limit in (timeout, PATIENCE / 10):  # a slow machine has not begun them all within the first
+        (tmp_path / "pids").unlink(missing_ok=True)
+        answer = isolation.run(Act(action="offspring", folder=str(tmp_path), seconds=seconds, timeout=limit))
+        pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        assert answer.outcome is outcome and not [pid for pid in pids if alive(pid)]
+        if len(pids) == 4:
+            return
+    raise AssertionError(f"expected a trial and three descendants, got the processes {pids}")
+
+
+def test_trials_run_beside_each_other_and_answer_by_their_key(isolation, tmp_path):
+    asked = [Act(action="sleep", seconds=0.6, number=n, folder=str(tmp_path)) for n in range(3)]
+    keys = {isolation.submit(trial): trial.number for trial in asked}
+    answers = []
+    while len(answers) < 3:
+        answers += isolation.wait()
+    assert {a.key: a.result["number"] for a in answers} == keys
+    assert bodies.beside(tmp_path)
+
+
+def test_stolen_time_is_a_share_of_that_in_which_there_was_something_to_run(isolation):
+    now = CpuTime.now()
+    assert CpuTime(now.busy + 60, now.stolen + 20).stolen_since(now) == 0.25
+    assert now.stolen_since(now) is None and CpuTime(now.busy + 5, now.stolen).stolen_since(now) == 0
+    if sys.platform == "linux":
+        assert now.busy > 0 and 0 <= isolation.run(Act(action="spin", seconds=0.2)).stolen <= 1
+
+
+def test_waiting_is_bounded(isolation):
+    key = isolation.submit(Act(action="sleep", seconds=0.5))
+    assert isolation.wait(0.05) == []
+    assert [a.key for a in isolation.wait(10)] == [key]
+    assert isolation.wait() == []  # nothing is in flight, so nothing to wait for
+
+
+def test_a_trial_that_the_server_cannot_make_is_its_own_error(isolation):
+    class Hidden(Act):  # not at the top level of a module: no other process can find it
+        pass
+
+    answer = isolation.run(Hidden(action="sleep"))
+    assert answer.outcome is Outcome.ERROR and __name__ in answer.evidence
+    assert isolation.run(Act(action="sleep")).outcome is Outcome.OK
+
+
+def test_a_server_that_dies_is_a_crash_and_another_one_takes_over(tmp_path):
+    with Isolation() as isolation:
+        where = isolation.run(Act(action="where")).result
+        key = isolation.submit(Act(action="sleep", seconds=60, folder=str(tmp_path)))
+        _, trial = wait_for_pids(tmp_path, 2, "begun")
+        os.kill(where["parent"], signal.SIGKILL)
+        assert soon_dead([trial])
+        (answer,) = isolation.wait(10)
+        assert (answer.key, answer.outcome) == (key, Outcome.CRASH) and "SIGKILL" in answer.evidence
+        assert isolation.run(Act(action="where")).result["parent"] != where["parent"]
+
+
+def test_closing_leaves_no_process(tmp_path):
+    with Isolation() as isolation:
+        server = isolation.run(Act(action="where")).result["parent"]
+        isolation.submit(Act(action="offspring", folder=str(tmp_path), seconds=60))
+        pids = wait_for_pids(tmp_path)
+    assert soon_dead([server, *pids])
+
+
+def wait_for_pids(folder: Path, count: int = 4, name: str = "pids") -> list[int]:
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        text = (folder / name).read_text().split() if (folder / name).exists() else []
+        if len(text) >= count:
+            return [int(pid) for pid in text]
+        time.sleep(0.02)
+    raise AssertionError("the trial did not begin")
+
+
+def test_when_the_parent_is_killed_server_and_trial_go_with_it(tmp_path):
+    code = f"""
+import sys, time
+from dpbench.process.parent import Isolation
+from dpbench.trials.reference import load_module
+bodies = load_module({bodies.__file__!r})
+isolation = Isolation()
+print(isolation.run(bodies.Act(action="where")).result["parent"], flush=True)
+isolation.submit(bodies.Act(action="offspring", folder={str(tmp_path)!r}, seconds=60))
+time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    server = int(parent.stdout.readline())
+    pids = wait_for_pids(tmp_path)
+    parent.kill()
+    parent.wait()
+    assert soon_dead([server, *pids])
+
+
+def test_the_server_imports_torch_only_when_a_trial_needs_it():
+    with Isolation() as isolation:
+        assert isolation.run(Act(action="where")).result["torch"] is False
+
+
+def test_what_the_harness_costs_a_trial(isolation):
+    isolation.run(Act(action="sleep"))
+    seconds, before = [], CpuTime.now()
+    for _ in range(5):
+        started = time.monotonic()
+        isolation.run(Act(action="sleep"))
+        seconds.append(time.monotonic() - started)
+    stolen = CpuTime.now().stolen_since(before) or 0.0
+    assert quick(min(seconds) * (1 - stolen), 0.3)
+
+
+def test_a_large_result_is_copied_a_few_times_and_not_once_for_each_piece_of_it(isolation):
+    """64 MB come through pipes of 64 KiB: looked through anew for each piece, they would take minutes."""
+    begun = time.monotonic()
+    answer = isolation.run(Act(action="huge"))
+    assert answer.outcome is Outcome.OK and len(answer.result["text"]) == 64_000_000
+    assert time.monotonic() - begun < 30
+
+
+def test_who_scribbles_harms_no_trial_beside_it(isolation):
+    waiting = isolation.submit(bodies.Beside(action="sleep", seconds=1.0, number=7))
+    scribbling = isolation.submit(bodies.Beside(action="scribble"))
+    found = {}
+    while len(found) < 2:
+        found |= {answer.key: answer for answer in isolation.wait(1.0)}
+    assert found[scribbling].outcome is Outcome.ERROR
+    assert (found[waiting].outcome, found[waiting].result) == (Outcome.OK, {"number": 7})
+
+
+def test_a_server_that_is_stopped_goes_on_and_can_be_closed():
+    with Isolation() as own:
+        assert own.run(Act(action="stop", number=3)).result == {"number": 3}
+        own.submit(Act(action="stop"))
+        time.sleep(0.5)
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 4

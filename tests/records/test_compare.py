@@ -1,0 +1,316 @@
+"""``dpbench compare``: verdicts of records as runs write them, what is never compared, exit codes, and mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processor import quick, work
+from report_records import CPU, CUDA, RunFile
+
+from dpbench.cli import main
+from dpbench.trials import StepTrial
+
+ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = {"nonprivate": 0.1, "ghost": 0.25, "bk_mixed": 0.12}
+
+
+def times(generator, seconds, noise=0.02, count=5):
+    return [seconds * generator.lognormvariate(0, noise) for _ in range(count)]
+
+
+def write_steps(path, seed, factors=None, rounds=7, noise=0.02, drift=0.03, environment=CPU, **fields):
+    """A run of step trials: every backend in every round; a round's drift is shared."""
+    generator = random.Random(seed)
+    file = RunFile(path, environment=environment)
+    for number in range(rounds):
+        machine = generator.lognormvariate(0, drift)
+        for name, seconds in BACKENDS.items():
+            own = seconds * machine * (factors or {}).get(name, 1.0)
+            file.step("cnn", name, times(generator, own, noise), round=number, **fields)
+    return file
+
+
+def write_overhead(path, seed, factors=None, rounds=7, **options):
+    generator = random.Random(seed)
+    machine = [generator.lognormvariate(0, 0.03) for _ in range(rounds)]
+    series = {
+        name: [seconds * f * (factors or {}).get(name, 1.0) * generator.lognormvariate(0, 0.01) for f in machine]
+        for name, seconds in BACKENDS.items()
+    }
+    return RunFile(path).overhead("cnn", series, **options)
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    def run(*options, a="a.jsonl", b="b.jsonl"):
+        code = main(["compare", str(tmp_path / a), str(tmp_path / b), "--format", "json", *options])
+        out, err = capsys.readouterr()
+        found = json.loads(out) if out else None
+        cells = {(row["backend"], row["quantity"]): row for row in found["cells"]} if found else {}
+        return code, cells, err, found
+
+    return run
+
+
+@pytest.mark.parametrize("write", [write_steps, write_overhead])
+def test_two_runs_of_the_same_code_differ_in_no_cell(tmp_path, compare, write):
+    write(tmp_path / "a.jsonl", seed=1)
+    write(tmp_path / "b.jsonl", seed=2)
+    code, cells, _, _ = compare("--fail-on", "slower", "--fail-on", "faster:1%", "--fail-on", "larger")
+    assert code == 0 and {row["verdict"] for row in cells.values()} <= {"same", "inconclusive"}
+    assert {key for key, row in cells.items() if row["verdict"] == "same"} >= {(name, "peak") for name in BACKENDS}
+    quantities = {"nonprivate": {"time", "peak"}, "ghost": {"time", "time ratio", "peak"}}
+    assert {name: {q for b, q in cells if b == name} for name in quantities} == quantities
+
+
+@pytest.mark.parametrize("write", [write_steps, write_overhead])
+def test_a_seeded_slow_down_of_ten_percent_is_found_beside_ordinary_training(tmp_path, compare, write):
+    write(tmp_path / "a.jsonl", seed=1)
+    write(tmp_path / "b.jsonl", seed=2, factors={"ghost": 1.1})
+    code, cells, _, found = compare("--fail-on", "slower:5%")
+    row = cells["ghost", "time ratio"]
+    assert (code, row["verdict"], row["interval"], row["rounds"]) == (1, "slower", "bootstrap", [7, 7])
+    assert row["ratio"] == pytest.approx(1.1, abs=0.04) and row["low"] < 1.1 < row["high"]
+    assert cells["bk_mixed", "time ratio"]["verdict"] in ("same", "inconclusive")
+    assert found["failed"] >= 1
+    code, _, _, found = compare("--fail-on", "slower:30%")
+    assert (code, found["failed"]) == (0, 0)
+    code, cells, _, _ = compare("--fail-on", "faster:5%", a="b.jsonl", b="a.jsonl")
+    assert code == 1 and cells["ghost", "time ratio"]["verdict"] == "faster"
+
+
+def test_what_slows_everything_shows_in_the_times_and_not_in_the_ratios(tmp_path, compare, capsys):
+    write_steps(tmp_path / "a.jsonl", seed=1, drift=0.002, noise=0.005)
+    write_steps(tmp_path / "b.jsonl", seed=2, drift=0.002, noise=0.005, factors=dict.fromkeys(BACKENDS, 1.3))
+    _, cells, _, _ = compare()
+    assert {cells[name, "time"]["verdict"] for name in BACKENDS} == {"slower"}
+    assert cells["ghost", "time ratio"]["verdict"] == "same"
+    main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    assert "the machine or a library that all share, not a backend" in capsys.readouterr().out
+
+
+def test_memory_is_smaller_or_larger_with_one_round(tmp_path, compare):
+    for name, peak in (("a", 100), ("b", 112)):
+        RunFile(tmp_path / f"{name}.jsonl").step("cnn", "ghost", [1.0, 1.0], peak=peak * 2**20)
+    code, cells, _, _ = compare("--fail-on", "larger:10%")
+    row = cells["ghost", "peak"]
+    assert (code, row["verdict"], row["interval"], row["ratio"]) == (1, "larger", "exact", pytest.approx(1.12))
+    assert cells["ghost", "time"]["verdict"] == "inconclusive"  # one round shows nothing of a time
+    assert compare("--fail-on", "larger:15%")[0] == 0
+    assert compare(a="b.jsonl", b="a.jsonl")[1]["ghost", "peak"]["verdict"] == "smaller"
+
+
+def test_the_probes_of_a_search_are_one_cell(tmp_path, compare):
+    RunFile(tmp_path / "a.jsonl").search("cnn", "ghost", fits=[8, 16, 32], fails=[64])
+    RunFile(tmp_path / "b.jsonl").search("cnn", "ghost", fits=[8, 16, 24], fails=[32])
+    code, cells, _, _ = compare("--fail-on", "slower")
+    peak, outcome = cells["ghost", "peak"], cells["ghost", "outcome"]
+    assert (peak["verdict"], peak["batch_size"], peak["setting"]["sizes"]) == ("same", 16, 2)
+    assert (outcome["verdict"], outcome["batch_size"], outcome["a"], outcome["b"]) == (
+        "failed",
+        32,
+        "ok",
+        "over_budget",
+    )
+    assert code == 1  # what no longer fits passes no gate
+
+
+def test_a_cell_that_fails_now_passes_no_gate(tmp_path, compare):
+    trial = StepTrial(model="cnn", backend="ghost", batch_size=8)
+    RunFile(tmp_path / "a.jsonl").step("cnn", "ghost", [1.0, 1.0])
+    RunFile(tmp_path / "b.jsonl").add(trial, outcome="crash", evidence="signal 9")
+    code, cells, _, _ = compare("--fail-on", "slower:50%")
+    assert code == 1 and [(row["a"], row["b"], row["verdict"]) for row in cells.values()] == [("ok", "crash", "failed")]
+    assert compare()[0] == 0
+    assert compare(a="b.jsonl", b="a.jsonl")[1]["ghost", "outcome"]["verdict"] == "fixed"
+
+
+def test_a_backend_that_was_wrong_once_has_no_time(tmp_path, compare):
+    trial = StepTrial(model="cnn", backend="ghost", batch_size=8)
+    for name in "ab":
+        RunFile(tmp_path / f"{name}.jsonl").step("cnn", "ghost", [1.0, 1.0])
+    RunFile(tmp_path / "b.jsonl").step("cnn", "ghost", [0.1]).add(trial, outcome="mismatch", round=1)
+    assert compare()[1]["ghost", "outcome"]["b"] == "mismatch"
+
+
+def test_simulated_memory_never_meets_measured_memory(tmp_path, compare):
+    RunFile(tmp_path / "a.jsonl").search("cnn", "ghost", [8], simulated=True)
+    RunFile(tmp_path / "b.jsonl").search("cnn", "ghost", [8], simulated=False)
+    code, _, err, _ = compare()
+    assert code == 2 and err.count("\n") == 1 and "cells that both measured" in err
+
+
+def test_two_devices_are_not_compared(tmp_path, compare):
+    write_steps(tmp_path / "a.jsonl", 1, rounds=2)
+    write_steps(tmp_path / "b.jsonl", 1, rounds=2, environment=CUDA)
+    code, _, err, _ = compare()
+    assert code == 2 and err.count("\n") == 1
+    assert "two runs on one device" in err and "Test CPU" in err and "Test GPU" in err
+
+
+def test_other_numbers_of_threads_are_other_cells(tmp_path, compare):
+    write_steps(tmp_path / "a.jsonl", 1, rounds=2)
+    write_steps(tmp_path / "b.jsonl", 1, rounds=2, environment=CPU | {"threads": 1})
+    assert compare()[0] == 2
+
+
+def test_environments_that_differ_are_told_and_cells_of_one_side_named(tmp_path, compare):
+    write_steps(tmp_path / "a.jsonl", 1, rounds=2, environment=CPU | {"packages": {"opacus": "1.6"}, "utc": "1"})
+    write_steps(tmp_path / "b.jsonl", 1, rounds=2, environment=CPU | {"packages": {"opacus": "1.7"}, "utc": "2"}).step(
+        "vgg11", "vmap", [1.0]
+    )
+    _, _, err, found = compare()
+    assert found["differences"] == [{"fact": "opacus", "a": "1.6", "b": "1.7"}]
+    assert "the environments differ in opacus: A 1.6; B 1.7" in err
+    assert found["only_in_b"] == ["step vgg11 vmap 8"] and "only in B, and so not compared: step vgg11 vmap 8" in err
+
+
+def test_runs_that_are_pooled_on_one_side_are_told_of_where_they_differ(tmp_path, compare):
+    for name, sha in (("one", "aaa"), ("two", "bbb")):
+        file = RunFile(tmp_path / "a" / f"{name}.jsonl", environment=CPU | {"git_sha": sha})
+        file.step("cnn", "ghost", [1.0, 1.0], round=int(name == "two"))
+    write_steps(tmp_path / "b.jsonl", 1, rounds=2, environment=CPU | {"git_sha": "bbb"})
+    _, cells, err, found = compare(a="a")
+    assert cells["ghost", "time"]["rounds"] == [2, 2]
+    assert found["warnings"] == ["A pools runs that differ in git_sha: aaa, bbb"] and found["warnings"][0] in err
+
+
+def test_outliers_are_counted_and_kept(tmp_path, compare):
+    for name, last in (("a", 1.0), ("b", 30.0)):
+        file = RunFile(tmp_path / f"{name}.jsonl")
+        for number in range(7):
+            file.step("cnn", "ghost", [1.0, 1.01, 0.99, 1.0, last if number == 3 else 1.0], round=number)
+    row = compare()[1]["ghost", "time"]
+    assert (row["outliers"], row["verdict"]) == ([0, 1], "same")
+
+
+def test_rounds_of_an_older_version_are_left_out_and_counted(tmp_path, compare):
+    file = write_steps(tmp_path / "a.jsonl", 1, rounds=3)
+    file.step("cnn", "ghost", [9.0, 9.0], round=7, fingerprint="v2")
+    write_steps(tmp_path / "b.jsonl", 1, rounds=3)
+    _, cells, err, found = compare()
+    assert cells["ghost", "time"]["rounds"] == [1, 3]
+    assert found["left_out"]["of an older version of the same cell"] == 3 and "3 of an older version" in err
+
+
+def test_the_table_is_for_people(tmp_path, capsys):
+    for name in "ab":
+        write_steps(tmp_path / f"{name}.jsonl", 1 + (name == "b"), factors={"ghost": 1.4} if name == "b" else None)
+    code = main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--fail-on", "slower:5%"])
+    out, _ = capsys.readouterr()
+    assert code == 1
+    for words in ("time ratio", "slower", "bootstrap from 5 rounds", "Least effect: 2%", "FAILED: ", "cnn ghost B=8"):
+        assert words in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere", "nowhere2"], ["folder or file with records", "'nowhere'"]),
+        (["a.jsonl"], ["B after dpbench compare"]),
+        (["a.jsonl", "empty"], ["records (*.jsonl) in empty", "none"]),
+        (["a.jsonl", "blank.jsonl"], ["records in blank.jsonl", "none"]),
+        (["a.jsonl", "memory_speed"], ["records in results/memory_speed", "dpbench run memory_speed"]),
+        (["a.jsonl", "memory_sped"], ["did you mean 'memory_speed'?"]),
+        (["a.jsonl", "a.jsonl", "--fail-on", "slow:5%"], ["a verdict for --fail-on", "did you mean 'slower'?"]),
+        (["a.jsonl", "a.jsonl", "--fail-on", "slower:five"], ["--fail-on as slower:5%", "'slower:five'"]),
+        (["a.jsonl", "a.jsonl", "--fail-on", "failed:5%"], ["--fail-on as slower:5%"]),
+        (["epsilon.jsonl", "epsilon.jsonl"], ["step, overhead or peak trials"]),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_are_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    Path("blank.jsonl").touch()
+    RunFile(Path("a.jsonl")).step("cnn", "ghost", [1.0, 1.0])
+    RunFile(Path("epsilon.jsonl")).epsilon("moments", 100, 1.0)
+    code = main(["compare", *arguments])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    for words in said:
+        assert words in err
+
+
+def test_an_experiment_names_its_records_in_results(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_steps(tmp_path / "results" / "memory_speed" / "a.jsonl", 1, rounds=3)
+    assert main(["compare", "memory_speed", "results/memory_speed/a.jsonl", "--fail-on", "slower"]) == 0
+    assert "A: results/memory_speed" in capsys.readouterr().out
+
+
+def test_ten_thousand_records_take_ten_seconds_at_most_and_nothing_heavy_is_imported(tmp_path):
+    for name in "ab":
+        generator = random.Random(name)
+        file = RunFile(tmp_path / f"{name}.jsonl")
+        with file.path.open("a") as out:
+            template = None
+            for batch in range(1, 239):
+                for backend in ("nonprivate", "ghost", "bk_mixed"):
+                    trial = StepTrial(model="cnn", backend=backend, batch_size=batch)
+                    if template is None:
+                        file.step("cnn", backend, [1.0] * 5, batch_size=batch)
+                        template = json.loads(file.path.read_text().splitlines()[-1])
+                    line = template | {"id": trial.id, "trial": trial.describe()}
+                    for number in range(7):
+                        result = line["result"] | {"step_seconds": times(generator, 0.1)}
+                        out.write(json.dumps(line | {"round": number, "result": result}) + "\n")
+    code = (
+        "import sys; from dpbench.cli import main; code = main(sys.argv[1:]); "
+        "print(code, *({'torch', 'pandas', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    arguments = ["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl"), "--format", "json"]
+    command, found = [sys.executable, "-c", code, *arguments], []
+    _, seconds = work(lambda: found.append(subprocess.run(command, capture_output=True, text=True, cwd=ROOT)))
+    (done,) = found
+    rows = json.loads(done.stdout)["cells"]
+    assert done.stderr.splitlines()[-1] == "0" and len(rows) == 238 * (2 + 3 + 3)
+    assert quick(seconds, 10)
+    called = sum(row["verdict"] in ("slower", "faster") for row in rows if row["quantity"] != "peak")
+    assert called <= 0.01 * len(rows)
+
+
+OWN = """
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import StepTrial
+
+def cells(device):
+    backends = ["nonprivate", "mixed_ghost"]
+    return grid(StepTrial, model="cnn", backend=backends, batch_size=4, data="synthetic", max_seconds=0.4)
+
+EXPERIMENT = Experiment(name="own", doc="Two backends.", cells=cells, smoke=cells, rounds=5)
+"""
+
+
+@pytest.mark.slow
+def test_two_real_runs_of_the_same_code_differ_in_no_cell(tmp_path, compare):
+    """Once in a hundred comparisons a verdict may err, so a second pair decides."""
+    (tmp_path / "own.py").write_text(OWN)
+    for attempt in range(2):
+        for name in "ab":
+            command = [
+                sys.executable,
+                "-m",
+                "dpbench",
+                "run",
+                "own.py",
+                "--device",
+                "cpu",
+                "--output",
+                f"{name}{attempt}",
+            ]
+            subprocess.run(
+                command, cwd=tmp_path, check=True, capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+            )
+        _, cells, _, _ = compare(a=f"a{attempt}", b=f"b{attempt}")
+        assert {(name, "time") for name in ("nonprivate", "mixed_ghost")} | {("mixed_ghost", "peak")} <= set(cells)
+        verdicts = {row["verdict"] for row in cells.values()}
+        if verdicts <= {"same", "inconclusive"}:
+            return
+    raise AssertionError(f"two runs of the same code: {verdicts}")

@@ -1,0 +1,260 @@
+"""What is recorded of the machine, and when a measurement is another one."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dpbench.errors import UsageError
+from dpbench.execution import machines
+from dpbench.execution.machines import FolderName, Machines
+from dpbench.process.parent import Isolation
+from dpbench.records import environment
+from dpbench.trials import EpsilonTrial, StepTrial
+
+STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
+EPSILON = EpsilonTrial(accountant="moments", sample_rate=0.01, noise_multiplier=4.0, steps=10, delta=1e-5)
+
+
+def fingerprint(trial, device):
+    """As it would be written here, for a folder of results without a name."""
+    return Machines(device).fingerprint(trial)
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A project of one file for each that is measured; nothing of it cached before or after."""
+    for name in (
+        "clipping",
+        "accounting",
+        "dpbench/measure",
+        "dpbench/models",
+        "clipping/rules",
+        "clipping/kernels",
+        "dpbench/cli",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "one.py").write_text("x = 1\n")
+    (tmp_path / "dpbench/models/data.py").write_text("x = 1\n")
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    environment.hash_of.cache_clear()
+    yield tmp_path
+    environment.hash_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "trial", "differs"),
+    [
+        ("clipping/one.py", STEP, True),
+        ("clipping/new.py", STEP, True),
+        ("clipping/rules/one.py", STEP, True),
+        ("clipping/kernels/one.c", STEP, True),
+        ("clipping/kernels/one.h", STEP, True),
+        ("dpbench/measure/one.py", STEP, True),
+        ("dpbench/models/one.py", STEP, True),
+        ("dpbench/models/data.py", STEP, True),
+        ("accounting/one.py", STEP, False),
+        ("dpbench/cli/command_line.py", STEP, False),
+        ("accounting/one.py", EPSILON, True),
+        ("clipping/one.py", EPSILON, False),
+    ],
+)
+def test_the_fingerprint_is_of_the_sources_that_are_measured(root, changed, trial, differs):
+    before = fingerprint(trial, "cpu")
+    (root / changed).write_text("x = 2\n")
+    environment.hash_of.cache_clear()
+    assert (fingerprint(trial, "cpu") != before) is differs
+
+
+def test_the_same_gives_the_same_fingerprint():
+    assert fingerprint(STEP, "cpu") == fingerprint(STEP.replace(batch_size=9, timeout=3.0), "cpu")
+    assert len(fingerprint(STEP, "cpu")) == 16
+
+
+def test_a_folder_of_results_has_a_name_that_no_other_has(tmp_path):
+    one, other = FolderName(tmp_path / "one"), FolderName(tmp_path / "other")
+    assert one.read() == "" and not (tmp_path / "one").exists()  # to ask is not to give
+    one.give(), other.give()
+    name = one.read()
+    one.give()
+    assert one.read() == name != other.read()
+    found = {Machines("cpu", folder=folder).fingerprint(STEP) for folder in (None, "", name, other.read())}
+    assert len(found) == 4
+
+
+def test_a_name_that_a_kill_left_empty_is_given_again(tmp_path):
+    (tmp_path / FolderName.FILE).touch()
+    FolderName(tmp_path).give()
+    assert len(FolderName(tmp_path).read()) == 16
+
+
+def test_another_machine_device_or_library_is_another_fingerprint(monkeypatch):
+    before = fingerprint(STEP, "cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        assert fingerprint(STEP, "cpu") != before
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "device_name", lambda device: "another CPU")
+        assert fingerprint(STEP, "cpu") != before
+    with monkeypatch.context() as patch:
+        patch.setattr(machines, "version_of", lambda name: "0.0")
+        assert fingerprint(STEP, "cpu") != before
+    assert fingerprint(STEP, "cpu") == before
+
+
+def elsewhere(monkeypatch, results) -> str:
+    """The fingerprint of a machine that the network calls otherwise, for a folder of results of its own."""
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: "elsewhere")
+        FolderName(results).give()
+        return Machines("cpu", folder=FolderName(results).read()).fingerprint(STEP)
+
+
+def test_machines_that_a_person_gives_one_name_are_one_in_every_folder(monkeypatch, tmp_path):
+    FolderName(tmp_path).give()
+    own = Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP)
+    assert elsewhere(monkeypatch, tmp_path / "other") != own
+    monkeypatch.setenv("DPBENCH_HOST", "pool")
+    named = Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP)
+    assert named == elsewhere(monkeypatch, tmp_path / "third") != own
+    assert not (tmp_path / "third").exists()  # the name is said, and needs no file
+    assert environment.host_facts("cpu")["host"] == "pool"
+    monkeypatch.setenv("DPBENCH_HOST", "another pool")
+    assert elsewhere(monkeypatch, tmp_path / "third") != named
+    monkeypatch.setenv("DPBENCH_HOST", " ")
+    assert Machines("cpu", folder=FolderName(tmp_path).read()).fingerprint(STEP) == own
+
+
+@pytest.mark.parametrize(
+    ("told", "recorded"),
+    [("", (None, None)), ("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True))],
+)
+def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkeypatch, told, recorded):
+    monkeypatch.setenv("DPBENCH_COMMIT", told)
+    facts = environment.host_facts("cpu")
+    assert (facts["git_sha"], facts["git_dirty"]) == recorded
+    (root / ".git").mkdir()  # a clone that git cannot read
+    facts = environment.host_facts("cpu")
+    assert (facts["git_sha"], facts["git_dirty"]) == recorded
+
+
+def test_git_is_believed_before_the_environment(root, monkeypatch):
+    monkeypatch.setenv("DPBENCH_COMMIT", "abc123")
+    for command in ("init -q", "-c user.name=x -c user.email=x commit -q --allow-empty -m one"):
+        subprocess.run(["git", "-C", str(root), *command.split()], check=True)
+    assert len(environment.host_facts("cpu")["git_sha"]) == 40
+
+
+def test_the_version_of_opacus_matters_to_opacus_alone(monkeypatch):
+    peer = STEP.replace(backend="opacus_hooks")
+    before = fingerprint(STEP, "cpu"), fingerprint(peer, "cpu")
+    real = environment.version_of
+    monkeypatch.setattr(machines, "version_of", lambda name: "0.0" if name == "opacus" else real(name))
+    assert fingerprint(STEP, "cpu") == before[0]
+    assert fingerprint(peer, "cpu") != before[1]
+
+
+def test_the_file_of_a_model_of_ones_own_is_measured_too(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("x = 1\n")
+    trial = STEP.replace(model=f"{file}:factory")
+    before = fingerprint(trial, "cpu")
+    file.write_text("x = 2\n")
+    environment.hash_of.cache_clear()
+    assert fingerprint(trial, "cpu") != before
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretend that nvidia-smi lists these, and /proc nothing."""
+
+    def pretend(*names: str, visible: str | None = None) -> None:
+        monkeypatch.setattr(environment, "_gpus_in_proc", lambda: [])
+        monkeypatch.setattr(environment, "_nvidia_smi", lambda query: list(names))
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        environment._gpu_name.cache_clear()
+
+    yield pretend
+    environment._gpu_name.cache_clear()
+
+
+def test_auto_takes_the_gpu_where_there_is_one(gpus):
+    gpus("NVIDIA H200")
+    assert [environment.resolve_device(asked) for asked in ("auto", "cpu", "cuda")] == ["cuda", "cpu", "cuda"]
+    assert environment.device_name("cuda") == "NVIDIA H200"
+
+
+def test_the_gpu_is_the_first_that_may_be_seen(gpus):
+    gpus("A", "B", visible="1,0")
+    assert environment.device_name("cuda") == "B"
+
+
+@pytest.mark.parametrize("visible", ["", "-1", "7"])
+def test_a_gpu_that_may_not_be_seen_is_none(gpus, visible):
+    gpus("A", visible=visible)
+    assert environment.resolve_device("auto") == "cpu"
+
+
+def test_cuda_where_there_is_none_is_one_line(gpus):
+    gpus()
+    assert environment.resolve_device("auto") == "cpu"
+    with pytest.raises(UsageError, match="a CUDA device on this machine"):
+        environment.resolve_device("cuda")
+
+
+def test_the_environment_says_what_is_needed_to_read_the_numbers():
+    with Isolation(environment.server_variables("cuda")) as isolation:
+        found = environment.gather("cpu", isolation)
+    wanted = {"device", "device_name", "host", "torch", "python", "cpu_count", "threads", "git_sha", "git_dirty"}
+    wanted |= {"platform", "packages", "utc", "memory_total", "load_average", "float32_matmul_precision"}
+    assert wanted <= set(found)
+    assert found["device"] == "cpu" and found["threads"] >= 1 and found["packages"]["numpy"]
+
+
+def test_cuda_that_torch_cannot_use_is_one_line(gpus):
+    gpus("A card that is not there")
+    with (
+        Isolation(environment.server_variables("cpu")) as isolation,
+        pytest.raises(UsageError, match="a CUDA device that torch"),
+    ):
+        environment.gather("cuda", isolation)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_cuda_is_in_segments_that_grow_unless_a_person_said_otherwise(monkeypatch, name):
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(known, raising=False)
+    assert environment.server_variables("cuda")["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    cpu = environment.server_variables("cpu")
+    assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "PYTORCH_ALLOC_CONF" not in cpu
+    monkeypatch.setenv(name, "expandable_segments:False")
+    assert "PYTORCH_ALLOC_CONF" not in environment.server_variables("cuda")
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device as far as `torch_facts` asks."""
+    card = {"name": "NVIDIA H100", "total_memory": 80, "major": 9, "minor": 0, "multi_processor_count": 132}
+    properties = SimpleNamespace(**card, L2_cache_size=50 * 2**20)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92000)
+    given: list[str] = []
+    monkeypatch.setattr(torch, "zeros", lambda size, device: given.append(device))
+    return given
+
+
+@pytest.mark.parametrize("said", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}])
+def test_the_record_says_how_memory_was_allocated_and_how_large_the_cache_is(monkeypatch, cuda, said):
+    for name, value in ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | said).items():
+        monkeypatch.setenv(name, value)
+    facts = environment.torch_facts(environment.TorchFacts(device="cuda"))
+    assert facts["allocator"] == (said.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True")
+    assert facts["l2_cache"] == 50 * 2**20 and cuda == ["cuda"]

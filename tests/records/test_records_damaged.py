@@ -1,0 +1,259 @@
+"""Lines that are JSON and no whole records: named, counted and passed over by all that reads them. No traceback."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import os
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report_records import RunFile, save_no_pictures
+
+from dpbench.cli import main
+from dpbench.execution import machines
+from dpbench.records import environment, store
+from dpbench.records.store import read_runs
+from dpbench.report import FIGURES
+from dpbench.trials import OverheadTrial, PeakTrial, SweepTrial
+from dpbench.trials import line_shapes as whole
+from dpbench.trials.line_shapes import flaw_of_line, flaw_of_result
+from dpbench.trials.shapes import DEPTH
+
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENTS = sorted(path.name for path in (ROOT / "results").iterdir() if any(path.glob("*.jsonl")))
+#: Of each experiment, so many mutated lines beside so many that are whole.
+MUTATED, WHOLE = 60, 20
+JUNK: tuple[Any, ...] = (
+    *(None, True, 0, -1, 1, 0.5, -1.5, -0.0, 5e-324, 1e199, 1e308, 2**62, 10**30, 10**400),
+    *("", "x", "ok", "oom", "mismatch", "cuda", "nonprivate", "step", "epsilon", "device", "profile", "inf", "nan"),
+    *("\ud800", "../../x", "=1+1", "<b>", "2026-02-31T00:00:00Z", "x" * 3000),
+    *([], [[]], [None], ["x"], {}, {"a": 1}),
+)
+EPSILON = {"epsilon": 1.0, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.1}
+ENVIRONMENT = {"type": "environment", "schema": store.SCHEMA, "run": "r", "utc": "2026-01-01T00:00:00.000000Z"}
+ENVIRONMENT |= {"environment": {"device": "cpu", "device_name": "CPU"}}
+
+
+def trial(**changes: Any) -> dict[str, Any]:
+    line = {"type": "trial", "schema": store.SCHEMA, "experiment": "e", "id": "i", "round": 0, "fingerprint": "f"}
+    line |= {"trial": {"kind": "of ours"}, "outcome": "ok", "evidence": None, "seconds": 1.0, "result": {"n": 1}}
+    return line | {"utc": "2026-01-01T00:00:00.000000Z"} | changes
+
+
+def nested(depth: int) -> Any:
+    value: Any = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The ways to all that is inside; of a long list to its first entries."""
+    keys = list(value) if isinstance(value, dict) else range(min(len(value), 4)) if isinstance(value, list) else ()
+    for key in keys:
+        yield (*path, key)
+        yield from places(value[key], (*path, key))
+
+
+def mutated(line: dict[str, Any], pick: random.Random) -> dict[str, Any]:
+    """The line with one value gone, nested deeply, or another."""
+    line = copy.deepcopy(line)
+    *way, last = pick.choice(list(places(line)))
+    at: Any = line
+    for key in way:
+        at = at[key]
+    how = pick.randrange(5)
+    if how == 0:
+        del at[last]
+    else:
+        at[last] = nested(pick.choice([3, DEPTH, 900])) if how == 1 else copy.deepcopy(pick.choice(JUNK))
+    return line
+
+
+def write(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_no_mutation_of_a_real_record_ends_a_reader(name, tmp_path, monkeypatch, capsys):
+    """Some 1,000 of them: a record of each experiment in `results`, with a value that is gone, null, nested or junk."""
+    save_no_pictures(monkeypatch)
+    for module in (environment, machines):  # so that the records are those of today's sources, and count
+        monkeypatch.setattr(module, "seal", lambda *_: "f" * 16)
+    pick = random.Random(name)
+    files = sorted((ROOT / "results" / name).glob("*.jsonl"))
+    head, *lines = map(json.loads, pick.choice(files).read_text().splitlines())
+    whole = [line | {"fingerprint": "f" * 16} for line in pick.sample(lines, min(len(lines), WHOLE))]
+    write(tmp_path / name / "20260101T000000Z-x-1.jsonl", [head, *whole])
+    write(
+        tmp_path / name / "20260102T000000Z-x-1.jsonl",
+        [head, *(mutated(pick.choice(whole), pick) for _ in range(MUTATED))],
+    )
+    write(tmp_path / name / "20260103T000000Z-x-1.jsonl", [mutated(head, pick), *whole])
+    output = ["--output", str(tmp_path)]
+    assert main(["plan", name, "--device", "cpu", *output]) == 0
+    assert main(["report", str(tmp_path / name), "--output", str(tmp_path / "report")]) == 0
+    assert main(["compare", str(tmp_path / name), str(tmp_path / name)]) in (0, 2)  # 2: none that can be compared
+    said = capsys.readouterr().err
+    assert f"{tmp_path / name / '20260102T000000Z-x-1.jsonl'}:" in said and "passed over" in said
+
+
+LINES: dict[str, Callable[[], bytes]] = {
+    "nothing but a type": lambda: b'{"type":"trial","schema":4}',
+    "nothing but a type of today": lambda: json.dumps({"type": "trial", "schema": store.SCHEMA}).encode(),
+    "null fields": lambda: json.dumps(dict.fromkeys(trial()) | {"type": "trial", "schema": store.SCHEMA}).encode(),
+    "a hundred thousand brackets": lambda: b"[" * 100_000,
+    "pairs of brackets": lambda: b"[" * 100_000 + b"]" * 100_000,
+    "brackets in a result": lambda: json.dumps(trial(result={"a": nested(500)})).encode(),
+    "no object": lambda: b"[1, 2]",
+    "a number": lambda: b"7",
+    "null": lambda: b"null",
+    "a type of another type": lambda: b'{"type": ["trial"], "schema": 4}',
+    "a schema of another type": lambda: b'{"type": "trial", "schema": [4]}',
+    "a schema that is true": lambda: b'{"type": "trial", "schema": true}',
+    "a trial that is a text": lambda: json.dumps(trial(schema=5, trial="step")).encode(),
+    "no number of JSON": lambda: json.dumps(trial(seconds=float("nan"))).encode(),
+    "a number of 5,000 digits": lambda: b'{"type": "trial", "schema": 4, "round": ' + b"9" * 5000 + b"}",
+    "a number of 400 digits": lambda: json.dumps(trial(round=10**400)).encode(),
+    "no UTF-8": lambda: b'{"type": "\xff"}',
+    "an outcome that is none": lambda: json.dumps(trial(outcome="fine")).encode(),
+    "a day that is none": lambda: json.dumps(trial(utc="2026-02-31T00:00:00.000000Z")).encode(),
+    "a step without times": lambda: json.dumps(trial(trial={"kind": "step"})).encode(),
+    "a way to another folder": lambda: json.dumps(
+        trial(
+            trial={"kind": "profile", "model": "cnn", "backends": [], "batch_size": 1, "precision": "float32"},
+            result={"files": {"trace": "../../secret"}},
+        )
+    ).encode(),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_line_that_is_no_whole_record_is_named_by_file_and_line(name, tmp_path):
+    path = tmp_path / "a.jsonl"
+    good = [json.dumps(line).encode() for line in (ENVIRONMENT, trial(id="1"), trial(id="2"))]
+    path.write_bytes(b"\n".join([*good[:2], LINES[name](), good[2], b""]))
+    said: list[str] = []
+    (run,) = read_runs(tmp_path, said.append)
+    assert [record["id"] for record in run.records] == ["1", "2"]
+    (warning,) = said
+    assert warning.startswith(f"{path}:3: not a record (") and warning.endswith("); passed over")
+    assert "\n" not in warning and len(warning) < 600
+
+
+def test_many_bad_lines_are_counted_and_the_first_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write(path, [ENVIRONMENT, *[trial(round=None)] * 500, trial()])
+    said: list[str] = []
+    assert len(read_runs(tmp_path, said.append)[0].records) == 1
+    assert len(said) == 11 and said[-1] == f"{path}: 500 of 502 lines are no records"
+
+
+def test_records_after_an_environment_that_is_none_are_counted(tmp_path):
+    write(tmp_path / "a.jsonl", [ENVIRONMENT | {"environment": None}, *[trial()] * 30])
+    said: list[str] = []
+    assert read_runs(tmp_path, said.append) == []
+    assert [":1: not a record" in said[0], "30 lines with no whole 'environment'" in said[1], len(said)] == [1, 1, 2]
+
+
+def test_what_a_sweep_says_of_its_machine_is_asked_for():
+    sweep = {"name": "n", "cluster": "c", "driver": "d", "versions": {}}
+    where = ENVIRONMENT["environment"] | {"executor": sweep}
+    assert "host" in str(flaw_of_line(ENVIRONMENT | {"environment": where}))
+    assert flaw_of_line(ENVIRONMENT | {"environment": where | {"host": "h"}}) is None
+
+
+@pytest.mark.parametrize("name", ["a pipe", "a folder", "a dangling link", "a link to itself"])
+def test_what_is_named_like_a_file_of_records_and_is_none(name, tmp_path, capsys):
+    folder = tmp_path / "e"
+    write(folder / "a.jsonl", [ENVIRONMENT, trial()])
+    odd = folder / "b.jsonl"
+    if name == "a pipe":
+        os.mkfifo(odd)  # opened for reading, it would be waited for
+    elif name == "a folder":
+        odd.mkdir()
+    else:
+        odd.symlink_to(odd if name == "a link to itself" else folder / "nowhere")
+    assert [len(run.records) for run in read_runs(folder)] == [1]
+    assert f"{odd}: not a file of records (" in capsys.readouterr().err
+    assert main(["report", str(folder), "--output", str(tmp_path / "out")]) == 0
+
+
+def test_a_file_that_may_not_be_read_is_told_of(tmp_path, monkeypatch):
+    write(tmp_path / "a.jsonl", [ENVIRONMENT, trial()])
+
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(store, "_content", refuse)
+    said: list[str] = []
+    assert read_runs(tmp_path, said.append) == [] and "Permission denied" in said[0]
+
+
+def test_every_record_that_is_kept_here_is_whole():
+    """A shape that asks for more than bodies give would lose what was measured."""
+    said: list[str] = []
+    files = sorted((ROOT / "results").glob("*/*.jsonl"))
+    assert sum(len(run.records) for path in files for run in read_runs(path, said.append)) > 4000 and said == []
+
+
+def test_every_kind_that_a_figure_is_drawn_of_has_a_shape():
+    drawn = {kind for figure in FIGURES.values() for kind in figure.kinds}
+    assert drawn <= set(whole._TRIALS) and drawn <= set(whole._RESULTS) and len(drawn) > 10
+
+
+def test_results_of_kinds_of_ones_own_have_any_form():
+    assert flaw_of_result("of ours", {"anything": [None, {"at": "all"}]}) is None
+    assert flaw_of_result("of ours", [1]) is not None and flaw_of_result("of ours", {"a": nested(DEPTH)}) is not None
+
+
+@pytest.mark.parametrize("kind", ["../../x", "/etc/x", "..", "", "x" * 3000, "a\nb", "é"])
+def test_a_kind_s_table_lies_in_the_folder_of_its_report(kind, tmp_path, monkeypatch):
+    save_no_pictures(monkeypatch)
+    write(tmp_path / "a" / "b" / "e" / "a.jsonl", [ENVIRONMENT, trial(trial={"kind": kind, "model": "cnn"})])
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    assert main(["report", str(tmp_path / "a" / "b" / "e"), "--output", str(tmp_path / "a" / "b" / "out")]) == 0
+    written = {path for path in tmp_path.rglob("*") if path.is_file()} - before
+    assert len(written) == 4 and all(path.is_relative_to(tmp_path / "a" / "b" / "out") for path in written)
+
+
+def test_a_run_goes_on_beside_damaged_records(tmp_path, capsys):
+    """What it lost is measured again, once; what is whole is not."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from dpbench.experiment import Experiment, grid\nfrom dpbench.trials import EpsilonTrial\n"
+        "def cells(device):\n"
+        "    return grid(EpsilonTrial, accountant='rdp', sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, "
+        "steps=[1, 2, 3, 4, 5, 6])\n"
+        "EXPERIMENT = Experiment(name='mine', doc='d', cells=cells, smoke=cells, rounds=1)\n"
+    )
+    run = ["run", str(path), "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert main(run) == 0
+    (kept,) = (tmp_path / "out" / "mine").glob("*.jsonl")
+    head, *lines = map(json.loads, kept.read_text().splitlines())
+    for line, field in zip(lines[:4], ("seconds", "utc", "result", "trial"), strict=True):
+        del line[field]
+    write(kept, [head, *lines])
+    capsys.readouterr()
+    assert main(run) == 0
+    said = capsys.readouterr().err
+    assert "recorded 4 trials (4 ok)" in said and f"{kept}:2: not a record (seconds: expected a value" in said
+    assert main(run) == 0 and "nothing is left to run" in capsys.readouterr().err
+
+
+def test_records_that_come_to_nothing_together_are_drawn_all_the_same(tmp_path, monkeypatch):
+    """Each is whole; no panel of a figure has anything, no model two sizes, no axis a number above nothing."""
+    save_no_pictures(monkeypatch)
+    run = RunFile(tmp_path / "a" / "a.jsonl")
+    for backend in ("ghost", "nonprivate"):
+        run.add(PeakTrial(model="cnn", backend=backend, batch_size=8, simulated=False), None, "error", evidence="boom")
+    run.add(OverheadTrial(model="cnn", backends=["ghost"], batch_size=8), None, "timeout")
+    run.epsilon("rdp", 10, 5e-324).epsilon("rdp", 20, 1e199).epsilon("rdp", 30, 0.0)
+    run.add(SweepTrial(accountant="rdp", sample_rate=0.0, delta=0.0, noise_multiplier=0.0, steps=1), EPSILON)
+    assert main(["report", str(tmp_path / "a"), "--output", str(tmp_path / "out")]) == 0

@@ -1,0 +1,205 @@
+"""The figures of accounting: every kind told apart, numbers in sight, failures named, nothing cut off."""
+
+import itertools
+
+import matplotlib
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.text import Text
+from report_records import RunFile
+
+from dpbench.report import FIGURES, LeftOut, style, write_report
+from dpbench.report.data.select import read
+from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial
+
+POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
+FACTORS = {"moments": 1.33, "rdp": 1.1, "gdp": 0.97, "pld": 1.001, "prv": 1.0003, "prv:lower": 1.0}
+KINDS = {"gdp": "estimate", "prv:lower": "lower_bound", "shuffled": "lower_bound", "strong:published": "heuristic"}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFile(tmp_path / "records" / "a.jsonl")
+
+
+def answer(run, trial, value, seconds=0.01, **detail):
+    result = {"epsilon": value, "kind": KINDS.get(trial.accountant, "upper_bound"), "detail": detail}
+    return run.add(trial, result | {"compute_seconds": seconds})
+
+
+def swept(run):
+    for name, factor in FACTORS.items():
+        for field, values in {
+            "noise_multiplier": [2.0, 4.0, 8.0],
+            "sample_rate": [0.005, 0.01, 0.02],
+            "delta": [1e-7, 1e-5],
+        }.items():
+            for value in values:
+                trial = SweepTrial(accountant=name, **POINT | {field: value})
+                answer(run, trial, factor * 100 * trial.sample_rate / trial.noise_multiplier * 3.6)
+    return run
+
+
+def schemed(run):
+    for index, (scheme, adjacency, sigma) in enumerate(
+        itertools.product(
+            ["poisson", "without_replacement", "shuffled"], ["add_remove", "replace_one"], [1.0, 2.0, 4.0]
+        )
+    ):
+        fields = POINT | {"noise_multiplier": sigma, "sampling": scheme, "adjacency": adjacency, "scheme": scheme}
+        answer(run, SchemeTrial(accountant="prv", **fields), (3.0 + index) / sigma)
+        if sigma == 1.0:
+            answer(run, SchemeTrial(accountant="moments", **fields), (5.0 + index) / sigma)
+        if scheme == "shuffled":
+            answer(run, SchemeTrial(accountant="shuffled", **fields), (1.0 + index) / sigma / 4)
+    return run
+
+
+def priced(run):
+    for name, factor in {"moments": 1.0, "rdp": 1.43, "gdp": 1.7, "prv": 1.68, "simple": 0.01}.items():
+        for unknown, target in itertools.product(["steps", "noise_multiplier"], [0.5, 1.26, 5.0]):
+            given = {"noise_multiplier": 4.0} if unknown == "steps" else {"steps": 10_000}
+            trial = CalibrationTrial(
+                accountant=name, unknown=unknown, target_epsilon=target, sample_rate=0.01, delta=1e-5, **given
+            )
+            more = factor ** (1.26 / target) ** 0.5  # of more noise there is more to gain
+            value = round(10_021 * more) if unknown == "steps" else 4.0 / more**0.5
+            result = {"value": value, "epsilon": target * 0.9999, "kind": KINDS.get(name, "upper_bound"), "detail": {}}
+            run.add(trial, result | {"steps": 1, "evaluations": 5})
+    return run
+
+
+def mapped(run):
+    for name, factor in FACTORS.items():
+        for q, sigma, steps in itertools.product([0.001, 0.1, 1.0], [0.5, 2.0], [100, 10_000]):
+            trial = MapTrial(accountant=name, sample_rate=q, noise_multiplier=sigma, steps=steps, delta=1e-5)
+            if name == "pld" and steps == 10_000:
+                run.add(trial, outcome="unsupported", evidence="its grid would need 2,859,569 losses")
+            else:
+                answer(run, trial, factor * 100 * q / sigma, seconds=1e-4 * steps)
+    return run
+
+
+def epochs(run):
+    for name, factor in {**FACTORS, "simple": 200.0, "strong:published": 9.9}.items():
+        for steps in (100, 1000, 10_000):
+            answer(run, EpsilonTrial(accountant=name, **POINT | {"steps": steps}), factor * 0.95 * (steps / 1e4) ** 0.5)
+    return run
+
+
+MAKERS = {
+    "epsilon_epochs": epochs,
+    "epsilon_sweeps": swept,
+    "sampling_schemes": schemed,
+    "accountant_price": priced,
+    "accounting_map": mapped,
+}
+
+
+def draw(run, figure):
+    kind = FIGURES[figure]
+    records = [record for record in read(run.path.parent) if record.kind in kind.kinds]
+    left_out = LeftOut()
+    frame = kind.table(records, left_out)
+    with matplotlib.rc_context(style.RC):
+        drawn = kind.plot(frame, kind.caption(records, frame, left_out))
+        FigureCanvasAgg(drawn).draw()
+        beyond = {id(label) for axes in drawn.axes for label in out_of_sight(axes)}
+        texts = [text for text in drawn.findobj(Text) if text.get_text().strip() and text.get_visible()]
+        texts = [text for text in texts if id(text) not in beyond]
+        return frame, drawn, [(text.get_text(), text.get_window_extent()) for text in texts]
+
+
+def out_of_sight(axes):
+    """Labels of ticks beyond the ends of an axis, which are there and are not drawn."""
+    for axis, ends in ((axes.xaxis, axes.get_xlim()), (axes.yaxis, axes.get_ylim())):
+        room = 1e-9 * (max(ends) - min(ends))
+        for tick in axis.get_major_ticks():
+            if not min(ends) - room <= tick.get_loc() <= max(ends) + room:
+                yield from (tick.label1, tick.label2)
+
+
+@pytest.mark.parametrize("figure", list(MAKERS))
+def test_no_text_is_cut_off_or_lies_on_another(run, figure):
+    _, drawn, boxes = draw(MAKERS[figure](run), figure)
+    width, height = drawn.bbox.size
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
+    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
+        apart = box.x1 <= beside.x0 + 1 or beside.x1 <= box.x0 + 1 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
+        assert apart or "✕" in text + other, f"{text!r} lies on {other!r}"
+
+
+@pytest.mark.parametrize("figure", ["epsilon_epochs", "epsilon_sweeps"])
+def test_kinds_are_told_apart_without_colour(run, figure):
+    _, drawn, boxes = draw(MAKERS[figure](run), figure)
+    axes = drawn.axes[0]
+    dashes = {line.get_label(): line.get_linestyle() for line in axes.lines}
+    assert (dashes["moments"], dashes["PRV"], dashes["GDP"]) == ("-", "-", ":")
+    assert any(isinstance(shade, PolyCollection) and shade.get_hatch() for shade in axes.collections)
+    assert {"GDP (estimate)", "below the certified lower bound", "moments"} <= {text for text, _ in boxes}
+    if figure == "epsilon_epochs":
+        assert dashes["strong, as published in 2016"] == "--"
+    markers = [line.get_marker() for line in axes.lines if line.get_label() in ("moments", "RDP", "GDP", "PRV", "PLD")]
+    assert len(set(markers)) == 5
+
+
+def test_the_tight_ones_stand_apart(run):
+    _, drawn, _ = draw(epochs(run), "epsilon_epochs")
+    left, right = drawn.axes
+    assert (left.get_yscale(), right.get_yscale()) == ("log", "linear")
+    assert {line.get_label() for line in left.lines} - {line.get_label() for line in right.lines} >= {
+        "simple composition",
+        "strong, as published in 2016",
+    }
+
+
+def test_ratios_are_to_the_lower_bound_at_the_same_setting(run):
+    frame, *_ = draw(swept(run), "epsilon_sweeps")
+    for name, factor in FACTORS.items():
+        assert list(frame[frame.accountant == name].ratio) == pytest.approx(
+            [factor] * len(frame[frame.accountant == name])
+        )
+
+
+def test_what_was_bought_is_said_in_numbers(run):
+    _, drawn, boxes = draw(priced(run), "accountant_price")
+    texts = [text for text, _ in boxes]
+    assert "at ε = 1.26: 16,835 steps\nagainst 10,021" in texts
+    assert "at ε = 1.26: σ = 3.09\nagainst 4.00" in texts
+    assert "simple composition" not in {line.get_label() for line in drawn.axes[0].lines}  # a hundredth: in the table
+
+
+def test_schemes_have_their_bars_bounds_and_certain_part(run):
+    frame, drawn, boxes = draw(schemed(run), "sampling_schemes")
+    texts = [text for text, _ in boxes]
+    assert texts.count("without_replacement") >= 2
+    assert {"add or remove one", "make one zero", "replace one"} <= set(texts)
+    assert "shuffled, at least" in texts
+    bars = [patch for patch in drawn.axes[0].patches if patch.get_width()]
+    assert sum(patch.get_hatch() is None for patch in bars) == 6  # three schemes, two adjacencies
+    assert sum(patch.get_hatch() is not None for patch in bars) == 2  # both of the shuffled
+    assert list(dict.fromkeys(frame.scheme)) == ["poisson", "without_replacement", "shuffled"]
+    # these records call the zero of fixed batches "add_remove", as those did that were made before it had a name
+    assert set(frame[frame.scheme == "shuffled"].adjacency) == {"zero_out", "replace_one"}
+    assert set(frame[frame.scheme != "shuffled"].adjacency) == {"add_remove", "replace_one"}
+
+
+def test_the_map_counts_what_has_no_answer_and_shows_what_is_no_bound(run):
+    frame, drawn, boxes = draw(mapped(run), "accounting_map")
+    texts = [text for text, _ in boxes]
+    assert texts.count("✕1") == 12  # PLD's six cells in both bands
+    assert texts.count("0.97") == 6  # the estimate, below the lower bound
+    assert texts.count("1.3") == 6 and texts.count("1.0 s") == 24
+    assert len(drawn.axes) == 10
+    assert frame.note.notna().sum() == 6
+
+
+def test_it_is_written_in_every_format_with_its_table(run, tmp_path):
+    paths = write_report(priced(run).path.parent, tmp_path / "out")
+    formats = ("png", "svg", "pdf", "csv", "md", "tex")
+    assert {path.name for path in paths} == {*(f"accountant_price.{end}" for end in formats), "report.html"}
+    text = next(path for path in paths if path.suffix == ".md").read_text()
+    row = next(line for line in text.splitlines() if "| 1.26" in line and "PRV" in line and "steps" in line)
+    assert [cell.strip() for cell in row.split("|")[1:5]] == ["1.26", "PRV", "upper bound", "16,835 steps"]

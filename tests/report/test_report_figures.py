@@ -1,0 +1,280 @@
+"""The pictures: what is drawn for what, nothing on top of anything else, and the same bytes every time."""
+
+import colorsys
+import itertools
+import xml.etree.ElementTree as ElementTree
+
+import matplotlib
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.text import Text
+from report_records import CUDA, GIB, RunFile
+
+from clipping import VARIANTS
+from dpbench.conformance import ConformanceTrial
+from dpbench.conformance.coverage import CoverageTrial
+from dpbench.conformance.sensitivity import SensitivityTrial
+from dpbench.report import FIGURES, LeftOut, style, write_report
+from dpbench.report.data.select import read
+from dpbench.training import AuditTrial, UtilityTrial
+from dpbench.training.scale import DistributedTrial
+from dpbench.trials import (
+    CalibrationTrial,
+    ExplainTrial,
+    MapTrial,
+    OverheadTrial,
+    PeakTrial,
+    SchemeTrial,
+    StepTrial,
+    SweepTrial,
+)
+from dpbench.trials.whole_step import TrainingStepTrial
+
+BACKENDS = ["nonprivate", "microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+BACKENDS += ["opacus_hooks", "opacus_functorch", "opacus_ew", "opacus_ghost", "private_cnn", "fastdp"]
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFile(tmp_path / "records" / "a.jsonl")
+
+
+def full(run):
+    """Every backend on a model with a long name and on one with published values; every sign occurs."""
+    for model, (index, backend) in itertools.product(
+        ["resnet18", "my/models/wide_network_with_a_long_name.py:make_network"], enumerate(BACKENDS)
+    ):
+        if backend == "fastdp":
+            trial = PeakTrial(model=model, backend=backend, batch_size=8, simulated=True, memory_budget=16 * GIB)
+            run.add(trial, outcome="unsupported", evidence="fastDP is not importable")
+        elif backend == "opacus_ew":
+            run.search(model, backend, [], [1])
+        else:
+            run.search(model, backend, [8, 100 + 37 * index], [] if backend == "microbatch" else [103 + 37 * index])
+        for number in range(3):
+            if backend == "ghost":
+                run.add(StepTrial(model=model, backend=backend, batch_size=8), outcome="mismatch", round=number)
+            elif index < 10:
+                run.step(model, backend, [0.1 * (index + 1) * (1 + number / 20)], 2**20 * (index + 1), round=number)
+    return run
+
+
+def draw(run, figure):
+    """The figure, and the texts in it with their boxes."""
+    kind = FIGURES[figure]
+    records = [record for record in read(run.path.parent) if record.kind in kind.kinds]
+    left_out = LeftOut()
+    frame = kind.table(records, left_out)
+    with matplotlib.rc_context(style.RC):
+        drawn = kind.plot(frame, kind.caption(records, frame, left_out))
+        FigureCanvasAgg(drawn).draw()
+        texts = [text for text in drawn.findobj(Text) if text.get_text().strip() and text.get_visible()]
+        return drawn, [(text.get_text(), text.get_window_extent()) for text in texts]
+
+
+def words(boxes):
+    return [text for text, _ in boxes]
+
+
+@pytest.mark.parametrize("figure", ["max_batch_throughput", "memory_speed_table"])
+def test_no_text_lies_on_another_or_beyond_the_edge(run, figure):
+    drawn, boxes = draw(full(run), figure)
+    assert len(boxes) > 60
+    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
+        apart = box.x1 <= beside.x0 or beside.x1 <= box.x0 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
+        assert apart, f"{text!r} lies on {other!r}"
+    width, height = drawn.bbox.size
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
+
+
+def test_models_whose_memory_alone_is_known_stand_below_and_leave_no_panel_empty(run):
+    for model in ("resnet18", "resnet101", "vgg11", "vgg19"):
+        for backend in ("nonprivate", "ghost"):
+            run.search(model, backend, [8, 100], [103])
+    run.overhead("resnet18", {"nonprivate": [1.0, 1.0], "ghost": [2.0, 2.4]}, batch_size=16)
+    drawn, boxes = draw(run, "max_batch_throughput")
+    assert [axes.get_title(loc="left") for axes in drawn.axes] == [
+        "Maximum batch size in 16 GiB",
+        "Throughput at batch size 16",
+        "Maximum batch size in 16 GiB",
+        "Maximum batch size in 16 GiB",
+    ]
+    assert [len(axes.patches) for axes in drawn.axes] == [2, 2, 4, 2]
+    assert len({axes.get_xlim() for axes in drawn.axes if axes is not drawn.axes[1]}) == 1  # one scale for one quantity
+    texts = words(boxes)
+    assert "not measured" not in texts and {"7.33", "2.20×", "1.00×"} <= set(texts)
+    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
+        assert not box.shrunk(0.9, 0.8).overlaps(beside.shrunk(0.9, 0.8)), f"{text!r} lies on {other!r}"
+
+
+def test_every_failure_is_a_mark_with_its_word(run):
+    texts = words(draw(full(run), "max_batch_throughput")[1])
+    assert texts.count("✕ unsupported") == 2
+    assert texts.count("✕ over budget at B=1") == 2
+    assert texts.count("✕ mismatch: wrong gradient") == 4  # both panels, both models
+    assert "≥ 137" in texts
+
+
+def test_simulated_memory_is_hatched_and_named_and_nothing_else_is(run):
+    drawn, boxes = draw(full(run), "max_batch_throughput")
+    sizes, speeds = drawn.axes
+    assert {patch.get_hatch() is not None for patch in sizes.patches} == {True}
+    assert {patch.get_hatch() is not None for patch in speeds.patches} == {False}
+    assert {"simulated memory", "measured", "published", "not limited by memory"} <= set(words(boxes))
+
+
+def test_measured_memory_is_not_called_simulated(run):
+    run.search("cnn", "ghost", [8, 100], [101], simulated=False)
+    drawn, boxes = draw(run, "max_batch_throughput")
+    assert [patch.get_hatch() for patch in drawn.axes[0].patches] == [None]
+    assert not any("simulated" in text for text in words(boxes))
+
+
+def test_rows_keep_their_order_and_bars_their_colour(run):
+    drawn, _ = draw(full(run), "memory_speed_table")
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    order = [look.name for look in style.BACKENDS.values()]
+    assert names[: len(names) // 2] == [name for name in order if name in names]
+    colors = {to_hex(patch.get_edgecolor()).upper() for patch in drawn.axes[0].patches}
+    assert colors <= {look.color for look in style.BACKENDS.values()}
+
+
+def test_every_backend_has_a_look_of_its_own():
+    assert list(style.BACKENDS) == BACKENDS
+    for field in zip(*style.BACKENDS.values(), strict=True):
+        assert len(set(field)) == len(BACKENDS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_has_the_marker_of_its_base_and_a_shade_of_its_colour(variant):
+    base, look = style.backend("bk_mixed"), style.backend(variant)
+    assert look.marker == base.marker and look.name == f"BK mixed, {variant.partition(':')[2]}"
+    others = {style.backend(name).color for name in (*BACKENDS, *VARIANTS) if name != variant}
+    assert look.color not in others and look.color != "#000000"
+    hues = [colorsys.rgb_to_hsv(*to_rgb(color))[0] for color in (base.color, look.color)]
+    assert hues[0] == pytest.approx(hues[1], abs=0.02)
+
+
+def test_another_mechanism_stands_last_under_a_sign_that_the_caption_explains(run):
+    for backend in ("tf_microbatch:16", "nonprivate", "my.module:Mine", "bk_mixed:time", "tf_microbatch:4", "bk_mixed"):
+        run.step("cnn", backend, [1.0])
+    drawn, boxes = draw(run, "memory_speed_table")
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    last = ["TF µbatch of 4 ‡", "TF µbatch of 16 ‡"]
+    assert names == ["Non-private", "BK mixed", "BK mixed, time", "my.module:Mine", *last]
+    assert any(
+        "‡ another mechanism: the mean of so many samples is clipped" in " ".join(text.split()) for text in words(boxes)
+    )
+    assert not style.is_other_mechanism("microbatch")
+
+
+def test_a_backend_of_someone_s_own_is_drawn_last_under_its_name(run):
+    run.step("cnn", "my.module:Mine", [1.0]).step("cnn", "ghost", [1.0])
+    names = [label.get_text() for label in draw(run, "max_batch_throughput")[0].axes[0].get_yticklabels()]
+    assert names == ["Ghost", "my.module:Mine"]
+
+
+def test_one_panel_is_drawn_for_what_there_is(run, tmp_path):
+    run.step("cnn", "ghost", [1.0])
+    assert [axes.get_title(loc="left") for axes in draw(run, "max_batch_throughput")[0].axes] == [
+        "Throughput at batch size 8"
+    ]
+    other = RunFile(tmp_path / "other" / "a.jsonl").search("cnn", "ghost", [8], [9])
+    assert [axes.get_title(loc="left") for axes in draw(other, "max_batch_throughput")[0].axes] == [
+        "Maximum batch size in 16 GiB"
+    ]
+
+
+def test_without_ordinary_training_the_absolute_numbers_are_drawn(run):
+    run.step("cnn", "ghost", [0.25], 3 * 2**20)
+    drawn, boxes = draw(run, "memory_speed_table")
+    assert [axes.get_xlabel() for axes in drawn.axes] == ["seconds", "MiB"]
+    assert {"250 ms", "3 MiB"} <= set(words(boxes))
+
+
+@pytest.mark.parametrize("figure", [name for name, kind in FIGURES.items() if kind.plot is not None])
+def test_nothing_but_failures_can_be_drawn(run, figure):
+    run.search("cnn", "ghost", [], [1])
+    run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="error", evidence="ValueError: no")
+    run.epsilon("moments", 100, None, outcome="timeout")
+    run.add(ConformanceTrial(backend="vmap"), outcome="crash", evidence="killed")
+    for size in (32, 64):
+        run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, image_size=size)
+        trial = OverheadTrial(model=f"transformers:gpt2@{size}", backends=["vmap"], batch_size=8, image_size=None)
+        run.add(trial, outcome="timeout", evidence="still running")
+    run.overhead("vgg11", {}, failed={"nonprivate": ("oom", "no memory"), "vmap": ("oom", "no")}, batch_size=16)
+    failed = {"nonprivate": ("oom", "no memory"), "mixed_ghost": ("oom", "no memory")}
+    run.overhead("timm:deit_tiny_patch16_224", {}, failed=failed, image_size=224)
+    run.add(ExplainTrial(model="vgg11", batch_size=8), outcome="timeout", evidence="still running")
+    point = {"accountant": "prv", "sample_rate": 0.01, "delta": 1e-5}
+    for trial in (
+        SweepTrial(**point, noise_multiplier=4.0, steps=100),
+        SchemeTrial(**point, noise_multiplier=4.0, steps=100, scheme="Poisson"),
+        MapTrial(**point, noise_multiplier=4.0, steps=100),
+        CalibrationTrial(**point, unknown="steps", target_epsilon=1.0, noise_multiplier=4.0),
+    ):
+        run.add(trial, outcome="unsupported", evidence="no valid bound")
+    run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
+    run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
+    run.add(SensitivityTrial(backend="vmap"), outcome="crash", evidence="killed")
+    run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), {"built": False, "reason": "no such model"})
+    step = TrainingStepTrial(model="vgg11", backends=["nonprivate", "bk_mixed"], batch_size=8)
+    run.add(step, outcome="timeout", evidence="still running")
+    spread = DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=4)
+    run.add(spread, outcome="timeout", evidence="still running")
+    drawn, _ = draw(run, figure)
+    assert all(not patch.get_width() for axes in drawn.axes for patch in axes.patches)
+
+
+def test_only_a_bound_is_drawn_solid(run):
+    for steps in (100, 10_000):
+        run.epsilon("moments", steps, 1.26 * steps / 1e4).epsilon("strong:published", steps, 9.34, kind="heuristic")
+        run.epsilon("gdp", steps, 1.0, kind="estimate").epsilon("simple", steps, "inf")
+    drawn, boxes = draw(run, "epsilon_epochs")
+    dashes = {line.get_label().partition("\n")[0]: line.get_linestyle() for line in drawn.axes[0].lines}
+    assert dashes["moments"] == "-"
+    assert dashes["strong, as published in 2016"] == "--"
+    assert dashes["GDP"] == ":"
+    assert {"strong, as published in 2016 (heuristic)", "GDP (estimate)", "moments"} <= set(words(boxes))
+    assert "simple composition (upper bound, infinite)" in words(boxes)
+
+
+def test_printed_values_stand_only_beside_their_own_setting(run, tmp_path):
+    run.epsilon("moments", 10_000, 1.26)
+    assert "1.26" in words(draw(run, "epsilon_epochs")[1])
+    assert "2.55" not in words(draw(run, "epsilon_epochs")[1])  # beyond the epochs that were computed
+    other = RunFile(tmp_path / "other" / "a.jsonl").epsilon("moments", 10_000, 1.26, noise_multiplier=3.0)
+    assert "printed in Abadi et al. 2016" not in words(draw(other, "epsilon_epochs")[1])
+
+
+def test_published_throughput_is_for_gpus(run, tmp_path):
+    run.step("resnet18", "ghost", [1.0])
+    assert "published" not in words(draw(run, "max_batch_throughput")[1])
+    gpu = RunFile(tmp_path / "gpu" / "a.jsonl", CUDA).step("resnet18", "ghost", [1.0], device="cuda")
+    assert "published" in words(draw(gpu, "max_batch_throughput")[1])
+
+
+@pytest.mark.slow
+def test_the_same_records_give_the_same_bytes(run, tmp_path):
+    full(run).epsilon("moments", 10_000, 1.26)
+    settings = dict(matplotlib.rcParams)
+    first = write_report(run.path.parent, tmp_path / "first")
+    matplotlib.rcParams["font.size"] = 30  # somebody's own style is not the report's
+    try:
+        second = write_report(run.path.parent, tmp_path / "second")
+    finally:
+        matplotlib.rcParams["font.size"] = settings["font.size"]
+    assert [path.suffix for path in first] == [
+        *[".png", ".svg", ".pdf", ".csv", ".md", ".tex"] * 3,
+        *[".csv", ".md", ".tex"],  # claims: a table alone
+        ".html",
+    ]
+    for one, other in zip(first, second, strict=True):
+        assert one.read_bytes() == other.read_bytes(), f"{one.name} differs"
+    for path in first:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+            assert "dc:date" not in path.read_text(encoding="utf-8")
+    assert dict(matplotlib.rcParams) == settings

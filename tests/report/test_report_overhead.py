@@ -1,0 +1,270 @@
+"""Overhead, resolution and sequence length: the tables, and the figures drawn of them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pandas as pd
+import pytest
+from report_records import RunFile, save_no_pictures
+from test_report_figures import draw
+
+from dpbench.report import style, write_report
+from dpbench.report.data import published
+from dpbench.trials import OverheadTrial
+
+FOLDER = "cpu-test-cpu-2-cpus"
+GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
+UNSUPPORTED = ("unsupported", "fastdp is not available here: no package")
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFile(tmp_path / "records" / "a.jsonl", experiment="overhead")
+
+
+@pytest.fixture
+def report(run, tmp_path, monkeypatch):
+    """The table behind a figure and the text beside it; its pictures are not saved."""
+    save_no_pictures(monkeypatch)
+
+    def make(figure: str) -> tuple[pd.DataFrame, str]:
+        write_report(run.path.parent, tmp_path / "out", [figure])
+        stem = tmp_path / "out" / FOLDER / figure
+        return pd.read_csv(f"{stem}.csv"), stem.with_suffix(".md").read_text(encoding="utf-8")
+
+    return make
+
+
+def row(table, **where):
+    for column, value in where.items():
+        table = table[table[column] == value]
+    assert len(table) == 1, f"{len(table)} rows for {where}"
+    return table.iloc[0]
+
+
+def assert_apart(drawn, boxes):
+    for (text, box), (other, beside) in itertools.combinations(boxes, 2):
+        apart = box.x1 <= beside.x0 or beside.x1 <= box.x0 or box.y1 <= beside.y0 + 1 or beside.y1 <= box.y0 + 1
+        assert apart, f"{text!r} lies on {other!r}"
+    width, height = drawn.bbox.size
+    for text, box in boxes:
+        assert box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height, f"{text!r} is cut off"
+
+
+def test_a_ratio_is_of_two_turns_of_one_round(run, report):
+    # the machine slows down to a third in the second round: each ratio is its own round's
+    run.overhead(
+        "resnet18",
+        {"nonprivate": [1.0, 3.0, 1.0], "ghost": [2.0, 6.6, 2.4], "vmap": [None, 12.0, None]},
+        {"nonprivate": 10 * 2**20, "ghost": 12 * 2**20},
+        {"fastdp": UNSUPPORTED},
+        batch_size=32,
+    )
+    table, text = report("overhead")
+    ghost = row(table, backend="ghost")
+    assert ghost.time_ratio == pytest.approx(2.2)
+    assert (ghost.time_ratio_low, ghost.time_ratio_high) == (pytest.approx(2.0), pytest.approx(2.4))
+    assert (ghost.paired_rounds, ghost.step_seconds, ghost.memory_ratio) == (3, 2.4, pytest.approx(1.2))
+    assert (ghost.published_time_ratio, ghost.max_grad_error) == (pytest.approx(59 / 14), 1e-7)
+    assert (ghost.ghost, ghost.instantiated) == (1.0, 0.0)
+    assert (row(table, backend="vmap").time_ratio, row(table, backend="vmap").paired_rounds) == (4.0, 1)
+    fastdp = row(table, backend="fastdp")
+    assert math.isnan(fastdp.time_ratio) and fastdp.note == "unsupported"
+    assert "median of 1 to 3 pairs (fewer of slow backends)" in text and "peak by the CPU allocator" in text
+    assert "| 100% ghost " in text and "1 unsupported" in text
+    assert "- resnet18 fastdp B=32 32 px: unsupported. `fastdp is not available here: no package`" in text
+    for words in ("cpu Test CPU, 2 CPUs", "torch 2.15.0", "float32", "32×32 inputs", "2 threads", "digits data"):
+        assert words in text
+
+
+def test_only_cells_with_the_same_libraries_ought_to_be_of_one_version(run, report):
+    run.overhead("cnn", {"nonprivate": [1.0], "opacus_hooks": [2.0]}, fingerprint="with opacus")
+    run.overhead("vgg11", {"nonprivate": [1.0], "ghost": [2.0]}, fingerprint="without")
+    assert "Warning" not in report("overhead")[1]
+    run.overhead("vgg19", {"nonprivate": [1.0], "ghost": [2.0]}, fingerprint="another version")
+    assert "Warning: records of 2 versions" in report("overhead")[1]
+
+
+def test_rounds_of_a_run_are_pooled(run, report):
+    for number, ghost in enumerate([[2.0, 2.2], [4.0, 2.1]]):
+        run.overhead("cnn", {"nonprivate": [1.0, 1.0], "ghost": ghost}, round=number)
+    ghost = row(report("overhead")[0], backend="ghost")
+    assert (ghost.paired_rounds, ghost.time_ratio) == (4, pytest.approx(2.15))
+
+
+def test_a_record_with_a_wrong_backend_shows_the_others(run, report):
+    failed = {"vmap": ("mismatch", "vmap differs from the microbatch oracle")}
+    run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]}, failed=failed, outcome="mismatch")
+    table, text = report("overhead")
+    assert row(table, backend="ghost").time_ratio == 2.0
+    assert row(table, backend="vmap").note == "mismatch: wrong gradient" and "vmap differs from" in text
+
+
+def test_a_trial_that_ended_as_a_whole_has_a_row_for_each_backend(run, report):
+    run.add(
+        OverheadTrial(model="cnn", backends=["nonprivate", "ghost"], batch_size=8), outcome="crash", evidence="killed"
+    )
+    table, _ = report("overhead")
+    assert list(table.backend) == ["nonprivate", "ghost"] and set(table.note) == {"crashed"}
+
+
+def test_without_ordinary_training_there_are_seconds_and_no_ratio(run, report):
+    run.overhead("cnn", {"ghost": [2.0]}, failed={"nonprivate": ("oom", "no memory")})
+    ghost = row(report("overhead")[0], backend="ghost")
+    assert ghost.step_seconds == 2.0 and math.isnan(ghost.time_ratio) and ghost.paired_rounds == 0
+    texts = [text for text, _ in draw(run, "overhead")[1]]
+    assert {"non-private: out of memory", "no ordinary training beside it"} <= set(texts)
+
+
+def everything(run, models):
+    names = [name for name in style.BACKENDS if name not in ("nonprivate", "private_cnn", "fastdp")]
+    for index, (model, batch_size) in enumerate(models):
+        ratios = {name: 0.9 + (number + index) % 9 / 2 for number, name in enumerate(names)}
+        seconds = {"nonprivate": [0.5] * 3} | {n: [0.5 * r, 0.51 * r, 0.55 * r] for n, r in ratios.items()}
+        peaks = {name: int(2**28 * ratio / 3) for name, ratio in ratios.items()} | {"nonprivate": 2**28}
+        failed = {"private_cnn": UNSUPPORTED, "fastdp": UNSUPPORTED}
+        if index == 1:
+            del seconds["vmap"], seconds["opacus_ew"]
+            failed |= {"vmap": ("mismatch", "relative error")}
+        run.overhead(model, seconds, peaks, failed, batch_size=batch_size)
+    return run
+
+
+MODELS = [("resnet18", 32), ("cnn", 256), (f"{GPT2}@4096", 4), ("my/models/wide_network_with_a_long_name.py:make", 8)]
+
+
+def test_a_panel_has_every_backend_and_nothing_lies_on_anything(run):
+    drawn, boxes = draw(everything(run, MODELS), "overhead")
+    assert_apart(drawn, boxes)
+    texts = [text for text, _ in boxes]
+    assert len(drawn.axes) == 4
+    names = [label.get_text() for label in drawn.axes[0].get_yticklabels()]
+    assert names == [look.name for look in style.BACKENDS.values()][1:-2]  # two have no number anywhere
+    assert "CNN, B=256" in texts and "GPT-2 2×256, T=4096, B=4" in texts
+    assert texts.count("✕ mismatch: wrong gradient") == 1 and texts.count("not run") == 1
+    assert texts.count("1× = 500 ms, 256 MiB") == 4
+    said = "No number on any model: private_CNN (unsupported), fastDP (unsupported)."
+    assert any(said in " ".join(text.split()) for text in texts)
+
+
+def test_time_is_filled_and_memory_is_hollow_and_the_numbers_are_those_drawn(run):
+    run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.5]}, {"ghost": 3 * 2**19})
+    drawn, boxes = draw(run, "overhead")
+    marks = {line.get_marker(): line for line in drawn.axes[0].lines if len(line.get_xdata()) == 1}
+    assert (marks["o"].get_xdata()[0], marks["D"].get_xdata()[0]) == (2.5, 1.5)
+    assert marks["D"].get_markerfacecolor() == "white" != marks["o"].get_markerfacecolor()
+    assert {"2.50×", "1.50×", "time", "peak memory"} <= {text for text, _ in boxes}
+    assert "range of pairs" not in {text for text, _ in boxes}
+
+
+def test_little_memory_is_an_arrow_at_the_edge(run):
+    run.overhead("cnn", {"nonprivate": [1.0], "microbatch": [2.5]}, {"microbatch": 2**16})
+    drawn, boxes = draw(run, "overhead")
+    (arrow,) = [line for line in drawn.axes[0].lines if line.get_marker() == "<"]
+    assert arrow.get_xdata()[0] == drawn.axes[0].get_xlim()[0]
+    assert {"0.06×", "below 0.6×"} <= {text for text, _ in boxes}
+
+
+def growing(run):
+    """VGG11 at three sizes, B=8 at the two first and 2 at the last; ghost grows faster and fails at last."""
+    for size, batch_size, factor in ((32, 8, 1), (64, 8, 4), (224, 2, 12)):
+        seconds = {
+            "nonprivate": [0.1 * factor] * 3,
+            "bk_mixed": [0.12 * factor] * 3,
+            "opacus_hooks": [0.3 * factor] * 3,
+        }
+        failed = {"fastdp": UNSUPPORTED}
+        if size < 224:
+            seconds["ghost"] = [0.2 * factor**2] * 3
+        else:
+            failed["ghost"] = ("oom", "can't allocate memory")
+        run.overhead("vgg11", seconds, failed=failed, batch_size=batch_size, image_size=size)
+    return run
+
+
+def test_growth_is_the_exponent_of_the_seconds_of_one_sample(run, report):
+    growing(run).overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
+    table, text = report("resolution")
+    assert set(table.model) == {"vgg11"}  # at one size nothing grows
+    ordinary = row(table, backend="nonprivate", image_size=224)
+    assert ordinary.seconds_per_sample == pytest.approx(0.6)
+    assert ordinary.growth == pytest.approx(math.log(12) / math.log(3.5))
+    assert row(table, backend="nonprivate", image_size=64).growth == pytest.approx(2)
+    assert row(table, backend="ghost", image_size=64).growth == pytest.approx(4)
+    assert math.isnan(row(table, backend="ghost", image_size=32).growth)
+    assert row(table, backend="ghost", image_size=224).note == "out of memory"
+    assert row(table, backend="bk_mixed", image_size=64).time_ratio == pytest.approx(1.2)
+    assert row(table, backend="bk_mixed", image_size=224).published_time_ratio == pytest.approx(833 / 417)
+    assert "1 of a model that was measured at one size only" in text
+    assert "Batch size: 8 at 32, 8 at 64, 2 at 224." in text
+    assert "No number at any size: VGG11, fastDP (unsupported)." in text
+
+
+def test_a_failure_is_a_mark_at_its_size_and_nothing_lies_on_anything(run):
+    drawn, boxes = draw(growing(run), "resolution")
+    assert_apart(drawn, boxes)
+    texts = [text for text, _ in boxes]
+    assert texts.count("✕ Ghost") == 2 and not any("fastDP" in text for text in texts if text.startswith("✕"))
+    assert {"VGG11", "Time per image", "∝ pixels²", "32", "64", "224"} <= set(texts)
+    hollow = [line for line in drawn.axes[0].lines if line.get_markerfacecolor() == "white" and len(line.get_xdata())]
+    assert {tuple(line.get_xdata()) for line in hollow} == {(224.0,)}
+
+
+def test_sequences_of_one_model_are_one_line(run, report):
+    for tokens, seconds in ((128, 0.1), (2048, 3.2)):
+        options = f"&max_position_embeddings={tokens}" if tokens > 1024 else ""
+        run.overhead(
+            f"{GPT2}{options}@{tokens}",
+            {"nonprivate": [seconds], "bk_mixed": [seconds * 1.1]},
+            batch_size=2,
+            image_size=None,
+            data="synthetic",
+        )
+    table, text = report("sequence_length")
+    assert set(table.model) == {GPT2} and list(table.tokens) == [128, 128, 2048, 2048]
+    assert row(table, backend="nonprivate", tokens=2048).growth == pytest.approx(1.25)
+    assert "Batch size 2." in text and "inputs" not in text  # a sequence has no pixels
+    drawn, boxes = draw(run, "sequence_length")
+    assert_apart(drawn, boxes)
+    assert {"GPT-2 2×256", "128", "2k", "∝ T", "∝ T²"} <= {text for text, _ in boxes}
+
+
+def test_figures_of_growth_are_drawn_only_of_what_grows(run, tmp_path):
+    run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]})
+    names = {path.stem for path in write_report(run.path.parent, tmp_path / "out")}
+    assert names == {"overhead", "claims", "report"}
+
+
+@pytest.mark.parametrize(
+    ("reference", "name"),
+    [
+        ("timm:vit_tiny_patch16_224?patch_size=4", "ViT-tiny/4"),
+        (f"{GPT2}@128", "GPT-2 2×256, T=128"),
+        (f"{GPT2}&max_position_embeddings=4096@4096", "GPT-2 2×256, T=4096"),
+        ("transformers:gpt2?max_position_embeddings=4096&n_layer=3@4096", "gpt2?n_layer=3, T=4096"),
+        ("transformers:gpt2?max_position_embeddings=4096@4096", "GPT-2, T=4096"),
+        ("transformers:gpt2", "GPT-2"),
+        ("timm:convnext_atto?depths=(1,1)", "convnext_atto?depths=(1,1)"),
+        ("my/net.py:make", "net.py:make"),
+        ("wide_resnet", "Wide ResNet"),
+    ],
+)
+def test_models_have_short_names(reference, name):
+    assert style.model(reference) == name
+
+
+def test_built_in_models_come_first_and_sequences_by_their_length():
+    names = [f"{GPT2}@1024", f"{GPT2}@128", "vgg11", "timm:a", "resnet101", "resnet18"]
+    assert sorted(names, key=style.model_key) == [
+        *("resnet18", "resnet101", "vgg11", "timm:a"),
+        *(f"{GPT2}@128", f"{GPT2}@1024"),
+    ]
+
+
+def test_published_throughputs_are_for_their_sizes():
+    assert published.throughput_ratio("vgg11", 512, "opacus_hooks") == pytest.approx(117 / 91)
+    assert published.throughput_ratio("vgg11", 512, "ghost") is None  # 0 images a second
+    assert published.throughput_ratio("vgg11", 32, "bk_mixed") is None
+    assert published.throughput_ratio("vgg11", 224, "fastgradclip") is None

@@ -1,0 +1,434 @@
+"""The page: everything of a report is on it, escaped, and it asks nothing of a network; in a real browser it fits."""
+
+import re
+from html.parser import HTMLParser
+
+import matplotlib
+import pandas as pd
+import pytest
+from browser import measure, needs_browser
+from matplotlib.figure import Figure
+from report_records import CPU, CUDA, GIB, RunFile
+
+from dpbench.conformance import ConformanceTrial
+from dpbench.conformance.coverage import CoverageTrial
+from dpbench.conformance.sensitivity import SensitivityTrial
+from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
+from dpbench.report.output import page
+from dpbench.report.output.page import svg
+from dpbench.training import AuditTrial, UtilityTrial
+from dpbench.training.scale import DistributedTrial
+from dpbench.trials import (
+    CalibrationTrial,
+    ExplainTrial,
+    LargestTrial,
+    MapTrial,
+    PeakTrial,
+    SchemeTrial,
+    StepTrial,
+    SweepTrial,
+)
+from dpbench.trials.evidence import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.whole_step import TrainingStepTrial
+
+HOSTILE = "<script>alert(1)</script>\"&'"
+
+
+class Parsed(HTMLParser):
+    """Elements, text by element, and what a browser would object to."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.elements, self.texts, self.open = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br", "path", "use", "rect", "image", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def count(self, tag):
+        return sum(name == tag for name, _ in self.elements)
+
+    def text(self, *but):
+        return " ".join(data for tag, data in self.texts if tag not in ("script", "style", *but))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFile(tmp_path / "records" / "a.jsonl")
+
+
+def _no_pictures(patch, instead):
+    """The files of pictures take most of the time, and are not what is tested; the page draws its own."""
+    save = Figure.savefig
+
+    def saved(figure, target, **options):
+        return save(figure, target, **options) if "format" in options else instead(target)
+
+    patch.setattr(Figure, "savefig", saved)
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    _no_pictures(monkeypatch, lambda target: None)
+
+
+def write(run, *figures):
+    """(the page as it lies on the disk, its text parsed)."""
+    output = run.path.parent.parent / "out"
+    path = write_report(run.path.parent, output, figures or tuple(FIGURES))[-1]
+    assert path == output / "report.html"
+    return path, Parsed(path.read_text(encoding="utf-8"))
+
+
+def everything(run, name="net.py:make"):
+    """Records of every kind, some of which failed; `name` is a model's, and in every evidence."""
+    for number in range(2):
+        run.step(name, "nonprivate", [1.0], 2**30, round=number).step(name, "ghost", [2.5], 2**30, round=number)
+        run.step(name, "opacus_hooks", [4.0], 2**31, round=number)
+    run.search(name, "nonprivate", [8, 200], [201]).search(name, "ghost", [8, 100], [101])
+    run.add(StepTrial(model=name, backend="vmap", batch_size=8), outcome="error", evidence=f"Traceback\nBad: {name} 7")
+    run.add(StepTrial(model=name, backend="bk_mixed", batch_size=8), outcome="error", evidence=f"T\nBad: {name} 8")
+    for steps in (100, 10_000):
+        run.epsilon("moments", steps, 1.2586 * steps / 1e4).epsilon("prv", steps, 1.2 * steps / 1e4)
+    for size in (32, 64):
+        run.overhead(
+            "vgg11",
+            {"nonprivate": [1.0, 1.0], "ghost": [3.0, 3.0]},
+            failed={"vmap": ("oom", name)},
+            image_size=size,
+        )
+        run.overhead("vgg11", {"nonprivate": [1.0], "ghost": [3.0]}, batch_size=size)
+        tokens = {"model": f"transformers:gpt2@{size}", "image_size": None}
+        run.overhead(seconds={"nonprivate": [1.0], "ghost": [2.0]}, **tokens)
+    run.overhead("timm:deit_tiny_patch16_224", {"nonprivate": [1.0], "mixed_ghost": [1.5]}, image_size=224)
+    run.overhead("vgg11", {"nonprivate": [1.0], "bk_mixed": [1.1]}, kind=TrainingStepTrial)
+    use = {"parameter": "a.weight", "op": "linear", "T": 2, "d": 4, "p": 8, "two_T_squared": 8, "p_times_d": 32}
+    costs = {name: {"ghost": 1, "instantiate": 2} for name in ("bytes", "flops")}
+    rows, summary = [use | costs | {"paper_choice": "ghost", "plan": "kept"}], {"inputs": [[8, 3, 32, 32]]}
+    run.add(ExplainTrial(model="cnn", batch_size=8), {"rows": rows, "summary": summary | {"batch_size": 8}})
+    point = {"sample_rate": 0.01, "delta": 1e-5, "noise_multiplier": 4.0}
+    for kind, more in ((SweepTrial, {}), (MapTrial, {}), (SchemeTrial, {"scheme": "Poisson"})):
+        for accountant, value, bound in (("prv", 1.2, "upper_bound"), ("prv:lower", 1.1, "lower_bound")):
+            result = {"epsilon": value, "kind": bound, "detail": {}, "compute_seconds": 0.01}
+            run.add(kind(accountant=accountant, steps=100, **point, **more), result)
+    for accountant, value in (("moments", 100), ("prv", 120)):
+        trial = CalibrationTrial(accountant=accountant, unknown="steps", target_epsilon=1.0, **point)
+        run.add(trial, {"value": value, "epsilon": 0.99, "kind": "upper_bound"})
+    verdict = {"case": "a", "result": "wrong", "raised": False, "reason": None, "coverage": {}}
+    run.add(ConformanceTrial(backend="vmap"), {"rows": [verdict | {"norm_error": 1.0, "grad_error": 1.0}]})
+    far = {"case": "a", "outcome": "exceeds", "excess": 2.0, "limit": 1.01, "record": "large", "counts": {"exceeds": 1}}
+    run.add(SensitivityTrial(backend="vmap"), {"rows": [far]})
+    curve = {
+        "curve": [{"accuracy": 0.9, "seconds": 1.0, "steps": 4}],
+        "accuracy": 0.9,
+        "test_losses": [0.5],
+        "epsilon": 2.0,
+    }
+    run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), curve | {"noise_multiplier": 1.0})
+    run.add(UtilityTrial(network="linear", target_epsilon=None, seed=0), curve | {"accuracy": 0.93})
+    for simulated in (True, False):
+        memory = {"source": "simulated" if simulated else "cpu_allocator", "peak_bytes": 2**20, "phases": {}}
+        run.add(PeakTrial(model="cnn", backend="vmap", batch_size=8, simulated=simulated), {"memory": memory})
+    entry = {"turns": [{"round": 0, "step_seconds": [1.0]}], "memory": [{"source": "rss", "peak_bytes": 2**20}]}
+    spread = {"backends": {"nonprivate": entry, "bk_mixed": entry}, "oversubscribed": False, "communication": "gloo"}
+    run.add(DistributedTrial(model="cnn", processes=2, spread="ddp", batch_size=8), spread)
+    exact = {
+        "backend": "ghost",
+        "status": "exact",
+        "norm_error": 0.0,
+        "grad_error": 0.0,
+        "coverage": {},
+        "reason": None,
+    }
+    built = {"built": True, "dtype": "float64", "image_size": 64, "parameters": 5, "random": False, "mixes": False}
+    run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), built | {"tolerance": 1e-9, "rows": [exact]})
+    for backend, size in (("ghost", 7), ("vmap", 9)):
+        run.add(LargestTrial(model="cnn", backend=backend, batch_size=8, memory_budget=2**30), {"largest": size})
+    for backend, bound in (("ghost", 2.5), ("vmap", 3.5)):
+        result = {"claimed_epsilon": 4.0, "epsilon_lower_bound": bound, "violated": False}
+        result |= {"guesses": 100, "correct": 60, "delta": 1e-6}
+        run.add(AuditTrial(backend=backend, seed=0), result)
+    return evidence(run, name)
+
+
+def evidence(run, name):
+    """A record of each kind that the experiment of that name has of its own; `name` is a model's."""
+    rate = [{"what": "copy on the device", "bytes": 4, "seconds": 1e-9, "bytes_per_second": 4e9}]
+    product = [{"size": 64, "precision": "tf32", "seconds": 1e-6, "flops_per_second": 5e11}]
+    facts = {"facts": {"name": name}, "versions": {"torch": "2.15.0"}, "bandwidth": rate, "products": product}
+    run.add(DeviceTrial(), facts | {"latency": [{"what": "one operation to the next", "seconds": 2e-6}]})
+    row = {"operation": "linear", "sizes": "2×3", "parameter": "weight", "route": "ghost", "way": "gram"}
+    row |= {"error": 1e-7, "limit": 2e-5, "outcome": "ok", "evidence": None}
+    run.add(NormsTrial(family="linear"), {"rows": [row]})
+    part = {"seconds": [0.1, 0.2], "launches": 3.0, "waits": 0.0}
+    names = {"plain": ("forward", "backward", "optimizer", "rest")}
+    names["private"] = ("forward", "clip", "finite", "noise", "optimizer", "rest")
+    steps = {which: {"parts": dict.fromkeys(own, part), "step_seconds": [1.0]} for which, own in names.items()}
+    run.add(
+        PartsTrial(model=name, batch_size=8), {"tensors": 2, "parameters": 9, "counted": "launches", "steps": steps}
+    )
+    top = [{"name": f"aten::{name}", "asked_by": "", "calls": 2.0, "seconds": 0.1, "share": 1.0}]
+    told = {"outcome": "ok", "evidence": None, "launches": 5.0, "waits": 0.0, "operations": 2.0, "device_seconds": 0.1}
+    files = {"nonprivate.json.gz": "a-nonprivate.json.gz"}
+    profile = {"parameters": 9, "counted": "kernels", "backends": {"nonprivate": told | {"top": top}}, "files": files}
+    return run.add(ProfileTrial(model=name, batch_size=8), profile)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The page of records of every kind, whose model and evidence have a hostile name."""
+    folder = tmp_path_factory.mktemp("page")
+    run = RunFile(folder / "records" / "a.jsonl", CPU | {"host": HOSTILE}, experiment="mine")
+    everything(run, f"net.py:{HOSTILE}")
+    with pytest.MonkeyPatch.context() as patch:
+        _no_pictures(patch, lambda target: target.touch())
+        return write(run)
+
+
+def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
+    path, parsed = whole
+    text = parsed.text()
+    kinds = [kind for name, kind in FIGURES.items() if name != "claims"]  # no record of an experiment of claims
+    for kind in kinds:
+        assert kind.doc[1:] in text
+    assert "ε of each sampling scheme" in text and "Ε" not in text  # the Greek capital looks like an E
+    pictures = [attributes for tag, attributes in parsed.elements if tag == "svg"]
+    drawn = [kind for kind in kinds if kind.plot is not None]
+    assert len(pictures) == len(drawn)
+    for picture in pictures:
+        assert picture["role"] == "img" and len(picture["aria-labelledby"].split()) == 2
+    assert parsed.count("table") == len(kinds) + 2  # the trials without a figure, the environment
+    links = [a["href"] for tag, a in parsed.elements if tag == "a" and not a["href"].startswith("#")]
+    assert len(links) == 6 * len(drawn) + 3 * (len(kinds) - len(drawn)) + 3
+    assert all((path.parent / link).is_file() for link in links)
+
+
+@pytest.mark.parametrize(
+    "finding",
+    [
+        "After 10,000 steps (100 epochs) the tightest valid bound is ε = 1.200, by PRV; the moments accountant says "
+        "1.259.",
+        "Of 2 accountants PRV is the tightest valid one: 1.091 times the certified lower bound at the median and 1.091 "
+        "times at most, over 1 of 1 setting, in 10.0 ms at the median.",
+        "At σ = 4 the tightest valid ε is 1.200 (Poisson, add or remove one).",
+        "At ε = 1 PRV allows 1.20× the steps at equal noise of the moments accountant of 2016.",
+        "Ghost is the fastest private backend on 1 model in 2 settings: 2.00× the time of ordinary training (1 pair of "
+        "rounds each) and 1.00× its peak memory (measured, CPU allocator).",
+        "Of 1 backend none is never wrong in 1 case; wrong: vmap in 1.",
+        "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed), "
+        "ordinary training 93.0%.",
+    ],
+)
+def test_every_kind_of_figure_says_what_it_finds(whole, finding):
+    assert finding in whole[1].text()
+
+
+def test_a_kind_without_a_figure_has_its_table(whole):
+    path, parsed = whole
+    folder = path.parent / "cpu-test-cpu-2-cpus"
+    table = pd.read_csv(folder / "trials-largest.csv")
+    assert list(table.largest) == [7, 9] and list(table.backend) == ["ghost", "vmap"]
+    assert "max_grad_norm" not in table  # the same in all
+    assert "every trial of kind largest"[1:] in parsed.text() and not (folder / "trials-largest.svg").exists()
+
+
+def test_hostile_names_are_text(whole):
+    path, parsed = whole
+    text = path.read_text(encoding="utf-8")
+    assert parsed.count("script") == 1 and "<script>alert" not in text
+    told = parsed.text()
+    assert told.count(HOSTILE) >= 4  # the cause, the evidence, the host
+    shown = style.model(f"net.py:{HOSTILE}")
+    assert shown.startswith("script>") and any(tag == "text" and shown in data for tag, data in parsed.texts)
+    assert parsed.open == []
+
+
+def test_the_page_asks_for_nothing(whole):
+    _, parsed = whole
+    for tag, attributes in parsed.elements:
+        for name in ("src", "href", "xlink:href", "srcset", "data", "action", "poster"):
+            value = attributes.get(name) or ""
+            assert not re.match(r"(?:\w+:)?//", value), f"<{tag} {name}={value!r}>"
+        assert tag not in ("iframe", "object", "embed", "img", "base") and not any(
+            n.startswith("on") for n in attributes
+        )
+    sheets = " ".join(data for tag, data in parsed.texts if tag in ("style", "script"))
+    assert not re.search(r"@import|url\(\s*['\"]?(?:\w+:)?//|https?:|fetch\(|XMLHttp|import\(", sheets)
+
+
+def test_ids_are_one_of_a_kind_and_every_reference_is_met(whole):
+    _, parsed = whole
+    ids = [attributes["id"] for _, attributes in parsed.elements if "id" in attributes]
+    assert len(ids) == len(set(ids)) > 30
+    said = [value for _, attributes in parsed.elements for value in attributes.values() if value]
+    referred = {found for value in said for found in re.findall(r"url\(#([^)]+)\)", value)}
+    referred |= {a["href"][1:] for _, a in parsed.elements if (a.get("href") or "").startswith("#")}
+    referred |= {name for _, a in parsed.elements for name in (a.get("aria-labelledby") or "").split()}
+    assert any("-m" in name for name in referred)  # markers
+    assert referred <= set(ids)
+
+
+def test_the_summary_is_three_sentences_with_numbers(run):
+    for number in range(3):
+        run.step("cnn", "nonprivate", [1.0], 2**30, round=number).step("cnn", "ghost", [2.5], 2**31, round=number)
+        run.step("cnn", "bk_mixed", [1.2], 2**30, round=number).step("cnn", "opacus_hooks", [3.6], round=number)
+    run.add(StepTrial(model="cnn", backend="vmap", batch_size=8), outcome="timeout", evidence="killed after 600 s")
+    text = write(run, "memory_speed_table")[0].read_text(encoding="utf-8")
+    box = text.partition('class="summary"')[2].partition("</section>")[0]
+    sentences = re.findall(r"<p>(.*?)</p>", box)
+    assert sentences == [
+        "13 trials of stress_test (5 backends and 1 model) ran in 1 run of up to 3 rounds on cpu Test CPU, 2 CPUs with "
+        "torch 2.15.0, on 1 January 2026; memory is measured in 12 results.",
+        "BK mixed is the fastest private backend on 1 model: 1.20× the time of ordinary training (3 pairs of rounds "
+        "each) and 1.00× its peak memory (measured, CPU allocator); the library that comes nearest is Opacus hooks and "
+        "takes 3.00× as long.",
+        "Of 13 results 12 gave a number and the others none (1 timed out); the 12 that were checked against the "
+        "microbatch oracle agree with it to 1e-07 at worst.",
+    ]
+
+
+def test_simulated_memory_is_called_so(run):
+    run.search("cnn", "nonprivate", [8, 200], [201]).search("cnn", "ghost", [8, 100], [101])
+    run.search("cnn", "microbatch", [8, 5000], [5001]).search("cnn", "opacus_hooks", [8, 20], [21])
+    _, parsed = write(run, "max_batch_throughput")
+    text = parsed.text()
+    assert (
+        "Apart from one sample at a time, Ghost takes the largest batches in 16 GiB (simulated memory): 0.50× ordinary "
+        "training's over 1 model; the library that comes nearest is Opacus hooks and takes 0.20× its batch." in text
+    )
+    assert "memory is simulated in 12 results" in text
+    assert "4 probes of a search did not fit in the memory budget: a result, not a failure." in text
+    assert "No trial failed." in text
+
+
+def test_the_device_measured_last_comes_first_and_others_stand_closed_after_it(run):
+    run.step("cnn", "nonprivate", [1.0]).step("cnn", "ghost", [2.0])
+    gpu = RunFile(run.path.with_name("b.jsonl"), CUDA, start=5)
+    gpu.step("cnn", "nonprivate", [0.5], device="cuda").step("cnn", "ghost", [2.0], device="cuda")
+    path, parsed = write(run, "memory_speed_table")
+    text, page = parsed.text(), path.read_text(encoding="utf-8")
+    assert "2 trials of stress_test (2 backends and 1 model) ran in 1 run of 1 round on cuda Test GPU with" in text
+    assert "Ghost is the fastest private backend on 1 model: 4.00×" in text
+    assert "Below, closed, stand the records of cpu Test CPU, 2 CPUs (2 trials, on 1 January 2026)." in text
+    assert parsed.count("svg") == 2 and page.count('<details id="device-1" class="other">') == 1
+    closed = page.index('<details id="device-1"')
+    assert page.index('id="f1-memory_speed_table"') < closed < page.index('id="f2-memory_speed_table"')
+    assert page.index("cuda Test GPU") < page.index("cpu Test CPU")
+
+
+def test_failures_are_grouped_by_cause_with_counts_and_evidence(run):
+    for size in (8, 16, 32):
+        trial = StepTrial(model="resnet18", backend="vmap", batch_size=size)
+        run.add(trial, outcome="error", evidence=f"Traceback: line\nValueError: no room for {size} samples")
+    trial = StepTrial(model="resnet18", backend="ghost", batch_size=8)
+    run.add(trial, outcome="mismatch", evidence="gradient off by 0.5")
+    _, parsed = write(run, "memory_speed_table")
+    text = " ".join(parsed.text().split())
+    assert "4 results without a number, for 2 causes" in text
+    assert text.index("mismatch: wrong gradient · 1 · gradient off by 0.5") < text.index("✕ error · 3 · ")
+    assert "ValueError: no room for 8 samples" in text and "no room for 16 samples" not in text.split("Failures")[-1]
+    assert "ResNet18 vmap B=8; ResNet18 vmap B=16; ResNet18 vmap B=32" in text
+    assert "Traceback: line ValueError: no room for 8 samples" in text
+
+
+def test_a_failure_that_was_run_again_is_no_failure(run):
+    run.add(StepTrial(model="cnn", backend="ghost", batch_size=8), outcome="timeout", evidence="killed after 600 s")
+    RunFile(run.path.with_name("b.jsonl"), start=5).step("cnn", "ghost", [1.0])
+    text = write(run, "memory_speed_table")[1].text()
+    assert "No trial failed." in text and "1 superseded by a newer record" in text and "1 trial of" in text
+
+
+def test_environments_that_differ_say_so(run):
+    run.step("cnn", "ghost", [1.0])
+    RunFile(run.path.with_name("b.jsonl"), CPU | {"torch": "2.11.0"}).step("cnn", "vmap", [1.0])
+    text = " ".join(write(run, "memory_speed_table")[1].text().split())
+    assert "2 runs" in text and "They differ in torch." in text
+    assert "torch 2.11.0, 2.15.0 differs between runs" in text
+
+
+def test_the_command_that_makes_the_page_again(run, tmp_path):
+    run.step("cnn", "ghost", [1.0])
+    path = write_report(run.path.parent, tmp_path / "out", ["memory_speed_table"], "dpbench report 'a & b'")[-1]
+    text = path.read_text(encoding="utf-8")
+    assert "<code>dpbench report &#39;a &amp; b&#39;</code>" in text
+    assert "<code>python -m dpbench run stress_test</code>" in text
+
+
+def test_claims_stand_beside_their_figure_with_a_word_for_the_verdict(run, monkeypatch):
+    kind = FIGURES["memory_speed_table"]
+    claim = Claim("18× <faster>", "arXiv:0000.00000", "refuted", "1.2× here (n=3)")
+    changed = FigureKind(**{**vars(kind), "claims": lambda records, frame: [claim], "plot": None})
+    monkeypatch.setitem(FIGURES, "memory_speed_table", changed)
+    run.step("cnn", "ghost", [1.0])
+    path, parsed = write(run, "memory_speed_table")
+    assert "✗ refuted 18× <faster> arXiv:0000.00000" in " ".join(parsed.text().split()) and parsed.count("svg") == 0
+    text = (path.parent / "cpu-test-cpu-2-cpus" / "memory_speed_table.md").read_text(encoding="utf-8")
+    assert "✗ refuted: 18× &lt;faster> (arXiv:0000.00000) 1.2× here (n=3)" in text
+    with pytest.raises(ValueError, match=r"expected a verdict, one of confirmed, .*, no data, got 'maybe'"):
+        Claim("a", "b", "maybe", "c")
+
+
+def test_a_long_table_says_where_the_rest_is():
+    frame = pd.DataFrame({"A": [str(n) for n in range(page.ROWS + 2)], "Empty": ""})
+    table = page.table(frame)
+    assert len(table.rows) == page.ROWS and table.more == "The other 2 rows are in the CSV file."
+    assert [column["name"] for column in table.columns] == ["A"]
+
+
+def test_a_figure_is_unchanged_by_standing_in_a_page():
+    with matplotlib.rc_context(style.RC):
+        figure = Figure(figsize=(3, 2))
+        figure.text(0.5, 0.5, "a < b & c")
+        before = svg.inline(figure, "one", "T", "D")
+        assert svg.inline(figure, "one", "T", "D") == before
+    assert "a &lt; b &amp; c" in before and "http" not in before and 'viewBox="0 0 216 144"' in before
+
+
+_LOOK = """(own, page) => {
+  const width = own.innerWidth;
+  const cut = Array.from(page.querySelectorAll("body *")).filter(
+    (e) => !e.closest(".scroll, pre") && e.getBoundingClientRect().right > width + 1
+  );
+  const table = page.querySelector("#f2-memory_speed_table table");
+  const of = (name) => Array.from(table.tHead.rows[0].cells).findIndex((c) => c.textContent === name);
+  const column = (name) => Array.from(table.tBodies[0].rows, (row) => row.cells[of(name)].textContent);
+  const sort = (name) => (table.tHead.rows[0].cells[of(name)].querySelector("button").click(), column(name));
+  const svg = page.querySelector("svg").getBoundingClientRect();
+  return {
+    width, page: page.documentElement.scrollWidth, cut: cut.map((e) => e.outerHTML.slice(0, 80)),
+    requests: own.performance.getEntriesByType("resource").map((r) => r.name),
+    before: column("Time/step"), up: sort("Time/step"), down: sort("Time/step"), rows: column("Backend"),
+    direction: table.tHead.rows[0].cells[of("Time/step")].getAttribute("aria-sort"), drawn: [svg.width, svg.height],
+  };
+}"""
+
+
+@needs_browser
+def test_in_a_browser_it_fits_a_phone_and_a_desk_sorts_and_asks_for_nothing(whole, tmp_path):
+    for width, seen in measure(whole[0], _LOOK, tmp_path).items():
+        assert seen["width"] == width and seen["page"] <= width and seen["cut"] == []
+        assert seen["requests"] == []
+        assert min(seen["drawn"]) > 100
+        assert seen["before"] == ["1.00 s", "error", "2.50 s", "error", "4.00 s"]
+        assert seen["up"] == ["1.00 s", "2.50 s", "4.00 s", "error", "error"]
+        assert seen["down"] == ["4.00 s", "2.50 s", "1.00 s", "error", "error"]
+        assert seen["rows"][:3] == ["Opacus hooks", "Ghost", "Non-private"] and seen["direction"] == "descending"
+
+
+def test_a_budget_and_a_rate_in_a_setting_are_for_people(run):
+    run.search("resnet18", "ghost", [8, 100], [101]).search("resnet18", "ghost", [4], [5], budget=GIB)
+    text = " ".join(write(run, "max_batch_throughput")[1].text().split())
+    assert "cpu Test CPU, 2 CPUs · memory budget 1 GiB" in text and "· memory budget 16 GiB" in text

@@ -1,0 +1,211 @@
+"""Trials that misbehave in every way a trial can, for the tests of what runs them. Loaded by its path."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from dpbench.trials import Trial
+from dpbench.trials.outcome import Mismatch, OverBudget
+
+
+@dataclass(frozen=True, kw_only=True)
+class Act(Trial):
+    """Do what `action` says."""
+
+    kind: ClassVar[str] = "act"
+    body: ClassVar[str] = f"{__name__}:act"
+    action: str
+    seconds: float = 0.0
+    number: int = 0
+    folder: str = ""
+    timeout: float = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside(Act):
+    """The same, for a trial that may run beside others."""
+
+    kind: ClassVar[str] = "beside"
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+
+def act(trial: Act) -> dict[str, Any]:
+    return ACTIONS[trial.action](trial)
+
+
+def _sleep(trial: Act) -> dict[str, Any]:
+    """Leave a trace of having begun and ended, and sleep in between."""
+    begun = time.monotonic()
+    if trial.folder:
+        with (Path(trial.folder) / "begun").open("a") as file:
+            file.write(f"{trial.number} {os.getpid()}\n")
+    time.sleep(trial.seconds)
+    if trial.folder:
+        with (Path(trial.folder) / "ended").open("a") as file:
+            file.write(f"{trial.number}\n")
+        with (Path(trial.folder) / "times").open("a") as file:
+            file.write(f"{begun} {time.monotonic()}\n")
+    return {"number": trial.number}
+
+
+def _spin(trial: Act) -> dict[str, Any]:
+    """Work for that many seconds of a processor."""
+    until = time.process_time() + trial.seconds
+    while time.process_time() < until:
+        pass
+    return {}
+
+
+def beside(folder: Path) -> bool:
+    """Whether the second trial that slept there began before the first had ended."""
+    times = [map(float, line.split()) for line in (folder / "times").read_text().splitlines()]
+    begun, ended = (sorted(each) for each in zip(*times, strict=True))
+    return begun[1] < ended[0]
+
+
+def _where(trial: Act) -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "session": os.getsid(0),
+        "torch": "torch" in sys.modules,
+        "oom_score_adj": int(Path("/proc/self/oom_score_adj").read_text()),
+    }
+
+
+def _cpus(trial: Act) -> dict[str, Any]:
+    return {"cpus": sorted(os.sched_getaffinity(0))}
+
+
+def _raise(trial: Act) -> dict[str, Any]:
+    raise KeyError("no such thing")
+
+
+def _out_of_memory(trial: Act) -> dict[str, Any]:
+    raise MemoryError("no memory for 5 GiB")
+
+
+def _over_budget(trial: Act) -> dict[str, Any]:
+    raise OverBudget({"peak": 7}, "needs 7 bytes of 5")
+
+
+def _mismatch(trial: Act) -> dict[str, Any]:
+    raise Mismatch({"error": 0.5}, "norms differ by 0.5")
+
+
+def _segfault(trial: Act) -> dict[str, Any]:
+    print("last words", file=sys.stderr)
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return {}
+
+
+def _leave(trial: Act) -> dict[str, Any]:
+    os._exit(3)
+
+
+def _unrecordable(trial: Act) -> dict[str, Any]:
+    return {"object": object()}
+
+
+def _nothing(trial: Act) -> Any:
+    return None
+
+
+def _a_list(trial: Act) -> Any:
+    return [1, 2]
+
+
+def _deep(trial: Act) -> dict[str, Any]:
+    value: Any = 0
+    for _ in range(100):
+        value = [value]
+    return {"deep": value}
+
+
+def _big(trial: Act) -> dict[str, Any]:
+    return {"text": "x" * 3_000_000}
+
+
+def _huge(trial: Act) -> dict[str, Any]:
+    return {"text": "x" * 64_000_000}
+
+
+def _no_text(trial: Act) -> dict[str, Any]:
+    """Fail with half of a pair of code units, which no encoding has, and leave another one in what is printed."""
+    print(os.fsdecode(b"\xff"), file=sys.stderr)
+    raise ValueError("half \ud83d of a face, and \udcff of a path")
+
+
+def _halves(trial: Act) -> dict[str, Any]:
+    return {"half \ud83d": ["\udcff"]}
+
+
+def _scribble(trial: Act) -> dict[str, Any]:
+    """Write to every descriptor that there is."""
+    for descriptor in range(3, 300):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"key": 1, "outcome": "fine"}\n')
+    return {"number": trial.number}
+
+
+def _stop(trial: Act) -> dict[str, Any]:
+    """Stop the process that forked this one, as Ctrl-Z would."""
+    os.kill(os.getppid(), signal.SIGSTOP)
+    return {"number": trial.number}
+
+
+def _infinite(trial: Act) -> dict[str, Any]:
+    return {"epsilon": float("inf")}
+
+
+def _offspring(trial: Act) -> dict[str, Any]:
+    """Three kinds of descendants: in the group, in a group of its own, and in a session of its own, orphaned."""
+    code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+    orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True)"
+    with (Path(trial.folder) / "pids").open("a") as file:
+        print(os.getpid(), file=file, flush=True)
+        subprocess.Popen([sys.executable, "-c", code], stdout=file)
+        subprocess.Popen([sys.executable, "-c", code], stdout=file, process_group=0)
+        subprocess.run([sys.executable, "-c", orphan], stdout=file, check=True)
+    while len((Path(trial.folder) / "pids").read_text().split()) < 4:
+        time.sleep(0.01)
+    time.sleep(trial.seconds)
+    return {}
+
+
+ACTIONS = {
+    "sleep": _sleep,
+    "spin": _spin,
+    "where": _where,
+    "cpus": _cpus,
+    "raise": _raise,
+    "oom": _out_of_memory,
+    "over_budget": _over_budget,
+    "mismatch": _mismatch,
+    "segfault": _segfault,
+    "leave": _leave,
+    "unrecordable": _unrecordable,
+    "nothing": _nothing,
+    "a list": _a_list,
+    "deep": _deep,
+    "big": _big,
+    "huge": _huge,
+    "no text": _no_text,
+    "halves": _halves,
+    "scribble": _scribble,
+    "stop": _stop,
+    "infinite": _infinite,
+    "offspring": _offspring,
+}

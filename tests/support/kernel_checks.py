@@ -1,0 +1,383 @@
+"""What the kernels of `clipping.kernels` are held to, on a GPU or in Triton's interpreter, and how they compile.
+
+The interpreter must be chosen before Triton is imported, so `test_clipping_kernels.py` runs this file as a process:
+
+    TRITON_INTERPRET=1 python tests/support/kernel_checks.py   every check on the CPU: {name: what went wrong or null}
+    python tests/support/kernel_checks.py compile 90 bfloat16  machine code for a GPU that need not be here: the same
+    python tests/support/kernel_checks.py times                on a GPU: each kernel beside torch's formula, printed
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.kernels import cuda
+from clipping.kernels.cuda import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
+from clipping.rules import Route
+from clipping.rules.convolution import ConvolutionWeight
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BOTH = (gram_norm, instantiated_norm)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Relative to the largest: float32 sums, in another order."""
+    assert found.dtype == torch.float32 and found.shape == expected.shape, (found.dtype, found.shape)
+    error = (
+        float((found.double() - expected).abs().max() / expected.abs().max().clamp(min=1e-30)) if len(found) else 0.0
+    )
+    assert error <= tolerance, f"relative error {error:.2e} of {expected.tolist()}, got {found.tolist()}"
+
+
+def squared(a: Tensor, g: Tensor) -> Tensor:
+    """‖gᵀa‖² in float64, of a in g's dtype."""
+    return torch.einsum("ntp,ntd->npd", g.double(), a.to(g.dtype).double()).square().sum((1, 2))
+
+
+def draw(device: str, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).to(device, dtype)
+
+
+def shapes(dtype: torch.dtype, device: str) -> None:
+    for n, t, d, p in [(2, 1, 1, 1), (1, 1, 20, 3), (2, 5, 3, 7), (3, 17, 1, 33), (1, 70, 40, 9), (2, 131, 5, 70)]:
+        a, g = draw(device, dtype, n, t, d), draw(device, dtype, n, t, p)
+        for norm in BOTH:
+            close(norm(a, g), squared(a, g))
+
+
+def nothing(device: str) -> None:
+    """Sizes of zero: no samples, or an empty gradient."""
+    for n, t, d, p in [(0, 3, 2, 2), (2, 0, 2, 2), (2, 3, 0, 2), (2, 3, 2, 0)]:
+        a, g = draw(device, torch.float32, n, t, d), draw(device, torch.float32, n, t, p)
+        for found in (gram_norm(a, g), instantiated_norm(a, g)):
+            assert found.tolist() == [0.0] * n and found.dtype == torch.float32
+        close(
+            embedding_gram_norm(torch.zeros(n, t, dtype=torch.int64, device=device), g),
+            g.double().sum(1).square().sum(1),
+        )
+    x = draw(device, torch.float32, 0, 2, 5, 5)
+    assert convolution_norm(x, x, [1, 1], [1, 1], [0, 0], [1, 1], 1).tolist() == []
+
+
+def views(device: str) -> None:
+    """Channels first, every other feature, an expanded row, an offset: the same bits as of a dense copy."""
+    a, g = draw(device, torch.float32, 2, 12, 19), draw(device, torch.float32, 2, 7, 19)
+    wide = draw(device, torch.float32, 5, 40, 30)
+    row = draw(device, torch.float32, 2, 1, 6).expand(2, 19, 6)
+    for left, right in [
+        (a.transpose(1, 2), g.transpose(1, 2)),
+        (wide[1:3, 2::2, ::3], wide[3:, 1:39:2, 5:9]),
+        (row, g.transpose(1, 2)),
+        (wide.transpose(0, 1)[:3], wide.flip(0).transpose(0, 1)[:3]),
+    ]:
+        for norm in BOTH:
+            close(norm(left, right), squared(left, right))
+            assert torch.equal(norm(left, right), norm(left.contiguous(), right.contiguous()))
+
+
+def autocast(device: str) -> None:
+    """An input that is wider than the output's gradient was rounded when it was multiplied."""
+    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter rounds to a bfloat16 downwards
+    a, g = draw(device, torch.float32, 2, 21, 6), draw(device, narrow, 2, 21, 9)
+    for norm in BOTH:
+        assert torch.equal(norm(a, g), norm(a.to(narrow), g))
+        assert not torch.equal(norm(a, g), norm(a, g.float()))
+    x, y = draw(device, torch.float32, 2, 3, 6, 6), draw(device, narrow, 2, 4, 4, 4)
+    options: Any = ([3, 3], [1, 1], [0, 0], [1, 1], 1)
+    assert torch.equal(convolution_norm(x, y, *options), convolution_norm(x.to(narrow), y, *options))
+
+
+def large(dtype: torch.dtype, device: str) -> None:
+    """Squares of float16 overflow at 256, and a sum of bfloat16 stops growing after 256 terms."""
+    a, g = torch.full((2, 300, 2), 6e4, device=device).to(dtype), torch.full((2, 300, 3), 2e3, device=device).to(dtype)
+    for norm in BOTH:
+        close(norm(a, g), squared(a, g))
+    ids = torch.zeros(2, 300, dtype=torch.int64, device=device)
+    close(embedding_gram_norm(ids, a), a.double().sum(1).square().sum(1))
+    x = a.reshape(2, 2, 15, 20)
+    close(
+        convolution_norm(x, x, [1, 1], [1, 1], [0, 0], [1, 1], 2),
+        squared(x.reshape(4, 300, 1), x.reshape(4, 300, 1)).view(2, 2).sum(1),
+    )
+
+
+def ieee(device: str) -> None:
+    """(1 + 2⁻¹⁶) has more digits than TF32 keeps: ‖gᵀa‖² of one position is the product of both squares."""
+    a, g = torch.full((1, 1, 40), 1 + 2.0**-16, device=device), torch.full((1, 1, 40), 1 - 2.0**-15, device=device)
+    for norm in BOTH:
+        close(norm(a, g), squared(a, g), 3e-7)
+
+
+def same_bits(device: str) -> None:
+    a, g = draw(device, torch.float32, 3, 90, 20), draw(device, torch.float32, 3, 90, 33)
+    for norm in BOTH:
+        assert torch.equal(norm(a, g), norm(a, g))
+
+
+def chosen_tiles(device: str) -> None:
+    a, g = draw(device, torch.float32, 2, 50, 36), draw(device, torch.float32, 2, 50, 20)
+    for tiles in (Tiles(16, 16, 16, 1), Tiles(32, 32, 16, 2), Tiles(64, 64, 32, 4)):
+        for norm in BOTH:
+            close(norm(a, g, tiles=tiles), squared(a, g))
+    close(instantiated_norm(a, g, tiles=Tiles(16, 32, 64, 2)), squared(a, g))
+
+
+def every_number_of_blocks(device: str) -> None:
+    """Pairs of blocks around a circle: odd and even numbers of them, each pair once."""
+    for blocks in range(1, 8):
+        a, g = draw(device, torch.float32, 1, 16 * blocks - 3, 2), draw(device, torch.float32, 1, 16 * blocks - 3, 3)
+        close(gram_norm(a, g, tiles=Tiles(16, 16, 16, 1)), squared(a, g))
+
+
+def launched_in_turn(device: str) -> None:
+    """More programs than one launch has."""
+    a, g = draw(device, torch.float32, 5, 20, 3), draw(device, torch.float32, 5, 20, 4)
+    whole, cuda.PROGRAMS = cuda.PROGRAMS, 8
+    try:
+        for norm in BOTH:
+            close(norm(a, g, tiles=Tiles(16, 16, 16, 1)), squared(a, g))
+    finally:
+        cuda.PROGRAMS = whole
+
+
+def beyond_32_bits(device: str) -> None:
+    """Entries 2³¹ and more apart, in a storage of which only the few pages that are touched come to exist."""
+    far = 2**30 + 4096
+    storage = torch.empty(2 * far + 64, dtype=torch.float16, device=device)
+    a = storage.as_strided((2, 3, 4), (4, far, 1))
+    by_sample, by_feature = storage.as_strided((3, 2, 4), (far, 4, 1)), storage.as_strided((2, 4, 3), (4, 1, far))
+    ids = torch.zeros(2, 4, dtype=torch.int64, device=device)
+    image = storage.as_strided((2, 2, 3, 2), (4, 2, far, 1))
+    options: Any = ([1, 1], [1, 1], [0, 0], [1, 1], 1)
+    for view in (a, by_sample, by_feature):
+        view.copy_(draw(device, torch.float16, *view.shape))
+        for norm in BOTH:
+            close(norm(view, view), squared(view, view))
+    close(embedding_gram_norm(ids, by_feature), by_feature.double().sum(1).square().sum(1))
+    for view in (image, image.transpose(2, 3), image.transpose(1, 2), image.transpose(0, 2)):
+        view.copy_(draw(device, torch.float16, *view.shape))
+        rows = view.flatten(2).transpose(1, 2)
+        close(convolution_norm(view, view, *options), squared(rows, rows))
+
+
+CONVOLUTIONS: dict[str, tuple[Any, ...]] = {  # C, P, size, kernel, stride, padding, dilation, groups
+    "plain": (3, 5, (7, 6), (3, 3), (1, 1), (0, 0), (1, 1), 1),
+    "same": (4, 6, (6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "strided with a remainder": (4, 6, (8, 7), (2, 2), (3, 2), (0, 0), (1, 1), 1),
+    "everything": (6, 8, (9, 11), (3, 2), (2, 1), (1, 2), (1, 2), 2),
+    "depthwise": (6, 12, (6, 5), (3, 3), (1, 1), (1, 1), (1, 1), 6),
+    "pointwise": (20, 17, (4, 5), (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "one of each": (1, 1, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "kernel larger than the image": (2, 3, (3, 2), (5, 5), (1, 1), (2, 2), (1, 1), 1),
+    "padding larger than the kernel": (2, 3, (3, 3), (2, 2), (2, 2), (3, 3), (1, 1), 1),
+    "more than a tile": (9, 70, (5, 5), (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "one dimension": (4, 6, (11,), (3,), (2,), (1,), (2,), 2),
+}
+
+
+def convolutions(name: str, device: str) -> None:
+    inputs, outputs, size, kernel, stride, padding, dilation, groups = CONVOLUTIONS[name]
+    weight = draw(device, torch.float64, outputs, inputs // groups, *kernel)
+    function = F.conv1d if len(size) == 1 else F.conv2d
+    for dtype in DTYPES if name == "everything" else DTYPES[:1]:
+        x = draw(device, dtype, 2, inputs, *size)
+        shape = function(x.double(), weight, None, stride, padding, dilation, groups).shape
+        g = draw(device, dtype, *shape)
+        options = (list(stride), list(padding), list(dilation), groups)
+        rule = ConvolutionWeight(weight, x.double(), shape[2:], *options)
+        expected = rule.squared_norms(g.double(), Route())
+        close(convolution_norm(x, g, kernel, *options), expected)
+        if len(size) == 2:
+            last, turned = x.to(memory_format=torch.channels_last), g.transpose(2, 3).contiguous().transpose(2, 3)
+            assert torch.equal(
+                convolution_norm(last, turned, kernel, *options), convolution_norm(x, g, kernel, *options)
+            )
+
+
+def unread(device: str) -> None:
+    """Where the stride leaves a remainder, pixels that are in no patch: whatever is there."""
+    x, g = draw(device, torch.float32, 2, 3, 10, 10), draw(device, torch.float32, 2, 4, 3, 3)
+    options: Any = ([2, 2], [3, 3], [0, 0], [1, 1], 1)
+    found = convolution_norm(x, g, *options)
+    x[:, :, 9], x[:, :, :, 9] = torch.inf, torch.nan
+    assert torch.equal(convolution_norm(x, g, *options), found)
+
+
+def transposed(device: str) -> None:
+    """A transposed convolution is the adjoint of the one whose input is its output's gradient."""
+    x = draw(device, torch.float64, 2, 4, 5, 5)
+    weight = draw(device, torch.float64, 4, 3, 3, 2).requires_grad_()
+    y = F.conv_transpose2d(x, weight, None, 2, 1, 0, 2)
+    g = draw(device, torch.float64, *y.shape)
+    each = [torch.autograd.grad(y[i], weight, g[i], retain_graph=True)[0].square().sum() for i in range(2)]
+    found = convolution_norm(g.float(), x.float(), [3, 2], [2, 2], [1, 1], [1, 1], 2)
+    close(found, torch.stack(each))
+
+
+def embeddings(ids_dtype: torch.dtype, device: str) -> None:
+    for n, t, p, rows in [(2, 1, 1, 1), (2, 6, 3, 2), (1, 75, 20, 9), (3, 33, 70, 1000)]:
+        ids = torch.randint(0, rows, (n, 2 * t), device=device, dtype=ids_dtype)[:, ::2]
+        for dtype in DTYPES:
+            g = draw(device, dtype, n, t, p)
+            g[:, 0] = 0  # as where the padding row was read
+            hot = F.one_hot(ids.long(), rows)
+            close(embedding_gram_norm(ids, g), squared(hot.to(dtype), g))
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    **{f"odd shapes in {dtype}": partial(shapes, dtype) for dtype in DTYPES},
+    "sizes of zero": nothing,
+    "views of any strides": views,
+    "autocast": autocast,
+    **{f"large values in {dtype}": partial(large, dtype) for dtype in DTYPES[1:]},
+    "products of float32 are exact": ieee,
+    "the same bits again": same_bits,
+    "tiles of the caller's": chosen_tiles,
+    "every number of blocks": every_number_of_blocks,
+    "launched in turn": launched_in_turn,
+    "beyond 32 bits": beyond_32_bits,
+    **{f"convolution: {name}": partial(convolutions, name) for name in CONVOLUTIONS},
+    "convolution: what no patch reads": unread,
+    "transposed convolution": transposed,
+    **{f"embedding, ids of {dtype}": partial(embeddings, dtype) for dtype in (torch.int32, torch.int64)},
+}
+
+
+OPTIONS = {"KERNEL": 3, "STRIDE": 1, "PADDING": 1, "DILATION": 1}
+CONVOLUTION = {f"{name}_{axis}": value for name, value in OPTIONS.items() for axis in "HW"}
+FEATURES_LAST = ("a_input", "g_output", "ids_position")
+POSITIONS_LAST = ("a_position", "g_position", "ids_position")
+
+# program, dtype, tiles, constants, the arguments that are 1: Triton makes constants of those
+COMPILED: dict[str, tuple[str, torch.dtype, Callable[[int], Tiles], dict[str, int], tuple[str, ...]]] = {}
+for _dtype in DTYPES:
+    _gram = partial(cuda._gram_tiles, 4096, 4096, _dtype)
+    _gradient = partial(cuda._gradient_tiles, 4096, 4096, 4096, _dtype)
+    _smallest = partial(cuda._gram_tiles, 1, 1, _dtype)
+    COMPILED |= {
+        f"gram, features last, {_dtype}": ("gram", _dtype, _gram, {}, FEATURES_LAST),
+        f"gram, positions last, {_dtype}": ("gram", _dtype, _gram, {}, POSITIONS_LAST),
+        f"gram of single numbers, {_dtype}": ("gram", _dtype, _smallest, {}, ("*",)),
+        f"embedding, {_dtype}": ("embedding_gram", _dtype, _gram, {}, FEATURES_LAST),
+        f"embedding of single numbers, {_dtype}": ("embedding_gram", _dtype, _smallest, {}, ("*",)),
+        f"instantiated, features last, {_dtype}": ("instantiated", _dtype, _gradient, {}, FEATURES_LAST),
+        f"instantiated, positions last, {_dtype}": ("instantiated", _dtype, _gradient, {}, POSITIONS_LAST),
+        f"instantiated of single numbers, {_dtype}": ("instantiated", _dtype, _smallest, {}, ("*",)),
+        f"convolution, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("groups", "x_column", "g_column")),
+        f"convolution in groups, {_dtype}": ("convolution", _dtype, _gradient, CONVOLUTION, ("x_column", "g_column")),
+        f"convolution of single numbers, {_dtype}": ("convolution", _dtype, _smallest, CONVOLUTION, ("*",)),
+    }
+
+
+def compile_(name: str, capability: int) -> None:
+    """Compile for a GPU of this capability, which need not be here; nothing may spill from registers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from clipping.kernels import programs
+
+    program, dtype, tiled, constants, ones = COMPILED[name]
+    tiles = tiled(capability // 10)
+    blocks = {"BLOCK_T": tiles.rows, "BLOCK_K": tiles.depth}
+    if program in ("instantiated", "convolution"):
+        blocks = {"BLOCK_T": tiles.depth, "BLOCK_D": tiles.columns, "BLOCK_P": tiles.rows}
+    values: dict[str, Any] = {**constants, **blocks, "PRECISION": "ieee", "WIDEN": False}
+    pointers = {"out": "*fp32", "ids": "*i64"} | dict.fromkeys(
+        "agx", {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}[dtype]
+    )
+    function = getattr(programs, program)
+    signature, constant, attributes = {}, {}, {}
+    for position, argument in enumerate(function.arg_names):
+        if argument in pointers:
+            signature[argument] = pointers[argument]
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif argument in values or argument in ones or "*" in ones:
+            signature[argument], constant[(position,)] = "constexpr", values.get(argument, 1)
+        else:
+            signature[argument] = "i32"
+    source = ASTSource(function, signature, constant, attributes)
+    target = GPUTarget("cuda", capability, 32)
+    binary = triton.compile(source, target=target, options={"num_warps": tiles.warps, "num_stages": tiles.stages})
+    assert binary.metadata.shared <= (227 if capability == 90 else 99) * 1024, (
+        f"{binary.metadata.shared} bytes of shared memory"
+    )
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert found, said.stdout
+    assert found[2] == "0", f"{found[2]} bytes of the stack, and {found[1]} registers, a thread"
+
+
+def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
+    """What went wrong, or None."""
+    try:
+        torch.manual_seed(0)
+        check(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+TIMED = [(32, 128, 384, 1536), (4, 1024, 384, 1536), (4, 4096, 384, 1536), (32, 64, 192, 768), (32, 1024, 64, 64)]
+
+
+def times(dtype: torch.dtype) -> dict[str, str]:
+    """Milliseconds on this GPU, medians of 20: (n, T, d, p) -> each route. For people, and for choosing tiles."""
+    from triton.testing import do_bench
+
+    from clipping.kernels.gram import gram_product
+    from clipping.kernels.squares import sum_of_squares
+
+    found = {}
+    for n, t, d, p in TIMED:
+        a, g = draw("cuda", dtype, n, t, d), draw("cuda", dtype, n, t, p)
+        routes: dict[str, Callable[[], Tensor]] = {
+            "Gram, torch": lambda a=a, g=g: gram_product(a, g, 2**28),
+            "Gram, kernel": lambda a=a, g=g: gram_norm(a, g),
+            "gradient, torch": lambda a=a, g=g: sum_of_squares(torch.bmm(g.transpose(1, 2), a)),
+            "gradient, kernel": lambda a=a, g=g: instantiated_norm(a, g),
+        }
+        taken = {name: do_bench(route, return_mode="median") for name, route in routes.items()}
+        found[f"{dtype}, n={n} T={t} d={d} p={p}"] = ", ".join(f"{name} {ms:.3f}" for name, ms in taken.items())
+    for n, channels, size in [(32, 64, 32), (32, 512, 4)]:
+        x = draw("cuda", dtype, n, channels, size, size)
+        options: Any = ([1, 1], [1, 1], [1, 1], 1)
+        rule = ConvolutionWeight(x.new_empty(channels, channels, 3, 3), x, x.shape[2:], *options)
+        routes = {
+            "gradient, torch": lambda rule=rule, x=x: rule.squared_norms(x, Route()),
+            "gradient, kernel": lambda x=x, options=options: convolution_norm(x, x, [3, 3], *options),
+        }
+        taken = {name: do_bench(route, return_mode="median") for name, route in routes.items()}
+        found[f"{dtype}, conv n={n} {channels}x{size}x{size}"] = ", ".join(f"{k} {ms:.3f}" for k, ms in taken.items())
+    return found
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    if arguments[:1] == ["compile"]:
+        names = [name for name in COMPILED if name.endswith(f"torch.{arguments[2]}")]
+        return {f"{name}, sm_{arguments[1]}": outcome(compile_, name, int(arguments[1])) for name in names}
+    if arguments[:1] == ["times"]:
+        return {name: taken for dtype in DTYPES for name, taken in times(dtype).items()}
+    assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
+    return {name: outcome(check, "cpu") for name, check in CHECKS.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:]), indent=1 if sys.argv[1:] == ["times"] else None))

@@ -1,0 +1,189 @@
+"""The Triton program of the noise, in Triton's interpreter or compiled for GPUs that need not be here.
+
+The interpreter must be chosen before Triton is imported, so `test_noise_program.py` runs this file as a process:
+
+    TRITON_INTERPRET=1 python tests/support/noise_checks.py      {name of a check: what went wrong or null}
+    python tests/support/noise_checks.py compile 90              {dtype of the sums: what went wrong or null}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from kernel_checks import outcome
+from torch import Tensor, nn
+
+from clipping.kernels import noise, noise_program
+from clipping.kernels.noise import Segments, add_to_flat, noisy, normals, words
+from dpbench import PrivacyEngine
+from dpbench.engine import finite, sums
+
+KEY = bytes(range(100, 132))
+COUNTS, LABELS = (300, 1, 128, 0, 2000), (0, 2**31, 7, 8, 2**32 - 1)
+PLACE = 2**32 - 2, 2**31 + 5
+
+
+@triton.jit
+def cipher_words(out, k0, k1, k2, k3, k4, k5, k6, k7, first, step, process, label):
+    """[16, 16]: the words of the 16 blocks from `first` on."""
+    lane = tl.arange(0, 16)
+    blocks = (lane + first).to(tl.uint32, bitcast=True)
+    labels = (lane * 0 + label).to(tl.uint32, bitcast=True)
+    found = noise_program.cipher((k0, k1, k2, k3, k4, k5, k6, k7), blocks, step, process, labels)
+    for row in tl.static_range(16):
+        tl.store(out + row * 16 + lane, found[row].to(tl.int32, bitcast=True))
+
+
+def words_bit_by_bit(device: str) -> None:
+    """Those of torch's operations, which are RFC 8439's; where the counter and the nonce pass 2^31, too."""
+    for key, nonce in ((KEY, (3, 1, 2)), (bytes(range(255, 223, -1)), (2**32 - 1, 5, 2**31))):
+        for first in (0, 48, 2**31 - 16, 2**31 - 8, 2**32 - 16):
+            out = torch.empty(16, 16, dtype=torch.int32, device=device)
+            state = [noise._signed(word) for word in noise._state(key, first, nonce)]
+            cipher_words[(1,)](out, *state[4:])
+            assert torch.equal(out.cpu(), words(key, nonce, first, 16, "cpu")), (nonce, first)
+
+
+def flat_of(dtype: torch.dtype, device: str) -> tuple[Segments, Tensor, list[Tensor]]:
+    segments = Segments(COUNTS, LABELS)
+    flat = torch.zeros(segments.length, dtype=dtype, device=device)
+    for part in segments.parts(flat):
+        part.copy_(torch.linspace(-40, 40, len(part), dtype=torch.float64))
+    return segments, flat, [part.clone().cpu() for part in segments.parts(flat)]
+
+
+def normals_to_the_last_bits(device: str) -> None:
+    """Of float64: a word of the cipher that is another makes another normal, and one rounding 2^-50 of it."""
+    segments = Segments(COUNTS, LABELS)
+    flat = torch.zeros(segments.length, dtype=torch.float64, device=device)
+    add_to_flat(flat, segments, 1.0, 2.0**-50, KEY, PLACE)
+    for part, count, label in zip(segments.parts(flat), COUNTS, LABELS, strict=True):
+        wanted = normals(KEY, (*PLACE, label), 0, -(-count // 128), "cpu")[:count] if count else part.cpu()
+        assert part.shape == wanted.shape
+        worst = float((part.cpu() - wanted).abs().max()) if count else 0.0
+        assert worst < 2**-48, f"{worst:.2e} from torch's operations, in the tensor of {count}"
+
+
+def the_same_as_on_a_cpu(device: str) -> None:
+    """Rounded to the grid: by the kernel in C where there is one, else by torch's operations."""
+    for dtype in (torch.float32, torch.float64):
+        segments, flat, totals = flat_of(dtype, device)
+        add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
+        wanted = noisy(totals, 1.5, 2.0**-20, KEY, [(*PLACE, label) for label in LABELS])
+        for found, expected in zip(segments.parts(flat), wanted, strict=True):
+            assert torch.equal(found.cpu(), expected), (dtype, len(expected))
+
+
+def counters_of_many_groups(device: str) -> None:
+    """The number of a block, 16 for each group, passes 2^31: as far as the tables can say."""
+    for number in (0, 2**27 - 1, 2**27, 2**28 - 1):
+        flat = torch.zeros(128, dtype=torch.float64, device=device)
+        label = torch.tensor([5], dtype=torch.int32, device=device)
+        numbers = torch.tensor([number], dtype=torch.int32, device=device)
+        state = noise._state(KEY, 0, (*PLACE, 5))
+        noise._launch(flat, label, numbers, (1.0, 2.0**-50, 2.0**50), state)
+        assert float((flat.cpu() - normals(KEY, (*PLACE, 5), number, 1, "cpu")).abs().max()) < 2**-48, number
+
+
+def a_program_that_fails_or_errs_is_not_taken(device: str) -> None:
+    """Said once, and torch's operations draw the same."""
+    launch, wanted = noise._launch, [x.to(device) for x in flat_of(torch.float32, "cpu")[2]]
+
+    def failing(*given: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    def erring(flat: Tensor, *given: Any) -> None:
+        launch(flat, *given)
+        flat[-1] += 1e-9
+
+    expected = noisy(wanted, 1.5, 2.0**-20, KEY, [(*PLACE, label) for label in LABELS])
+    for broken, reason in ((failing, "RuntimeError: no C compiler"), (erring, "it draws other numbers")):
+        noise._agrees.cache_clear()
+        noise._launch = broken
+        try:
+            with warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                for _ in range(2):
+                    segments, flat, _ = flat_of(torch.float32, device)
+                    add_to_flat(flat, segments, 1.5, 2.0**-20, KEY, PLACE)
+        finally:
+            noise._launch = launch
+            noise._agrees.cache_clear()
+        assert [reason in str(each.message) for each in said] == [True], [str(each.message) for each in said]
+        for part, one in zip(segments.parts(flat), expected, strict=True):
+            assert torch.equal(part.cpu(), one.cpu())
+
+
+def the_engine_with_sums_in_one_tensor(device: str) -> None:
+    """A step of the engine, noise and all, is that of a CPU: gradients bit for bit."""
+    found, before = [], sums.lies_flat
+    for flat in (False, True):
+        where = device if flat else "cpu"
+        model = nn.Sequential(nn.Linear(9, 30), nn.LayerNorm(30), nn.Linear(30, 3)).to(where)
+        engine = PrivacyEngine(model, batch_size=4, sample_size=100, max_grad_norm=1.0, noise_multiplier=1.0)
+        engine.noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
+        engine.attach(torch.optim.SGD(model.parameters(), lr=0.0))
+        try:
+            sums.lies_flat = finite.lies_flat = lambda _, flat=flat: flat
+            engine.empty_step()
+        finally:
+            sums.lies_flat = finite.lies_flat = before
+        found.append(torch.cat([p.grad.flatten().cpu() for p in model.parameters()]))
+    assert torch.equal(*found) and found[0].unique().numel() > 300
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (
+        words_bit_by_bit,
+        normals_to_the_last_bits,
+        the_same_as_on_a_cpu,
+        counters_of_many_groups,
+        a_program_that_fails_or_errs_is_not_taken,
+        the_engine_with_sums_in_one_tensor,
+    )
+}
+
+
+def compile_(element: str, capability: int) -> None:
+    """Nothing may spill from registers, or lie on the stack."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[Any, int] = {}
+    attributes: dict[Any, Any] = {}
+    kinds = {"flat": f"*{element}", "labels": "*i32", "numbers": "*i32"}
+    kinds |= dict.fromkeys(("deviation", "grid", "finer"), "i64")
+    for position, argument in enumerate(noise_program.noisy.arg_names):
+        signature[argument] = kinds.get(argument, "i32")
+        if signature[argument].startswith("*"):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        if argument == "LANES":
+            signature[argument], constants[(position,)] = "constexpr", noise._LANES
+    source = ASTSource(noise_program.noisy, signature, constants, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert found and int(found[1]) <= 64 and found[2] == "0", said.stdout
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["compile"]:
+        print(json.dumps({element: outcome(compile_, element, int(sys.argv[2])) for element in ("fp32", "fp64")}))
+    else:
+        print(json.dumps({name: outcome(check, "cpu") for name, check in CHECKS.items()}))

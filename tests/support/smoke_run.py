@@ -1,0 +1,32 @@
+"""`stress_test --smoke` on an executor, and what it recorded; on this machine once for all tests."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from processor import PATIENCE
+
+from dpbench.records.store import read_records
+
+Cell = tuple[str, int, str]
+
+
+def smoke(folder: Path, *arguments: str) -> list[Cell]:
+    """(trial id, round, outcome) of every record; figures were drawn of them."""
+    command = [sys.executable, "-m", "dpbench", "run", "stress_test", "--smoke", "--device", "cpu"]
+    done = subprocess.run(
+        [*command, "--output", str(folder), *arguments], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 0, done.stderr
+    assert list(folder.rglob("*.svg"))
+    return sorted((r["id"], r["round"], r["outcome"]) for r in read_records(folder / "stress_test-smoke"))
+
+
+@functools.cache
+def smoke_here() -> list[Cell]:
+    with tempfile.TemporaryDirectory() as folder:
+        return smoke(Path(folder))

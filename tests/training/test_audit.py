@@ -1,0 +1,232 @@
+"""The audit: its statistics, an engine that passes, seeded faults that do not, and the figure of both."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from accounting import refutation
+from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound, p_value, rate_upper_bound
+from dpbench.records import reader as records_module
+from dpbench.report.figures import audit
+from dpbench.training import FAULTS, FORMS, TESTS, AuditTrial
+from dpbench.trials.outcome import Mismatch
+
+
+def test_with_every_guess_right_the_bound_has_a_closed_form():
+    rate = 0.05 ** (1 / 40)  # P[all of 40 right] = rate^40 = 5 %
+    assert epsilon_lower_bound(100, 40, 40, 0.0) == pytest.approx(math.log(rate / (1 - rate)), rel=1e-6)
+
+
+def test_the_bound_rises_with_the_guesses_and_falls_with_delta():
+    bounds = [epsilon_lower_bound(1000, 100, correct, 1e-6) for correct in (50, 70, 80, 99)]
+    assert bounds[0] == 0 and sorted(bounds) == bounds and bounds[1] > 0
+    assert epsilon_lower_bound(1000, 100, 80, 1e-3) < bounds[2] < epsilon_lower_bound(1000, 100, 80, 0.0)
+    assert p_value(1000, 100, 0, 1.0, 0.5) == 1.0
+    with pytest.raises(ValueError, match="expected 0 <= correct <= guesses <= canaries"):
+        epsilon_lower_bound(10, 20, 5, 0.0)
+
+
+def test_randomised_response_is_refuted_as_seldom_as_promised():
+    """ε-private answers about each coin: the bound exceeds ε in a twentieth of the runs at the most."""
+    rng, epsilon = np.random.default_rng(0), 1.5
+    correct = rng.binomial(300, 1 / (1 + math.exp(-epsilon)), size=400)
+    bounds = {c: epsilon_lower_bound(300, 300, int(c), 0.0) for c in set(correct.tolist())}
+    exceeding = np.mean([bounds[c] > epsilon for c in correct.tolist()])
+    assert 0.01 < exceeding < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+
+
+def test_no_error_in_n_trials_has_a_closed_form():
+    assert rate_upper_bound(0, 100, 0.95) == pytest.approx(1 - 0.05 ** (1 / 100), rel=1e-12)
+    assert rate_upper_bound(100, 100) == rate_upper_bound(0, 0) == 1.0
+    with pytest.raises(ValueError, match="expected 0 <= wrong <= trials, got 3, 2"):
+        rate_upper_bound(3, 2)
+
+
+def test_a_perfect_test_of_each_release_has_a_closed_form():
+    each = 1 - 0.025 ** (1 / 50)
+    assert mu_lower_bound(0, 50, 0, 50) == pytest.approx(2 * norm.isf(each), rel=1e-9)
+    assert mu_lower_bound(25, 50, 25, 50) == mu_lower_bound(0, 0, 0, 0) == 0.0
+    assert mu_lower_bound(0, 50, 0, 50, confidence=0.999) < mu_lower_bound(0, 50, 0, 50)
+
+
+def test_a_gaussian_mechanism_is_refuted_as_seldom_as_promised():
+    """Thresholds at the middle of N(0, 1) and N(μ, 1): the bound exceeds μ in a tenth of the runs at most."""
+    rng, mu, trials = np.random.default_rng(1), 1.2, 400
+    errors = rng.binomial(trials, norm.sf(mu / 2), size=(1000, 2)).tolist()
+    bounds = np.array([mu_lower_bound(a, trials, b, trials, confidence=0.9) for a, b in errors])
+    assert 0 < np.mean(bounds > mu) <= 0.1 and bounds.mean() > 0.8 * mu
+
+
+def test_epsilon_of_mu_is_that_of_the_gaussian_mechanism():
+    mu, epsilon = 0.8, epsilon_of_mu(0.8, 1e-6)
+    assert norm.sf(epsilon / mu - mu / 2) - math.exp(epsilon) * norm.sf(epsilon / mu + mu / 2) == pytest.approx(1e-6)
+    assert epsilon_of_mu(0.0, 1e-6) == 0.0
+
+
+def test_the_tests_of_noise_are_wrong_as_seldom_as_they_say():
+    rng = np.random.default_rng(2)
+    x, y = rng.standard_normal((2, 2000, 50))
+    p_values = {
+        "too_small": refutation.too_small((x**2).sum(1), 50),
+        "correlated": refutation.correlated((x * y).sum(1), (x**2).sum(1), (9 * y**2).sum(1) / 9, 50),
+    }
+    for p in p_values.values():  # uniform: of 2000, 100 are below 5 %
+        assert 60 < (p < 0.05).sum() < 140 and 900 < (p < 0.5).sum() < 1100
+    assert np.mean([refutation.not_gaussian(row) < 0.05 for row in x[:400]]) < 0.05
+    assert np.mean([refutation.not_gaussian(3 * row) for row in x[:100]]) > 0.3
+
+
+def test_the_tests_of_noise_have_power():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal(20_000)
+    assert refutation.too_small(0.95**2 * (x**2).sum(), len(x)) < 1e-10
+    other = x + 10 * rng.standard_normal(20_000)  # a tenth of it is the same
+    assert refutation.correlated(x @ other, x @ x, other @ other, len(x)) < 1e-10
+    assert refutation.not_gaussian(rng.uniform(-1, 1, 5000)) < 1e-10
+    assert refutation.correlated(0.0, 0.0, x @ x, len(x)) == refutation.not_gaussian(np.zeros(9)) == 1.0
+
+
+def test_the_test_of_batches_is_wrong_as_seldom_as_it_says_and_has_power():
+    rng, q = np.random.default_rng(4), 0.05
+    drawn = rng.random((300, 20, 400)) < q
+    assert np.mean([refutation.not_poisson(each, q) < 0.1 for each in drawn]) < 0.1 + 3 * math.sqrt(0.09 / 300)
+    in_order = np.arange(400) // 20 == np.arange(20)[:, None]
+    again = np.tile(drawn[0][:5], (4, 1))
+    twice = drawn[0] | drawn[1]
+    assert max(refutation.not_poisson(each, q) for each in (in_order, again, twice)) < 1e-8
+
+
+def test_several_tests_share_one_level():
+    assert refutation.bonferroni([0.5, 0.01, 0.2, 0.9]) == pytest.approx(0.04)
+    assert refutation.bonferroni([0.5, 0.9]) == refutation.bonferroni([]) == 1.0
+
+
+def attack(fault="", **settings):
+    from dpbench.training.audit import run
+
+    return run(AuditTrial(fault=fault, **{"canaries": 2000} | settings))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_engine_passes(form):
+    result = attack(form=form)
+    assert result["refuted_by"] == [] and result["claimed_epsilon"] == pytest.approx(1.0, rel=1e-2)
+    assert result["epsilon_lower_bound"] < 0.5 and 0 < result["mu_lower_bound"] < result["claimed_mu"]
+    assert 0.99 < result["sigma_hat"] < 1.01 and result["sensitivity"] == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "test"),
+    {
+        "no_noise": "one_run",
+        "averaged_noise": "mu",
+        "less_noise": "scale",
+        "uniform_noise": "shape",
+        "resumed_noise": "steps",
+        "noise_of_parameters": "parameters",
+        "shared_noise": "shards",
+        "padded_copies": "sensitivity",
+        "fixed_batches": "sampling",
+    }.items(),
+)
+def test_each_test_finds_what_it_is_for(fault, test):
+    result = attack(fault, form="padded")
+    assert test in result["refuted_by"] and result["violated"]
+
+
+def test_the_errors_of_a_test_of_each_release_tell_a_twentieth_less_noise():
+    result = attack("less_noise", sample_rate=0.5, steps=80, target_epsilon=100.0)
+    assert "mu" in result["refuted_by"] and result["mu_lower_bound"] > result["claimed_mu"] > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_fault_is_found_in_five_of_five(fault):
+    assert all(attack(fault, form="padded", seed=seed)["refuted_by"] for seed in range(100, 105))
+
+
+@pytest.mark.slow
+def test_the_engine_is_refuted_in_none_of_fifty():
+    forms = list(FORMS)
+    assert all(not attack(form=forms[seed % 4], seed=100 + seed)["refuted_by"] for seed in range(50))
+
+
+class Record:
+    setting = records_module.Record.setting
+
+    def __init__(self, fault, seed, by=None, backend="bk_mixed", form="whole"):
+        self.node = self.edition = None
+        self.trial = AuditTrial(fault=fault, seed=seed, backend=backend, form=form).describe()
+        self.kind, self.device, self.run, self.environment, self.fingerprint = "audit", "cpu", "", {}, "0"
+        self.utc = ""
+        self.outcome, self.load = "ok", None
+        self.result = {"claimed_epsilon": 1.0, "epsilon_lower_bound": 0.5, "guesses": 500, "correct": 400}
+        self.result |= {"delta": 1e-6}
+        if by is not None:
+            self.result |= {"refuted_by": by, "level": 1e-4, "p_values": {"scale": 0.3}, "sigma_hat": 0.9512}
+            self.result |= {"claimed_mu": 0.75, "mu_lower_bound": 0.7, "sensitivity": 1.0}
+
+
+def test_the_figure_says_what_was_found_and_what_was_not():
+    records = [Record("no_noise", seed, ["mu", "scale"][seed > 0 :]) for seed in range(3)]
+    records += [Record("divisor", 0, []), Record("divisor", 1, ["scale"]), Record("", 0, []), Record("", 1, [])]
+    records += [Record("", 0, ["one_run"], "ghost"), Record("", 0, [], form="padded")]
+    left_out = Counter()
+    frame = audit.table(records, left_out)
+    assert frame.fault.tolist() == ["", "", "", "", "no_noise", "no_noise", "no_noise", "divisor", "divisor"]
+    words = audit.text(frame)
+    assert words.verdict.tolist() == [
+        "REFUTED in 1 of 1",
+        "passes in 2 of 2",
+        "passes in 1 of 1",
+        "found in 3 of 3",
+        "MISSED in 1 of 2",
+    ]
+    assert words["refuted by"].tolist() == ["ε of one run 1", "", "", "μ of a step 1, noise: size 3", "noise: size 1"]
+    caption = audit.caption(records, frame, left_out)
+    assert "Of 4 runs of the engine as it is 1 are refuted; of 5 runs with a seeded fault 4 are." in caption
+    axes = audit.plot(frame, caption).axes[0]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        *("Ghost", "BK mixed", "BK mixed, batches in padded pieces"),
+        *(FAULTS["no_noise"], FAULTS["divisor"]),
+    ]
+    assert len(axes.get_xticks()) == len(TESTS)
+    drawn = [text.get_text() for text in axes.texts]
+    assert set(words.verdict) <= set(drawn) and sorted(t for t in drawn if t.isdigit()) == ["1", "1", "1", "3"]
+    assert len(axes.lines) == 5 * len(TESTS) - 4  # a dot where a test refutes no run
+    assert audit.plot(audit.table([], left_out), audit.caption(records, frame[:0], left_out)).axes
+
+
+def test_records_of_the_first_audits_are_read():
+    """They had the bound of one run alone, no form of batches, and faults that may have gone since."""
+    records = [Record("no_noise", 0), Record("", 0), Record("", 1), Record("since_gone", 0)]
+    for record in records:
+        del record.trial["form"]
+    records[0].result["epsilon_lower_bound"] = records[2].result["epsilon_lower_bound"] = 1.5
+    frame = audit.table(records, Counter())
+    assert frame.verdict.tolist() == ["passes", "REFUTED", "found", "MISSED"]
+    assert set(frame.form) == {"whole"} and frame.refuted_by.tolist() == ["", "one_run", "one_run", ""]
+    assert audit.text(frame)["μ certified"].tolist() == ["", "", ""]
+    assert audit.plot(frame, audit.caption(records, frame, Counter())).axes
+
+
+def test_a_refuted_engine_is_a_mismatch(monkeypatch):
+    from dpbench.engine.noise import Secure
+
+    added = Secure.added_to_all
+    monkeypatch.setattr(Secure, "added_to_all", lambda self, x, deviation, at: added(self, x, 0.9 * deviation, at))
+    with pytest.raises(Mismatch, match=r"^bk_mixed, whole: less private than it says, by scale: .* noise is 0\.(9|89)"):
+        attack()
+
+
+def test_a_fault_that_is_not_found_is_a_mismatch(monkeypatch):
+    from dpbench.training import faults
+
+    monkeypatch.setitem(faults.SEEDS, "no_noise", lambda engine: None)
+    with pytest.raises(Mismatch, match=r"does not find the fault 'no_noise' \(no noise is added\): certified"):
+        attack("no_noise")

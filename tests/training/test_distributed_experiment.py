@@ -1,0 +1,132 @@
+"""A trial of several processes: what it answers, how it fails, and the figure drawn of it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dpbench.experiment import load_experiment
+from dpbench.process.parent import Isolation
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.figures import distributed
+from dpbench.training.scale import DistributedTrial
+from dpbench.trials import Trial
+
+FEW = {"model": "cnn", "batch_size": 2, "rounds": 2, "max_seconds": 0.1, "timeout": 60.0}
+
+
+@pytest.fixture(scope="module")
+def isolation():
+    with Isolation() as open_one:
+        yield open_one
+
+
+@pytest.mark.parametrize("spread", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+def test_two_processes_answer_verified(isolation, spread):
+    before = children()
+    answer = isolation.run(DistributedTrial(processes=2, spread=spread, **FEW))
+    assert answer.outcome == "ok", answer.evidence
+    result = answer.result
+    assert result["communication"] == "gloo" and result["parameters"] == 550_570
+    assert result["verification"]["max_grad_error"] < 1e-3 and result["verification"]["samples"] == 4
+    assert set(result["backends"]) == {"nonprivate", "bk_mixed"}
+    for entry in result["backends"].values():
+        assert [turn["round"] for turn in entry["turns"]] == [0, 1]
+        assert all(seconds > 0 for turn in entry["turns"] for seconds in turn["step_seconds"])
+        assert len(entry["memory"]) == 2 and all(m["peak_bytes"] > 550_570 * 2 for m in entry["memory"])
+    assert children() - before <= server_of(isolation)
+
+
+@pytest.mark.slow
+def test_mixed_precision_of_a_shard_is_verified_too(isolation):
+    answer = isolation.run(DistributedTrial(processes=1, spread="fsdp", precision="mixed", **FEW))
+    assert answer.outcome == "ok", answer.evidence
+    assert 1e-6 < answer.result["verification"]["max_grad_error"] < 0.1  # bfloat16 it was
+
+
+def test_a_backend_that_is_refused_ends_with_its_reason(isolation):
+    trial = DistributedTrial(processes=2, spread="fsdp", backends=("ghost",), **FEW)
+    answer = isolation.run(trial)
+    assert answer.outcome == "unsupported" and "use bk_mixed or bk_ghost" in answer.evidence
+
+
+def children():
+    """Processes whose session is one of ours."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == os.getpid()}
+
+
+def parent(name):
+    try:
+        with open(f"/proc/{name}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def server_of(isolation):
+    return {isolation._server.pid}
+
+
+def test_the_trial_is_data_and_refuses_what_is_not_known():
+    trial = DistributedTrial(processes=2, spread="ddp", backends=["nonprivate", "bk_ghost"], **FEW)
+    assert Trial.from_wire(trial.to_wire()) == trial and trial.backends == ("nonprivate", "bk_ghost")
+    with pytest.raises(Exception, match="expected a spread, one of ddp, fsdp, got 'ddq'"):
+        DistributedTrial(processes=2, spread="ddq", **FEW)
+    with pytest.raises(ValueError, match="expected processes, batch_size and rounds of at least 1, got 0, 2, 2"):
+        DistributedTrial(processes=0, spread="ddp", **FEW)
+
+
+def test_the_experiment_has_processes_that_double():
+    experiment = load_experiment("distributed")
+    cells = experiment.cells("cpu")
+    assert {cell.processes for cell in cells} == {1, 2, 4} and {cell.spread for cell in cells} == {"ddp", "fsdp"}
+    assert {cell.precision for cell in cells} == {"float32", "mixed"} and len(experiment.smoke("cpu")) == 4
+
+
+def record(processes, private, ordinary, outcome="ok", **changes):
+    def entry(seconds, peak):
+        turns = [{"round": i, "position": 0, "step_seconds": [s]} for i, s in enumerate(seconds)]
+        return {"turns": turns, "memory": [{"peak_bytes": peak}, {"peak_bytes": peak // 2}][:processes]}
+
+    trial = DistributedTrial(processes=processes, spread="fsdp", **{**FEW, **changes}).describe()
+    result = {
+        "communication": "gloo",
+        "oversubscribed": processes > 2,
+        "backends": {"nonprivate": entry(ordinary, 1000), "bk_mixed": entry(private, 1200)},
+    }
+    return Record(
+        device="cpu Toy",
+        experiment="distributed",
+        id=str(processes),
+        round=0,
+        fingerprint="f",
+        trial=trial,
+        outcome=outcome,
+        evidence="",
+        result=result if outcome == "ok" else {},
+        utc="2026-01-01T00:00:00Z",
+        environment={},
+    )
+
+
+def test_ratios_are_of_the_same_round_and_scaling_of_one_process():
+    left_out = LeftOut()
+    records = [record(1, [2.0, 4.0], [1.0, 2.0]), record(2, [2.5, 5.0], [2.0, 4.5]), record(4, [1], [1], "crash")]
+    frame = distributed.table(records, left_out)
+    assert left_out == {"cnn fsdp 4: crash": 1}
+    private = frame[frame.backend == "bk_mixed"].set_index("processes")
+    assert private.throughput_ratio[1] == 0.5 and private.throughput_ratio[2] == pytest.approx((0.8 + 0.9) / 2)
+    assert (private.least[2], private.greatest[2]) == (0.8, 0.9)
+    assert private.memory_ratio[2] == pytest.approx(1.2) and private.samples_per_second[2] == pytest.approx(4 / 3.75)
+    assert private.scaling[1] == 1.0 and private.scaling[2] == pytest.approx((2 / 3.75) / (2 / 3))
+
+
+def test_the_figure_marks_what_is_oversubscribed():
+    records = [record(1, [2.0], [1.0]), record(2, [2.5], [4.0]), record(4, [3.0], [2.0])]
+    frame = distributed.table(records, LeftOut())
+    figure = distributed.plot(frame, distributed.caption(records, frame, LeftOut()))
+    faces = [line.get_markerfacecolor() for line in figure.axes[0].lines if line.get_marker() == "o"]
+    assert figure.axes[0].get_ylim()[1] > 1.6 and distributed.plot(frame[:0], "none")  # the whole range is in sight
+    assert faces.count("white") == 1 and len(faces) == 3
+    assert list(distributed.text(frame).oversubscribed).count("yes") == 2

@@ -1,0 +1,221 @@
+"""The search for the largest batch, on memory models of our own making."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpbench.trials import PeakTrial, StepTrial
+from dpbench.trials.max_batch import Forecast, MaxBatch, Probe
+
+MIB = 2**20
+BUDGET = 16 * 2**30
+
+
+def search(**changes) -> MaxBatch:
+    probe = PeakTrial(model="cnn", backend="ghost", batch_size=1, simulated=True, memory_budget=BUDGET)
+    return MaxBatch(**({"probe": probe} | changes))
+
+
+def carry_out(
+    search: MaxBatch, memory, *, tells_peak_on_failure: bool = True, forecast=None, baseline=None
+) -> tuple[int, list[int]]:
+    """(answer, batch sizes probed), where a batch fits if `memory(batch)` is within the budget."""
+    seen: dict[int, Probe] = {}
+    while (size := search.next_batch_size(seen, forecast)) is not None:
+        assert size not in seen, f"{size} is probed twice: {list(seen)}"
+        assert 1 <= size <= search.max_batch_size
+        assert len(seen) < 60, "the search does not end"
+        peak = int(memory(size))
+        fits = peak <= BUDGET
+        told = fits or tells_peak_on_failure
+        seen[size] = Probe(fits, peak if told else None, baseline if told else None)
+    return search.answer(seen), list(seen)
+
+
+def largest(memory, limit: int = 16384) -> int:
+    return max((size for size in range(1, limit + 1) if memory(size) <= BUDGET), default=0)
+
+
+def within_tolerance(answer: int, truth: int, tolerance: float = 0.02) -> bool:
+    return answer <= truth <= answer + max(1, tolerance * answer)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize(("offset", "slope"), [(0, 13), (700, 13), (4000, 1.1), (15_000, 40), (100, 500)])
+def test_linear_memory_takes_few_probes(offset, slope, tells):
+    def memory(size):
+        return (offset + slope * size) * MIB
+
+    answer, probed = carry_out(search(), memory, tells_peak_on_failure=tells)
+    assert within_tolerance(answer, largest(memory))
+    assert len(probed) <= 5
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@given(data=st.data())
+def test_any_rising_memory_is_bracketed_to_the_tolerance(tells, data):
+    offset = data.draw(st.floats(0, 15_000), "offset")
+    slope = data.draw(st.floats(0.5, 5_000), "slope")
+    bend = data.draw(st.floats(0.5, 2), "bend")
+    stair = data.draw(st.integers(1, 200), "stair")
+    start = data.draw(st.integers(1, 2000), "start")
+
+    def memory(size):
+        return (offset + slope * (-(-size // stair) * stair) ** bend) * MIB
+
+    answer, probed = carry_out(search(start=start), memory, tells_peak_on_failure=tells)
+    truth = largest(memory)
+    assert within_tolerance(answer, truth)
+    assert len(probed) <= 6 + 15 + 6  # the patience, doubling to the limit, bisection of the last octave
+
+
+@given(seed=st.integers(0, 10_000))
+def test_noise_neither_repeats_a_probe_nor_goes_on_for_ever(seed):
+    noise = random.Random(seed)
+    answer, probed = carry_out(search(), lambda size: (500 + 13 * size) * MIB * noise.uniform(0.9, 1.1))
+    assert 0.85 * 1222 <= answer <= 1.15 * 1222
+    assert len(probed) <= 20
+
+
+def test_a_start_that_does_not_fit_goes_down():
+    answer, probed = carry_out(search(start=64), lambda size: size * 5000 * MIB, tells_peak_on_failure=False)
+    assert answer == 3
+    assert probed[:2] == [64, 32]
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_nothing_fits(tells):
+    answer, probed = carry_out(search(), lambda size: BUDGET + size, tells_peak_on_failure=tells)
+    assert answer == 0
+    assert probed[-1] == 1
+
+
+@pytest.mark.parametrize("memory", [lambda size: MIB, lambda size: (10 + size / 10) * MIB])
+def test_memory_that_does_not_limit_ends_at_the_limit(memory):
+    answer, probed = carry_out(search(max_batch_size=256), memory)
+    assert answer == 256
+    assert len(probed) <= 4
+
+
+def test_a_start_beyond_the_limit_is_the_limit():
+    assert carry_out(search(start=64, max_batch_size=10), lambda size: MIB) == (10, [10])
+
+
+def test_without_a_budget_it_doubles_and_bisects():
+    probe = search().probe.replace(memory_budget=None)
+    answer, probed = carry_out(search(probe=probe), lambda size: 100 * MIB * size, tells_peak_on_failure=False)
+    assert within_tolerance(answer, 163)
+    assert probed[:6] == [8, 16, 32, 64, 128, 256]
+
+
+def test_what_fits_above_what_did_not_does_not_count():
+    seen = {8: Probe(True), 16: Probe(False), 32: Probe(True)}
+    assert search().answer(seen) == 8
+
+
+@given(st.permutations([8, 16, 1222, 1246]))
+def test_the_order_of_what_was_seen_does_not_matter(order):
+    seen = {size: Probe(size <= 1222, (500 + 13 * size) * MIB) for size in order}
+    assert search().next_batch_size(seen) is None
+    assert search().answer(seen) == 1222
+
+
+def curve(generator: random.Random):
+    """(memory as training takes it, what is held before the step), in bytes, for a model drawn at random.
+
+    Affine in the batch; at up to three sizes the slope changes by up to 6 %, at up to two the memory jumps by up to 3 %
+    of the budget (another kernel, another workspace, another plan).
+    """
+    parameters = 10 ** generator.uniform(0.3, 3.0) * MIB
+    slope = 10 ** generator.uniform(-0.3, 2.3) * MIB
+    gradients = generator.uniform(0, 3) * parameters
+    bends = [(10 ** generator.uniform(1, 4.5), generator.uniform(-0.04, 0.06) * slope) for _ in range(3)]
+    bends = bends[: generator.choice([0, 1, 2, 3])]
+    jumps = [(10 ** generator.uniform(1, 4.5), generator.uniform(0, 0.03) * BUDGET) for _ in range(2)]
+    jumps = jumps[: generator.choice([0, 0, 1, 2])]
+
+    def memory(size: int) -> int:
+        grown = parameters + gradients + slope * size
+        grown += sum(more * (size - at) for at, more in bends if size > at)
+        return int(grown + sum(min(by, slope * size / 2) for at, by in jumps if size >= at))
+
+    return memory, int(parameters)
+
+
+def limit_of(memory, high: int = 65536) -> int:
+    """The largest batch that fits, by bisection."""
+    low = 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if memory(middle) <= BUDGET else (low, middle - 1)
+    return low
+
+
+def probes_of(cases, error, tells, seed=0) -> list[int]:
+    """How many probes each of so many searches takes; `error` is that of the forecast, None without one."""
+    generator = random.Random(seed)
+    counts = []
+    for _ in range(cases):
+        memory, baseline = curve(generator)
+        truth = limit_of(memory)
+        forecast = None
+        if error is not None:
+            off = 1 + error(generator)
+            forecast = Forecast.through({size: int(off * memory(size)) for size in (max(1, truth // 2), truth + 2)})
+        wanted = search(start=32, max_batch_size=65536)
+        answer, probed = carry_out(wanted, memory, tells_peak_on_failure=tells, forecast=forecast, baseline=baseline)
+        assert within_tolerance(answer, truth) and (answer == 0 or answer in probed)
+        assert answer == 0 or memory(answer) <= BUDGET
+        counts.append(len(probed))
+    return counts
+
+
+def mostly(generator):
+    """A simulation's error: up to 5 % of the peak, either way."""
+    return generator.uniform(-0.05, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "tells"), [(None, True), (mostly, True), (mostly, False)], ids=["simulated", "seeded", "seeded, oom"]
+)
+def test_memory_as_training_takes_it_is_found_in_five_probes(error, tells):
+    """Simulated searches begin at 32; measured ones where the simulation ended. An OOM of CUDA tells no peak."""
+    counts = probes_of(400, error, tells)
+    assert sum(count <= 5 for count in counts) >= 0.99 * len(counts)
+    assert max(counts) <= 7 and sum(counts) / len(counts) <= 4.1
+    if error is not None:
+        assert sum(counts) / len(counts) <= 3.2
+
+
+@pytest.mark.parametrize("tells", [True, False])
+@pytest.mark.parametrize("wrong", [-0.3, 0.3])
+def test_a_forecast_that_is_wrong_by_a_third_costs_probes_and_no_truth(wrong, tells):
+    counts = probes_of(200, lambda generator: wrong, tells)
+    assert max(counts) <= 12 and sum(counts) / len(counts) <= 6
+
+
+def test_a_forecast_is_where_the_first_probe_is_and_nothing_more():
+    forecast = Forecast.through({100: 2 * 2**30, 200: 3 * 2**30, 50: 7})
+    assert forecast == Forecast(2**30, 2**30 / 100)
+    assert search().next_batch_size({}, forecast) == int(1500 * (1 - 0.02 / 3))
+    assert search(max_batch_size=64).next_batch_size({}, forecast) == 64
+    assert search().next_batch_size({}, Forecast(2 * BUDGET, 1.0)) == 1  # a model that fills it alone: one sample tells
+    assert Forecast.through({1: 5}) is None and Forecast.through({1: 5, 2: 5}) is None
+
+
+def test_a_forecast_of_a_record():
+    probes = [{"batch_size": 10, "peak_bytes": 110}, {"batch_size": 20, "peak_bytes": 210}]
+    record = {"outcome": "ok", "result": {"probes": probes}}
+    assert Forecast.of_record(record) == Forecast(10, 10)
+    assert Forecast.of_record(None) is Forecast.of_record(record | {"outcome": "error", "result": None}) is None
+
+
+def test_probes_and_what_follows_carry_the_batch_size():
+    step = StepTrial(model="cnn", backend="ghost", batch_size=1)
+    assert search().probe_at(77).batch_size == 77
+    assert search().then_at(77) is None
+    assert search(then=step).then_at(77) == step.replace(batch_size=77)

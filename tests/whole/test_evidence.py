@@ -1,0 +1,327 @@
+"""The experiment `evidence`: what a GPU is to give, in its order, and all of it in miniature on a CPU."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processor import PATIENCE
+from report_records import CUDA, RunFile
+
+from dpbench.engine import engine as engine_module
+from dpbench.experiment import MaxBatch, load_experiment
+from dpbench.measure import device, norms, parts, profile
+from dpbench.measure.traces import Trace
+from dpbench.records.store import Store, read_records
+from dpbench.report import write_report
+from dpbench.report.data.select import LeftOut, read
+from dpbench.report.figures import evidence as tables
+from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
+
+EVIDENCE = load_experiment("evidence")
+#: What each stage is made of.
+STAGES = {
+    "device": DeviceTrial,
+    "norms": NormsTrial,
+    "overheads": OverheadTrial,
+    "parts": PartsTrial,
+    "profiles": ProfileTrial,
+    "peaks": PeakTrial,
+    "largest": MaxBatch,
+}
+CPU = torch.device("cpu")
+linear = importlib.import_module("clipping.rules.linear")  # the package has a function of that name
+
+
+@pytest.mark.parametrize("cells", [EVIDENCE.cells("cuda"), EVIDENCE.cells("cpu"), EVIDENCE.smoke("cpu")])
+def test_each_stage_has_trials_on_either_device_and_in_miniature(cells):
+    for stage, kind in STAGES.items():
+        assert any(type(cell) is kind for cell in cells), stage
+    devices = {getattr(cell, "probe", cell).device for cell in cells}
+    assert len(devices) == 1
+
+
+def test_the_most_telling_come_first_and_keep_their_order():
+    cells = EVIDENCE.cells("cuda")
+    assert EVIDENCE.in_order and EVIDENCE.rounds == 1
+    assert type(cells[0]) is DeviceTrial
+    overheads = [cell for cell in cells if type(cell) is OverheadTrial]
+    assert [trial.model.partition("@")[0] for trial in overheads[:3]] == ["resnet18", "resnet18", "transformers:gpt2"]
+    first = {kind: next(i for i, cell in enumerate(cells) if type(cell) is kind) for kind in STAGES.values()}
+    assert max(first[kind] for kind in (NormsTrial, OverheadTrial, PartsTrial, ProfileTrial)) < 20
+    assert sorted(first.values()) == [first[kind] for kind in STAGES.values()]
+
+
+def test_on_a_gpu_it_has_every_model_precision_and_family():
+    cells = EVIDENCE.cells("cuda")
+    overheads = [cell for cell in cells if type(cell) is OverheadTrial]
+    assert {trial.model for trial in overheads} == {
+        *("resnet18", "resnet50", "vgg11", "timm:vit_base_patch16_224"),
+        *("transformers:gpt2@1024", "transformers:roberta@128"),
+    }
+    backends = {"nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap"}
+    assert all(set(trial.backends) == backends for trial in overheads)
+    checked = {(cell.family, cell.precision) for cell in cells if type(cell) is NormsTrial}
+    assert checked == {(family, p) for family in FAMILIES for p in ("float32", "tf32", "bfloat16")}
+    searched = {(cell.probe.model, cell.probe.memory_budget) for cell in cells if isinstance(cell, MaxBatch)}
+    numbers = (*(f"resnet{n}" for n in (18, 34, 50, 101, 152)), *(f"vgg{n}" for n in (11, 13, 16, 19)))
+    assert searched == {(name, 16 * 2**30) for name in numbers}
+    pairs = {(c.model, c.backend, c.simulated) for c in cells if type(c) is PeakTrial}
+    assert {(m, b, not simulated) for m, b, simulated in pairs} == pairs
+    trials = [cell for cell in cells if not isinstance(cell, MaxBatch)]
+    assert all(trial.timeout <= 900 for trial in trials)  # a stage ends inside minutes
+    assert norms.GROUP_NORM_BATCHES == (2047, 2048, 4096) and norms.GROUPS == 32
+
+
+def test_a_device_says_what_it_can_do():
+    found = device.run(DeviceTrial(sizes=(64,), copied=2**16))
+    assert found["facts"]["name"] and found["versions"]["torch"] == torch.__version__
+    assert [row["precision"] for row in found["products"]] == ["float32", "bfloat16"]
+    for row in found["products"]:
+        assert row["flops_per_second"] == pytest.approx(2 * 64**3 / row["seconds"])
+    copy, summed = found["bandwidth"]
+    assert copy["bytes"] == 2 * summed["bytes"] == 2 * 2**16
+    assert all(row["seconds"] > 0 for row in found["latency"])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "kernels"])
+def test_every_way_to_a_norm_holds_its_limit_on_a_cpu(family, precision):
+    rows = norms.run(NormsTrial(family=family, precision=precision, small=True))["rows"]
+    assert rows and all(row["outcome"] == Outcome.OK and row["error"] <= row["limit"] for row in rows)
+    assert {row["limit"] for row in rows} == {norms.LIMITS[precision]}
+
+
+def test_all_ways_that_the_rules_know_are_tried():
+    ways = {row["way"] for row in norms.run(NormsTrial(family="convolution", small=True))["rows"]}
+    assert {"unfold", "grouped", "pixels", "patches", "shifts", "pairs"} <= ways
+
+
+def test_a_wrong_way_is_a_mismatch_that_names_it(monkeypatch):
+    right = linear.gram_product
+    monkeypatch.setattr(linear, "gram_product", lambda *args: right(*args) * (1 + 1e-3))
+    with pytest.raises(
+        Mismatch, match=r"norms differ from float64's; the worst: (linear|matmul) .*ghost gram"
+    ) as raised:
+        norms.run(NormsTrial(family="linear", small=True))
+    wrong = [row for row in raised.value.result["rows"] if row["outcome"] != Outcome.OK]
+    assert {row["way"] for row in wrong} == {"gram"} and {row["outcome"] for row in wrong} == {Outcome.MISMATCH}
+    assert all(4e-4 < row["error"] < 6e-4 for row in wrong)  # half of 1e-3: of the norm, not of its square
+    assert classify(raised.value)[0] == Outcome.MISMATCH
+
+
+def test_what_is_not_finite_is_a_mismatch(monkeypatch):
+    right = linear.gram_product
+    monkeypatch.setattr(linear, "gram_product", lambda *args: right(*args) * torch.nan)
+    with pytest.raises(Mismatch):
+        norms.run(NormsTrial(family="linear", small=True))
+
+
+def test_a_way_that_raises_is_an_error_and_the_others_go_on(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a kernel that does not launch")
+
+    monkeypatch.setattr(linear, "gram_product", broken)
+    with pytest.raises(PartlyFailed, match="a kernel that does not launch") as raised:
+        norms.run(NormsTrial(family="linear", small=True))
+    assert raised.value.outcome == Outcome.ERROR
+    outcomes = {(row["operation"], row["way"]): row["outcome"] for row in raised.value.result["rows"]}
+    assert outcomes["linear", "gram"] == Outcome.ERROR and outcomes["linear", "direct"] == Outcome.OK
+
+
+@pytest.mark.parametrize(
+    ("trial", "reason"),
+    [
+        (NormsTrial(family="linear", precision="tf32", small=True), "TF32 is a format of CUDA's tensor cores"),
+        (NormsTrial(family="kernels", small=True), "no Triton program runs on cpu here"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_unsupported_with_the_reason(trial, reason):
+    with pytest.raises(norms.NotHere, match=reason) as raised:
+        norms.run(trial)
+    assert classify(raised.value)[:2] == (Outcome.UNSUPPORTED, str(raised.value))
+
+
+def test_a_family_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match=r"expected a family, one of linear, .* got 'linea'"):
+        NormsTrial(family="linea")
+
+
+def test_parts_add_up_to_the_step_and_leave_the_engine_as_it_was():
+    before = engine_module.require_finite, engine_module.release_gradients
+    found = parts.run(PartsTrial(model="cnn", batch_size=2, steps=2))
+    assert (engine_module.require_finite, engine_module.release_gradients) == before
+    assert found["counted"] == "operations that torch dispatches" and found["tensors"] == 16
+    for name, entry in found["steps"].items():
+        assert tuple(entry["parts"]) == parts.PARTS[name]
+        for index, whole in enumerate(entry["step_seconds"]):
+            assert whole == pytest.approx(sum(part["seconds"][index] for part in entry["parts"].values()))
+        for part in parts.PARTS[name]:
+            assert entry["parts"][part]["launches"] > 0, (name, part)
+    own, plain = (found["steps"][name]["parts"] for name in ("private", "plain"))
+    assert own["optimizer"]["launches"] == plain["optimizer"]["launches"]
+    assert own["finite"]["waits"] <= 2  # on a CPU, where a number is read at no cost
+
+
+def test_a_part_inside_of_another_is_not_counted_twice():
+    told, found = parts.Parts(), []
+    told.left = found.append
+    with told.part("step"), told.part("noise"):
+        pass
+    assert found == ["rest", "step", "noise", "step"]
+
+
+def kernel(name: str, start: float, duration: float, external: int = 0) -> dict[str, object]:
+    event = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": 7, "ts": start, "dur": duration}
+    return event | {"args": {"External id": external, "stream": 7}}
+
+
+def host(category: str, name: str, start: float, duration: float = 1.0, external: int = 0) -> dict[str, object]:
+    event = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": 1, "ts": start, "dur": duration}
+    return event | {"args": {"External id": external}}
+
+
+def test_a_trace_of_a_gpu_tells_kernels_launches_and_waits():
+    trace = Trace(
+        [
+            host("cpu_op", "aten::mm", 0, 5, external=1),
+            host("cuda_runtime", "cudaLaunchKernel", 1),
+            host("cuda_driver", "cuLaunchKernelEx", 6),
+            host("cuda_runtime", "cudaGraphLaunch", 8),
+            host("cuda_runtime", "cudaMemcpyAsync", 10),
+            host("cuda_runtime", "cudaStreamSynchronize", 11),
+            host("cuda_runtime", "cudaDeviceSynchronize", 90),
+            host("cuda_runtime", "cudaEventRecord", 91),
+            kernel("gemm", 10, 40, external=1),
+            kernel("gemm", 60, 20, external=1),
+            kernel("_gram", 90, 10),
+        ],
+        b"",
+    )
+    assert trace.saw_the_device
+    assert [tuple(operation) for operation in trace.operations()] == [
+        ("gemm", 2, pytest.approx(60e-6), "aten::mm"),
+        ("_gram", 1, pytest.approx(10e-6), ""),
+    ]
+    assert trace.launches() == [1, 6, 8] and trace.waits() == [11, 90]
+    said = profile.summary(trace, 1, torch.device("cuda"))
+    assert (said["launches"], said["waits"], said["operations"]) == (3, 2, 3)
+    assert said["top"][0]["share"] == pytest.approx(6 / 7)
+
+
+def test_an_operation_on_a_cpu_has_its_own_time_without_those_inside():
+    events = [
+        host("cpu_op", "aten::linear", 0, 10),
+        host("cpu_op", "aten::addmm", 2, 6),
+        host("cpu_op", "aten::t", 9, 1),
+    ]
+    found = {operation.name: operation.seconds for operation in Trace(events, b"").operations()}
+    assert found == pytest.approx({"aten::linear": 3e-6, "aten::addmm": 6e-6, "aten::t": 1e-6})
+
+
+def test_launches_are_counted_by_the_part_that_made_them(monkeypatch):
+    marks = [("", 0.0), ("rest", 10.0), ("forward", 20.0), ("rest", 30.0), ("", 40.0), ("rest", 50.0)]
+    events = [host("user_annotation", "dpbench part: " + name, at) for name, at in marks]
+    events += [host("cuda_runtime", "cudaLaunchKernel", at) for at in (5, 15, 25, 35)]
+    events += [host("cuda_runtime", "cudaStreamSynchronize", 45)]
+    monkeypatch.setattr(parts, "traced", lambda *_: Trace(events, b""))
+    launches, waits = parts._launches(parts.Whole(lambda: None, parts.Parts()), CPU)
+    assert +launches == {"forward": 1, "rest": 2} and +waits == {"rest": 1}  # one launch lies between two steps
+
+
+def test_a_profile_keeps_traces_of_a_size_and_says_what_failed():
+    trial = ProfileTrial(model="cnn", batch_size=2, steps=1)
+    found = profile.run(trial)
+    assert set(found["files"]) == {"nonprivate.json.gz", "bk_mixed.json.gz"}
+    for entry in found["backends"].values():
+        assert entry["outcome"] == Outcome.OK and entry["launches"] is None
+        shares = [row["share"] for row in entry["top"]]
+        assert shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1 + 1e-9
+    assert profile.run(trial.replace(most_bytes=10))["files"] == {}
+
+
+def test_files_lie_beside_the_records(tmp_path):
+    store = Store(tmp_path, {"device": "cpu", "device_name": "CPU"}, host="here")
+    ended = {"experiment": "e", "round": 0, "fingerprint": "f", "trial": {"kind": "of ours"}, "outcome": "error"}
+    ended |= {"seconds": 1.0, "utc": "2026-01-01T00:00:00.000000Z"}
+    store.append(ended | {"id": "abc", "result": {"files": {"a b.json.gz": "aGFsbG8="}, "other": 1}})
+    store.append(ended | {"id": "abd", "result": None})
+    store.close()
+    first, second = read_records(tmp_path)
+    assert first["result"]["other"] == 1 and second["result"] is None
+    name = first["result"]["files"]["a b.json.gz"]
+    assert (tmp_path / name).read_bytes() == b"hallo" and name.startswith(store.path.stem)
+
+
+def test_tables_of_a_gpus_records_say_what_does_not_hold(tmp_path):
+    run = RunFile(tmp_path / "run.jsonl", CUDA, experiment="evidence")
+    good = {"operation": "linear", "sizes": "2×3, 4 to 5", "parameter": "weight", "route": "ghost", "way": "gram"}
+    good |= {"error": 1e-7, "limit": 2e-5, "outcome": "ok", "evidence": None}
+    wrong = good | {"way": "gram kernel", "error": "inf", "outcome": "mismatch"}
+    run.add(NormsTrial(family="linear", device="cuda"), {"rows": [good, wrong]}, "mismatch", evidence="1 of 2 differ")
+    run.add(NormsTrial(family="kernels", device="cuda"), None, "unsupported", evidence="no Triton")
+    left_out = LeftOut()
+    frame = tables.norms_table(read(tmp_path), left_out)
+    assert list(tables.norms_text(frame).Holds) == ["yes", "**mismatch: wrong gradient**"]
+    assert list(tables.norms_text(frame)["Largest error"]) == ["1.0e-07", "inf"]
+    assert tables.norms_finding(frame).startswith("1 of 2 hold their limit; the nearest to it, or furthest beyond: ")
+    assert "ghost gram kernel" in tables.norms_finding(frame)
+    assert left_out == {"kernels in float32: unsupported": 1}
+
+
+@pytest.fixture(scope="module")
+def smoke(tmp_path_factory) -> Path:
+    """`run evidence --smoke`, once."""
+    folder = tmp_path_factory.mktemp("evidence")
+    command = [
+        sys.executable,
+        "-m",
+        "dpbench",
+        "run",
+        "evidence",
+        "--device",
+        "cpu",
+        "--smoke",
+        "--output",
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stderr
+    return folder / "evidence-smoke"
+
+
+def test_the_smoke_run_has_a_typed_record_of_every_stage(smoke):
+    records = read_records(smoke)
+    kinds = {record["trial"]["kind"] for record in records}
+    assert kinds >= {kind.kind for kind in (*STAGES.values(), StepTrial) if kind not in (MaxBatch, StepTrial)}
+    assert {record["outcome"] for record in records} <= {"ok", "unsupported"}
+    for record in records:
+        assert record["outcome"] == "ok" or record["evidence"]
+        for name, entry in record["result"].get("backends", {}).items() if record["result"] else ():
+            assert entry["outcome"] in ("ok", "unsupported"), (name, entry)
+    budgets = {record["trial"]["memory_budget"] for record in records if record["trial"]["kind"] == "peak"}
+    assert len(budgets) == 2  # those of searches, and those beside each other without a budget
+
+
+def test_the_traces_of_the_smoke_run_can_be_opened(smoke):
+    (record,) = (record for record in read_records(smoke) if record["trial"]["kind"] == "profile")
+    for name in record["result"]["files"].values():
+        assert json.loads(gzip.decompress((smoke / name).read_bytes()))["traceEvents"]
+
+
+def test_the_page_has_a_table_for_each_stage(smoke, tmp_path):
+    paths = write_report(smoke, tmp_path, EVIDENCE.figures)
+    stems = {path.stem for path in paths if path.suffix == ".csv"}
+    for figure in EVIDENCE.figures:
+        assert any(stem.startswith(figure) for stem in stems), figure
+    page = paths[-1].read_text()
+    for words in ("aten::", "are the sums finite", "ghost gram", "copy on the device", "no Triton program runs on cpu"):
+        assert words in page, words

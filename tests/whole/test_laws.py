@@ -1,0 +1,231 @@
+"""Promises about the code as a whole."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from dpbench import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level names that a module imports anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def test_there_is_something_to_look_at():
+    assert len(MODULES) > 30 and all((ROOT / package / "__init__.py") in MODULES for package in PACKAGES)
+
+
+@pytest.mark.parametrize("package", ["accounting", "clipping"])
+def test_accounting_and_clipping_import_nothing_of_ours(package):
+    foreign = set(PACKAGES) - {package}
+    assert {str(path): imports(path) & foreign for path in MODULES if path.is_relative_to(ROOT / package)} == {
+        str(path): set() for path in MODULES if path.is_relative_to(ROOT / package)
+    }
+
+
+def test_accounting_imports_no_torch():
+    assert [str(p) for p in MODULES if p.is_relative_to(ROOT / "accounting") and "torch" in imports(p)] == []
+
+
+def test_clipping_imports_torch_alone():
+    """The peers, and no other module, import what they wrap; programs are written in Triton, in three modules."""
+    peers = {"opacus": {"opacus"}, "fastdp": {"fastDP"}, "private_cnn": {"private_CNN"}}
+    wrapped = peers | {"programs": {"triton"}, "noise_program": {"triton"}, "fused_programs": {"triton"}}
+    allowed = {"clipping", "torch", *sys.stdlib_module_names}
+    clipping = [path for path in MODULES if path.is_relative_to(ROOT / "clipping")]
+    foreign = {path.stem: imports(path) - allowed - wrapped.get(path.stem, set()) for path in clipping}
+    assert {name: found for name, found in foreign.items() if found} == {}
+
+
+#: From the ground up: a room imports from floors below its own, and from nowhere else.
+FLOORS = (
+    ("dpbench.errors", "clipping", "accounting"),
+    ("dpbench.trials", "dpbench.engine"),
+    ("dpbench.experiment", "dpbench.models", "dpbench.process"),
+    ("dpbench.records", "dpbench.conformance"),
+    ("dpbench.execution",),
+    ("dpbench.measure", "dpbench"),
+    ("dpbench.training", "dpbench.integrations"),
+    ("dpbench.report", "experiments"),
+    ("dpbench.cli",),
+    ("dpbench.__main__",),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in MODULES}
+
+
+def room_of(module: str) -> str:
+    return next(room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in FLOOR)
+
+
+def imported(name: str) -> dict[str, set[int]]:
+    """Module of ours -> the lines on which `name` imports it, or something out of it."""
+    found: dict[str, set[int]] = {}
+    for node in ast.walk(ast.parse(NAMES[name].read_text())):
+        named: list[str] = []
+        if isinstance(node, ast.Import):
+            named = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            named = [each if each in NAMES else str(node.module) for each in inside]
+        for each in named:
+            if each in NAMES and each != name:
+                found.setdefault(each, set()).add(node.lineno)
+    return found
+
+
+IMPORTED = {name: imported(name) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_room_imports_from_lower_floors_alone(name):
+    own = room_of(name)
+    others = {other for other in IMPORTED[name] if room_of(other) != own}
+    assert {other for other in others if FLOOR[room_of(other)] >= FLOOR[own]} == set()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    done: set[str] = set()
+
+    def visit(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join([*way, name])
+        if name not in done:
+            for other in IMPORTED[name]:
+                visit(other, (*way, name))
+            done.add(name)
+
+    for name in NAMES:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("dpbench.cli") and name != "dpbench"])
+def test_an_import_of_ours_inside_of_a_function_says_why(name):
+    """Commands import what is heavy when they run; elsewhere a comment beside the import has the reason."""
+    lines = NAMES[name].read_text().splitlines()
+    inside = {n for where in IMPORTED[name].values() for n in where if lines[n - 1].startswith("    ")}
+    typed = {n for n in inside if "TYPE_CHECKING" in "".join(lines[max(0, n - 12) : n - 1])}
+    assert [lines[n - 1] for n in sorted(inside - typed) if "#" not in lines[n - 1]] == []
+
+
+def test_nothing_imports_experiments():
+    assert [str(path) for path in MODULES if "experiments" in imports(path)] == []
+
+
+def test_experiments_are_declarations():
+    """They import dpbench's declarations, and nothing heavy."""
+    allowed = {"__future__", "collections", "dataclasses", "dpbench", "itertools", "math", "typing"}
+    assert {path.name: imports(path) - allowed for path in MODULES if path.parent.name == "experiments"} == {
+        path.name: set() for path in MODULES if path.parent.name == "experiments"
+    }
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_module_has_more_than_400_lines(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+EPSILON = ["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "1000", "--delta", "1e-5"]
+COMMANDS = [
+    ["list"],
+    ["list", "--format", "json"],
+    *(["plan", name, "--device", "cpu"] for name in ("stress_test", "memory_speed", "accountants")),
+    EPSILON,
+]
+
+
+def modules_after(arguments: list[str]) -> list[str]:
+    code = (
+        "import contextlib, io, json, sys\n"
+        "from dpbench.cli import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()): code = main({arguments!r})\n"
+        "print(json.dumps([code, sorted(sys.modules)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    code, modules = json.loads(done.stdout)
+    assert code == 0, done.stderr
+    return modules
+
+
+@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
+def test_the_parent_imports_nothing_heavy_for_what_answers_at_once(arguments):
+    heavy = {"torch", "pandas", "matplotlib", "sklearn", "timm", "transformers", "opacus", "ray", "submitit"}
+    assert heavy & set(modules_after(arguments)) == set()
+
+
+def test_the_parent_of_a_run_imports_no_torch_even_to_draw_its_figures(tmp_path):
+    modules = modules_after(["run", "accountants", "--smoke", "--output", str(tmp_path)])
+    assert "matplotlib" in modules and not {"torch", "ray", "submitit"} & set(modules)
+    assert list(tmp_path.rglob("*.svg"))
+
+
+@pytest.mark.parametrize("package", ["accounting", "clipping", "dpbench", "dpbench.models", "dpbench.experiment"])
+def test_importing_a_package_imports_no_torch(package):
+    code = f"import sys, {package}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_the_wheel_has_every_package():
+    patterns = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    for path in MODULES:
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        assert any(fnmatch.fnmatch(package, pattern) for pattern in patterns), package
+        assert (path.parent / "__init__.py").exists(), f"{path.parent} is no package, so no wheel has it"
+
+
+def test_the_wheel_has_the_data_that_is_read():
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    kinds = ("*.csv", "*.j2", "*.css", "*.js")
+    files = [path for package in PACKAGES for kind in kinds for path in (ROOT / package).rglob(kind)]
+    assert len(files) > 4
+    for path in files:
+        package = ".".join(path.parent.relative_to(ROOT).parts)
+        assert any(fnmatch.fnmatch(path.name, pattern) for pattern in data[package]), path
+
+
+def test_the_version_is_said_once():
+    assert PROJECT["project"]["version"] == __version__
+
+
+def documented(function: ast.FunctionDef) -> set[str]:
+    """The names that its ``Args:`` describe, several to a line among them; empty without such a section."""
+    text = ast.get_docstring(function) or ""
+    _, found, after = text.partition("\nArgs:\n")
+    section = re.split(r"\n(?=\S)", after)[0] if found else ""
+    lines = [line for line in section.splitlines() if re.match(r" {4}\S", line)]
+    return {name.strip(" *`") for line in lines for name in line.partition(":")[0].split(",")}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_args_that_are_described_are_all_described(path):
+    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    missing = {}
+    for function in functions:
+        given = function.args
+        names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self", "cls"}
+        known = documented(function)
+        if known and not function.name.startswith("_") and names - known:
+            missing[function.name] = sorted(names - known)
+    assert missing == {}

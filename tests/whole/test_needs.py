@@ -1,0 +1,188 @@
+"""What must be installed to run, and what is said of the two packages that may be missing.
+
+Each test has a virtual environment of its own that holds links to what is allowed, and nothing else: what is not in it
+is as absent as on a machine that never had it, in every process that a run starts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import subprocess
+import sysconfig
+import venv
+from collections.abc import Collection
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from processor import PATIENCE
+
+from dpbench.experiment import experiment_names
+from dpbench.records.store import read_records
+from dpbench.trials.outcome import FINAL
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = {
+    "torch",
+    "torchvision",
+    "pandas",
+    "matplotlib",
+    "jinja2",
+    "scipy",
+    "scikit-learn",
+    "tqdm",
+}
+OPTIONAL = {"opacus", "dp-accounting"}
+MODELS = {"timm", "transformers"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@functools.cache
+def installed() -> dict[str, importlib.metadata.Distribution]:
+    return {canonicalize_name(found.metadata["Name"]): found for found in importlib.metadata.distributions()}
+
+
+def with_what_they_need(names: Collection[str]) -> set[str]:
+    """These distributions and, as far as they are installed, all that they require in turn."""
+    todo = [(name, "") for name in names]
+    found: set[tuple[str, str]] = set()
+    while todo:
+        name, extra = todo.pop()
+        if (name, extra) in found or name not in installed():
+            continue
+        found.add((name, extra))
+        for text in installed()[name].requires or []:
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                todo += [(canonicalize_name(wanted.name), each) for each in ("", *wanted.extras)]
+    return {name for name, _ in found}
+
+
+def python_with(folder: Path, names: Collection[str]) -> Path:
+    """The interpreter of a new environment that has these distributions, and no other."""
+    venv.create(folder, symlinks=True)
+    paths = sysconfig.get_paths(vars={"base": str(folder), "platbase": str(folder)}, scheme="venv")
+    for name in names:
+        for file in installed()[name].files or []:
+            top = file.parts[0]
+            link = Path(paths["purelib"]) / top
+            if top not in ("..", "__pycache__") and not link.exists():
+                link.symlink_to(Path(installed()[name].locate_file(top)).absolute())
+    return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """A Python that has neither of the two."""
+    missing = sorted(NEEDED - set(installed()))
+    assert missing == [], f"not installed here: {missing}"
+    return python_with(tmp_path_factory.mktemp("bare"), with_what_they_need(NEEDED) - OPTIONAL - MODELS)
+
+
+def run(python: Path, output: Path, *arguments: str) -> list[dict]:
+    command = [str(python), "-m", "dpbench", "run", *arguments, "--smoke", "--device", "cpu", "--output", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert list(output.rglob("*.svg")) and list(output.rglob("report.html"))
+    return read_records(output / f"{arguments[0]}-smoke")
+
+
+def test_the_environment_has_nothing_else(bare):
+    code = (
+        "import importlib.metadata as m, importlib.util as u, json\n"
+        "there = [n for n in ('numpy', 'pytest', 'opacus', 'dp_accounting', 'ray') if u.find_spec(n)]\n"
+        "print(json.dumps([sorted(d.metadata['Name'] for d in m.distributions()), there]))"
+    )
+    done = subprocess.run([str(bare), "-c", code], capture_output=True, text=True, cwd=bare.parent)
+    names, there = json.loads(done.stdout)
+    assert there == ["numpy"], done.stderr
+    assert {canonicalize_name(name) for name in names} == with_what_they_need(NEEDED) - OPTIONAL - MODELS
+
+
+def test_the_stress_test_runs_with_what_is_needed_and_says_that_opacus_is_missing(bare, tmp_path):
+    found: dict[str, set[str]] = {}
+    for record in run(bare, tmp_path, "stress_test"):
+        entries = (record["result"] or {}).get("backends") or {record["trial"]["backend"]: record}
+        for backend, entry in entries.items():
+            found.setdefault(backend, set()).add(entry["outcome"])
+            if backend == "opacus_hooks":
+                assert "opacus is not importable" in entry["evidence"] and "pip install" in entry["evidence"]
+    assert found.pop("opacus_hooks") == {"unsupported"}
+    assert len(found) == 7 and all("ok" in outcomes <= {"ok", "over_budget"} for outcomes in found.values()), found
+
+
+def test_an_accountant_whose_package_is_missing_has_no_answer_and_the_others_have(bare, tmp_path):
+    records = run(bare, tmp_path, "accountants")
+    missing = [record for record in records if record["trial"]["accountant"] == "pld"]
+    assert missing and {record["outcome"] for record in missing} == {"unsupported"}
+    assert all("No module named 'dp_accounting'" in record["evidence"] for record in missing)
+    assert {record["outcome"] for record in records if record not in missing} == {"ok"}
+
+
+TRAINING = """
+import sys, torch
+import accounting, clipping
+from dpbench import PrivacyEngine
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine = PrivacyEngine(model, batch_size=4, sample_size=16, epochs=1, max_grad_norm=1.0, target_epsilon=3)
+engine.attach(optimizer)
+for x, y in engine.data_loader(torch.utils.data.TensorDataset(torch.randn(16, 3), torch.zeros(16).long())):
+    optimizer.step(loss=torch.nn.functional.cross_entropy(model(x), y, reduction="none"))
+print(round(engine.privacy_spent().epsilon, 1), accounting.load_accountant("moments").kind, len(clipping.BACKENDS))
+"""
+
+
+def test_training_needs_torch_numpy_and_scipy_alone(tmp_path):
+    python = python_with(tmp_path / "three", with_what_they_need({"torch", "numpy", "scipy"}))
+    done = subprocess.run([str(python), "-c", TRAINING], capture_output=True, text=True, cwd=ROOT, env=ENVIRONMENT)
+    assert done.stdout.split()[1:] == ["upper_bound", "14"] and float(done.stdout.split()[0]) <= 3.0, done.stderr
+
+
+@pytest.mark.parametrize("reference", ["timm:resnet18", "transformers:gpt2", "tiny:causal/gpt2"])
+def test_a_model_of_a_library_that_is_missing_is_one_line(bare, reference):
+    command = [str(bare), "-m", "dpbench", "explain", reference]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT)
+    assert done.returncode == 2 and "pip install 'dpbench[models]'" in done.stderr, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("evidence" not in experiment_names(), reason="there is no such experiment")
+def test_the_figures_for_a_gpu_need_the_models_beside_them_and_nothing_else(tmp_path):
+    """In miniature and on a CPU: every trial ends, and none by an exception."""
+    python = python_with(tmp_path / "models", with_what_they_need(NEEDED | MODELS) - OPTIONAL)
+    outcomes = {record["outcome"] for record in run(python, tmp_path, "evidence")}
+    assert "ok" in outcomes <= FINAL
+
+
+@pytest.mark.skipif("opacus" not in installed(), reason="opacus is not installed")
+def test_with_opacus_its_trials_run(tmp_path):
+    python = python_with(tmp_path / "whole", with_what_they_need(NEEDED | OPTIONAL | MODELS))
+    records = run(python, tmp_path / "out", "stress_test", "--only", "backend=opacus_hooks")
+    assert {record["outcome"] for record in records} <= {"ok", "over_budget"} and len(records) > 1
+
+
+def test_make_gpu_installs_nothing():
+    """One line, with the Python that is given; `install` and its virtual environment are not asked for."""
+    told = subprocess.run(
+        [
+            "make",
+            "--no-print-directory",
+            "--dry-run",
+            "gpu",
+            "PYTHON=/some/python",
+            "MINUTES=4.5",
+            "ARGS=--output there",
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    line = "/some/python -m dpbench run evidence --device cuda --minutes 4.5 --output there"
+    assert told.stdout.split("\n") == [line, ""], told.stderr
+    assert "--minutes 9" in subprocess.run(["make", "-n", "gpu"], capture_output=True, text=True, cwd=ROOT).stdout
