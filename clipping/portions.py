@@ -9,17 +9,17 @@ On a CPU, where memory counts and a call does not, portions are formed one after
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from clipping.blocks import blocks, sum_dtype
+from clipping.blocks import sum_dtype
 from clipping.formats import wide_dtype
 from clipping.kernels import fused
 
 Form = Callable[[slice, int], Tensor]
-"""(samples, count) -> [count, *shape]: the sums of `count` portions of equally many of these samples."""
+"""(samples, count) -> [count, *shape]: the sums of `count` portions of these samples, equally many in each."""
 
 
 def at_once(x: Tensor) -> bool:
@@ -36,35 +36,28 @@ def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tens
         most: samples of a portion, at most.
         together: samples whose portions may be formed at once.
     """
-    total: Tensor | None = None
-    divided = list(equal_portions(batch_size, most, together))
-    for samples, count in divided:
-        parts = form(samples, count)
-        if len(divided) == 1 and parts.dtype == torch.float32 and fused.runs(parts):
-            return fused.added(parts.contiguous())
-        found = parts.sum(0, dtype=sum_dtype(parts))
-        wide, total = wide_dtype(parts.dtype), found if total is None else total.add_(found)
-    assert total is not None
-    return total.to(wide)
+    first, *others = of_one_size(batch_size, most, together)
+    parts = form(*first)
+    if len(others) < 2 and parts.dtype == torch.float32 and fused.runs(parts):  # what is left over is another, perhaps
+        return fused.added(parts.contiguous(), *(form(*each).contiguous() for each in others))
+    total = parts.sum(0, dtype=sum_dtype(parts))
+    for each in others:
+        parts = form(*each)
+        total += parts[0] if len(parts) == 1 else parts.sum(0, dtype=total.dtype)
+    return total.to(wide_dtype(parts.dtype))
 
 
-def equal_portions(batch_size: int, most: int, together: int) -> Iterator[tuple[slice, int]]:
-    """Blocks of samples, each with a number of portions that divides it: what is left over is a block of its own."""
-    for block in blocks(batch_size, 1, max(1, together)):
-        yield from _divided(block.start, block.stop, most)
+def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, int]]:
+    """Blocks of samples, with a number of portions each: all of one size, but for what is left over, a portion itself.
 
-
-def _divided(start: int, stop: int, most: int) -> Iterator[tuple[slice, int]]:
-    """Portions as few as can be, or up to twice as many where these leave nothing over."""
-    samples = stop - start
-    least = -(-samples // most)
-    for count in range(least, min(2 * least, samples) + 1):
-        if samples % count == 0:
-            yield slice(start, stop), count
-            return
-    middle = start + samples // least * least
-    yield slice(start, middle), least
-    yield from _divided(middle, stop, most)
+    Their size is a power of two. So one record more makes what is left over larger by one, and leaves all others as
+    they were: of records that are alike all portions are rounded alike, and these errors do not move with the batch.
+    """
+    size = 1 << (max(1, min(most, together)).bit_length() - 1)
+    step, whole = max(1, together // size) * size, batch_size // size * size
+    found = [slice(start, min(start + step, whole)) for start in range(0, whole, step)]
+    divided = [(samples, (samples.stop - samples.start) // size) for samples in found]
+    return [*divided, (slice(whole, batch_size), 1)] if whole < batch_size else divided
 
 
 def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:

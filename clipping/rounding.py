@@ -32,6 +32,8 @@ records do not reach it), and b C for the b records of a portion, for portions o
                                           of so many independent ones, and exceeds this with probability below 1e-12
     η ≤ u B T (b + ρ) + u ρ (T + n)       in the worst case, that of the record's own norm included
 
+and the sum's last rounding, from float64, adds up to u B, where the B gradients are all alike.
+
 Where n̂ is no number something has overflowed, and the record's factor is 0: it adds nothing to the sum, or what is no
 number there either, which is refused. Entries too small to be squared (below `smallest`) are added to n̂ as if each
 were that large.
@@ -160,8 +162,9 @@ def excess(
 ) -> tuple[float, float]:
     """η: what one record may move the computed sum by beyond its threshold, as a share of it.
 
-    The last rounding of a sum of B gradients, from float64, is among it; and 64 u for a record's own norm (a sum of
-    thousands of squares at once), its root and factor.
+    The last rounding of a sum of B gradients, from float64, is among it: of B u where all are alike and both sums lie
+    just beside what is rounded the other way, which has nothing to do with how portions were rounded. So are 64 u for
+    a record's own norm (a sum of thousands of squares at once), its root and factor.
 
     Args:
         batch_size: B.
@@ -175,7 +178,8 @@ def excess(
         If each addition rounds at random, and in the worst case.
     """
     u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
-    at_random = u * (OWN + batch_size / 4 + math.sqrt(terms) * (together + most / 2) / 4)
+    others = math.sqrt(terms) * (together + most / 2) / 4
+    at_random = u * (OWN + max(batch_size / 4 + others, math.hypot(batch_size, others)))
     return at_random, u * (OWN + batch_size + terms * (together + most) + most * (positions + features))
 
 

@@ -105,10 +105,12 @@ def reach(
     return _whole(out)
 
 
-def added(parts: Tensor) -> Tensor:
-    """Σ over the first dimension, in float64: [count, *shape] float32, contiguous, to [*shape] float32."""
+def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
+    """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32."""
     out = parts.new_empty(parts.shape[1:])
-    _run("added", math.ceil(out.numel() / LINE), (parts, out), (out.numel(),), COUNT=len(parts), BLOCK=LINE)
+    given = (parts, parts if rest is None else rest, out)
+    counts = {"COUNT": len(parts), "RESTS": 0 if rest is None else len(rest)}
+    _run("added", math.ceil(out.numel() / LINE), given, (out.numel(),), **counts, BLOCK=LINE)
     return out
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from clipping.blocks import added, blocks
 from clipping.formats import norm_dtype, wide_dtype
 from clipping.kernels.gram import part
-from clipping.portions import added_at_once, at_once
+from clipping.portions import added_at_once, at_once, of_one_size
 from clipping.rounding import portion
 from clipping.rules.base import Rule, Spec
 
@@ -64,8 +64,9 @@ class Bilinear(Rule):
         """Samples that are copied at once; bytes of the sum that portions are added to, and of those themselves."""
         wide, most = self.parameter.numel() * torch.float64.itemsize, self._most(g)
         if at_once(self.parameter) and self.samples(g) > most:
-            samples = min(self.samples(g), self._together(g))
-            return samples, 2 * -(-samples // most) * self.instantiated_bytes(g) + wide
+            divided = of_one_size(self.samples(g), most, self._together(g))
+            samples, count = max((each.stop - each.start, count) for each, count in divided)
+            return samples, (count + 1) * self.instantiated_bytes(g) + wide
         portions = self._portions(g)
         return max(portion.stop - portion.start for portion in portions), wide if len(portions) > 1 else 0
 

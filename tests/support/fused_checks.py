@@ -122,6 +122,10 @@ def sums_in_float64(device: str) -> None:
             -20, 20, (count, *shape), device=device
         )
         torch.testing.assert_close(fused.added(parts), parts.double().sum(0).float(), rtol=2e-7, atol=1e-12)
+        expected = (parts.double().sum(0) + 2 * parts[:1].double().sum(0)).float()
+        torch.testing.assert_close(
+            fused.added(parts, parts[:1].repeat(2, *[1] * len(shape))), expected, rtol=2e-7, atol=1e-9
+        )
     parts = torch.tensor([[2.0**24], *[[1.0]] * 8], device=device)  # each would be lost in float32
     assert fused.added(parts).item() == 2.0**24 + 8
 
@@ -232,12 +236,12 @@ def compile_(name: str, capability: int) -> None:
     geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1}
     values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
     values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
-    values |= {"COUNT": 27, "BLOCK_T": 16 if single else fused.TILE, "BLOCK_N": fused.TILE}
+    values |= {"COUNT": 27, "RESTS": 1, "BLOCK_T": 16 if single else fused.TILE, "BLOCK_N": fused.TILE}
     values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
     signature: dict[str, str] = {}
     constants, attributes = {}, {}
     for position, argument in enumerate(function.arg_names):
-        if argument in ("x", "g", "parts", "mean", "rstd", "out"):
+        if argument in ("x", "g", "parts", "rest", "mean", "rstd", "out"):
             signature[argument] = "*fp32"
             attributes[(position,)] = [["tt.divisibility", 16]]
         elif argument.startswith("of_"):
