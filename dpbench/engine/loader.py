@@ -33,6 +33,9 @@ class PrivateLoader:
         pad: to exactly so many.
         shard: (rank, processes): every so-manieth record of each logical batch.
         options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
+
+    Attributes:
+        is_last: the physical batch that was yielded last ends its logical batch.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class PrivateLoader:
     ) -> None:
         collate = options.pop("collate_fn", None) or default_collate
         options.setdefault("generator", torch.Generator())  # or the loader would draw from the global one
+        self.is_last = False
         self._engine = engine
         self._padded = most if pad else None
         self._pieces = _Pieces(engine, sampler, most, shard)
@@ -69,8 +73,8 @@ class PrivateLoader:
         batches = iter(self._loader)
         drawn = self._pieces.drawn
         for batch in batches:
-            step, is_last, real = drawn.popleft()
-            self._engine._tickets.hand_out(Ticket(step, is_last, real, self._padded or real, batch))
+            step, self.is_last, real = drawn.popleft()
+            self._engine._tickets.hand_out(Ticket(step, self.is_last, real, self._padded or real, batch))
             yield batch
         self._engine._ended = self._pieces.end
         self._engine._unread.read(wait=True)

@@ -35,6 +35,9 @@ def disclaim(engine: State) -> None:
 class Patch:
     """`optimizer.step` and `optimizer.virtual_step` of an attached optimizer; a scheduler may wrap the former.
 
+    The optimizer may be one that accelerate has wrapped. One that is not is taken by accelerate's `prepare` as it is:
+    the `step` of its wrapper would take no losses.
+
     Raises:
         Misuse: the optimizer or the model has an engine, or their parameters differ.
     """
@@ -45,7 +48,8 @@ class Patch:
         self.stepping = False
         self._before = vars(optimizer).get("step")
         inner = optimizer.step
-        self._inner: Any = inner
+        self._beneath = _beneath(optimizer)  # accelerate's wrapper would leave steps out within accumulate()
+        self._inner: Any = inner if self._beneath is None else self._beneath.step
         patch = self
         _ENGINES.add(engine)
         if not _WATCH:
@@ -73,7 +77,8 @@ class Patch:
                 raise Misuse("expected an engine on this optimizer, got a virtual_step after detach()")
             patch.engine.virtual_step(loss)
 
-        if hasattr(inner, "_wrapped_by_lr_sched"):  # torch would wrap it once more, and warn of the order of calls
+        self._is_scheduled = hasattr(inner, "_wrapped_by_lr_sched")
+        if self._is_scheduled:  # torch would wrap it once more, and warn of the order of calls
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls step, above
@@ -82,12 +87,22 @@ class Patch:
         optimizer.step = self._step  # type: ignore[method-assign]
         optimizer.virtual_step = types.MethodType(virtual_step, optimizer)  # type: ignore[attr-defined]
         optimizer.privacy_engine = engine  # type: ignore[attr-defined]
+        # what accelerate asks of its own wrappers: it then takes the optimizer as it is
+        own = {"_is_accelerate_prepared": True, "optimizer": optimizer, "step_was_skipped": False}
+        self._told = [name for name in own if name not in vars(optimizer)]
+        vars(optimizer).update((name, own[name]) for name in self._told)
+
+    def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Is it the attached one, or the one in accelerate's wrapper?"""
+        return optimizer is self.optimizer or optimizer is self._beneath
 
     def inner_step(self) -> None:
         """The optimizer's own step, with the gradients that are there."""
         self.stepping = True
         try:
             self._inner()
+            if self._is_scheduled:
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch would warn of the order of calls
         finally:
             self.stepping = False
 
@@ -99,16 +114,27 @@ class Patch:
             del self.optimizer.step
             if self._before is not None:
                 self.optimizer.step = self._before  # type: ignore[method-assign]
-        for name in ("virtual_step", "privacy_engine", "_step_supports_amp_scaling"):
+        for name in ("virtual_step", "privacy_engine", "_step_supports_amp_scaling", *self._told):
             own.pop(name, None)
         if self._scaling is not None:
             own["_step_supports_amp_scaling"] = self._scaling
         unmark(self.optimizer)
 
 
+def _beneath(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """The optimizer that accelerate has wrapped in this one; None if it has not."""
+    own = vars(optimizer)
+    return own.get("optimizer") if "accelerator_state" in own else None
+
+
 def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "privacy_engine"):
         raise Misuse("expected an optimizer without an engine, got one that has one; detach() that first")
+    if _beneath(optimizer) is not None and vars(optimizer).get("scaler") is not None:
+        raise Misuse(
+            "expected an optimizer without a GradScaler, got one that accelerate has wrapped for fp16: the losses are "
+            "not scaled, or every gradient would be above the clipping norm; take mixed_precision='bf16'"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")
     mine = {id(p): name for name, p in engine.model.named_parameters() if p.requires_grad}
@@ -138,7 +164,7 @@ def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Before any optimizer's step: is it one that moves a private model without its engine?"""
     for engine in list(_ENGINES):
         patch = engine._patch
-        if patch is not None and patch.optimizer is optimizer and patch.stepping:
+        if patch is not None and patch.is_of(optimizer) and patch.stepping:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(id(p) in held for p in engine.model.parameters()):

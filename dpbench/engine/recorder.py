@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from clipping.apart import TOLERANCE, Occasions, changed, mixing, separating
 from clipping.batches import leading_dimension, map_tensors
@@ -25,6 +26,7 @@ from clipping.interface import Backend
 from clipping.recording import Recording
 from clipping.types import ClippedGradient, UnsupportedModel
 from dpbench.engine.containers import tensors_in
+from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses
 from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
@@ -58,6 +60,7 @@ class Recorder:
         self._others: Sequence[Tensor] = ()
         self._trace: Trace | None = None
         self._second: _Second | None = None
+        self._quiet: list[nn.Module] = []
         self.see: Callable[[Tensor], None] | None = None
         """Told the norms of the data's own samples."""
 
@@ -73,6 +76,8 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        while self._quiet:
+            quieten(self._quiet.pop(), False)
         self.drop()
 
     def drop(self) -> None:
@@ -176,6 +181,7 @@ class Recorder:
             self._skipped = True
             return None
         self._refuse_batch_norm()
+        self._quieten_caller()
         batch_size = leading_dimension(args, kwargs)
         if self._recording is None or self._recording.batch_size != batch_size:
             self._reads((args, kwargs), batch_size)
@@ -240,6 +246,13 @@ class Recorder:
             self._recording.__exit__(None, None, None)
         self._entered.clear()
         self.drop()
+
+    def _quieten_caller(self) -> None:
+        """The first call by a DistributedDataParallel that was put round the model after the engine was made."""
+        caller = DistributedDataParallel._get_active_ddp_module()
+        if caller is not None and caller.module is self._model and caller not in self._quiet:
+            self._quiet.append(caller)
+            quieten(caller, True)
 
     def _refuse_batch_norm(self) -> None:
         problem = batch_norm_problem(self._norms)

@@ -1,0 +1,323 @@
+"""Transformers' Trainer, private.
+
+    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+
+    args = TrainingArguments("out", per_device_train_batch_size=8, gradient_accumulation_steps=32, num_train_epochs=3)
+    trainer = PrivateTrainer(model, args, train_dataset=data, privacy=PrivacyArguments(target_epsilon=3))
+    trainer.train()
+    print(trainer.engine.privacy_spent())
+
+`TrainingArguments` say how long and how much: a logical batch is expected to have per_device_train_batch_size *
+gradient_accumulation_steps * processes records, and comes in pieces of per_device_train_batch_size at the most;
+`max_grad_norm` is C. `PrivacyArguments` say the rest. Everything else is as with `Trainer`, and each step of it is one
+of the engine: callbacks, evaluation, the best model, checkpoints and what goes on from them, LoRA by peft, bf16,
+activation checkpointing, and several processes by torchrun.
+
+Not private: the training loss that is logged, and evaluation on private records; see `PrivateTrainer`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from dpbench.engine import Misuse, PrivacyEngine
+from dpbench.engine.settings import steps_per_epoch
+from dpbench.integrations.transformers_losses import per_sample_losses
+from dpbench.integrations.transformers_refusals import refuse
+from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, is_empty, per_sample
+
+STATE = "privacy_engine_{}.pt"
+"""In a checkpoint: the engine's state of the process of this rank."""
+
+
+@dataclass
+class PrivacyArguments:
+    """The arguments of `PrivacyEngine` that `TrainingArguments` do not have; for `HfArgumentParser`, too.
+
+    `max_grad_norm` and `generator` are for Python alone: on a command line C is `--max_grad_norm` of TrainingArguments.
+    """
+
+    target_epsilon: float | None = field(default=None, metadata={"help": "Epsilon at the end of training."})
+    noise_multiplier: float | None = field(default=None, metadata={"help": "Sigma, instead of target_epsilon."})
+    target_delta: float | None = field(default=None, metadata={"help": "Delta; 1/(2n) if left out."})
+    backend: str = field(default="bk_mixed", metadata={"help": "How per-sample gradients are clipped."})
+    clip: str = field(default="flat", metadata={"help": "The clipping function: flat, automatic or per_layer."})
+    accountant: str | None = field(default=None, metadata={"help": "Who says what epsilon is, as prv, rdp or pld."})
+    noise: str = field(default="gaussian", metadata={"help": "gaussian, or discrete: exact on a grid."})
+    secure: bool = field(default=False, metadata={"help": "Insist on noise of a cipher, which is the default."})
+    sampling: str = field(default="poisson", metadata={"help": "How batches are drawn, as poisson or shuffled."})
+    max_batch_size: int | None = field(default=None, metadata={"help": "For truncated_poisson: the largest batch."})
+    numerical_stability_constant: float = field(default=0.0, metadata={"help": "Of the clipping function."})
+    pad: bool | None = field(default=None, metadata={"help": "Give all pieces one size; on a GPU if left out."})
+    max_grad_norm: InitVar[float | None] = None
+    generator: InitVar[torch.Generator | None] = None
+
+    def __post_init__(self, max_grad_norm: float | None, generator: torch.Generator | None) -> None:
+        vars(self).update(max_grad_norm=max_grad_norm, generator=generator)
+
+    def for_engine(self, max_grad_norm: float) -> dict[str, Any]:
+        """As arguments of `PrivacyEngine`, with this C where none is given here."""
+        found = {name: value for name, value in vars(self).items() if name != "pad"}
+        return {**found, "max_grad_norm": max_grad_norm if found["max_grad_norm"] is None else found["max_grad_norm"]}
+
+
+class PrivateTrainer(Trainer):
+    """`transformers.Trainer` whose steps are those of a `PrivacyEngine`.
+
+    Losses are per sample: of language models, classifiers and question answering by themselves
+    (`dpbench.integrations.transformers_losses`); of others by `compute_loss_func`, or by a `compute_loss` of one's own,
+    that returns [B] while the model trains.
+
+    Private are the parameters, and so each checkpoint's weights, at the ε of the engine. Not private: the training loss
+    (`loss`, `train_loss` in the logs), metrics of private records and what they decide (best model, early stopping),
+    and the files `privacy_engine_*.pt` of a checkpoint, which hold keys.
+
+    Args:
+        model, args, ...: as of `Trainer`; `model_init` is refused.
+        privacy: how private.
+
+    Attributes:
+        engine: the engine; None without a train_dataset, and before `train()` where FSDP shards the model.
+
+    Raises:
+        ValueError: what cannot be private, and settings that do not fit, by name.
+        UnsupportedModel: a model without per-sample gradients.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        *others: Any,
+        privacy: PrivacyArguments,
+        **options: Any,
+    ) -> None:
+        args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
+        refuse(self, {"args": args, "data_collator": data_collator, "train_dataset": train_dataset, **options})
+        super().__init__(model, args, data_collator, train_dataset, *others, **options)
+        self.privacy = privacy
+        self.engine: PrivacyEngine | None = None
+        self._restored: dict[str, Any] | None = None
+        self._held: HeldLosses | None = None
+        self._pieces: Pieces | None = None
+        if train_dataset is not None and not self.is_fsdp_enabled:
+            self.engine, self._mean = self._made()
+
+    @property
+    def logical_batch_size(self) -> int:
+        """b: the records that are expected in a step, of all processes together."""
+        return int(self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
+        """As `Trainer.train`. The engine goes on from a checkpoint with noise of a fresh key.
+
+        Raises:
+            ValueError: a checkpoint without the engine's state, or of an engine with other settings.
+        """
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)
+        if checkpoint:
+            self._restored = _state_in(Path(checkpoint), self.args.process_index)
+            if self.engine is not None:
+                self._restore(self.engine)
+        try:
+            return super().train(resume_from_checkpoint, *others, **options)
+        finally:
+            self._pieces = None
+
+    def get_train_dataloader(self) -> Any:
+        """As many turns as an epoch has, for Trainer's loop to count and to skip; the engine draws the records."""
+        if self.train_dataset is None:
+            raise ValueError("expected a train_dataset to train on, got none")
+        steps = steps_per_epoch(self.logical_batch_size, len(self.train_dataset), self.privacy.sampling)
+        turns = range(steps * self.args.gradient_accumulation_steps)
+        return DataLoader(turns, generator=torch.Generator())  # type: ignore[arg-type]
+
+    def num_examples(self, dataloader: Any) -> int:
+        """The records of the data set of a loader."""
+        if isinstance(getattr(dataloader, "dataset", None), range):
+            return len(self.train_dataset)
+        return int(super().num_examples(dataloader))
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, *device: Any
+    ) -> tuple[list[Turn], None]:
+        """The turns of the next logical batch."""
+        counted = sum(next(epoch_iterator, None) is not None for _ in range(num_batches))
+        return [Turn(place == num_batches - 1) for place in range(counted)], None
+
+    def training_step(self, model: Any, inputs: Turn, num_items_in_batch: Any = None) -> Tensor:
+        """One turn: pieces are clipped and added, and the last is held for `optimizer.step()`.
+
+        Returns:
+            The mean loss of the logical batch in its last turn, 0 before.
+        """
+        pieces, held = self._begun()
+        self.model.train()
+        getattr(self.optimizer, "train", lambda: None)()
+        for piece, is_last in pieces.take(inputs):
+            if is_empty(piece) and not self.is_fsdp_enabled:
+                held.hold(None)
+                continue
+            losses = self._losses(piece)
+            self._mean.add(losses)
+            if is_last:
+                held.hold(losses)
+            else:
+                held.add(losses)
+        found = self._mean.take() if inputs.is_last else 0.0
+        return torch.as_tensor(found, dtype=torch.float32, device=self.args.device)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **others: Any
+    ) -> Any:
+        """While the model trains: the losses, [B]. Otherwise as `Trainer.compute_loss`, the mean of a batch."""
+        training = model.training and torch.is_grad_enabled()
+        if self.compute_loss_func is not None:
+            rest = {name: x for name, x in inputs.items() if name != "labels"}
+            outputs = model(**rest)
+            losses = self.compute_loss_func(outputs, inputs.get("labels"), num_items_in_batch=None)
+            losses = losses if training else losses.mean()
+        elif training:
+            losses, outputs = per_sample_losses(model, inputs)
+        else:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
+        return (losses, outputs) if return_outputs else losses
+
+    def log(self, logs: dict[str, float], *others: Any) -> None:
+        """As `Trainer.log`, with `epsilon` beside the training loss."""
+        if self.engine is not None and logs.keys() & {"loss", "train_loss"}:
+            logs["epsilon"] = self.engine.privacy_spent().epsilon
+        super().log(logs, *others)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Of all pieces of a turn."""
+        pieces = inputs.pieces if isinstance(inputs, Turn) else [inputs]
+        return sum(int(super(PrivateTrainer, self).floating_point_ops(piece)) for piece in pieces)
+
+    def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
+        """Refused: each trial spends ε of its own on the same records, and nobody would add them up."""
+        raise Misuse(
+            "expected PrivateTrainer without hyperparameter_search: every trial spends ε on the same records; train a "
+            "PrivateTrainer for each and account for all of them together, or search on public data"
+        )
+
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """As `Trainer.create_model_card`, with a section of what was spent."""
+        super().create_model_card(*args, **options)
+        if self.engine is not None and self.is_world_process_zero():
+            with open(Path(self.args.output_dir) / "README.md", "a", encoding="utf-8") as card:
+                card.write(_section(self.engine))
+
+    def _begun(self) -> tuple[Pieces, HeldLosses]:
+        """The pieces to draw and the step to take. In the first turn the engine is attached: all else is prepared."""
+        if self._pieces is None or self._held is None:
+            if self.engine is None:  # FSDP has sharded the model by now
+                self.engine, self._mean = self._made()
+                self._restore(self.engine)
+            if self._held is None:
+                advice = "PrivateTrainer takes the steps; call trainer.train()"
+                self._held = HeldLosses(self.engine, self.optimizer, advice)
+            self._pieces = Pieces(self._loader(self.engine))
+        return self._pieces, self._held
+
+    def _made(self) -> tuple[PrivacyEngine, Mean]:
+        args = self.args
+        length: dict[str, Any] = {"steps": args.max_steps} if args.max_steps > 0 else {"epochs": args.num_train_epochs}
+        engine = PrivacyEngine(
+            self.model,
+            batch_size=self.logical_batch_size,
+            sample_size=len(self.train_dataset),
+            **self.privacy.for_engine(args.max_grad_norm),
+            **length,
+        )
+        return engine, Mean(engine)
+
+    def _loader(self, engine: PrivacyEngine) -> Any:
+        args = self.args
+        options = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        return engine.data_loader(
+            self.train_dataset,
+            max_physical_batch_size=args.train_batch_size,
+            pad=self.privacy.pad,
+            collate_fn=collate,
+            **options,
+        )
+
+    def _losses(self, piece: Any) -> Tensor:
+        inputs = self._prepare_inputs(piece)
+        with self.compute_loss_context_manager():
+            losses = self.compute_loss(self.model, inputs)
+        return per_sample(losses, piece, "compute_loss_func" if self.compute_loss_func is not None else "compute_loss")
+
+    def _restore(self, engine: PrivacyEngine) -> None:
+        state, self._restored = self._restored, None
+        if state is not None:
+            engine.load_state_dict(state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.engine is not None:
+            path = Path(output_dir) / STATE.format(self.args.process_index)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch(mode=0o600)
+            torch.save(self.engine.state_dict(), path)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        for piece in inputs.pieces if isinstance(inputs, Turn) else [inputs]:
+            super()._track_num_input_tokens(piece)
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Nothing: each sample's gradient is clipped, in `optimizer.step()`."""
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """None, and so not in the logs: before `optimizer.step()` there is no gradient."""
+
+
+def _state_in(checkpoint: Path, rank: int) -> dict[str, Any]:
+    """The engine's state of this process; of the first one where that is not there."""
+    for name in (STATE.format(rank), STATE.format(0)):
+        if os.path.isfile(checkpoint / name):
+            state: dict[str, Any] = torch.load(checkpoint / name, map_location="cpu", weights_only=True)
+            return state
+    raise ValueError(
+        f"expected {STATE.format(rank)} in the checkpoint, got {checkpoint} without it: its steps would not be "
+        "accounted; go on from one that PrivateTrainer has saved with save_only_model=False"
+    )
+
+
+def _section(engine: PrivacyEngine) -> str:
+    """Markdown for a model card."""
+    spent = engine.privacy_spent()
+    lines = [
+        "",
+        "## Privacy",
+        "",
+        f"Trained with differential privacy (DP-SGD, dpbench): {spent}.",
+        "",
+        f"- noise multiplier {spent.noise_multiplier:.4g}, sample rate {spent.sample_rate:.4g}, "
+        f"clipping norm {engine.clip.sensitivity:.4g}, {engine.settings.sample_size} records",
+        f"- noise: {spent.noise}",
+        *(f"- {caveat}" for caveat in spent.caveats),
+        "",
+    ]
+    return "\n".join(lines)

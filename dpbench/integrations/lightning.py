@@ -1,0 +1,303 @@
+"""Lightning's Trainer, private, by a strategy: `training_step` returns one loss a sample, and the rest stays as it is.
+
+    from dpbench.integrations.lightning import PrivateStrategy
+
+    class Digits(LightningModule):
+        def training_step(self, batch, batch_idx):
+            images, targets = batch
+            return F.cross_entropy(self.net(images), targets, reduction="none")  # [B]
+        ...
+
+    strategy = PrivateStrategy(privacy=dict(batch_size=256, max_grad_norm=1.0, target_epsilon=3))
+    Trainer(max_epochs=10, strategy=strategy).fit(Digits(), DataLoader(data, batch_size=64))
+    print(strategy.engine.privacy_spent())
+
+A strategy, since it is where Lightning computes losses, runs backward and steps: optimization stays automatic, and a
+step of Lightning's is a logical batch. So `global_step`, schedulers, `max_steps`, validation intervals and loggers
+count what is accounted. The data, its collate_fn and its workers are those of the train loader; what is in a batch the
+engine draws, of `privacy["batch_size"]` records (the loader's, times the processes, if left out), in pieces of the
+loader's batch_size, for each of which `training_step` is called. Checkpoints hold the engine's state, and so keys: they
+are as secret as the data, but for those with `save_weights_only=True`.
+
+Not private: what `training_step` logs, and metrics of private records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+from dpbench.engine import PrivacyEngine
+from dpbench.engine.distributed import place
+from dpbench.engine.settings import steps_per_epoch
+from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, is_empty, per_sample
+
+try:
+    from lightning.pytorch import Callback
+    from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ImportError as error:
+    raise ImportError("expected the package lightning, got none: pip install 'dpbench[integrations]'") from error
+
+STATE = "privacy_engine"
+"""In a checkpoint: the engine's state."""
+SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler, UnrepeatedDistributedSampler)
+"""What Lightning and DataLoader make by themselves."""
+
+
+class _Turns:
+    """A logical batch each, for Lightning to count: nothing is drawn until it is stepped."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def __iter__(self) -> Iterator[Turn]:
+        return (Turn(is_last=True) for _ in range(self._steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the engine knows which batch is next."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As above."""
+
+
+class _Epsilon(Callback):
+    """Logs `epsilon` as often as anything is logged."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step % trainer.log_every_n_steps == 0 or trainer.is_last_batch:
+            pl_module.log("epsilon", trainer.strategy.engine.privacy_spent().epsilon, on_step=True, on_epoch=False)
+
+
+class _Private:
+    """A strategy whose steps are those of a `PrivacyEngine`; in front of one of Lightning's.
+
+    Args:
+        privacy: arguments of `PrivacyEngine`, but for model, sample_size, epochs and steps, which Lightning knows.
+        model: the name of the submodule that `training_step` calls. None: the only one with trainable parameters, or
+            the LightningModule itself if there are several; then `training_step` is to call `self(...)`.
+        pad: as of `PrivacyEngine.data_loader`.
+        options: of Lightning's strategy.
+
+    Attributes:
+        engine: the engine, as soon as there are data; it stays after `fit`.
+
+    Raises:
+        ValueError: what cannot be private, by name, when training begins.
+    """
+
+    def __init__(
+        self, *args: Any, privacy: Mapping[str, Any], model: str | None = None, pad: bool | None = None, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.engine: PrivacyEngine | None = None
+        self._privacy, self._submodule, self._pad = dict(privacy), model, pad
+        self._held: HeldLosses | None = None
+        self._pieces: Pieces | None = None
+        self._restored: Mapping[str, Any] | None = None
+
+    def setup(self, trainer: Any) -> None:
+        """As Lightning's, after what cannot be private was refused."""
+        self._trainer = trainer
+        if trainer.state.fn == TrainerFn.FITTING:
+            _refuse(trainer)
+            if not any(isinstance(callback, _Epsilon) for callback in trainer.callbacks):
+                trainer.callbacks.append(_Epsilon())
+        super().setup(trainer)  # type: ignore[misc]
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Of training: as many turns as an epoch has, and the engine's loader behind them; others as they are."""
+        if not self._trainer.training:
+            return dataloader
+        _refuse_loader(dataloader)
+        if self.engine is None:
+            self.engine = self._made(dataloader)
+        if self._restored is not None:
+            self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
+            self._restored = None
+        if self._held is None:
+            optimizer = self.optimizers[0]  # type: ignore[attr-defined]
+            self._held = HeldLosses(self.engine, optimizer, "training_step returns them, one a sample")
+            self._mean = Mean(self.engine)
+        loader = self.engine.data_loader(
+            dataloader.dataset,
+            max_physical_batch_size=dataloader.batch_size,
+            pad=self._pad,
+            collate_fn=dataloader.collate_fn,
+            num_workers=dataloader.num_workers,
+            pin_memory=dataloader.pin_memory,
+            persistent_workers=dataloader.persistent_workers,
+            prefetch_factor=dataloader.prefetch_factor,
+            worker_init_fn=dataloader.worker_init_fn,
+            timeout=dataloader.timeout,
+            multiprocessing_context=dataloader.multiprocessing_context,
+        )
+        self._pieces = Pieces(loader)
+        return _Turns(self.engine.settings.steps_per_epoch)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """As Lightning's; a turn's pieces are moved when they are drawn."""
+        if isinstance(batch, Turn):
+            return batch
+        return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+
+    def training_step(self, turn: Turn, *others: Any) -> Any:
+        """`training_step` of the module for each piece of a logical batch.
+
+        Returns:
+            What it returned for the last piece, with the mean loss of all in place of the losses.
+        """
+        assert self._pieces is not None and self._held is not None
+        output: Any = None
+        for drawn, is_last in self._pieces.take(turn):
+            piece = self.batch_to_device(drawn)
+            if is_empty(piece):
+                self._held.hold(None)
+                continue
+            output = super().training_step(piece, *others)  # type: ignore[misc]
+            losses = per_sample(output["loss"] if isinstance(output, Mapping) else output, piece, "training_step")
+            self._mean.add(losses)
+            if is_last:
+                self._held.hold(losses)
+            else:
+                self._held.add(losses)
+        mean = torch.as_tensor(self._mean.take(), device=self.root_device)  # type: ignore[attr-defined]
+        return {**output, "loss": mean} if isinstance(output, Mapping) else mean
+
+    def backward(self, closure_loss: Any, *args: Any, **options: Any) -> Any:
+        """Nothing: `optimizer.step()` finds the gradients, clipped."""
+        return closure_loss
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
+        """As Lightning's, with the engine's state beside the optimizer's."""
+        if self.engine is not None and "optimizer_states" in checkpoint:
+            checkpoint[STATE] = self.engine.state_dict()
+        super().save_checkpoint(checkpoint, *args, **options)  # type: ignore[misc]
+
+    def load_checkpoint(self, *args: Any, **options: Any) -> Any:
+        """As Lightning's; to train on, the engine goes on from its state with noise of a fresh key.
+
+        Raises:
+            ValueError: a checkpoint to train on that has none.
+        """
+        checkpoint = super().load_checkpoint(*args, **options)  # type: ignore[misc]
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:  # type: ignore[attr-defined]
+            if STATE not in checkpoint:
+                raise ValueError(
+                    f"expected {STATE!r} in the checkpoint to train on, got one without: its steps would not be "
+                    "accounted; take one that a private strategy has saved, with save_weights_only=False"
+                )
+            self._restored = checkpoint[STATE]
+        return checkpoint
+
+    def teardown(self) -> None:
+        """As Lightning's; module and optimizer are ordinary ones again, and the engine keeps what was spent."""
+        self._held = self._pieces = None
+        if self.engine is not None:
+            self.engine.detach()
+        super().teardown()  # type: ignore[misc]
+
+    def _made(self, dataloader: Any) -> PrivacyEngine:
+        sample_size = len(dataloader.dataset)
+        privacy = {"batch_size": dataloader.batch_size * place()[1], **self._privacy}
+        steps = steps_per_epoch(privacy["batch_size"], sample_size, privacy.get("sampling", "poisson"))
+        trainer = self._trainer
+        ends = [trainer.max_steps] if trainer.max_steps > 0 else []
+        if trainer.max_epochs is not None and trainer.max_epochs > 0:
+            ends.append(trainer.max_epochs * steps)
+        module = _called(self.lightning_module, self._submodule)  # type: ignore[attr-defined]
+        return PrivacyEngine(module, sample_size=sample_size, steps=min(ends, default=None), **privacy)
+
+
+class PrivateStrategy(_Private, SingleDeviceStrategy):
+    """On one device: `device="cpu"` by default, or `device="cuda:0"`."""
+
+
+class PrivateDDPStrategy(_Private, DDPStrategy):
+    """In several processes, whose sums the engine adds up: nothing is averaged before it is clipped.
+
+    A state in a checkpoint is the first process's; the others go on from it, too.
+    """
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def _register_ddp_hooks(self) -> None:
+        """None: there is no DistributedDataParallel."""
+
+
+def _called(module: nn.Module, name: str | None) -> nn.Module:
+    """What the engine records: see `_Private`."""
+    if name is not None:
+        return module.get_submodule(name)
+    mine = {id(p) for p in module.parameters() if p.requires_grad}
+    for child in module.children():
+        if mine and mine <= {id(p) for p in child.parameters()}:
+            return child
+    return module
+
+
+def _refuse(trainer: Any) -> None:
+    """Raise a ValueError for what of Lightning cannot be private."""
+    precision = str(trainer.precision)
+    found = [
+        (
+            not trainer.lightning_module.automatic_optimization,
+            "automatic_optimization=True",
+            "False",
+            "training_step returns the losses, and the strategy steps; for a loop of your own take PrivacyEngine",
+        ),
+        (
+            trainer.accumulate_grad_batches != 1,
+            "accumulate_grad_batches=1",
+            trainer.accumulate_grad_batches,
+            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
+        ),
+        (
+            trainer.gradient_clip_val is not None,
+            "gradient_clip_val=None",
+            trainer.gradient_clip_val,
+            "privacy['max_grad_norm'] clips each sample's gradient",
+        ),
+        (
+            precision.startswith("16"),
+            "precision='bf16-mixed'",
+            precision,
+            "losses cannot be scaled and then clipped",
+        ),
+        (
+            bool(trainer.overfit_batches),
+            "overfit_batches=0",
+            trainer.overfit_batches,
+            "batches are drawn from all records",
+        ),
+    ]
+    for wrong, wanted, came, why in found:
+        if wrong:
+            raise ValueError(f"expected {wanted} with a private strategy, got {came}: {why}")
+
+
+def _refuse_loader(dataloader: Any) -> None:
+    """Raise a ValueError for a train loader whose records the engine cannot draw in place of it."""
+    if not isinstance(dataloader, DataLoader) or not hasattr(dataloader.dataset, "__len__"):
+        came = type(dataloader.dataset if isinstance(dataloader, DataLoader) else dataloader).__name__
+        raise ValueError(
+            f"expected a train DataLoader of a dataset with a length, got {came}: batches are drawn from numbered "
+            "records"
+        )
+    sampler: Any = dataloader.sampler if type(dataloader.batch_sampler) is BatchSampler else dataloader.batch_sampler
+    if dataloader.drop_last or not isinstance(sampler, SAMPLERS):
+        came = "drop_last=True" if dataloader.drop_last else type(sampler).__name__
+        raise ValueError(
+            f"expected a train loader without a sampler of its own and without drop_last, got {came}: batches are "
+            "drawn as privacy['sampling'] says; leave it out"
+        )

@@ -1,0 +1,116 @@
+"""Per-sample losses of transformers' models, from their logits: where transformers takes a mean, one number a sample.
+
+The loss of a sequence is the mean over its own tokens that count (label not -100, and not padding: how much of that a
+collator adds depends on the other samples of the batch). transformers divides by the batch's tokens instead, which
+would make each loss depend on the others; in a batch of equal lengths the mean of these is that loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from dpbench.engine import Misuse
+
+IGNORED = -100
+"""The label of what does not count, as everywhere in transformers."""
+TOKENS = ("ForMaskedLM", "ForTokenClassification")
+WHOLE = (
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
+KINDS = ("ForCausalLM", "ForConditionalGeneration", "ForQuestionAnswering", *TOKENS, *WHOLE)
+OWN = "override compute_loss, or give compute_loss_func, and return one loss a sample, [B]"
+
+
+def per_sample_losses(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
+    """([B], the model's outputs).
+
+    Args:
+        model: of transformers, or of peft around one; not its wrapper for several processes.
+        inputs: of its forward, each [B, ...], with labels.
+
+    Raises:
+        Misuse: a model of a kind whose loss is not known here, or inputs without labels.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = _kind(base)
+    if kind not in KINDS:
+        raise Misuse(
+            f"expected a model with a head of {', '.join(KINDS)}, got {type(base).__name__}, whose loss a sample is "
+            f"not known: {OWN}"
+        )
+    names = ("start_positions", "end_positions") if kind == "ForQuestionAnswering" else ("labels",)
+    missing = [name for name in names if inputs.get(name) is None]
+    if missing:
+        raise Misuse(
+            f"expected {', '.join(names)} in the inputs of {type(base).__name__}, got {', '.join(inputs)}: {OWN}"
+        )
+    labels = [inputs[name] for name in names]
+    rest = {name: x for name, x in inputs.items() if name not in names}
+    if base.config.is_encoder_decoder and rest.get("decoder_input_ids") is None and kind == "ForConditionalGeneration":
+        rest["decoder_input_ids"] = base.prepare_decoder_input_ids_from_labels(labels[0])
+    outputs = model(**rest)
+    if kind == "ForQuestionAnswering":
+        ends = (_of(outputs, "start_logits", 0), _of(outputs, "end_logits", 1))
+        return sum(_position(x, at) for x, at in zip(ends, labels, strict=True)) / 2, outputs  # type: ignore[return-value]
+    logits = _wide(_of(outputs, "logits", 0))
+    if kind in WHOLE:
+        return _classes(logits, labels[0], base.config), outputs
+    mask = inputs.get("decoder_attention_mask" if base.config.is_encoder_decoder else "attention_mask")
+    wanted = labels[0] if mask is None or mask.shape != labels[0].shape else labels[0].where(mask != 0, IGNORED)
+    if kind in TOKENS or base.config.is_encoder_decoder:
+        return _tokens(logits, wanted), outputs
+    return _tokens(logits[:, :-1], wanted[:, 1:]), outputs
+
+
+def _kind(base: Any) -> str | None:
+    """The name of its loss; by the class where transformers has none: older language models have names of their own."""
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    if any(cls.__name__ in names for cls in type(base).__mro__):
+        return "ForCausalLM"
+    kind: str | None = getattr(base, "loss_type", None)
+    return kind
+
+
+def _of(outputs: Any, name: str, place: int) -> Any:
+    return outputs[name] if isinstance(outputs, Mapping) else outputs[place]
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _tokens(logits: Tensor, labels: Tensor) -> Tensor:
+    """[B], of logits [B, T, classes] and labels [B, T]."""
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    counts = (labels != IGNORED).sum(1).clamp(min=1)
+    return each.view(labels.shape).sum(1) / counts
+
+
+def _classes(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
+    """[B], of logits [B, classes]: a class each, several, or numbers, told apart as transformers does."""
+    kind = config.problem_type
+    if kind is None:
+        several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+        kind = "regression" if config.num_labels == 1 else several
+    if kind == "single_label_classification":
+        return F.cross_entropy(logits, labels.view(-1), reduction="none", ignore_index=IGNORED)
+    flat = logits.flatten(1)
+    wanted = labels.to(flat.dtype).view(flat.shape)
+    if kind == "regression":
+        return F.mse_loss(flat, wanted, reduction="none").mean(1)
+    return F.binary_cross_entropy_with_logits(flat, wanted, reduction="none").mean(1)
+
+
+def _position(logits: Tensor, at: Tensor) -> Tensor:
+    """[B], of logits [B, T]; positions beyond the sequence do not count."""
+    length = logits.shape[1]
+    return F.cross_entropy(_wide(logits), at.view(-1).clamp(0, length), reduction="none", ignore_index=length)

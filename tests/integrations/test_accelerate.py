@@ -1,0 +1,133 @@
+"""Accelerate: `prepare` before the engine or after it, and within accumulate(), gives the engine's own training."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+from accelerate import Accelerator
+from torchrun import torchrun
+
+from dpbench import Misuse, PrivacyEngine
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    warnings.filterwarnings("ignore", message=".*can be repeated.*")
+
+
+def parts(order, noise=1.0):
+    """(accelerator, model, optimizer, scheduler, engine) after `prepare` in this order."""
+    accelerator = None if order == "none" else Accelerator(cpu=True, step_scheduler_with_optimizer=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    settings = {
+        "batch_size": 12,
+        "sample_size": 60,
+        "epochs": 2,
+        "max_grad_norm": 0.3,
+        "noise_multiplier": noise,
+        "generator": torch.Generator().manual_seed(3),
+    }
+    engine = None
+    if order in ("first", "made first"):
+        engine = PrivacyEngine(model, **settings)
+    if order == "first":
+        engine.attach(optimizer)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+    if accelerator is not None:
+        scheduler = accelerator.prepare(scheduler)
+    if engine is None:
+        engine = PrivacyEngine(model, **settings)
+    if order != "first":
+        engine.attach(optimizer)
+    return accelerator, model, optimizer, scheduler, engine
+
+
+def data():
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 6, generator=numbers, dtype=torch.float64)
+    return torch.utils.data.TensorDataset(x, torch.randint(0, 3, (60,), generator=numbers))
+
+
+def train(order, accumulate=False, **options):
+    accelerator, model, optimizer, scheduler, engine = parts(order, **options)
+    loader = engine.data_loader(data(), max_physical_batch_size=4)
+    if accelerator is not None:
+        loader = accelerator.prepare(loader)
+    for _ in range(2):
+        for x, y in loader:
+            losses = F.cross_entropy(model(x), y, reduction="none")
+            if accumulate:
+                accelerator.gradient_state._set_sync_gradients(False)
+            optimizer.step(loss=losses)
+            if accumulate:
+                accelerator.gradient_state._set_sync_gradients(True)
+            if engine.stepped:
+                scheduler.step()
+            optimizer.zero_grad()
+    spent = engine.privacy_spent()
+    engine.detach()
+    return [p.detach().clone() for p in engine.model.parameters()], spent
+
+
+@pytest.mark.parametrize("order", ["first", "last", "made first"])
+@pytest.mark.parametrize("accumulate", [False, True], ids=["", "in accumulate()"])
+def test_either_order_is_the_engine_alone(order, accumulate):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*before.*")
+        wanted, spent = train("none")
+        found, others = train(order, accumulate)
+    assert spent == others and spent.steps == 10
+    for p, q in zip(wanted, found, strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_a_step_without_losses_says_what_to_do(order):
+    _, model, optimizer, _, engine = parts(order)
+    model(data().tensors[0][:4])
+    with pytest.raises(Misuse, match=r"expected optimizer\.step\(loss=losses\) with per-sample losses, got no loss"):
+        optimizer.step()
+    engine.detach()
+    model(data().tensors[0][:4]).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()  # an ordinary one again
+    assert all(not torch.equal(p, q) for p, q in zip(before, model.parameters(), strict=True))
+
+
+def test_a_step_round_the_engine_is_refused():
+    _, model, optimizer, _, engine = parts("last")
+    model(data().tensors[0][:4])
+    with pytest.raises(Misuse, match="goes round the privacy engine"):
+        optimizer.optimizer.step()
+    engine.detach()
+
+
+def test_a_scaled_optimizer_is_refused():
+    _, model, optimizer, _, engine = parts("last")
+    engine.detach()
+    optimizer.scaler = object()
+    with pytest.raises(Misuse, match="take mixed_precision='bf16'"):
+        PrivacyEngine(model, batch_size=12, sample_size=60, epochs=2, max_grad_norm=0.3, noise_multiplier=1.0).attach(
+            optimizer
+        )
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_two_processes_in_either_order_are_one(tmp_path):
+    wanted, spent = train("none", noise=0.0)
+    for found in torchrun(tmp_path, "accelerate_process.py"):
+        for order in ("first", "last", "made first"):
+            parameters, steps = found[order]
+            assert steps == spent.steps
+            for p, q in zip(wanted, parameters, strict=True):
+                torch.testing.assert_close(p, q, rtol=0, atol=1e-12)

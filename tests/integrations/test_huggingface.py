@@ -1,0 +1,429 @@
+"""Transformers' Trainer, private: each of its steps is the engine's, and the weights are those of DP-SGD by hand."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("accelerate", reason="accelerate, which transformers' Trainer needs, is not installed")
+from tiny import RECORDS, Records, by_hand, model_of
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+from dpbench import Misuse, PrivacyEngine
+from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+from dpbench.integrations.transformers_losses import per_sample_losses
+
+LR, CLIP = 0.5, 0.3
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("WANDB_DISABLED", "true")
+    warnings.filterwarnings("ignore", message=".*can be repeated.*")
+
+
+def arguments(folder, **options):
+    known = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 2,
+        "max_grad_norm": CLIP,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "logging_steps": 2,
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(**{**known, **options})
+
+
+def trainer_of(folder, kind="gpt2", *, cls=PrivateTrainer, model=None, privacy=None, data=None, more=None, **options):
+    """With noise 0 and a seeded sampler unless `privacy` says otherwise."""
+    known = {"noise_multiplier": 0.0, "generator": torch.Generator().manual_seed(3)}
+    return cls(
+        model=model_of(kind) if model is None else model,
+        args=arguments(folder, **options),
+        train_dataset=Records(kind) if data is None else data,
+        privacy=PrivacyArguments(**(known if privacy is None else privacy)),
+        **(more or {}),
+    )
+
+
+def assert_same(model, wanted, atol=1e-12):
+    found = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    assert found.keys() == wanted.keys()
+    for name, p in wanted.items():
+        torch.testing.assert_close(found[name], p, rtol=0, atol=atol)
+
+
+def trained(folder, kind="gpt2", **options):
+    trainer = trainer_of(folder, kind, **options)
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+# ------------------------------------------------------------------------------------------------ what is computed
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+@pytest.mark.parametrize("pieces", [(8, 1), (2, 4), (4, 2), (1, 8)], ids=str)
+def test_weights_are_those_of_a_loop_by_hand(kind, pieces, tmp_path):
+    trainer = trainer_of(tmp_path, kind, per_device_train_batch_size=pieces[0], gradient_accumulation_steps=pieces[1])
+    key = trainer.engine._sampler.key
+    trainer.train()
+    assert trainer.state.global_step == trainer.engine.steps == 12
+    wanted = by_hand(kind, trainer.engine.settings, key, steps=12, clip=CLIP, lr=LR)
+    start = dict(model_of(kind).named_parameters())
+    assert max(float((p - start[name].detach()).abs().max()) for name, p in wanted.items()) > 1e-2
+    assert_same(trainer.model, wanted)
+
+
+def test_a_batch_of_no_records_is_a_step(tmp_path):
+    trainer = trainer_of(tmp_path, per_device_train_batch_size=1, max_steps=40, num_train_epochs=1)
+    sizes = [len(trainer.engine._sampler.batch(step)) for step in range(40)]
+    assert 0 in sizes and max(sizes) > 1
+    key = trainer.engine._sampler.key
+    trainer.train()
+    assert trainer.engine.steps == trainer.state.global_step == 40
+    assert_same(trainer.model, by_hand("gpt2", trainer.engine.settings, key, steps=40, clip=CLIP, lr=LR))
+
+
+@pytest.mark.parametrize("options", [{"dataloader_num_workers": 2}, {"privacy_pad": True}], ids=["workers", "padded"])
+def test_reading_ahead_and_padding_change_no_release(options, tmp_path):
+    pad = options.pop("privacy_pad", None)
+    privacy = {"noise_multiplier": 1.0, "pad": pad}
+    found = [
+        trained(
+            tmp_path,
+            privacy={**privacy, "generator": torch.Generator().manual_seed(3), "pad": pad if each else None},
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            **(options if each else {}),
+        )
+        for each in (False, True)
+    ]
+    for name, p in found[0].items():
+        torch.testing.assert_close(found[1][name], p, rtol=0, atol=1e-12)
+
+
+def test_epsilon_is_that_of_the_engine_alone(tmp_path):
+    trainer = trainer_of(tmp_path, privacy={"target_epsilon": 3.0}, gradient_accumulation_steps=2)
+    engine = PrivacyEngine(
+        model_of("gpt2"), batch_size=16, sample_size=RECORDS, epochs=2, max_grad_norm=CLIP, target_epsilon=3.0
+    )
+    assert trainer.engine.noise_multiplier == engine.noise_multiplier and trainer.engine.clip.sensitivity == CLIP
+    model, optimizer = engine.model, torch.optim.SGD(engine.model.parameters(), lr=LR)
+    engine.attach(optimizer)
+    while engine.steps < 6:
+        for batch in engine.data_loader(Records("gpt2")):
+            optimizer.step(loss=per_sample_losses(model, batch)[0])
+    trainer.train()
+    assert trainer.engine.privacy_spent() == engine.privacy_spent()
+    assert 2.9 < trainer.engine.privacy_spent().epsilon <= 3.0
+    engine.detach()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bert"])
+def test_losses_are_those_of_transformers_for_each_record_alone(kind):
+    model = model_of(kind, torch.float32)
+    batch = torch.utils.data.default_collate([Records(kind)[i] for i in range(8)])
+    losses, _ = per_sample_losses(model, batch)
+    alone = [model(**{name: x[i : i + 1] for name, x in batch.items()}).loss for i in range(8)]
+    torch.testing.assert_close(losses, torch.stack(alone))
+
+
+def test_padding_counts_in_no_loss_whatever_its_label():
+    model = model_of("gpt2")
+    record = {name: x[None] for name, x in Records("gpt2")[0].items()}
+    longer = {name: F.pad(x[:, :4], (0, 2), value=0) for name, x in record.items()}  # labels of padding: 0, not -100
+    shorter = {name: x[:, :4] for name, x in record.items()}
+    torch.testing.assert_close(per_sample_losses(model, longer)[0], per_sample_losses(model, shorter)[0])
+
+
+def test_activation_checkpointing_changes_nothing(tmp_path):
+    plain = trained(tmp_path)
+    for name, p in trained(tmp_path, gradient_checkpointing=True).items():
+        torch.testing.assert_close(p, plain[name], rtol=0, atol=1e-12)
+
+
+def test_bf16_is_near(tmp_path):
+    plain = trained(tmp_path, model=model_of("gpt2", torch.float32))
+    rounded = trained(tmp_path, model=model_of("gpt2", torch.float32), bf16=True)
+    start = dict(model_of("gpt2", torch.float32).named_parameters())
+    moved = sum(float((p - start[name]).norm()) ** 2 for name, p in plain.items())
+    off = sum(float((p - plain[name]).norm()) ** 2 for name, p in rounded.items())
+    assert 0 < off < 0.05**2 * moved
+
+
+def test_lora_moves_the_adapters_alone(tmp_path):
+    peft = pytest.importorskip("peft")
+
+    def adapted():
+        config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.0)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model_of("gpt2"), config, autocast_adapter_dtype=False)
+        return model.to(torch.float64)
+
+    trainer = trainer_of(tmp_path, model=adapted(), per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    key, before = (
+        trainer.engine._sampler.key,
+        {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+    )
+    trainer.train()
+    wanted = by_hand("gpt2", trainer.engine.settings, key, steps=12, clip=CLIP, lr=LR, model=adapted())
+    assert wanted and all("lora" in name for name in wanted)
+    assert_same(trainer.model, wanted)
+    for name, p in trainer.model.named_parameters():
+        assert torch.equal(p, before[name]) != ("lora" in name), name
+
+
+# --------------------------------------------------------------------------------------------- losses of one's own
+class Own(PrivateTrainer):
+    """Halves each loss."""
+
+    reduction = "none"
+
+    def compute_loss(self, model, inputs, return_outputs=False, **options):
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, **options)
+        losses = found[0] if return_outputs else found
+        losses = 0.5 * (losses if self.reduction == "none" else losses.mean())
+        return (losses, found[1]) if return_outputs else losses
+
+
+class Batch(Own):
+    reduction = "mean"
+
+
+def test_a_compute_loss_of_ones_own(tmp_path):
+    found = trained(tmp_path, cls=Own)
+    halved = trained(tmp_path, max_grad_norm=2 * CLIP, learning_rate=LR / 2)
+    for name, p in halved.items():
+        torch.testing.assert_close(found[name], p, rtol=0, atol=1e-12)
+
+
+def test_a_compute_loss_func_and_its_evaluation(tmp_path):
+    def function(outputs, labels, num_items_in_batch=None):
+        return F.cross_entropy(outputs.logits, labels, reduction="none")
+
+    trainer = trainer_of(tmp_path, "bert", more={"compute_loss_func": function, "eval_dataset": Records("bert", 8)})
+    plain = trainer_of(tmp_path, "bert", more={"eval_dataset": Records("bert", 8)})
+    for each in (trainer, plain):
+        each.train()
+    assert_same(trainer.model, dict(plain.model.named_parameters()))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], abs=1e-6)
+
+
+def test_a_loss_over_the_batch_is_refused(tmp_path):
+    with pytest.raises(Misuse, match=r"one loss a sample from compute_loss, shape \[\d+\], got shape \[\].*reduction"):
+        trainer_of(tmp_path, cls=Batch).train()
+
+
+def test_a_model_of_unknown_loss_is_refused(tmp_path):
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Embedding(40, 4)
+
+        def forward(self, input_ids, labels=None):
+            return {"logits": self.inner(input_ids)}
+
+    with pytest.raises(Misuse, match="got Other, whose loss a sample is not known: override compute_loss"):
+        trainer_of(tmp_path, model=Other()).train()
+
+
+# ---------------------------------------------------------------------------------------------- Trainer's own course
+def test_callbacks_logs_best_model_and_card(tmp_path):
+    seen = []
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+            self.before = [p.detach().clone() for p in model.parameters()]
+
+        def on_optimizer_step(self, args, state, control, model=None, **_):
+            seen.append(any(not torch.equal(a, b) for a, b in zip(self.before, model.parameters(), strict=True)))
+
+        def on_substep_end(self, args, state, control, **_):
+            seen.append("substep")
+
+    trainer = trainer_of(
+        tmp_path,
+        privacy={"noise_multiplier": 1.0},
+        more={"callbacks": [Watch()], "eval_dataset": Records("gpt2", 8)},
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_strategy="steps",
+        save_steps=3,
+        load_best_model_at_end=True,
+        include_num_input_tokens_seen="all",
+    )
+    trainer.train()
+    assert seen == ["substep", True] * 12
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["step"] for entry in logged] == [2, 4, 6, 8, 10, 12]
+    assert [entry["epsilon"] for entry in logged] == sorted({entry["epsilon"] for entry in logged})
+    assert logged[-1]["epsilon"] == trainer.engine.privacy_spent().epsilon > 0
+    assert all(2 < entry["loss"] < 10 and "grad_norm" not in entry for entry in logged)
+    drawn = sum(len(trainer.engine._sampler.batch(step)) for step in range(12))
+    assert trainer.state.num_input_tokens_seen == 6 * drawn
+    assert trainer.state.best_model_checkpoint is not None
+    best = Path(trainer.state.best_model_checkpoint)
+    assert trainer.engine.steps == 12 and (best / "privacy_engine_0.pt").stat().st_mode & 0o077 == 0
+    trainer.create_model_card(model_name="tiny")
+    card = (tmp_path / "README.md").read_text()
+    assert str(trainer.engine.privacy_spent()) in card and "## Privacy" in card
+
+
+def test_the_logged_loss_is_the_mean_of_the_records(tmp_path):
+    trainer = trainer_of(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=1, learning_rate=0.0
+    )
+    trainer.train()
+    model, data = model_of("gpt2").train(), Records("gpt2")
+    losses = per_sample_losses(model, torch.utils.data.default_collate(list(data)))[0]
+    for entry in trainer.state.log_history[:12]:
+        batch = trainer.engine._sampler.batch(entry["step"] - 1)
+        assert entry["loss"] == pytest.approx(float(losses[batch].mean()), rel=1e-5)
+
+
+def test_the_command_line_has_both(tmp_path):
+    parser = HfArgumentParser((TrainingArguments, PrivacyArguments))
+    words = f"--output_dir {tmp_path} --max_grad_norm 0.7 --target_epsilon 4 --sampling shuffled --use_cpu True"
+    args, privacy = parser.parse_args_into_dataclasses(words.split())
+    assert (args.max_grad_norm, privacy.target_epsilon, privacy.sampling) == (0.7, 4.0, "shuffled")
+    assert privacy.for_engine(args.max_grad_norm)["max_grad_norm"] == 0.7
+    assert PrivacyArguments(max_grad_norm=2.0).for_engine(0.7)["max_grad_norm"] == 2.0
+
+
+def test_its_arguments_are_those_of_the_engine():
+    import inspect
+
+    of_engine = inspect.signature(PrivacyEngine.__init__).parameters.keys()
+    assert PrivacyArguments().for_engine(1.0).keys() <= of_engine
+    elsewhere = {"self", "model", "batch_size", "sample_size", "epochs", "steps", "ghost_clipping", "mixed"}
+    assert of_engine - PrivacyArguments().for_engine(1.0).keys() == elsewhere
+
+
+# ------------------------------------------------------------------------------------------------------------ resume
+@pytest.mark.parametrize("at", [3, 6], ids=["in an epoch", "between epochs"])
+def test_resumed_training_is_the_same(at, tmp_path):
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "lr_scheduler_type": "linear"}
+    whole = trainer_of(tmp_path, save_strategy="steps", save_steps=3, **options)
+    whole.train()
+    other = {"noise_multiplier": 0.0, "generator": torch.Generator().manual_seed(8)}  # another key, until it is resumed
+    resumed = trainer_of(tmp_path, privacy=other, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
+    assert_same(resumed.model, dict(whole.model.named_parameters()))
+    assert resumed.state.global_step == resumed.engine.steps == 12 and resumed.state.epoch == whole.state.epoch
+
+
+def test_resumed_training_has_fresh_noise_and_the_same_epsilon(tmp_path):
+    privacy = {"noise_multiplier": 1.0}
+    whole = trainer_of(tmp_path, privacy=privacy, save_strategy="steps", save_steps=6)
+    whole.train()
+    resumed = trainer_of(tmp_path, privacy=privacy)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert resumed.engine.privacy_spent() == whole.engine.privacy_spent()
+    pairs = zip(resumed.model.parameters(), whole.model.parameters(), strict=True)
+    assert all(not torch.equal(p, q) for p, q in pairs)
+    spent = whole.engine.privacy_spent()
+    whole.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))  # the six steps after it were released as well
+    assert whole.engine.privacy_spent().steps == spent.steps + 6
+    assert whole.engine.privacy_spent().epsilon > spent.epsilon
+
+
+def test_the_last_checkpoint_and_training_once_more(tmp_path):
+    trainer = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0}, save_strategy="steps", save_steps=6, max_steps=6)
+    trainer.train()
+    more = trainer_of(tmp_path, privacy={"noise_multiplier": 1.0}, max_steps=8)
+    more.train(resume_from_checkpoint=True)
+    assert more.engine.steps == 8
+    more.train()  # from the weights as they are, counted from 0 by Trainer, and on top by the engine
+    assert more.state.global_step == 8 and more.engine.privacy_spent().steps == 16
+
+
+def test_a_checkpoint_of_an_ordinary_trainer_is_refused(tmp_path):
+    ordinary = Trainer(
+        model=model_of("gpt2"),
+        args=arguments(tmp_path, save_strategy="steps", save_steps=6),
+        train_dataset=Records("gpt2"),
+    )
+    ordinary.train()
+    with pytest.raises(
+        ValueError, match=r"expected privacy_engine_0\.pt in the checkpoint.*not be accounted; go on from"
+    ):
+        trainer_of(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path):
+    trainer_of(tmp_path, save_strategy="steps", save_steps=6, max_steps=6).train()
+    with pytest.raises(ValueError, match=r"expected batch_size=8 as in the checkpoint, got 4"):
+        trainer_of(tmp_path, per_device_train_batch_size=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+REFUSED = {
+    "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
+    "dataloader_drop_last": {"dataloader_drop_last": True},
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "auto_find_batch_size": {"auto_find_batch_size": True},
+    "optim": {"optim": "galore_adamw_layerwise", "optim_target_modules": ["mlp"]},
+    "gradient_checkpointing_kwargs": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "torch_compile": {"torch_compile": True},
+    "hub_strategy": {"push_to_hub": True, "hub_strategy": "checkpoint"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_private_is_refused_by_name(name, tmp_path):
+    with pytest.raises(
+        ValueError, match=rf"^expected (activation|gradient)?\w*{name.split('_')[-1]}.* with PrivateTrainer"
+    ) as e:
+        trainer_of(tmp_path, **REFUSED[name])
+    assert "\n" not in str(e.value)
+
+
+def test_fp16_is_refused(tmp_path):
+    args = arguments(tmp_path)
+    args.fp16 = True  # as on a GPU; TrainingArguments refuse it elsewhere
+    with pytest.raises(ValueError, match=r"expected fp16=False with PrivateTrainer, got True: .* take bf16"):
+        PrivateTrainer(
+            model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=PrivacyArguments(noise_multiplier=1.0)
+        )
+
+
+def test_methods_of_ones_own_and_streams_are_refused(tmp_path):
+    class Sampled(PrivateTrainer):
+        def _get_train_sampler(self, *args):
+            return None
+
+    class Loaded(PrivateTrainer):
+        def get_train_dataloader(self):
+            return None
+
+    class Stepped(PrivateTrainer):
+        def training_step(self, *args):
+            return None
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    for cls, name in ((Sampled, "_get_train_sampler"), (Loaded, "get_train_dataloader"), (Stepped, "training_step")):
+        with pytest.raises(ValueError, match=f"^expected {name}=.*, got another one: "):
+            trainer_of(tmp_path, cls=cls)
+    with pytest.raises(ValueError, match=r"got Stream: batches are drawn as privacy\.sampling says"):
+        trainer_of(tmp_path, data=Stream())
+    with pytest.raises(ValueError, match="expected model_init=None"):
+        trainer_of(tmp_path, more={"model_init": lambda: model_of("gpt2")})
+    with pytest.raises(Misuse, match="without hyperparameter_search"):
+        trainer_of(tmp_path).hyperparameter_search()

@@ -1,0 +1,276 @@
+"""Lightning's Trainer, private: each of its steps is the engine's, and the weights are those of DP-SGD by hand."""
+
+from __future__ import annotations
+
+import csv
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+
+pytest.importorskip("lightning", reason="lightning is not installed")
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torchrun import torchrun
+
+from dpbench import Misuse, PrivacyEngine
+from dpbench.engine.sampling import Sampler
+from dpbench.integrations.lightning import PrivateStrategy
+
+CLIP, LR = 0.3, 0.5
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": False}
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    warnings.filterwarnings("ignore")
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def data():
+    numbers = torch.Generator().manual_seed(1)
+    return TensorDataset(
+        torch.randn(60, 6, generator=numbers, dtype=torch.float64), torch.randint(0, 3, (60,), generator=numbers)
+    )
+
+
+class Classifier(LightningModule):
+    """As people write them, but for `reduction`."""
+
+    reduction = "none"
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.seen = net(), []
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        self.seen.append((batch_idx, len(x)))
+        return F.cross_entropy(self.net(x), y, reduction=self.reduction)
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.log("val_loss", F.cross_entropy(self(x), y))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def strategy_of(seed=3, cls=PrivateStrategy, **privacy):
+    known = {"batch_size": 12, "max_grad_norm": CLIP, "noise_multiplier": 0.0}
+    if seed is not None:
+        known["generator"] = torch.Generator().manual_seed(seed)
+    return cls(privacy={**known, **privacy})
+
+
+def fit(strategy, module=None, *, loader=None, ckpt_path=None, validate=False, **options):
+    module = Classifier() if module is None else module
+    known = {"max_epochs": 3, "enable_checkpointing": "callbacks" in options and bool(options["callbacks"])}
+    trainer = Trainer(strategy=strategy, **{**QUIET, **known, **options})
+    loader = DataLoader(data(), batch_size=4, shuffle=True) if loader is None else loader
+    trainer.fit(module, loader, DataLoader(data(), batch_size=20) if validate else None, ckpt_path=ckpt_path)
+    return trainer, module
+
+
+def by_hand(settings, key, steps):
+    """The parameters after DP-SGD without noise: each record's gradient alone, clipped, summed, divided by b."""
+    model, (x, y), sampler, lr = net(), data().tensors, Sampler(settings, key), LR
+    parameters = list(model.parameters())
+    for step in range(steps):
+        total = [torch.zeros_like(p) for p in parameters]
+        for i in sampler.batch(step).tolist():
+            grads = torch.autograd.grad(F.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), parameters)
+            factor = min(1.0, CLIP / float(torch.sqrt(sum((g * g).sum() for g in grads))))
+            total = [t + factor * g for t, g in zip(total, grads, strict=True)]
+        with torch.no_grad():
+            for p, t in zip(parameters, total, strict=True):
+                p -= lr * t / settings.batch_size
+        lr *= 0.1 if step % 7 == 6 else 1.0
+    return parameters
+
+
+def assert_same(module, wanted, atol=1e-12):
+    for p, q in zip(module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("piece", [1, 4, 64])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_weights_are_those_of_a_loop_by_hand(piece, workers):
+    if workers and piece != 4:
+        pytest.skip("once is enough")
+    strategy = strategy_of()
+    trainer, module = fit(strategy, loader=DataLoader(data(), batch_size=piece, shuffle=True, num_workers=workers))
+    assert trainer.global_step == strategy.engine.steps == 15
+    wanted = by_hand(strategy.engine.settings, strategy.engine._sampler.key, 15)
+    assert max(float((p - q).detach().abs().max()) for p, q in zip(wanted, net().parameters(), strict=True)) > 1e-2
+    assert_same(module, wanted)
+    assert max(size for _, size in module.seen) <= piece
+    assert sum(size for _, size in module.seen) == sum(len(strategy.engine._sampler.batch(step)) for step in range(15))
+
+
+def test_a_batch_of_no_records_is_a_step():
+    strategy = strategy_of(batch_size=1)
+    trainer, module = fit(strategy, max_epochs=1)
+    assert trainer.global_step == strategy.engine.steps == 60
+    assert 0 in [len(strategy.engine._sampler.batch(step)) for step in range(60)]
+    assert_same(module, by_hand(strategy.engine.settings, strategy.engine._sampler.key, 60))
+
+
+def test_epsilon_is_that_of_the_engine_alone_and_in_the_log(tmp_path):
+    class Watch(Callback):
+        rows, moved = 0, True
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.before = [p.detach().clone() for p in pl_module.parameters()]
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.rows += 1
+            self.moved &= all(not torch.equal(p, q) for p, q in zip(self.before, pl_module.parameters(), strict=True))
+            assert 0 < float(outputs["loss"]) < 10
+
+    strategy, watch = strategy_of(None, noise_multiplier=None, target_epsilon=3.0), Watch()
+    trainer, module = fit(
+        strategy,
+        logger=CSVLogger(tmp_path),
+        log_every_n_steps=5,
+        callbacks=[watch],
+        validate=True,
+        default_root_dir=tmp_path,
+    )
+    assert watch.rows == trainer.global_step == 15 and watch.moved
+    engine = PrivacyEngine(net(), batch_size=12, sample_size=60, epochs=3, max_grad_norm=CLIP, target_epsilon=3.0)
+    assert strategy.engine.noise_multiplier == engine.noise_multiplier
+    optimizer = torch.optim.SGD(engine.model.parameters(), lr=LR)
+    engine.attach(optimizer)
+    expected = {}
+    while engine.steps < 15:
+        for x, y in engine.data_loader(data()):
+            optimizer.step(loss=F.cross_entropy(engine.model(x), y, reduction="none"))
+            expected[engine.steps - 1] = engine.privacy_spent().epsilon
+    engine.detach()
+    assert strategy.engine.privacy_spent() == engine.privacy_spent()
+    with open(next(tmp_path.rglob("metrics.csv"))) as file:
+        logged = {int(row["step"]): float(row["epsilon"]) for row in csv.DictReader(file) if row["epsilon"]}
+    assert logged == pytest.approx({step: expected[step] for step in (4, 9, 14)})
+    module(torch.randn(2, 6, dtype=torch.float64)).sum().backward()  # an ordinary module again
+
+
+def test_bf16_is_near():
+    def found(**options):
+        strategy = strategy_of()
+        module = Classifier().float()
+        x, y = data().tensors
+        fit(strategy, module, loader=DataLoader(TensorDataset(x.float(), y), batch_size=4), **options)
+        return [p.detach() for p in module.parameters()]
+
+    plain, rounded, start = found(), found(precision="bf16-mixed"), [p.detach().float() for p in net().parameters()]
+    moved = sum(float((p - q).norm()) ** 2 for p, q in zip(plain, start, strict=True))
+    off = sum(float((p - q).norm()) ** 2 for p, q in zip(plain, rounded, strict=True))
+    assert 0 < off < 0.05**2 * moved
+
+
+@pytest.mark.parametrize("at", [7, 10], ids=["in an epoch", "between epochs"])
+def test_resumed_training_is_the_same(at, tmp_path):
+    saved = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=at, save_top_k=-1, filename="at")
+    _, whole = fit(strategy_of(), callbacks=[saved])
+    strategy = strategy_of(seed=8)  # another key, until it is resumed
+    trainer, module = fit(strategy, ckpt_path=tmp_path / "at.ckpt")
+    assert trainer.global_step == strategy.engine.steps == 15 and trainer.current_epoch == 3
+    assert_same(module, list(whole.parameters()))
+
+
+def test_resumed_training_has_fresh_noise_and_epsilon_does_not_fall(tmp_path):
+    saved = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=10, save_top_k=-1, filename="at")
+    first = strategy_of(None, noise_multiplier=1.0)
+    trainer, whole = fit(first, callbacks=[saved])
+    second = strategy_of(None, noise_multiplier=1.0)
+    _, module = fit(second, ckpt_path=tmp_path / "at.ckpt")
+    assert second.engine.privacy_spent() == first.engine.privacy_spent()
+    assert all(not torch.equal(p, q) for p, q in zip(module.parameters(), whole.parameters(), strict=True))
+    trainer.fit(
+        whole, DataLoader(data(), batch_size=4), ckpt_path=tmp_path / "at.ckpt"
+    )  # the five steps after it were released as well
+    assert first.engine.privacy_spent().steps == 20
+
+
+def test_training_once_more_goes_on_counting():
+    strategy = strategy_of(None, noise_multiplier=1.0)
+    trainer, module = fit(strategy, max_epochs=1)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DataLoader(data(), batch_size=4))
+    assert strategy.engine.privacy_spent().steps == 10
+
+
+def test_weights_alone_and_ordinary_checkpoints(tmp_path):
+    saved = ModelCheckpoint(dirpath=tmp_path, filename="weights", save_weights_only=True)
+    fit(strategy_of(), callbacks=[saved])
+    assert "privacy_engine" not in torch.load(tmp_path / "weights.ckpt", weights_only=False)
+    with pytest.raises(ValueError, match=r"expected 'privacy_engine' in the checkpoint to train on.*not be accounted"):
+        fit(strategy_of(), ckpt_path=tmp_path / "weights.ckpt")
+
+
+class Mean(Classifier):
+    reduction = "mean"
+
+
+class Without(Classifier):
+    def configure_optimizers(self):
+        return None
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def test_a_loss_over_the_batch_is_refused():
+    with pytest.raises(Misuse, match=r"one loss a sample from training_step, shape \[\d+\], got shape \[\]"):
+        fit(strategy_of(), Mean())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1"),
+        ({"gradient_clip_val": 1.0}, "gradient_clip_val=None"),
+        ({"overfit_batches": 1}, "overfit_batches=0"),
+        ({"module": Manual}, "automatic_optimization=True"),
+        ({"module": Without}, "expected the optimizer to hold every trainable parameter"),
+        ({"loader": {"sampler": WeightedRandomSampler([1.0] * 60, 60)}}, "got WeightedRandomSampler"),
+        ({"loader": {"drop_last": True}}, "got drop_last=True"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_private_is_refused_by_name(options, words):
+    options = dict(options)
+    module = options.pop("module", Classifier)()
+    loader = DataLoader(data(), batch_size=4, **options.pop("loader", {}))
+    with pytest.raises((ValueError, Misuse), match=words) as error:
+        fit(strategy_of(), module, loader=loader, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
+def test_two_processes_are_one(tmp_path):
+    strategy = strategy_of()
+    _, module = fit(strategy)
+    for found in torchrun(tmp_path, "lightning_process.py"):
+        assert found["steps"] == 15 and found["epsilon"] == strategy.engine.privacy_spent().epsilon
+        for way in ("whole", "resumed"):
+            for p, q in zip(module.parameters(), found[way], strict=True):
+                torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-12)
