@@ -22,8 +22,10 @@ from torch import Tensor
 from clipping.blocks import blocks, concatenated, each, sum_dtype
 from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
+from clipping.joined import Joined
 from clipping.kernels.gram import part
 from clipping.kernels.squares import sum_of_squares
+from clipping.portions import at_once
 from clipping.reference import gradients
 from clipping.rounding import UNKNOWN, Doubt, Reach
 from clipping.rules import Copies, Rule, Spec
@@ -100,20 +102,20 @@ class Norms(ABC):
 
     def _squared_norms(
         self, source: Source, rule: Rule, g: Tensor, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> Tensor:
+    ) -> tuple[Tensor, Reach | None]:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
 
-        With `others`, its companions, the sum of all their squared norms.
+        With `others`, its companions, the sum of all their squared norms. With its reach, where that is found at once.
         """
         if source.rearranged:
-            return rule.squared_norms(g, rule.route, others)
+            return rule.squares_and_reach(g, rule.route, others)
         size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
 
         def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))
             return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
 
-        return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g)))
+        return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g))), None
 
     def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
         """U of a use; of one of which nothing else is known, by its squared norms."""
@@ -126,12 +128,13 @@ class Norms(ABC):
         rule: Rule,
         g: Tensor,
         squares: Tensor,
+        reach: Reach | None = None,
         *,
         second_pass: bool = False,
         doubt: Doubt | None = None,
     ) -> None:
         """Note that the squared norms of this use are not of the tensor which is summed."""
-        reach, ghost = self._reach(source, rule, g, squares), rule.route.ghost
+        reach, ghost = reach or self._reach(source, rule, g, squares), rule.route.ghost
         (doubt or self._doubt).add(reach, rule.features(), rule.positions, gram=ghost, second_pass=second_pass, of=g)
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
@@ -200,7 +203,7 @@ class _WholeNorms(Norms):
 class TwoPasses(_WholeNorms):
     """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant.
 
-    Gradients that are there anyway, for they are small or of several uses, are summed from what their norms came of.
+    Gradients that are small, or of several uses, are summed from what their norms came of.
 
     Attributes:
         again: a backward pass of the tape, in which the sums of large batches are formed in portions; None where one
@@ -213,26 +216,32 @@ class TwoPasses(_WholeNorms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._sums_of: dict[str, Tensor] = {}
+        self._small, self._found = Joined(), list[Tensor]()
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         keeps = is_small(rule, g) or isinstance(rule, Copies)
         if source.is_parameter and not rule.route.ghost and keeps:
             gradient = rule.instantiate(g, slice(0, rule.samples(g)))
+            if at_once(g):
+                return self._small.add(source, gradient)
             self._squares += sum_of_squares(gradient)
             self._sums_of[next(iter(source.parameters))] = gradient
             return
-        squares = self._squared_norms(source, rule, g).clamp_(min=0)
-        self._squares += squares
-        self._doubtful(source, rule, g, squares, second_pass=True)
+        squares, reach = self._squared_norms(source, rule, g)
+        self._found.append(squares)
+        self._doubtful(source, rule, g, squares, reach, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
+            self._squares += self._small.squares(self._squares)
+            if self._found:
+                self._squares += torch.stack(self._found).clamp_(min=0).sum(0)
             total, bound = self._total()
             factors = self._clip.factors(bound)
-            kept = self._sums_of | self._sums
-            self._sums_of.clear()
-            self._sums.clear()
-            grads = {name: weighted_sum(factors, kept.pop(name)) for name in list(kept)}
+            held = self._sums_of, self._sums
+            grads = {name: weighted_sum(factors, of.pop(name)) for of in held for name in list(of)}
+            for source, gradient in self._small.sums(factors):
+                source.add_to(grads, gradient)
         self._pairs.clear()
         weighted = (rounded_down(factors, self._losses.dtype) * self._losses).sum()
         others = {name: p for name, p in self._parameters.items() if name not in grads}
@@ -244,7 +253,7 @@ class TwoPasses(_WholeNorms):
             """Of the weighted losses: it has the factors already."""
             for source, rule in use.rules:
                 if not others.keys().isdisjoint(source.parameters):
-                    source.add_to(found, rule.weighted(g, g.new_ones(rule.samples(g))))
+                    source.add_to(found, rule.summed(g))
 
         self.again(weighted, arrived)
         return total, found | grads
@@ -267,16 +276,14 @@ class Book(_WholeNorms):
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
         self._waiting: list[tuple[Source, Rule, Tensor]] = []
-        self._small: list[tuple[Source, Tensor]] = []
+        self._small = Joined()
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         route = rule.route
         if not source.rearranged and is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
         if self.joins and route.kept and not route.way and is_small(rule, g):
-            gradients = rule.instantiate(g, slice(0, rule.samples(g)))
-            self._small.append((source, gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1)))
-            return
+            return self._small.add(source, rule.instantiate(g, slice(0, rule.samples(g))))
         if not route.kept:
             self._waiting.append((source, rule, g))
             self._entries.append((source, partial(rule.weighted, g)))
@@ -297,29 +304,22 @@ class Book(_WholeNorms):
             source, rule, g = waiting
             groups.setdefault(rule.companions(g) if source.rearranged else id(rule), []).append(waiting)
         if groups:
-            squares = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
-            self._squares += torch.stack(squares).clamp_(min=0).sum(0)
-            for uses, of_all in zip(groups.values(), squares, strict=True):
+            found = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
+            self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
+            for uses, (squares, reach) in zip(groups.values(), found, strict=True):
                 for use in uses:
-                    self._doubtful(*use, of_all)
+                    self._doubtful(*use, squares, reach if use is uses[0] else None)
         self._waiting.clear()
         return super()._total()
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
-            sources, small = zip(*self._small, strict=True) if self._small else ((), ())
-            self._small.clear()
-            joined = torch.cat([self._squares.new_zeros(len(self._squares), 0), *small], 1)
-            del small
-            self._squares += sum_of_squares(joined)
+            self._squares += self._small.squares(self._squares)
             total, bound = self._total()
             factors = self._clip.factors(bound)
             grads = {name: weighted_sum(factors, self._sums.pop(name)) for name in list(self._sums)}
-            sizes = [source.tensor.numel() for source in sources]
-            parts = torch.ops.aten.split_with_sizes_copy.default(weighted_sum(factors, joined), sizes)
-            for source, gradient in zip(sources, parts, strict=True):
+            for source, gradient in self._small.sums(factors):
                 source.add_to(grads, gradient)
-            del joined
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
                 self._entries.append((source, partial(_weighted_of_all, self._pairs.pop(name))))
@@ -340,9 +340,9 @@ class LayerByLayer(Norms):
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         if not source.rearranged or source.part is not None:  # factors are those of whole parameters
             return self._several(source, rule, g)
-        squares = self._squared_norms(source, rule, g)
+        squares, reach = self._squared_norms(source, rule, g)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(source, rule, g, squares, doubt=doubt)
+        self._doubtful(source, rule, g, squares, reach, doubt=doubt)
         factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 

@@ -32,6 +32,8 @@ records do not reach it), and b C for the b records of a portion, for portions o
                                           of so many independent ones, and exceeds this with probability below 1e-12
     η ≤ u B T (b + ρ) + u ρ (T + n)       in the worst case, that of the record's own norm included
 
+and the sum's last rounding, from float64, adds up to u B, where the B gradients are all alike.
+
 Where n̂ is no number something has overflowed, and the record's factor is 0: it adds nothing to the sum, or what is no
 number there either, which is refused. Entries too small to be squared (below `smallest`) are added to n̂ as if each
 were that large.
@@ -40,14 +42,13 @@ were that large.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from clipping.formats import norm_dtype
-from clipping.kernels import cpu
+from clipping.kernels import cpu, fused
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 """Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
@@ -88,10 +89,20 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
         g: [b, T] of gradients.
         inputs, outputs: entries of each row.
     """
-    least = smallest(g.dtype)  # what both lose, least², is beneath notice
+    beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
+    if fused.runs(a, g):
+        return Reach(*fused.reach(a, g, (beside_inputs, beside_outputs)).unbind(1))
     of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
-    lost = g.sum(1).mul_(least * math.sqrt(inputs)).add_(of_inputs, alpha=least * math.sqrt(outputs))
+    lost = g.sum(1).mul_(beside_outputs).add_(of_inputs, alpha=beside_inputs)
     return Reach((a * g).sum(1), lost)
+
+
+def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
+    """What an input row's norm is multiplied by, and a gradient row's, for what the other row may have lost: each of
+    so many entries was smaller than can be squared. What both lost is beneath notice.
+    """
+    least = smallest(dtype)
+    return least * math.sqrt(outputs), least * math.sqrt(inputs)
 
 
 def all_alike(terms: Tensor, entries: int) -> Reach:
@@ -151,8 +162,9 @@ def excess(
 ) -> tuple[float, float]:
     """η: what one record may move the computed sum by beyond its threshold, as a share of it.
 
-    The last rounding of a sum of B gradients, from float64, is among it; and 64 u for a record's own norm (a sum of
-    thousands of squares at once), its root and factor.
+    The last rounding of a sum of B gradients, from float64, is among it: of B u where all are alike and both sums lie
+    just beside what is rounded the other way, which has nothing to do with how portions were rounded. So are 64 u for
+    a record's own norm (a sum of thousands of squares at once), its root and factor.
 
     Args:
         batch_size: B.
@@ -166,7 +178,8 @@ def excess(
         If each addition rounds at random, and in the worst case.
     """
     u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
-    at_random = u * (OWN + batch_size / 4 + math.sqrt(terms) * (together + most / 2) / 4)
+    others = math.sqrt(terms) * (together + most / 2) / 4
+    at_random = u * (OWN + max(batch_size / 4 + others, math.hypot(batch_size, others)))
     return at_random, u * (OWN + batch_size + terms * (together + most) + most * (positions + features))
 
 
@@ -218,14 +231,12 @@ class Doubt:
             return squares.sqrt() + self._least
         reaches, of_squares, of_sums = zip(*self._uses, strict=True)
         terms, lost = ([each.to(self._like.dtype) for each in part] for part in zip(*reaches, strict=True))
-        doubted = _sum_of_squares(torch._foreach_mul(terms, [math.sqrt(rate) for rate in of_squares]))
-        unlike = _sum_of_squares(torch._foreach_mul(terms, list(of_sums)))
-        reach = _sum_of_squares(terms).sqrt()
-        found = (squares + doubted).sqrt() + unlike.sqrt() + torch.stack(lost).sum(0) + self._least
+        rates = [*map(math.sqrt, of_squares), *of_sums]
+        scaled = torch._foreach_mul([*terms, *terms], rates)
+        sums = torch.stack([*scaled, *terms]).square_().view(3, len(terms), -1).sum(1)
+        sums[0] += squares
+        doubted, unlike, reach = sums.sqrt_()
+        found = (doubted + unlike).add_(torch.stack(lost).sum(0)).add_(self._least)
         found = torch.maximum(found, reach / cap(self._positions, of_layer=self._of_layer))
         # an overflow: infinities subtracted from one another, or times 0. What is no number itself stays so in the sum
         return found.nan_to_num_(math.inf, math.inf)
-
-
-def _sum_of_squares(terms: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(terms)).square_().sum(0)

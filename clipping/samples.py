@@ -12,6 +12,7 @@ from clipping.blocks import added, in_parts
 from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
 from clipping.kernels.squares import sum_of_squares
+from clipping.portions import at_once, weighted_at_once
 from clipping.rounding import portion, smallest
 
 WIDENED = 2**22
@@ -59,6 +60,8 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
     rows, wide = grad.reshape(grad.shape[0], -1), wide_dtype(grad.dtype)
     factors = factors.to(wide)[None]
     most = portion(len(rows), 1, wide)
+    if len(rows) > most and wide == grad.dtype and at_once(rows):
+        return weighted_at_once(factors[0], rows, most).view(grad.shape[1:])
     if wide != grad.dtype:  # a wide copy of some rows at a time
         most = min(most, max(1, WIDENED // max(1, rows.shape[1])))
     if len(rows) <= most:

@@ -60,19 +60,22 @@ class Tiles(NamedTuple):
         columns: positions s (as many as rows), or inputs d.
         depth: entries that are summed over at a time: features of a Gram tile, positions of a gradient tile.
         warps: groups of 32 threads to a tile.
+        stages: how many depths are in shared memory at once.
     """
 
     rows: int
     columns: int
     depth: int
     warps: int
+    stages: int = 3
 
 
 def supported(*tensors: Tensor) -> bool:
     """Whether the kernels can be handed these tensors: on one CUDA device (or anywhere under Triton's interpreter), of
-    a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps.
+    a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps. Not on an AMD GPU: tiles are those
+    of NVIDIA's, and nothing has compiled or run there.
     """
-    if not tensors or (tensors[0].is_cpu and not _interpreted()) or not _has_triton():
+    if not tensors or (tensors[0].is_cpu and not _interpreted()) or not _has_triton() or _is_rocm():
         return False
     device = tensors[0].device
     for x in tensors:
@@ -104,7 +107,7 @@ def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Til
     _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
     count, positions, inputs = a.shape
     outputs = g.shape[2]
-    tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype)
+    tiles = tiles or _gram_tiles(positions, max(inputs, outputs), g.dtype, _generation(g))
     blocks = math.ceil(positions / tiles.rows)
     sizes = (positions, inputs, outputs)
     return _launch(
@@ -113,7 +116,7 @@ def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Til
         count if min(sizes) else 0,
         blocks * (blocks // 2 + 1),
         lambda a, g: (*sizes, *a.stride(), *g.stride()),
-        tiles.warps,
+        tiles,
         BLOCK_T=tiles.rows,
         BLOCK_K=tiles.depth,
         PRECISION=precision,
@@ -137,7 +140,7 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
     _check("embedding_gram_norm", g, ids=ids)
     _same("ids [n, T] and g [n, T, p]", ids.dim() == 2 and g.dim() == 3 and ids.shape == g.shape[:2], ids, g)
     count, positions, outputs = g.shape
-    tiles = tiles or _gram_tiles(positions, outputs, g.dtype)
+    tiles = tiles or _gram_tiles(positions, outputs, g.dtype, _generation(g))
     blocks = math.ceil(positions / tiles.rows)
     return _launch(
         "embedding_gram",
@@ -145,7 +148,7 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
         count if positions and outputs else 0,
         blocks * (blocks // 2 + 1),
         lambda ids, g: (positions, outputs, *ids.stride(), *g.stride()),
-        tiles.warps,
+        tiles,
         BLOCK_T=tiles.rows,
         BLOCK_K=tiles.depth,
         PRECISION=precision,
@@ -161,7 +164,7 @@ def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", ti
     _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
     count, positions, inputs = a.shape
     outputs = g.shape[2]
-    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype)
+    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
     sizes = (positions, inputs, outputs)
     return _launch(
         "instantiated",
@@ -169,7 +172,7 @@ def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", ti
         count if min(sizes) else 0,
         math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
         lambda a, g: (*sizes, *a.stride(), *g.stride()),
-        tiles.warps,
+        tiles,
         BLOCK_T=tiles.depth,
         BLOCK_D=tiles.columns,
         BLOCK_P=tiles.rows,
@@ -213,7 +216,7 @@ def convolution_norm(
     x, g, options = in_two_dimensions(x, g, (kernel, stride, padding, dilation))
     channels, outputs = x.shape[1] // groups, g.shape[1] // groups
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
-    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype)
+    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
     sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
     names = ("KERNEL", "STRIDE", "PADDING", "DILATION")
     constants = {f"{n}_{axis}": o[i] for n, o in zip(names, options, strict=True) for i, axis in enumerate("HW")}
@@ -223,7 +226,7 @@ def convolution_norm(
         x.shape[0] if min(positions, inputs, outputs) else 0,
         groups * math.ceil(outputs / tiles.rows) * math.ceil(inputs / tiles.columns),
         lambda x, g: (*sizes, *x.stride(), *g.stride()),
-        tiles.warps,
+        tiles,
         **constants,
         BLOCK_T=tiles.depth,
         BLOCK_D=tiles.columns,
@@ -246,7 +249,7 @@ def _launch(
     count: int,
     each: int,
     numbers: Callable[[Tensor, Tensor], tuple[int, ...]],
-    warps: int,
+    tiles: Tiles,
     **constants: Any,
 ) -> Tensor:
     """One number from each of `each` programs to a sample, added up: [n]. Nothing is launched if `count` is 0."""
@@ -257,23 +260,40 @@ def _launch(
     if not isinstance(parts, FakeTensor):
         kernel = getattr(_programs(), program)
         constants["WIDEN"] = _programs().INTERPRETED and second.dtype == torch.bfloat16
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
         step = max(1, PROGRAMS // each)
         with torch.cuda.device_of(second):
             for at in (slice(start, start + step) for start in range(0, count, step)):
                 a, g, out = first[at], second[at], parts[at]
-                kernel[(out.numel(),)](a, g, out, *numbers(a, g), **constants, num_warps=warps)
+                kernel[(out.numel(),)](a, g, out, *numbers(a, g), **constants, **options)
     return parts.sum(1)
 
 
-def _gram_tiles(positions: int, features: int, dtype: torch.dtype) -> Tiles:
+def _gram_tiles(positions: int, features: int, dtype: torch.dtype, generation: int) -> Tiles:
+    if _large(positions, positions, dtype, generation):
+        return Tiles(128, 128, _power(features, 32), 8, 4)
     rows = _power(positions, 64)  # two Gram tiles are in registers at once
     return Tiles(rows, rows, _power(features, 32), _warps(rows, rows, dtype))
 
 
-def _gradient_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tiles:
+def _gradient_tiles(positions: int, inputs: int, outputs: int, dtype: torch.dtype, generation: int) -> Tiles:
+    if _large(inputs, outputs, dtype, generation):
+        return Tiles(128, 128, _power(positions, 32), 8, 4)
     most = 64 if dtype == torch.float32 or min(inputs, outputs) < 512 else 128
     rows, columns = _power(outputs, most), _power(inputs, most)
     return Tiles(rows, columns, _power(positions, 32), _warps(rows, columns, dtype))
+
+
+def _large(rows: int, columns: int, dtype: torch.dtype, generation: int) -> bool:
+    """Whether to take tiles of 128 by 128, in four stages: a data centre's GPU from Hopper on has the shared memory,
+    and they read half as much for each product. With twice the depth pointers would spill from registers.
+    """
+    return generation in (9, 10) and dtype != torch.float32 and min(rows, columns) >= 512
+
+
+def _generation(x: Tensor) -> int:
+    """The first number of its device's compute capability; 0 on a CPU."""
+    return _capability(x.device)[0] if x.is_cuda else 0
 
 
 def _power(size: int, most: int) -> int:
@@ -293,7 +313,8 @@ def _check(name: str, *tensors: Tensor, ids: Tensor | None = None) -> None:
         found = ", ".join(f"{x.dtype} on {x.device}" for x in every)
         raise ValueError(
             f"expected {name} to get float32, bfloat16 or float16 (ids: int64 or int32) on one CUDA device; "
-            f"got {found}, {'with' if _has_triton() else 'without'} Triton; use the formulas of clipping.rules"
+            f"got {found}, {'on ROCm' if _is_rocm() else 'with Triton' if _has_triton() else 'without Triton'}; "
+            "use the formulas of clipping.rules"
         )
 
 
@@ -310,6 +331,11 @@ def _programs() -> ModuleType:
 @functools.cache
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _is_rocm() -> bool:
+    """Of a torch for AMD's GPUs, which calls them "cuda", too."""
+    return torch.version.hip is not None
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,18 +54,20 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """xᵀ y: [K, M] and [K, N] to [M, N]; one in float32, the other perhaps in half precision.
+    """xᵀ y: [K, M] and [K, N] to [M, N], or for each of many; one in float32, the other perhaps in half precision.
 
     On CUDA one of bfloat16 is multiplied by the two halves of the other's digits: so tensor cores do it, in float32.
     """
+    multiply: Any = torch.mm if x.dim() == 2 else torch.bmm
     if x.is_cuda and torch.bfloat16 in (x.dtype, y.dtype):
         parts = [(each, other) for each in _halves(x) for other in _halves(y)]
-        found = [torch.mm(each.t(), other, out_dtype=torch.float32) for each, other in parts]
+        found = [multiply(each.mT, other, out_dtype=torch.float32) for each, other in parts]
         return found[0].add_(found[1]) if len(found) > 1 else found[0]
     if x.dtype in HALF or y.dtype in HALF:
         x, y = x.to(wide_dtype(x.dtype)), y.to(wide_dtype(y.dtype))
-    if not by_onednn(x, x.numel() * y.shape[1]):
-        return torch.mm(x.t(), y)
+    if x.dim() > 2 or not by_onednn(x, x.numel() * y.shape[1]):
+        whole: Tensor = multiply(x.mT, y)
+        return whole
     return _onednn(x.t(), y.t()).contiguous()
 
 

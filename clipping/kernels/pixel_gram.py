@@ -18,14 +18,16 @@ after the other: the passes over T² entries are Σ of the kernel's sides, not t
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.formats import HALF, norm_dtype
-from clipping.kernels import cpu
+from clipping.kernels import cpu, fused
 from clipping.kernels.cuda import in_two_dimensions
 from clipping.kernels.gram import part
 from clipping.kernels.matmul import products
@@ -101,6 +103,68 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
             found = _product(x, g, geometry, here, there)
             total += found if other == start else 2 * found
     return total
+
+
+def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -> int:
+    """Entries of the Gram matrices of one sample that `pixel_norms` makes."""
+    counts = [len(found) for found in _remainders(geometry)]
+    phases = [1 if count == 1 else stride for count, stride in zip(counts, geometry.stride, strict=True)]
+    pixels = math.prod(-(-n // stride) for n, stride in zip(size, geometry.stride, strict=True))
+    return math.prod(output_size) ** 2 + math.prod(phases) * pixels**2
+
+
+def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, float]) -> Tensor:
+    """`pixel_gram_product` by whole Gram matrices and the kernel for GPUs, and what a reach is made of.
+
+    In one or two dimensions, where `fused.runs`: each Gram matrix of pixels is one product of all phases.
+
+    Args:
+        x, g, geometry: as in `pixel_gram_product`.
+        least: see `clipping.rounding.of_lost`.
+
+    Returns:
+        [n, 3] float32: squared norms, and what `clipping.rounding.Reach` has.
+    """
+    x, g, options = in_two_dimensions(x, g, geometry)
+    geometry, phases = Geometry(*options), [1, 1]
+    for i, (remainders, stride) in enumerate(zip(_remainders(geometry), geometry.stride, strict=True)):
+        if len(remainders) == 1:
+            at = slice(min(remainders), None, stride)
+            x = x[:, :, at] if i == 0 else x[:, :, :, at]
+        elif rest := -x.shape[2 + i] % stride:
+            x = F.pad(x, [0, 0] * (1 - i) + [0, rest])
+        phases[i] = 1 if len(remainders) == 1 else stride
+    count, channels, *size = x.shape
+    if not x.numel():  # the kernel reads nothing but padding
+        return g.new_zeros(count, 3, dtype=norm_dtype(g.dtype))
+    grid = [n // phase for n, phase in zip(size, phases, strict=True)]
+    if math.prod(phases) > 1:
+        x = x.view(count, channels, grid[0], phases[0], grid[1], phases[1]).permute(0, 3, 5, 1, 2, 4)
+        x = x.reshape(-1, channels, *grid)
+    of_inputs, of_outputs = (products(rows, rows) for rows in (y.flatten(2).transpose(1, 2) for y in (x, g)))
+    of_inputs = of_inputs.view(count, math.prod(phases), math.prod(grid), -1)
+    return fused.shifted_norms(of_inputs, of_outputs, geometry, grid, phases, g.shape[3], least)
+
+
+def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least: tuple[float, float]) -> Tensor:
+    """From norms of pixels [n, *size] and of the output's gradient [n, T], by the kernel for GPUs.
+
+    Args:
+        x, g: the norms.
+        geometry: of a convolution in one or two dimensions.
+        width: the last of the output's sizes.
+        least: see `clipping.rounding.of_lost`.
+
+    Returns:
+        [n, 2] float32: what `clipping.rounding.Reach` has.
+    """
+    images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
+    return fused.reach(images[:, 0], g, least, options, width)
+
+
+def _remainders(geometry: Geometry) -> list[set[int]]:
+    """Which phases of each dimension a kernel reads."""
+    return [{(d * k - p) % s for k in range(size)} for size, s, p, d in zip(*geometry, strict=True)]
 
 
 def _product(x: Tensor, g: Tensor, geometry: Geometry, here: slice, there: slice) -> Tensor:

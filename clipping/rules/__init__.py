@@ -18,7 +18,7 @@ from torch import Tensor
 from clipping.rules.base import Gradient, Refused, Route, Rule, Spec, as_refused, made, title
 from clipping.rules.composite import bilinear, multi_head_attention_forward, scaled_dot_product_attention
 from clipping.rules.contraction import einsum
-from clipping.rules.convolution import convolution, transposed_convolution
+from clipping.rules.convolution import convolution
 from clipping.rules.elementwise import Broadcast, Copies, add, add_, cat, mul, sub
 from clipping.rules.embedding import EmbeddingWeight, embedding, embedding_bag, embedding_bag_of_largest
 from clipping.rules.fallback import fallback
@@ -36,6 +36,7 @@ from clipping.rules.recurrent import (
     rnn_tanh_cell,
 )
 from clipping.rules.rewritten import CHANGES, LIKE, MIXING, REWRITTEN
+from clipping.rules.transposed import transposed_convolution
 
 __all__ = [
     "CHANGES",

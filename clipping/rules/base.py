@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from clipping.blocks import added, blocks, concatenated, each
-from clipping.formats import norm_dtype, wide_dtype
+from clipping.formats import norm_dtype
 from clipping.kernels import cpu, cuda
 from clipping.kernels.chunked_conv import Share
 from clipping.kernels.gram import HALVED, part
 from clipping.kernels.squares import sum_of_squares
-from clipping.rounding import Reach, of_rows, portion, row_norms
+from clipping.rounding import Reach, of_rows, row_norms
 from clipping.samples import weighted_sum
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
@@ -204,6 +204,12 @@ class Rule(ABC):
 
         return concatenated(squares, self.blocks(g, way, route.block))
 
+    def squares_and_reach(
+        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
+    ) -> tuple[Tensor, Reach | None]:
+        """`squared_norms`, and the reach where that is found with them; None where it is to be asked for."""
+        return self.squared_norms(g, route, others), None
+
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""
         way = self.best_way(g, ghost=False)
@@ -212,6 +218,10 @@ class Rule(ABC):
             return weighted_sum(part(factors, samples), self.instantiate(g, samples, way))
 
         return added(weighted, self.blocks(g, way))
+
+    def summed(self, g: Tensor) -> Tensor:
+        """Σ_i g_i, from an output's gradient that has its factors already."""
+        return self.weighted(g, g.new_ones(self.samples(g)))
 
     def held_input(self) -> Tensor | None:
         """The operation's input, if the weight gradient needs it."""
@@ -313,48 +323,6 @@ class Rule(ABC):
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} has no companions")
-
-
-class Bilinear(Rule):
-    """A weight: linear in the operation's input and in its output's gradient, so that the factors go to the smaller.
-
-    A scaled copy is as large as that, and the library may make further ones. So the sum is formed in portions of the
-    batch, one after the other, where copies are large: a step's memory is fullest when its sums begin.
-    """
-
-    @abstractmethod
-    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """The input and the output's gradient of some samples, of g's dtype, samples first, in as many dimensions."""
-
-    @abstractmethod
-    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        """Σ_i g_i of such operands, of which one may be wider, of the shape of `parameter`; in float32 or wider."""
-
-    @abstractmethod
-    def copied(self, g: Tensor | Spec) -> int:
-        """Bytes of the largest copy that one sample's share of the sum takes."""
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        factors = factors.to(wide_dtype(g.dtype))
-        return added(lambda samples: self._weighted(g, factors, samples), self._portions(g))
-
-    def _weighted(self, g: Tensor, factors: Tensor, samples: slice) -> Tensor:
-        """In half precision the scaled copy is wide: one that is scaled there has lost digits by which terms cancel."""
-        x, g = self.operands(g, samples)
-        factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
-        return self.gradient(x * factors, g) if x.numel() < g.numel() else self.gradient(x, g * factors)
-
-    def portion(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples of the largest portion; bytes of the sum that it is added to, if it is not the only one."""
-        portions = self._portions(g)
-        samples = max(portion.stop - portion.start for portion in portions)
-        return samples, self.parameter.numel() * torch.float64.itemsize if len(portions) > 1 else 0
-
-    def _portions(self, g: Tensor | Spec) -> list[slice]:
-        """Of more bytes than the weight itself has, or adding up would show."""
-        samples, room = self.samples(g), max(self.room(), 4 * self.instantiated_bytes(g))
-        most = portion(samples, max(1, self.positions), norm_dtype(g.dtype))
-        return blocks(samples, 1, min(most, max(1, room // max(1, self.copied(g)))))
 
 
 class Regrouped(Rule):

@@ -24,7 +24,8 @@ from clipping.formats import wide_dtype
 from clipping.kernels.gram import gram_product, part
 from clipping.kernels.matmul import products
 from clipping.rounding import Reach, of_rows, row_norms
-from clipping.rules.base import Bilinear, Gradient, Refused, Rule, Spec
+from clipping.rules.base import Gradient, Refused, Rule, Spec
+from clipping.rules.weight import Bilinear
 
 REMEDY = "write it as torch.matmul or as several einsums of two operands, or use microbatch"
 
@@ -100,6 +101,11 @@ class Contraction(Bilinear):
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         x, g = (each.transpose(0, 1).flatten(1, 2).transpose(1, 2) for each in (x, g))  # [G, d, b T]
         return self._placed(products(x.to(wide_dtype(x.dtype)), g.to(wide_dtype(g.dtype))), 1)[0]
+
+    def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
+        x, g = (y.unflatten(0, (count, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1) for y in (x, g))
+        x, g = (y.to(wide_dtype(y.dtype)).transpose(1, 2) for y in (x, g))  # [count G, d, b T]
+        return self._placed(products(x, g), count)
 
     def _placed(self, found: Tensor, count: int) -> Tensor:
         """[b · G, d, p] to [b, *shape of W]."""

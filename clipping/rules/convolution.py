@@ -12,21 +12,31 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.blocks import concatenated
 from clipping.formats import norm_dtype, wide_dtype
-from clipping.kernels import cpu, cuda
+from clipping.kernels import cpu, cuda, fused
 from clipping.kernels.chunked_conv import Pieces, Share, applies
 from clipping.kernels.conv_memory import Convolution
 from clipping.kernels.gram import gram_product, part
 from clipping.kernels.matmul import products
-from clipping.kernels.pixel_gram import Geometry, compiled_norm, every, phases, pixel_gram_product
-from clipping.rounding import Reach, of_rows, row_norms
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Spec, Work
+from clipping.kernels.pixel_gram import (
+    Geometry,
+    compiled_norm,
+    every,
+    pairs,
+    phases,
+    pixel_gram_product,
+    pixel_norms,
+    reach_of_pixels,
+)
+from clipping.rounding import Reach, of_lost, of_rows, row_norms
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Route, Rule, Spec, Work
+from clipping.rules.weight import Bilinear
 
 MOST_PIXELS = 1024
 """Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""
@@ -125,19 +135,64 @@ class ConvolutionWeight(Bilinear):
         def of_block(samples: slice) -> Reach:
             x, of = self.operands(g, samples)
             count = x.shape[0] * self.groups
-            pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1).unsqueeze(1).square_()
+            pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
+            norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
+            if len(self.kernel) <= 2 and fused.runs(pixels, norms):
+                made = reach_of_pixels(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
+                return self._of_groups(Reach(*made.unbind(1)))
+            pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
             ones = pixels.new_ones(1, 1, *self.kernel)
             patches = convolve(pixels, ones, None, self.stride, self.padding, self.dilation)
-            norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
-            found = of_rows(patches.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
-            # each group has outputs of its own
-            return Reach(*(row_norms(each.view(-1, self.groups)) for each in found)) if self.groups > 1 else found
+            return self._of_groups(
+                of_rows(patches.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
+            )
 
         return self._reach_of_rows(g, of_block, 4 * sum(self._each(g)) // max(1, self.inputs))
 
+    def _of_groups(self, found: Reach) -> Reach:
+        """Each group has outputs of its own."""
+        return Reach(*(row_norms(each.view(-1, self.groups)) for each in found)) if self.groups > 1 else found
+
+    def squares_and_reach(
+        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
+    ) -> tuple[Tensor, Reach | None]:
+        way = route.way or self.best_way(g, ghost=route.ghost)
+        if not route.ghost or way != "pixels" or not self._whole(g):
+            return super().squares_and_reach(g, route, others)
+
+        def found(samples: slice) -> Tensor:
+            x, of = self.operands(g, samples)
+            return pixel_norms(self._grouped(x), self._grouped(of), self._geometry(), self._least(of))
+
+        squares, terms, lost = concatenated(found, self.blocks(g, way, route.block)).unbind(1)
+        reach = self._of_groups(Reach(terms, lost))
+        return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, reach
+
+    def _whole(self, g: Tensor | Spec) -> bool:
+        """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""
+        fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
+        return fits and len(self.kernel) <= 2 and g.dtype in cuda.DTYPES and fused.runs(self.parameter)
+
+    def _least(self, g: Tensor) -> tuple[float, float]:
+        return of_lost(g.dtype, self.inputs, self.outputs)
+
+    def _pairs(self, g: Tensor | Spec) -> int:
+        return self.groups * pairs(self._geometry(), self.x.shape[2:], g.shape[2:])
+
+    def _grouped(self, x: Tensor) -> Tensor:
+        """[b, groups · C, *size] to [b · groups, C, *size]."""
+        return x if self.groups == 1 else x.reshape(-1, x.shape[1] // self.groups, *x.shape[2:])
+
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        return self._weight_gradient(x.to(wide_dtype(x.dtype)), g.to(wide_dtype(g.dtype)), 1)
+        return self.gradients(x, g, 1)[0]
+
+    def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
+        """Portions folded into the groups: sample i is in portion i mod `count`, so that this is a view."""
+        x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
+        if count > 1:
+            x, g = (y.reshape(len(y) // count, count * y.shape[1], *y.shape[2:]) for y in (x, g))
+        return self._weight_gradient(x, g, count).view(count, *self.parameter.shape)
 
     def copied(self, g: Tensor | Spec) -> int:
         return max(self._each(g))
@@ -198,6 +253,9 @@ class ConvolutionWeight(Bilinear):
             )
         if way not in ("pixels", COMPILED):
             return work
+        if way == "pixels" and self._whole(g):
+            bytes_ = self._pairs(g) * wide
+            return Work(self._pairs(g) / self.groups * max(self.x.shape[1], g.shape[1]), 2 * bytes_, bytes_)
         channels, size_of_x = self.x.shape[1], math.prod(self.x.shape[2:])
         phase = (size_of_x / math.prod(self.stride)) ** 2
         grams = sum(1 for _ in phases(self._geometry()))
@@ -242,10 +300,12 @@ class ConvolutionWeight(Bilinear):
         if way == NORM_KERNEL:
             return cuda.convolution_norm(x, g, *self._geometry(), groups)
         if way in ("pixels", COMPILED):
-            if groups > 1:
-                x, g = (y.reshape(count * groups, y.shape[1] // groups, *y.shape[2:]) for y in (x, g))
+            whole = way != COMPILED and self._whole(g)
+            x, g = self._grouped(x), self._grouped(g)
             if way == COMPILED:
                 found = compiled_norm(x, g, self._geometry())
+            elif whole:
+                found = pixel_norms(x, g, self._geometry(), self._least(g))[:, 0]
             else:
                 found = pixel_gram_product(x, g, self._geometry(), available)
         else:
@@ -279,59 +339,6 @@ class ConvolutionWeight(Bilinear):
         )
 
 
-class TransposedConvolutionWeight(ConvolutionWeight):
-    """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the convolution which it is the adjoint of.
-
-    The roles change: the output's gradient is what is unfolded, the input is what multiplies the patches.
-    """
-
-    def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        return self._swapped(g).instantiate(self.x.to(g.dtype), samples, way)
-
-    def work(self, g: Tensor | Spec, way: str) -> Work:
-        return self._swapped(g).work(self.x, way)
-
-    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
-
-    def reach(self, g: Tensor) -> Reach:
-        return self._swapped(g).reach(self.x.to(g.dtype))
-
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        return self._swapped(g).summing_bytes(self.x)
-
-    def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
-        return self._swapped(g)._ghost(self.x.to(g.dtype), samples, way)
-
-    def _swapped(self, g: Tensor | Spec) -> ConvolutionWeight:
-        size = self.x.shape[2:]
-        x = cast(Tensor, g)
-        return ConvolutionWeight(self.parameter, x, size, self.stride, self.padding, self.dilation, self.groups)
-
-
-def transposed_convolution(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    stride: int | tuple[int, ...] = 1,
-    padding: int | tuple[int, ...] = 0,
-    output_padding: int | tuple[int, ...] = 0,
-    groups: int = 1,
-    dilation: int | tuple[int, ...] = 1,
-) -> tuple[Tensor, Sequence[Gradient]]:
-    """torch.nn.functional.conv_transpose1d, 2d and 3d, and the gradients of their parameters."""
-    spatial = weight.dim() - 2
-    strides, pads, dilations = (_each(value, spatial) for value in (stride, padding, dilation))
-    extra = _each(output_padding, spatial)
-    if any(e >= s for e, s in zip(extra, strides, strict=True)):
-        raise Refused("output_padding as large as the stride has no rule", "output_padding < stride")
-    function = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[spatial - 1]
-    output = function(input, weight, bias, strides, pads, extra, groups, dilations)
-    size = input.shape[2:]
-    made_of = (input, size, strides, pads, dilations, groups)
-    return output, ((weight, TransposedConvolutionWeight, *made_of), (bias, Bias, 1))
-
-
 def convolution(
     input: Tensor,
     weight: Tensor,
@@ -346,7 +353,7 @@ def convolution(
     The other padding modes of torch.nn.Conv2d pad the input first and come here as padding 0.
     """
     spatial = weight.dim() - 2
-    strides, dilations = _each(stride, spatial), _each(dilation, spatial)
+    strides, dilations = of_each(stride, spatial), of_each(dilation, spatial)
     if isinstance(padding, str):
         totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, weight.shape[2:], strict=True)]
         pads = [total // 2 for total in totals]
@@ -354,7 +361,7 @@ def convolution(
             sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
             input, pads = F.pad(input, sides), [0] * spatial
     else:
-        pads = _each(padding, spatial)
+        pads = of_each(padding, spatial)
     geometry = strides, pads, dilations, groups
     function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
     share = Share() if applies(input, weight, *geometry) else None
@@ -376,6 +383,7 @@ def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
     return g.as_strided(shape, strides, 0)
 
 
-def _each(value: int | tuple[int, ...], spatial: int) -> list[int]:
+def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
+    """One number a spatial dimension."""
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values

@@ -12,8 +12,9 @@ from clipping.kernels import cpu, cuda
 from clipping.kernels.gram import gram_product, part, within
 from clipping.kernels.matmul import by_onednn, product, products
 from clipping.rounding import Reach, of_rows, row_norms
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Bilinear, Gradient, Refused, Rule, Spec
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
+from clipping.rules.weight import Bilinear
 
 
 class LinearWeight(Bilinear):
@@ -48,6 +49,10 @@ class LinearWeight(Bilinear):
 
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
         x, g = x.flatten(0, 1), g.flatten(0, 1)
+        return product(x, g) if self.transposed else product(g, x)
+
+    def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
+        x, g = (y.unflatten(0, (count, -1)).flatten(1, 2) for y in (x, g))
         return product(x, g) if self.transposed else product(g, x)
 
     def reach(self, g: Tensor) -> Reach:

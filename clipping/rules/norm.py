@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipping.blocks import blocks, concatenated
 from clipping.formats import norm_dtype
-from clipping.kernels import cpu
+from clipping.kernels import cpu, fused
 from clipping.kernels.gram import part
 from clipping.rounding import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
@@ -63,10 +63,15 @@ class LayerNormWeight(_Scale):
         self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # which know the node that is to know this rule
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        x, mean, rstd, of = (part(each, samples) for each in (self.x, self.mean, self.rstd, g))
-        if not cpu.in_one_piece(x, mean, rstd, of):
+        given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
+        features = self.parameter.numel()
+        if cpu.in_one_piece(*given):
+            found = cpu.scale_gradient(x, mean, rstd, of, features)
+        elif fused.runs(*given) and all(each.is_contiguous() for each in given):
+            found = fused.scale_gradient(x, mean, rstd, of, features)
+        else:
             return super().instantiate(g, samples)
-        return cpu.scale_gradient(x, mean, rstd, of, self.parameter.numel()).view(-1, *self.parameter.shape)
+        return found.view(-1, *self.parameter.shape)
 
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
         return (part(self.x, at).to(dtype) - part(self.mean, at)).mul_(part(self.rstd, at))

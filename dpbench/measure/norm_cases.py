@@ -16,10 +16,11 @@ from torch import Tensor
 
 from clipping.rules import Handler
 from clipping.rules.contraction import einsum
-from clipping.rules.convolution import convolution, transposed_convolution
+from clipping.rules.convolution import convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
+from clipping.rules.transposed import transposed_convolution
 
 
 @dataclass(frozen=True)

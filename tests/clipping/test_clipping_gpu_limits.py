@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from launches import Launches
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +13,6 @@ from clipping import Flat, load_backend
 from clipping.kernels.matmul import full_precision, product, products
 from clipping.kernels.pixel_gram import Geometry, pixel_gram_product
 from clipping.rules import base, norm
-from dpbench.models.loading import load_workload
 
 
 class Groups(TorchDispatchMode):
@@ -168,23 +166,3 @@ def test_the_two_halves_of_a_number_are_sixteen_bits_of_it():
     upper, lower = _halves(x)
     assert ((upper.double() + lower.double() - x.double()).abs() <= 2.0**-16 * x.double().abs()).all()
     assert F.mse_loss(upper.float(), x) > 0
-
-
-def test_a_large_batch_on_a_gpu_takes_few_launches(monkeypatch):
-    """ResNet18 at B = 1,024: 11 times those of ordinary training (142), most of them for Gram matrices of pixels
-    and for portions of sums.
-
-    Without values, on a device of 80 GiB that only the workspace knows of, by torch's own products (no Triton).
-    """
-    monkeypatch.setattr(base.Rule, "room", lambda rule: 80 * 2**30 // base.SHARE)
-    found = {}
-    for backend in ("nonprivate", "bk_mixed"):
-        workload = load_workload("resnet18", data="synthetic")
-        x, targets = (each.to("meta")[:1].expand(1024, *each.shape[1:]) for each in workload.batch(1))
-        with load_backend(backend)(workload.model.to("meta"), workload.loss_fn, verify=False) as opened:
-            if backend == "bk_mixed":
-                opened.planner.timing = False
-            with Launches() as counted:
-                opened(x, targets)
-        found[backend] = sum(counted.found.values())
-    assert found["bk_mixed"] <= 11 * found["nonprivate"]

@@ -118,6 +118,23 @@ def test_supported_on_a_gpu_that_is_new_enough(dtype: torch.dtype, fake_gpu: Non
     assert not supported(x)
 
 
+@TRITON
+def test_not_supported_on_an_amd_gpu_and_the_refusal_says_so(fake_gpu: None, monkeypatch: pytest.MonkeyPatch):
+    x = torch.empty(2, 3, 4, device="cuda")
+    assert supported(x)
+    monkeypatch.setattr(torch.version, "hip", "7.2.0")
+    assert not supported(x)
+    with pytest.raises(ValueError, match="on ROCm; use the formulas"):
+        gram_norm(x, x)
+
+
+def test_tiles_are_large_where_a_gpu_has_the_shared_memory():
+    for generation, rows in ((0, 64), (8, 64), (9, 128), (10, 128), (12, 64)):  # 12: a desktop's, with 99 KB
+        assert cuda._gram_tiles(1024, 768, torch.bfloat16, generation).rows == rows
+        assert cuda._gram_tiles(1024, 768, torch.float32, generation).rows == 64
+        assert cuda._gram_tiles(256, 768, torch.bfloat16, generation).rows == 64
+
+
 def test_not_supported_on_a_cpu_nor_without_tensors():
     assert not supported() and not supported(torch.zeros(3)) and not supported(torch.zeros(3, device="meta"))
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from clipping.planning.choices import has_choice
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route, Rule, made
-from clipping.rules.convolution import convolution, transposed_convolution
+from clipping.rules.convolution import convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
+from clipping.rules.transposed import transposed_convolution
 from clipping.tape_backends import BkMixed
 
 BATCH = 3

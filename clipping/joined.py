@@ -1,0 +1,42 @@
+"""Small gradients of many parameters as one matrix: to begin an operation takes longer than to carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from clipping.kernels.squares import sum_of_squares
+from clipping.samples import weighted_sum
+from clipping.sources import Source
+
+
+class Joined:
+    """Per-sample gradients that wait for one another until the backward pass is over."""
+
+    def __init__(self) -> None:
+        self._sources: list[Source] = []
+        self._waiting: list[Tensor] = []
+
+    def add(self, source: Source, gradients: Tensor) -> None:
+        """Those of a source, [B, *shape]."""
+        self._sources.append(source)
+        self._waiting.append(gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1))
+
+    def squares(self, like: Tensor) -> Tensor:
+        """‖·‖² [B] of all together; they are one matrix from now on.
+
+        Args:
+            like: [B].
+        """
+        waiting, self._waiting = self._waiting, []
+        self._waiting = [torch.cat(waiting, 1) if waiting else like.new_zeros(len(like), 0)]
+        del waiting
+        return sum_of_squares(self._waiting[0])
+
+    def sums(self, factors: Tensor) -> Iterable[tuple[Source, Tensor]]:
+        """Σ_i c_i g_i of each source, after `squares`; then nothing waits any longer."""
+        sizes = [source.tensor.numel() for source in self._sources]
+        total = weighted_sum(factors, self._waiting.pop())
+        return zip(self._sources, torch.ops.aten.split_with_sizes_copy.default(total, sizes), strict=True)

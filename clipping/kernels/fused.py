@@ -1,0 +1,156 @@
+"""What takes torch's operations several launches on a GPU, and small ones, as one: Triton kernels.
+
+    shifted_norms     Σ_{t,u} A_tu G_tu from the Gram matrices of an image's pixels and of its output's gradient, where
+                      A adds up shifts of the former (see `clipping.kernels.pixel_gram`), and what a reach is made of
+    reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
+                      `clipping.rounding`)
+    added             the sum of portions, in float64 (see `clipping.portions`)
+    scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
+
+The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
+of the kernel's sides, and write what they added up. All but `added` are float32, and
+add up 4,096 products or fewer before torch adds up what they wrote.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from clipping.kernels import cuda
+
+TILE = 64
+"""Positions of a tile's sides: 4,096 products, 16 to a thread."""
+LINE = 1024
+"""Positions that a program of `reach` takes at once, or entries that one of `added` does."""
+WARPS = 8
+"""Groups of 32 threads to a program."""
+NAMES = ("KERNEL", "STRIDE", "PADDING", "DILATION")
+
+
+def runs(*tensors: Tensor) -> bool:
+    """Whether these go by a kernel: on a CUDA device that `cuda.supported` knows. A CPU's go by torch's operations,
+    under Triton's interpreter, too.
+    """
+    return tensors[0].is_cuda and cuda.supported(*tensors)
+
+
+def shifted_norms(
+    x: Tensor,
+    g: Tensor,
+    geometry: Sequence[Sequence[int]],
+    grid: Sequence[int],
+    phases: Sequence[int],
+    width: int,
+    lost: tuple[float, float],
+) -> Tensor:
+    """Squared norm, Σ_t √A_tt √G_tt and Σ_t (√A_tt · lost[0] + √G_tt · lost[1]) of each sample.
+
+    Args:
+        x: [n, ∏ phases, N, N] float32, contiguous: Gram matrices of the pixels of each phase of an image.
+        g: [n, T, T] float32, contiguous: the Gram matrix of the output's gradient.
+        geometry: kernel, stride, padding and dilation of the convolution, two numbers each.
+        grid: rows and columns of the N pixels.
+        phases: in each dimension as many as the stride, or one, which the kernel reads alone.
+        width: columns of the output's T positions.
+        lost: what is made of the norms of rows.
+
+    Returns:
+        [n, 3] float32.
+    """
+    count, positions, _ = g.shape
+    block = cuda._power(positions, TILE)
+    blocks = math.ceil(positions / block)
+    each = blocks * (blocks // 2 + 1)
+    out = g.new_empty(count, each, 3)
+    numbers = (positions, width, x.shape[2], *grid, *map(float, lost))
+    constants = {"PHASES_H": phases[0], "PHASES_W": phases[1], "BLOCK": block}
+    step = max(1, cuda.PROGRAMS // max(1, each))
+    for at in (slice(start, start + step) for start in range(0, count, step)):
+        _run("shifted", out[at].numel() // 3, (x[at], g[at], out[at]), numbers, **_named(geometry), **constants)
+    return _whole(out)
+
+
+def reach(
+    x: Tensor, g: Tensor, lost: tuple[float, float], geometry: Sequence[Sequence[int]] | None = None, width: int = 0
+) -> Tensor:
+    """Σ_t a_t g_t and Σ_t (a_t · lost[0] + g_t · lost[1]) of each sample, a_t² the sum of the squares that t reads.
+
+    Args:
+        x: [n, rows, columns] float32: norms of an image's pixels; or [n, T] (or [n, 1], of all alike) of rows, a_t
+            themselves.
+        g: [n, T] float32: norms of rows.
+        lost: what is made of the norms of rows.
+        geometry: of a convolution, as in `shifted_norms`; None for rows.
+        width: columns of the output's T positions; not read for rows.
+
+    Returns:
+        [n, 2] float32.
+    """
+    count, positions = g.shape
+    if geometry is None:
+        x, geometry, width = x.expand(count, positions).unsqueeze(1), ([1, 1], [1, 1], [0, 0], [1, 1]), positions
+    block = cuda._power(positions, LINE)
+    out = g.new_empty(count, math.ceil(positions / block), 2)
+    numbers = (positions, width, *x.shape[1:], *x.stride(), *g.stride(), *map(float, lost))
+    _run("reach", out.numel() // 2, (x, g, out), numbers, **_named(geometry), BLOCK=block)
+    return _whole(out)
+
+
+def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
+    """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32."""
+    out = parts.new_empty(parts.shape[1:])
+    given = (parts, parts if rest is None else rest, out)
+    counts = {"COUNT": len(parts), "RESTS": 0 if rest is None else len(rest)}
+    _run("added", math.ceil(out.numel() / LINE), given, (out.numel(),), **counts, BLOCK=LINE)
+    return out
+
+
+def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
+    """Σ_t g (x - mean) rstd of each sample.
+
+    Args:
+        x, g: [n, *, features], contiguous.
+        mean, rstd: [n, *], one number for each position, contiguous.
+        features: of the scale.
+
+    Returns:
+        [n, features] float32.
+    """
+    count, positions = len(x), mean.numel() // max(1, len(x))
+    block = cuda._power(positions, TILE)
+    out = torch.empty(count, math.ceil(positions / block), features, dtype=torch.float32, device=g.device)
+    programs = count * out.shape[1] * math.ceil(features / TILE)
+    _run("scale", programs, (x, mean, rstd, g, out), (positions, features), BLOCK_T=block, BLOCK_N=TILE)
+    return _whole(out)
+
+
+def _whole(parts: Tensor) -> Tensor:
+    """[n, parts, k] to [n, k]."""
+    return parts[:, 0] if parts.shape[1] == 1 else parts.sum(1)
+
+
+def _named(geometry: Sequence[Sequence[int]]) -> dict[str, int]:
+    return {
+        f"{name}_{axis}": option[i] for name, option in zip(NAMES, geometry, strict=True) for i, axis in enumerate("HW")
+    }
+
+
+def _run(program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequence[Any], **constants: int) -> None:
+    """One launch; of fake tensors none."""
+    if programs and not isinstance(tensors[-1], FakeTensor):
+        with torch.cuda.device_of(tensors[-1]):
+            getattr(_programs(), program)[(programs,)](*tensors, *numbers, **constants, num_warps=WARPS)
+
+
+@functools.cache
+def _programs() -> ModuleType:
+    return importlib.import_module("clipping.kernels.fused_programs")

@@ -1,0 +1,85 @@
+"""A weight that meets the operation's input in a product: its share of the clipped sum, in portions of the batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from clipping.blocks import added, blocks
+from clipping.formats import norm_dtype, wide_dtype
+from clipping.kernels.gram import part
+from clipping.portions import added_at_once, at_once, of_one_size
+from clipping.rounding import portion
+from clipping.rules.base import Rule, Spec
+
+
+class Bilinear(Rule):
+    """A weight: linear in the operation's input and in its output's gradient, so that the factors go to the smaller.
+
+    A scaled copy is as large as that, and the library may make further ones. So the sum is formed in portions of the
+    batch, one after the other, where copies are large: a step's memory is fullest when its sums begin.
+    """
+
+    @abstractmethod
+    def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
+        """The input and the output's gradient of some samples, of g's dtype, samples first, in as many dimensions."""
+
+    @abstractmethod
+    def gradient(self, x: Tensor, g: Tensor) -> Tensor:
+        """Σ_i g_i of such operands, of which one may be wider, of the shape of `parameter`; in float32 or wider."""
+
+    @abstractmethod
+    def copied(self, g: Tensor | Spec) -> int:
+        """Bytes of the largest copy that one sample's share of the sum takes."""
+
+    @abstractmethod
+    def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
+        """The same of `count` portions of equally many samples, which are in what order it likes: [count, *shape]."""
+
+    def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
+        return self._sum(g, factors.to(wide_dtype(g.dtype)))
+
+    def summed(self, g: Tensor) -> Tensor:
+        return self._sum(g, None) if at_once(g) else super().summed(g)
+
+    def _sum(self, g: Tensor, factors: Tensor | None) -> Tensor:
+        def sums(samples: slice, count: int) -> Tensor:
+            return self.gradients(*self._scaled(g, factors, samples), count)
+
+        if at_once(g) and self.samples(g) > (most := self._most(g)):
+            return added_at_once(sums, self.samples(g), most, self._together(g))
+        return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), self._portions(g))
+
+    def _scaled(self, g: Tensor, factors: Tensor | None, samples: slice) -> tuple[Tensor, Tensor]:
+        """In half precision the scaled copy is wide: one that is scaled there has lost digits by which terms cancel."""
+        x, g = self.operands(g, samples)
+        if factors is None:
+            return x, g
+        factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
+        return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
+
+    def portion(self, g: Tensor | Spec) -> tuple[int, int]:
+        """Samples that are copied at once; bytes of the sum that portions are added to, and of those themselves."""
+        wide, most = self.parameter.numel() * torch.float64.itemsize, self._most(g)
+        if at_once(self.parameter) and self.samples(g) > most:
+            divided = of_one_size(self.samples(g), most, self._together(g))
+            samples, count = max((each.stop - each.start, count) for each, count in divided)
+            return samples, (count + 1) * self.instantiated_bytes(g) + wide
+        portions = self._portions(g)
+        return max(portion.stop - portion.start for portion in portions), wide if len(portions) > 1 else 0
+
+    def _most(self, g: Tensor | Spec) -> int:
+        """Samples of a portion: see `clipping.rounding`."""
+        return portion(self.samples(g), max(1, self.positions), norm_dtype(g.dtype))
+
+    def _together(self, g: Tensor | Spec) -> int:
+        """Samples whose portions are formed at once: neither these nor the copies are larger than there is room."""
+        room, each = max(self.room(), 4 * self.instantiated_bytes(g)), self.instantiated_bytes(g)
+        return min(room // max(1, self.copied(g)), self._most(g) * max(1, room // max(1, 2 * each)))
+
+    def _portions(self, g: Tensor | Spec) -> list[slice]:
+        """Of more bytes than the weight itself has, or adding up would show."""
+        samples, room = self.samples(g), max(self.room(), 4 * self.instantiated_bytes(g))
+        return blocks(samples, 1, min(self._most(g), max(1, room // max(1, self.copied(g)))))

@@ -1,0 +1,226 @@
+"""What a private step asks of a GPU: few launches, however large the batch; and that few give what many gave.
+
+On tensors of no values and no device ("meta"), where `fused.runs` is told that there is a GPU: autograd on tensors of
+CUDA without values asks for its driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fused_checks import CHECKS, COMPILED, outcome
+from launches import Launches
+from torch import Tensor, nn
+
+from clipping import Flat, load_backend, portions
+from clipping.kernels import cuda, fused
+from clipping.portions import added_at_once, of_one_size, weighted_at_once
+from clipping.rules import base, weight
+from dpbench.conformance.sensitivity.records import RECORDS
+from dpbench.measure.sensitivity import sensitivity
+from dpbench.models.loading import load_workload
+
+HERE = Path(__file__).resolve().parents[1] / "support"
+TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
+
+
+def results(*arguments: str, **variables: str) -> dict[str, str | None]:
+    """What `fused_checks.py` found, in a process of its own."""
+    environment = {**os.environ, **variables, "PYTHONPATH": str(HERE.parents[1])}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fused_checks.py"), *arguments], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str | None]:
+    return results(TRITON_INTERPRET="1")
+
+
+@TRITON
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_kernels_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
+    assert interpreted.keys() == CHECKS.keys() and interpreted[name] is None, interpreted[name]
+
+
+@TRITON
+@pytest.mark.parametrize("capability", ["80", "90"])
+def test_the_kernels_compile_without_a_gpu_and_stay_in_registers(capability: str, tmp_path: Path):
+    found = results("compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    assert found == dict.fromkeys(COMPILED)
+
+
+@pytest.mark.gpu
+@TRITON
+@GPU
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_kernels_on_a_gpu(name: str):
+    assert outcome(CHECKS[name], "cuda") is None
+
+
+@contextlib.contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> Iterator[Launches]:
+    """Launches of a step on a device of 80 GiB that only the workspace knows of."""
+    monkeypatch.setattr(base.Rule, "room", lambda rule: 80 * 2**30 // base.SHARE)
+    launches = Launches()
+    monkeypatch.setattr(fused, "runs", lambda *tensors: triton and tensors[0].is_meta)
+    monkeypatch.setattr(fused, "_run", lambda program, *given, **constants: launches.found.update([program]))
+    with launches:
+        yield launches
+
+
+def of_a_step(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> Counter[str]:
+    workload = load_workload("resnet18", data="synthetic")
+    x, targets = (each.to("meta")[:1].expand(batch_size, *each.shape[1:]) for each in workload.batch(1))
+    with load_backend(name)(workload.model.to("meta"), workload.loss_fn, verify=False) as backend:
+        if name == "bk_mixed":
+            backend.planner.timing = False
+        with counted(monkeypatch, triton=triton) as launches:
+            backend(x, targets)
+    return launches.found
+
+
+@pytest.mark.parametrize("batch_size", [256, 1000, 1024])
+@pytest.mark.parametrize(
+    ("name", "triton", "most"),
+    [("bk_mixed", True, 2.6), ("mixed_ghost", True, 3.1), ("bk_mixed", False, 6.5), ("mixed_ghost", False, 7.1)],
+)
+def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_training(
+    name, triton, most, batch_size, monkeypatch
+):
+    ordinary = of_a_step("nonprivate", batch_size, monkeypatch, triton=triton)
+    private = of_a_step(name, batch_size, monkeypatch, triton=triton)
+    assert sum(ordinary.values()) == 142
+    most += 0.3 if batch_size % 64 else 0  # portions leave something over
+    assert sum(private.values()) <= most * 142, (sum(private.values()), private.most_common(30))
+    assert triton == (private["shifted"] > 0 and private["reach"] > 0)
+
+
+def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).to("meta")
+    x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
+    with load_backend("bk_ghost")(model, lambda y, _: y.square().sum((1, 2)), verify=False) as backend:
+        with counted(monkeypatch, triton=True) as launches:
+            backend(x, targets)
+        with counted(monkeypatch, triton=False) as without:
+            backend(x, targets)
+    assert launches.found["scale"] == 1 and launches.found["sub"] == 0
+    assert without.found["scale"] == 0 and without.found["sub"] == 1
+
+
+def test_a_count_that_grows_is_found(monkeypatch):
+    """One portion after the other, as on a CPU: the count tells."""
+    for module in (weight, portions):
+        monkeypatch.setattr(module, "at_once", lambda x: False)
+    assert sum(of_a_step("bk_mixed", 1024, monkeypatch, triton=True).values()) > 6 * 142
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "most", "together"), [(1, 1, 1), (7, 3, 7), (64, 5, 64), (97, 8, 40), (5, 9, 2), (1024, 19, 100)]
+)
+def test_portions_are_no_larger_than_they_may_be_and_leave_nothing_out(batch_size, most, together):
+    seen, sizes = [], []
+    for samples, count in of_one_size(batch_size, most, together):
+        length = samples.stop - samples.start
+        assert length % count == 0 and length // count <= most and length <= together
+        seen += range(samples.start, samples.stop)
+        sizes += [length // count] * count
+    assert seen == list(range(batch_size)) and len(set(sizes[:-1])) <= 1
+    more = [
+        (s.stop - s.start) // count for s, count in of_one_size(batch_size + 1, most, together) for _ in range(count)
+    ]
+    assert more[: len(sizes) - 1] == sizes[:-1]  # a record more changes one portion, or is one
+
+
+def test_portions_are_added_up_in_float64():
+    """In float32 the small ones would be lost in the large one, in whatever order."""
+    large, small = 2.0**24, torch.ones(4096)
+    rows = torch.cat([torch.tensor([large]), small]).unsqueeze(1)
+    assert weighted_at_once(torch.ones(4097), rows, 1).tolist() == [large + 4096]
+    assert added_at_once(lambda samples, count: rows[samples].view(count, -1).sum(1), 4097, 1, 100) == large + 4096
+
+
+class Layers(nn.Module):
+    """A convolution with groups, a strided and a transposed one; linear layers, one of them of an einsum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 6, 3, 2, 1, groups=2), nn.ConvTranspose2d(6, 4, 3, 2)
+        self.linear, self.head = nn.Linear(4, 6), nn.Parameter(torch.randn(2, 3, 5))
+        self.third = nn.Conv1d(5, 3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x).relu()).flatten(2).transpose(1, 2)
+        x = torch.einsum("btgd,gdp->btp", self.linear(x).relu().unflatten(2, (2, 3)), self.head)
+        return self.third(x.transpose(1, 2)).mean(2)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().sum(1)
+
+
+@pytest.mark.parametrize("name", ["bk_mixed", "bk_ghost", "mixed_ghost", "fastgradclip"])
+@pytest.mark.parametrize("batch_size", [12, 13])
+def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
+    torch.manual_seed(0)
+    model, x, targets = Layers().double(), torch.randn(batch_size, 4, 6, 6).double(), torch.zeros(batch_size, 3)
+    monkeypatch.setattr("clipping.norms.SMALL", 2**40)
+    found, formed = [], Counter[int]()
+    for most in (100, 2):
+        for module in ("clipping.tape_backends", "clipping.rules.weight", "clipping.samples"):
+            monkeypatch.setattr(f"{module}.portion", lambda *_, most=most: most)
+        for module in ("clipping.samples", "clipping.rules.weight", "clipping.norms"):
+            monkeypatch.setattr(f"{module}.at_once", lambda x, most=most: most == 2)
+
+        def added(*given, most=most):
+            formed[most] += 1
+            return added_at_once(*given)
+
+        monkeypatch.setattr(weight, "added_at_once", added)
+        with load_backend(name)(model, loss, clip=Flat(0.5)) as backend:
+            found.append(backend(x, targets))
+    assert formed[100] == 0 and (formed[2] > 0 or name == "bk_mixed")
+    torch.testing.assert_close(found[0].norms, found[1].norms, rtol=1e-12, atol=0)
+    for key, grad in found[0].grads.items():
+        torch.testing.assert_close(found[1].grads[key], grad, rtol=1e-10, atol=1e-13)
+    assert not all(torch.equal(found[1].grads[key], grad) for key, grad in found[0].grads.items())
+
+
+@pytest.mark.parametrize("name", ["bk_mixed", "mixed_ghost"])
+def test_no_hard_record_moves_a_sum_of_portions_at_once_by_more_than_c(name, monkeypatch):
+    for module in ("clipping.samples", "clipping.rules.weight", "clipping.norms"):
+        monkeypatch.setattr(f"{module}.at_once", lambda x: True)
+    cases = [case for case in RECORDS if "thousands" in case.name or "worst order" in case.name]
+    assert len(cases) == 4
+    found = list(sensitivity(load_backend(name), "float32", cases=cases))
+    assert {one.case: (one.outcome, one.excess) for one in found if one.outcome != "within"} == {}
+
+
+def test_what_is_formed_at_once_stays_within_the_room():
+    """Of a large weight few portions at a time; and the memory that is predicted of it is theirs."""
+    rule = linear_rule(512, 512, 64)
+    rule.parameter = rule.parameter.to("meta")
+    rule.room = lambda: 8 * 2**20
+    g = base.Spec(torch.Size((4096, 64, 512)), torch.float32)
+    most, together = rule._most(g), rule._together(g)
+    assert together // most * 512 * 512 * 4 <= 8 * 2**20 and together * 64 * 512 * 4 <= 8 * 2**20
+    samples, beside = rule.portion(g)
+    assert together // 2 < samples <= together and beside >= 512 * 512 * (8 + 4 * (samples // most))
+
+
+def linear_rule(outputs: int, inputs: int, positions: int) -> weight.Bilinear:
+    from clipping.rules.linear import LinearWeight
+
+    return LinearWeight(torch.empty(outputs, inputs), torch.empty(4096, positions, inputs, device="meta"))

@@ -1,0 +1,274 @@
+"""What the kernels of `clipping.kernels.fused` are held to, on a GPU or in Triton's interpreter, and how they compile.
+
+TRITON_INTERPRET=1 python tests/fused_checks.py        every check on the CPU: {name: what went wrong or null}
+python tests/fused_checks.py compile 90                machine code for a GPU that need not be here: the same
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clipping import Flat, load_backend
+from clipping.kernels import fused
+from clipping.rounding import of_rows
+from clipping.rules import Route
+from clipping.rules.convolution import convolution
+from clipping.rules.norm import LayerNormWeight, layer_norm
+from clipping.rules.transposed import transposed_convolution
+
+#: channels, outputs, size, kernel, stride, padding, dilation, groups
+CONVOLUTIONS: dict[str, tuple[Any, ...]] = {
+    "as in ResNet18": (4, 5, (6, 7), (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "more tiles than one": (3, 2, (9, 8), (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "stride 2": (3, 4, (8, 6), (3, 3), (2, 2), (1, 1), (1, 1), 1),
+    "stride 2, odd sizes": (3, 4, (7, 9), (3, 3), (2, 2), (1, 1), (1, 1), 1),
+    "a shortcut": (3, 4, (7, 8), (1, 1), (2, 2), (0, 0), (1, 1), 1),
+    "a shortcut that begins in the padding": (3, 4, (7, 8), (1, 1), (2, 2), (1, 1), (1, 1), 1),
+    "stride above the kernel": (2, 3, (9, 8), (2, 2), (3, 4), (1, 0), (1, 1), 1),
+    "dilated": (2, 3, (9, 8), (3, 2), (1, 2), (2, 1), (2, 3), 1),
+    "dilated by the stride": (2, 3, (9, 8), (3, 3), (2, 2), (2, 2), (2, 2), 1),
+    "in groups": (4, 6, (5, 6), (3, 2), (1, 2), (1, 0), (1, 1), 2),
+    "of one dimension": (3, 4, (40,), (5,), (2,), (2,), (1,), 1),
+    "of one dimension, wide padding": (3, 4, (5,), (3,), (1,), (4,), (1,), 1),
+    "one pixel": (3, 4, (1, 1), (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "nothing but padding": (3, 4, (1, 1), (1, 1), (2, 2), (1, 1), (1, 1), 1),
+}
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    assert found.shape == expected.shape and found.dtype == torch.float32, (found.shape, found.dtype)
+    error = float((found.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30))
+    assert error <= tolerance, f"relative error {error:.1e}: {found.tolist()} for {expected.tolist()}"
+
+
+def made(
+    case: tuple[Any, ...], device: str, dtype: torch.dtype, *, transposed: bool = False
+) -> tuple[Any, Any, Tensor]:
+    """A convolution's rule in `dtype` and in float64, and its output's gradient in float64."""
+    channels, outputs, size, kernel, stride, padding, dilation, groups = case
+    shape = (channels, outputs // groups) if transposed else (outputs, channels // groups)
+    weight = torch.randn(*shape, *kernel, dtype=torch.float64, device=device).to(dtype)
+    x = torch.randn(3, channels, *size, dtype=torch.float64, device=device).to(dtype)
+    found = []
+    for each in (dtype, torch.float64):
+        if transposed:
+            made_of = (x.to(each), weight.to(each), None, stride, padding, 0, groups, dilation)
+            output, gradients = transposed_convolution(*made_of)
+        else:
+            output, gradients = convolution(x.to(each), weight.to(each), None, stride, padding, dilation, groups)
+        parameter, kind, *others = gradients[0]
+        found.append(kind(parameter, *others))
+    g = torch.randn(output.shape, dtype=torch.float64, device=device).to(dtype)
+    return *found, g
+
+
+def with_kernels(run: Callable[[], Any]) -> Any:
+    """On a CPU, under the interpreter, as on a GPU."""
+    before, fused.runs = fused.runs, lambda *tensors: tensors[0].dtype != torch.float64
+    try:
+        return run()
+    finally:
+        fused.runs = before
+
+
+def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
+    """Squared norms and reaches are those of torch's operations in float64, the gradient's own norm among them."""
+    for dtype in (torch.float32, torch.bfloat16):
+        rule, wide, g = made(CONVOLUTIONS[name], device, dtype, transposed=transposed)
+        route = Route(ghost=True, way="pixels" if "pixels" in rule.ghosts else "patches")
+        squares, reach = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
+        alone = with_kernels(lambda rule=rule, g=g: rule.reach(g))
+        assert (reach is not None) == (route.way == "pixels")
+        expected = wide.squared_norms(g.double(), Route())
+        assert (squares - expected).abs().max() <= 1e-5 * max(expected.max(), squares.new_tensor(1e-30))
+        for found in (reach, alone):
+            if found is not None:
+                close(found.terms, wide.reach(g.double()).terms)
+        least = rule.reach(g).lost  # by torch's operations, in the dtype that lost it
+        close(alone.lost, least)
+        if reach is not None:
+            close(reach.lost, torch.zeros_like(least) if name == "nothing but padding" else least)
+
+
+def transposed(device: str) -> None:
+    for name in ("stride 2", "in groups"):
+        convolutions(name, device, transposed=True)
+
+
+def rows(device: str) -> None:
+    for count, positions in ((1, 1), (3, 5), (2, 1500)):
+        a, g = (torch.rand(count, positions, device=device) for _ in "ab")
+        for x in (a, a[:, :1], a[:, :1].expand(count, positions), a.repeat(1, 2)[:, ::2]):
+            found = with_kernels(lambda x=x, g=g: of_rows(x, g, 3, 5))
+            of = x if x.shape == g.shape else x.expand_as(g)
+            close(found.terms, (of.double() * g.double()).sum(1))
+            close(found.lost, of_rows(of, g, 3, 5).lost)
+
+
+def sums_in_float64(device: str) -> None:
+    for count, *shape in ((1, 1), (3, 5), (40, 33, 70)):
+        parts = torch.randn(count, *shape, device=device) * 2.0 ** torch.randint(
+            -20, 20, (count, *shape), device=device
+        )
+        torch.testing.assert_close(fused.added(parts), parts.double().sum(0).float(), rtol=2e-7, atol=1e-12)
+        expected = (parts.double().sum(0) + 2 * parts[:1].double().sum(0)).float()
+        torch.testing.assert_close(
+            fused.added(parts, parts[:1].repeat(2, *[1] * len(shape))), expected, rtol=2e-7, atol=1e-9
+        )
+    parts = torch.tensor([[2.0**24], *[[1.0]] * 8], device=device)  # each would be lost in float32
+    assert fused.added(parts).item() == 2.0**24 + 8
+
+
+def scales_of_layer_norm(device: str) -> None:
+    for shape, normalized in (((2, 3, 5), (5,)), ((3, 70, 130), (130,)), ((4, 7), (7,)), ((2, 3, 4, 5), (4, 5))):
+        for dtype in (torch.float32, torch.bfloat16):
+            x, g = (torch.randn(shape, device=device).to(dtype) for _ in "ab")
+            weight = torch.ones(normalized, device=device, dtype=dtype)
+            _, gradients = layer_norm(3 * x + 5, normalized, weight)
+            parameter, kind, *others = gradients[0]
+            assert kind is LayerNormWeight
+            rule = kind(parameter, *others)
+            everyone = slice(0, len(x))
+            found = with_kernels(lambda rule=rule, g=g, everyone=everyone: rule.instantiate(g, everyone))
+            terms = (rule.x.double() - rule.mean.double()) * rule.rstd.double() * g.double()
+            close(found, terms.flatten(1, -1 - len(normalized)).sum(1) if len(shape) > 1 + len(normalized) else terms)
+            turned = g.transpose(0, 1).contiguous().transpose(0, 1)  # not contiguous: by torch's operations
+            close(with_kernels(lambda rule=rule, g=turned, everyone=everyone: rule.instantiate(g, everyone)), found)
+
+
+def infinities_come_through(device: str) -> None:
+    """An overflow must be seen by whoever makes factors, and nothing of it by other samples."""
+    case = CONVOLUTIONS["stride 2"]
+    rule, _, g = made(case, device, torch.float32)
+    rule.x[1, 0, 3, 3] = 3e38
+    squares, reach = with_kernels(lambda: rule.squares_and_reach(g, Route(True, "pixels")))
+    assert squares.isfinite().tolist() == [True, False, True] and reach.terms.isfinite().tolist() == [True, False, True]
+
+
+def whole_steps(device: str) -> None:
+    """A private step is that of the oracle, and the sums of a step without kernels to a rounding."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(),
+        nn.Conv2d(8, 6, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(6, 7, 1, stride=2),
+        nn.Flatten(),
+        nn.Linear(28, 4),
+    ).to(device)
+    x, targets = torch.randn(6, 3, 8, 8, device=device), torch.randint(0, 4, (6,), device=device)
+
+    def loss(outputs: Tensor, of: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, of, reduction="none")
+
+    def step(name: str, of: nn.Module, data: Tensor) -> Any:
+        with load_backend(name)(of, loss, clip=Flat(0.5), verify=False) as backend:
+            return backend(data, targets)
+
+    for name in ("bk_ghost", "ghost"):
+        found, plain = with_kernels(lambda name=name: step(name, model, x)), step(name, model, x)
+        expected = step("microbatch", model.double(), x.double())
+        model.float()
+        close(found.norms, expected.norms)
+        for key, grad in expected.grads.items():
+            assert (found.grads[key] - grad).abs().max() <= 1e-3 * grad.abs().max().clamp(min=1e-4)
+            torch.testing.assert_close(found.grads[key], plain.grads[key], rtol=1e-4, atol=1e-6)
+
+
+CHECKS: dict[str, Callable[[str], None]] = {
+    **{name: lambda device, name=name: convolutions(name, device) for name in CONVOLUTIONS},
+    "transposed convolutions": transposed,
+    "rows": rows,
+    "scales of layer norm": scales_of_layer_norm,
+    "sums in float64": sums_in_float64,
+    "infinities come through": infinities_come_through,
+    "whole steps": whole_steps,
+}
+
+
+def outcome(check: Callable[..., None], *arguments: Any) -> str | None:
+    """What went wrong, or None."""
+    try:
+        torch.manual_seed(0)
+        check(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+# program, the kernel's sides, and whether every size and stride is 1: Triton makes constants of those
+COMPILED = {
+    "shifted": ("shifted", 3, False),
+    "shifted, of single numbers": ("shifted", 1, True),
+    "reach": ("reach", 3, False),
+    "reach of rows": ("reach", 1, False),
+    "reach of single numbers": ("reach", 1, True),
+    "scale": ("scale", 1, False),
+    "scale of single numbers": ("scale", 1, True),
+    "added": ("added", 1, False),
+    "added, of single numbers": ("added", 1, True),
+}
+
+
+def compile_(name: str, capability: int) -> None:
+    """For a GPU of this capability, which need not be here; nothing may spill from registers."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from clipping.kernels import fused_programs
+
+    program, kernel, single = COMPILED[name]
+    function = getattr(fused_programs, program)
+    geometry = {"KERNEL": kernel, "STRIDE": 2, "PADDING": 1, "DILATION": 1}
+    values = {f"{key}_{axis}": value for key, value in geometry.items() for axis in "HW"}
+    values |= {"PHASES_H": min(2, kernel), "PHASES_W": min(2, kernel)}
+    values |= {"COUNT": 27, "RESTS": 1, "BLOCK_T": 16 if single else fused.TILE, "BLOCK_N": fused.TILE}
+    values["BLOCK"] = 16 if single else fused.TILE if program == "shifted" else fused.LINE
+    signature: dict[str, str] = {}
+    constants, attributes = {}, {}
+    for position, argument in enumerate(function.arg_names):
+        if argument in ("x", "g", "parts", "rest", "mean", "rstd", "out"):
+            signature[argument] = "*fp32"
+            attributes[(position,)] = [["tt.divisibility", 16]]
+        elif argument.startswith("of_"):
+            signature[argument] = "fp32"
+        elif argument in values or single:
+            signature[argument], constants[(position,)] = "constexpr", values.get(argument, 1)
+        else:
+            signature[argument] = "i32"
+    source = ASTSource(function, signature, constants, attributes)
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": fused.WARPS})
+    assert binary.metadata.shared <= 48 * 1024, f"{binary.metadata.shared} bytes of shared memory"
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said.stdout)
+    assert found, said.stdout
+    assert found[2] == "0", f"{found[2]} bytes of the stack, and {found[1]} registers, a thread"
+
+
+def main(arguments: list[str]) -> dict[str, str | None]:
+    if arguments[:1] == ["compile"]:
+        return {name: outcome(compile_, name, int(arguments[1])) for name in COMPILED}
+    assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
+    return {name: outcome(check, "cpu") for name, check in CHECKS.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1:])))
