@@ -148,7 +148,7 @@ def group_norm(
     def normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
         """Of some samples, as if they were one."""
         folded = x.reshape(1, -1, *x.shape[2:])
-        return torch.group_norm(folded, len(x) * num_groups, scale, shift, eps).view(x.shape)
+        return _as_own(torch.group_norm(folded, len(x) * num_groups, scale, shift, eps), x)
 
     counts = [samples.stop - samples.start for samples in blocks(batch, num_groups, most_groups(input))]
     if len(counts) == 1:
@@ -192,4 +192,13 @@ def instance_norm(
     mean, variance = (None if kept is None else kept.repeat(batch) for kept in (running_mean, running_var))
     scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
     x = input.reshape(1, batch * channels, *input.shape[2:])
-    return F.batch_norm(x, mean, variance, scale, shift, use_input_stats, momentum, eps).view(input.shape)
+    return _as_own(F.batch_norm(x, mean, variance, scale, shift, use_input_stats, momentum, eps), input)
+
+
+def _as_own(folded: Tensor, x: Tensor) -> Tensor:
+    """In the shape of x, as a tensor of its own: a ReLU may work in place on it, as on what a norm returns elsewhere.
+
+    On a view autograd follows an in-place operation by copying the whole gradient. That it is no view is true for those
+    who see it: nobody else has `folded`, and no norm's backward pass reads its own output.
+    """
+    return torch.ops.aten._unsafe_view(folded, x.shape)
