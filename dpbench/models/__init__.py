@@ -12,7 +12,8 @@ A reference is one string:
 =======================  ==========================================================================================
 
 A NAME may be followed by options, ``?option=value&option=value``: keyword arguments of the constructor for timm and
-torchvision, fields of the configuration for transformers. So ``timm:vit_tiny_patch16_224?patch_size=4`` and
+torchvision, fields of the configuration for transformers, ``in_place=false`` for a built-in whose ReLUs are not to work
+in place. So ``timm:vit_tiny_patch16_224?patch_size=4`` and
 ``transformers:gpt2?n_layer=6&n_embd=384&n_head=6@1024``. Values are numbers, ``true``, ``false``, ``none``, tuples like
 ``(3,3,9,3)``, and otherwise text (see `dpbench.models.options`).
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from dpbench.errors import UsageError, nearest
 from dpbench.models.options import split_options
+from dpbench.models.workload import ModelError
 from dpbench.trials.packages import SCHEMES
 
 BUILTIN: dict[str, tuple[str, str]] = {
@@ -41,14 +42,30 @@ def split_reference(ref: str) -> tuple[str, str]:
     if path.endswith(".py"):
         return "file", ref
     if not colon:
-        if ref not in BUILTIN:
-            raise UsageError(f"a model, one of {', '.join(BUILTIN)}, or {_FORMS}", ref, nearest(ref, BUILTIN))
+        plain = ref.partition("?")[0]
+        if plain not in BUILTIN:
+            raise UsageError(f"a model, one of {', '.join(BUILTIN)}, or {_FORMS}", ref, nearest(plain, BUILTIN))
         return "builtin", ref
     if scheme not in SCHEMES:
         raise UsageError(f"a model reference {_FORMS}", ref, nearest(scheme, SCHEMES))
     if not name:
         raise UsageError(f"a model's name after {scheme}:", ref)
     return scheme, name
+
+
+def split_builtin(ref: str) -> tuple[str, dict[str, bool]]:
+    """(name, options) of a built-in. All but cnn, which has no ReLU, know ``in_place``: whether their ReLUs work so.
+
+    Raises:
+        ModelError: another option, or a value that is neither true nor false.
+    """
+    name, options = split_options(ref)
+    for key, value in options.items():
+        if key != "in_place" or name == "cnn":
+            raise ModelError(f"an option that {name} has{'' if name == 'cnn' else ', in_place'}", key)
+        if not isinstance(value, bool):
+            raise ModelError("true or false for in_place", value)
+    return name, options
 
 
 def split_file(ref: str) -> tuple[Path, str]:
@@ -78,5 +95,7 @@ def validate_reference(ref: str) -> None:
     scheme, name = split_reference(ref)
     if scheme == "file":
         split_file(name)
-    elif scheme != "builtin":
+    elif scheme == "builtin":
+        split_builtin(name)
+    else:
         split_options(name)

@@ -1,7 +1,8 @@
 """VGG (Simonyan & Zisserman 2015, arXiv:1409.1556) in its CIFAR form: the convolutions, and one linear layer.
 
 As in the networks that arXiv:2205.10683 measures: 3x3 convolutions with bias, a norm after each (GroupNorm here), five
-max pools, which bring 32x32 to 1x1, and Linear(512, num_classes) in place of the three large linear layers.
+max pools, which bring 32x32 to 1x1, and one Linear(512, num_classes) where VGG has three large ones. Every ReLU works
+in place, as in torchvision, unless `in_place` is False.
 """
 
 from __future__ import annotations
@@ -18,14 +19,13 @@ WIDTHS = (64, 128, 256, 512, 512)
 class VGG(nn.Module):
     """Images [B, 3, S, S] with S >= 32 -> logits [B, num_classes]; what is larger than 1x1 at the end is averaged."""
 
-    def __init__(self, depths: tuple[int, ...], num_classes: int) -> None:
+    def __init__(self, depths: tuple[int, ...], num_classes: int, in_place: bool = True) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         channels = 3
         for width, depth in zip(WIDTHS, depths, strict=True):
             for _ in range(depth):
-                # ReLU out of place: module backward hooks, which other libraries set, forbid changing their outputs
-                layers += [nn.Conv2d(channels, width, 3, padding=1), group_norm(width), nn.ReLU()]
+                layers += [nn.Conv2d(channels, width, 3, padding=1), group_norm(width), nn.ReLU(in_place)]
                 channels = width
             layers.append(nn.MaxPool2d(2))
         self.features = nn.Sequential(*layers)
@@ -35,27 +35,27 @@ class VGG(nn.Module):
         return self.classifier(self.features(images).mean((2, 3)))
 
 
-def _vgg(name: str, depths: tuple[int, ...], num_classes: int, image_size: int) -> VGG:
+def _vgg(name: str, depths: tuple[int, ...], num_classes: int, image_size: int, in_place: bool) -> VGG:
     if image_size < 32:
         raise ModelError(f"image_size of at least 32 for {name}", image_size)
-    return VGG(depths, num_classes)
+    return VGG(depths, num_classes, in_place)
 
 
-def vgg11(*, num_classes: int = 10, image_size: int = 32) -> VGG:
+def vgg11(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
     """Configuration A: 8 convolutions."""
-    return _vgg("vgg11", (1, 1, 2, 2, 2), num_classes, image_size)
+    return _vgg("vgg11", (1, 1, 2, 2, 2), num_classes, image_size, in_place)
 
 
-def vgg13(*, num_classes: int = 10, image_size: int = 32) -> VGG:
+def vgg13(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
     """Configuration B: 10 convolutions."""
-    return _vgg("vgg13", (2, 2, 2, 2, 2), num_classes, image_size)
+    return _vgg("vgg13", (2, 2, 2, 2, 2), num_classes, image_size, in_place)
 
 
-def vgg16(*, num_classes: int = 10, image_size: int = 32) -> VGG:
+def vgg16(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
     """Configuration D: 13 convolutions."""
-    return _vgg("vgg16", (2, 2, 3, 3, 3), num_classes, image_size)
+    return _vgg("vgg16", (2, 2, 3, 3, 3), num_classes, image_size, in_place)
 
 
-def vgg19(*, num_classes: int = 10, image_size: int = 32) -> VGG:
+def vgg19(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
     """Configuration E: 16 convolutions."""
-    return _vgg("vgg19", (2, 2, 4, 4, 4), num_classes, image_size)
+    return _vgg("vgg19", (2, 2, 4, 4, 4), num_classes, image_size, in_place)

@@ -84,15 +84,26 @@ def test_too_small_images_are_refused_in_one_line(name, smallest):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_parameter_gets_a_gradient_under_module_backward_hooks(name):
-    # the hooks of other libraries do not bear a module's output being changed in place
+    # the hooks of other libraries do not bear a module's output being changed in place: they switch it off
     workload = load_workload(name)
     for module in workload.model.modules():
+        if hasattr(module, "inplace"):
+            module.inplace = False
         module.register_full_backward_hook(lambda *_: None)
     inputs, targets = workload.batch(2)
     inputs.requires_grad_()
     workload.loss_fn(workload.model(inputs), targets).sum().backward()
     silent = [n for n, p in workload.model.named_parameters() if p.grad is None or not p.grad.any()]
     assert silent == []
+
+
+@pytest.mark.parametrize("name", ["resnet18", "wide_resnet", "resnext", "vgg11"])
+def test_relus_work_in_place_or_not(name):
+    relus = [
+        [module.inplace for module in load_workload(ref).model.modules() if isinstance(module, nn.ReLU)]
+        for ref in (name, f"{name}?in_place=false")
+    ]
+    assert all(relus[0]) and not any(relus[1]) and len(relus[0]) == len(relus[1]) > 0
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -113,6 +124,9 @@ def test_samples_do_not_influence_each_other(name):
         ("timm:", "expected a model's name after timm:, got 'timm:'"),
         ("nowhere.py:factory", "expected path/file.py:factory of an existing file, got 'nowhere.py:factory'"),
         ("nowhere.py", "expected path/file.py:factory, got 'nowhere.py'"),
+        ("resnet18?inplace=false", "expected an option that resnet18 has, in_place, got 'inplace'"),
+        ("cnn?in_place=false", "expected an option that cnn has, got 'in_place'"),
+        ("vgg11?in_place=no", "expected true or false for in_place, got 'no'"),
     ],
 )
 def test_unusable_reference_is_one_line(ref, message):
@@ -126,7 +140,14 @@ def test_unusable_reference_is_one_line(ref, message):
 
 def test_usable_references_pass(tmp_path):
     (tmp_path / "mine.py").touch()
-    for ref in [*BUILTIN, "timm:anything", "torchvision:x", "transformers:gpt2@64", f"{tmp_path}/mine.py:factory"]:
+    for ref in [
+        *BUILTIN,
+        "vgg11?in_place=true",
+        "timm:anything",
+        "torchvision:x",
+        "transformers:gpt2@64",
+        f"{tmp_path}/mine.py:factory",
+    ]:
         validate_reference(ref)
 
 
