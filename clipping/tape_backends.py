@@ -97,9 +97,7 @@ class TapeBackend(Backend):
         with self._explained(tape):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)
-            self._refuse(tape, losses, parameters)
-            self._look(tape, losses, self.occasions)
-            return self._finished(tape, losses, parameters)
+            return self._rest(tape, losses, parameters, self.occasions)
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
         if not self.sharded:
@@ -130,7 +128,18 @@ class TapeBackend(Backend):
             occasions: of looking whether samples stay apart; None for never.
         """
         with self._explained(tape):
-            self._refuse(tape, losses, parameters)
+            return self._rest(tape, losses, parameters, occasions, keep_graph)
+
+    def _rest(
+        self,
+        tape: Tape,
+        losses: Tensor,
+        parameters: Parameters,
+        occasions: Occasions | None,
+        keep_graph: bool = False,
+    ) -> ClippedGradient:
+        self._refuse(tape, losses, parameters)
+        with tape.replaying():
             self._look(tape, losses, occasions)
             return self._finished(tape, losses, parameters, keep_graph)
 

@@ -22,7 +22,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +52,7 @@ from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first
 from clipping.tape.marks import Marks, tensors
+from clipping.tape.replay import Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
 from clipping.tape.uses import Noted, Use
 from clipping.types import Parameters, Problem
@@ -94,6 +96,7 @@ class Tape(TorchFunctionMode):
         self._stand_in = stand_in
         self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
         self._depth = 0
+        self._hooked = self._replays = False
         self._noted: list[Noted] = []
         me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
@@ -118,6 +121,7 @@ class Tape(TorchFunctionMode):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+        self._hooked = self._hooked or hooks_of_saving(True) is not None
         if in_transform() is not None:
             self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
@@ -165,6 +169,26 @@ class Tape(TorchFunctionMode):
         if not self._depth and error is None:
             self._settle()
 
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Backward passes in here compute what was checkpointed once more as the forward pass computed it, by handlers.
+
+        Autograd compares what is saved: a norm that is run as another operation is not what the model wrote. Nothing is
+        noted a second time.
+        """
+        if not self._hooked:
+            yield
+            return
+        known = dict(self._sources)
+        self._replays, self._depth = True, self._depth + 1
+        try:
+            with Replay(self.__torch_function__):
+                yield
+        finally:
+            self._replays, self._depth = False, self._depth - 1
+            self._sources.clear()
+            self._sources.update(known)
+
     def _settle(self) -> None:
         """Make the rules of what a forward pass noted, and hook its uses."""
         noted, self._noted = self._noted, []
@@ -206,12 +230,15 @@ class Tape(TorchFunctionMode):
                     rule.share.input_only = True
             use.rules = []  # and with them the operation's input, unless somebody keeps it
 
-        self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
+        if not self._replays:
+            self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
         try:
             self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
-            if last:
+            if last and not self._replays:
                 self.close()
+            elif last:
+                self.arrivals.close()
         self.arrivals.require_complete()
 
     def sources(self) -> list[Source]:
@@ -253,12 +280,14 @@ class Tape(TorchFunctionMode):
                 output, gradients = self._fallback(func, args, kwargs, sources, data)
             mine = self._mine(gradients, sources)
         except Exception as error:
+            if self._replays:
+                raise  # a checkpoint has all that it wants
             output = func(*args, **kwargs)  # raises the model's own error, if it is one
             refused = as_refused(error)
             if refused is not error or any(x.requires_grad for x in tensors((output,), {})):
                 self._refuse(func, sources, refused)
             return output
-        if not mine:
+        if not mine or self._replays:
             return output
         made = first, _next_number()
         if not any(x.requires_grad for x in data):
@@ -347,6 +376,8 @@ class Tape(TorchFunctionMode):
 
     def _note(self, source: Source, gradient: Gradient, output: Spec, copies: Tensor) -> None:
         """A use whose output's gradient is asked for itself."""
+        if self._replays:
+            return
         assert copies.grad_fn is not None
         number = copies.grad_fn._sequence_nr()
         made = number, number + 1
@@ -363,5 +394,7 @@ class Tape(TorchFunctionMode):
             self.problems.append(Problem("model", f"{title(func)}: {refused.reason}", refused.remedy))
 
     def _refuse(self, func: Any, sources: list[Source], refused: Refused) -> None:
+        if self._replays:
+            return
         for name in dict.fromkeys(name for source in sources for name in source.parameters):
             self.problems.append(Problem(name, f"{title(func)}: {refused.reason}", refused.remedy))
