@@ -65,7 +65,8 @@ class Recording:
         self.passes = 1
         self.tape: Tape | None = None
         if isinstance(backend, TapeBackend):
-            self.tape = Tape(self.parameters, inputs, max(1, batch_size), backend.stand_in)
+            rows, held = max(1, batch_size), backend.book_kept
+            self.tape = Tape(self.parameters, inputs, rows, backend.stand_in, lets_go=not held)
             self.tape.arrivals.by_hand = by_hand
         elif occasions is not None and not any(compiled_modules(backend.model)):
             self.tape = Tape(self.parameters, inputs, batch_size)

@@ -93,7 +93,7 @@ class TapeBackend(Backend):
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in)
+        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in, lets_go=not self.book_kept)
         with self._explained(tape):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)

@@ -47,14 +47,14 @@ from clipping.rules import (
     fallback,
     title,
 )
-from clipping.sources import Source, depends_on_data, derive, mark_data, mark_disjoint, parameter_source, remade
+from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first
 from clipping.tape.marks import Marks, tensors
-from clipping.tape.replay import Replay, hooks_of_saving
+from clipping.tape.replay import LetGo, Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
-from clipping.tape.uses import Noted, Use
+from clipping.tape.uses import Noted, Use, count_parts
 from clipping.types import Parameters, Problem
 
 _next_number = torch.autograd._get_sequence_nr
@@ -72,6 +72,7 @@ class Tape(TorchFunctionMode):
         batch_size: B.
         stand_in: the name of the parameter whose place a tensor takes (see `clipping.distributed`); None where none
             does.
+        lets_go: inputs of uses within checkpoints are let go of until they are computed once more.
 
     Attributes:
         uses: in the order of the forward pass; complete when the tape is no longer active.
@@ -86,6 +87,7 @@ class Tape(TorchFunctionMode):
         batch: Any,
         batch_size: int,
         stand_in: Callable[[Tensor], str | None] | None = None,
+        lets_go: bool = False,
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
@@ -97,6 +99,7 @@ class Tape(TorchFunctionMode):
         self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
         self._depth = 0
         self._hooked = self._replays = False
+        self._let_go = LetGo(lets_go)
         self._noted: list[Noted] = []
         me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
@@ -171,11 +174,7 @@ class Tape(TorchFunctionMode):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Backward passes in here compute what was checkpointed once more as the forward pass computed it, by handlers.
-
-        Autograd compares what is saved: a norm that is run as another operation is not what the model wrote. Nothing is
-        noted a second time.
-        """
+        """Backward passes in here compute what was checkpointed once more by handlers; nothing is noted again."""
         if not self._hooked:
             yield
             return
@@ -203,14 +202,8 @@ class Tape(TorchFunctionMode):
                 for name in source.parameters:
                     self.counts[name] += 1
             self.arrivals.hook(use, each)
-        self._count_parts()
-
-    def _count_parts(self) -> None:
-        """Uses of disjoint parts of a parameter (experts) are one use of it."""
-        sources = [source for use in self.uses for source, _ in use.rules]
-        for name in {name for s in sources if s.part is not None and self._stand_in is None for name in s.parameters}:
-            if self.counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):
-                self.counts[name] = 1
+        if self._stand_in is None:
+            count_parts(self.uses, self.counts)
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool, last: bool = True) -> None:
         """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
@@ -222,18 +215,20 @@ class Tape(TorchFunctionMode):
         """
 
         def arrived(use: Use, g: Tensor) -> None:
+            planned, use.rules = use.rules, use.restored()
             arrival(use, g)
-            if not last:
-                return
-            for _, rule in use.rules:
-                if rule.share is not None:
-                    rule.share.input_only = True
-            use.rules = []  # and with them the operation's input, unless somebody keeps it
+            use.rules = planned
+            if last:
+                for _, rule in planned:
+                    if rule.share is not None:
+                        rule.share.input_only = True
+                use.rules = []  # and with them the operation's input, unless somebody keeps it
 
         if not self._replays:
             self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
         try:
-            self.arrivals.run(losses, arrived, retain_graph=retain_graph)
+            with self._let_go.asked():
+                self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
             if last and not self._replays:
                 self.close()
@@ -287,7 +282,10 @@ class Tape(TorchFunctionMode):
             if refused is not error or any(x.requires_grad for x in tensors((output,), {})):
                 self._refuse(func, sources, refused)
             return output
-        if not mine or self._replays:
+        if not mine:
+            return output
+        mine, again = self._let_go.taken(mine) if self._hooked else (mine, None)
+        if self._replays:
             return output
         made = first, _next_number()
         if not any(x.requires_grad for x in data):
@@ -298,7 +296,7 @@ class Tape(TorchFunctionMode):
         node, operation = output.grad_fn, self._composite or func
         assert node is not None
         at, number = output.output_nr, node._sequence_nr()
-        self._noted.append(Noted(operation, spec, node, at, number, mine, made, None, self._order))
+        self._noted.append(Noted(operation, spec, node, at, number, mine, made, None, self._order, again))
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:

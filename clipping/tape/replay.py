@@ -2,16 +2,23 @@
 
 Autograd compares what the two of them save, and a handler may run another operation than the model wrote: group norm
 with a scale for each sample is one norm of a batch of one.
+
+And what will be computed once more need not be held for a norm meanwhile (`LetGo`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from clipping.rules import Gradient
+from clipping.sources import Source
 
 hooks_of_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Those that autograd has for the tensors it saves, as within a checkpoint; None where there are none."""
@@ -42,3 +49,66 @@ def _of_scalar(outputs: Any, inputs: tuple[Any, ...], retain_graph: bool, allow_
     engine: Any = torch.autograd.Variable._execution_engine
     ones = (torch.ones_like(output),)
     return engine.run_backward((output,), ones, bool(retain_graph), False, inputs, allow_unused, accumulate_grad=False)
+
+
+OfSources = list[tuple[Source, Gradient]]
+"""For each source what its rule is made of."""
+SMALL = 1024
+"""Entries of a tensor that is not worth a ticket."""
+
+
+class LetGo:
+    """Inputs of uses within checkpoints: let go of, and found anew before the gradient of the use arrives.
+
+    A use leaves a ticket among the tensors that autograd saves there, in the forward pass and when it is computed once
+    more. To ask for the ticket has the part computed, and what comes back is the number of the second one.
+
+    Args:
+        on: whether anything is let go of.
+    """
+
+    def __init__(self, on: bool) -> None:
+        self._on, self._asked, self._count = on, False, 0
+        self._found: dict[int, OfSources] = {}
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """In here, what is computed once more is asked for, and not for the gradients of the parameters alone."""
+        self._asked = True
+        try:
+            yield
+        finally:
+            self._asked = False
+            self._found.clear()
+
+    def taken(self, mine: OfSources) -> tuple[OfSources, Callable[[], OfSources] | None]:
+        """What to hold on to instead of `mine`, and what gives that back in a backward pass, if it is let go of.
+
+        It is called in both passes, with the same shapes: all that a checkpoint saves must be saved twice.
+        """
+        hooks = hooks_of_saving(True) if self._on else None
+        large = any(_is_large(part) for _, gradient in mine for part in gradient[1:])
+        if hooks is None or hooks[0].__module__ != torch.utils.checkpoint.__name__ or not large:
+            return mine, None
+        pack, unpack = hooks
+        self._count += 1
+        if self._asked and "_recomputation_hook" in pack.__qualname__:
+            self._found[self._count] = _each(mine, Tensor.detach)  # or all of the part would be held by its graph
+        ticket = pack(torch.empty_strided((0,), (self._count,)))  # no entry, and a number nobody else looks at
+        return _each(mine, _stand_in), lambda: self._found.pop(unpack(ticket).stride(0))
+
+
+def _is_large(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.is_floating_point() and part.numel() >= SMALL
+
+
+def _each(mine: OfSources, made: Callable[[Tensor], Tensor]) -> OfSources:
+    return [
+        (source, (first, *(made(part) if _is_large(part) else part for part in rest)))
+        for source, (first, *rest) in mine
+    ]
+
+
+def _stand_in(x: Tensor) -> Tensor:
+    """Of its shape, dtype and device, in the memory of one entry."""
+    return x.new_empty(()).expand(x.shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +13,7 @@ from torch import Tensor
 from clipping.rows import Rows, taken
 from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made, title
 from clipping.rules.gathered import gathered
-from clipping.sources import Source
+from clipping.sources import Source, mark_disjoint
 
 
 @dataclass(eq=False)
@@ -25,6 +27,7 @@ class Use:
         node: the number of the output's node in the order in which the forward pass made them.
         first, last: the nodes that the operation made have the numbers from `first` up to `last`, which is not one.
         rows: whose the rows of its output are; None if they are B·k, k consecutive ones to a sample.
+        again: makes the rules once more, where what they are made of was let go of; see `clipping.tape.replay`.
     """
 
     operation: str
@@ -34,6 +37,16 @@ class Use:
     first: int = 0
     last: int = 0
     rows: Rows | None = None
+    again: Callable[[], list[tuple[Source, Rule]]] | None = None
+
+    def restored(self) -> list[tuple[Source, Rule]]:
+        """Its rules, with what was let go of, in a backward pass."""
+        if self.again is None:
+            return self.rules
+        found = self.again()
+        for (_, rule), (_, planned) in zip(found, self.rules, strict=True):
+            rule.route, rule.share = planned.route, planned.share
+        return found
 
     @property
     def owners(self) -> Tensor | None:
@@ -58,6 +71,7 @@ class Noted(NamedTuple):
         made: `first` and `last` of the use.
         copies: the output, if its gradient is to be asked for itself.
         order: the rows of the output, if they are not in the samples' order.
+        again: gives `gradients` anew, if those here are not whole.
     """
 
     operation: Any
@@ -69,6 +83,7 @@ class Noted(NamedTuple):
     made: tuple[int, int]
     copies: Tensor | None = None
     order: Rows | None = None
+    again: Callable[[], list[tuple[Source, Gradient]]] | None = None
 
     def settled(self, batch_size: int) -> Use:
         """With its rules, per sample.
@@ -76,25 +91,31 @@ class Noted(NamedTuple):
         Raises:
             Refused: rows that are not the batch's.
         """
+        rules = self._rules(batch_size, self.gradients)
+        use = Use(title(self.operation), rules, self.output, self.number, *self.made, self.order)
+        if (again := self.again) is not None:
+            use.again = lambda: self._rules(batch_size, again())
+        return use
+
+    def _rules(self, batch_size: int, gradients: list[tuple[Source, Gradient]]) -> list[tuple[Source, Rule]]:
         shape = self.output.shape
         rows = shape[0] if shape else 0
         if self.order is not None:
             if self.order.owners.shape != shape[:1]:
                 reason = f"its output {list(shape)} does not have the {len(self.order.owners)} rows of its input"
                 raise Refused(reason, "apply it to each row by itself, or use microbatch")
-            found = [(source, gathered(made(gradient), self.order)) for source, gradient in self.gradients]
-            return Use(title(self.operation), found, self.output, self.number, *self.made, self.order)
+            return [(source, gathered(made(gradient), self.order)) for source, gradient in gradients]
         if rows == 0 or rows % batch_size:
             reason = f"its output {list(shape)} does not have the batch, {batch_size}, as first dimension"
             raise Refused(reason, "give it one row a sample (batch first), or use microbatch or vmap")
         fold = rows // batch_size
         rules = []
-        for source, gradient in self.gradients:
+        for source, gradient in gradients:
             rule = made(gradient)
             if isinstance(rule, Broadcast):
                 source, rule = _by_row(source, rule, self.output)
             rules.append((source, rule if fold == 1 else rule.regroup(fold)))
-        return Use(title(self.operation), rules, self.output, self.number, *self.made)
+        return rules
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:
@@ -114,3 +135,11 @@ def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule
             ids = ids.reshape(1, *output.shape[1:-1]).expand(output.shape[:-1])
             return table, EmbeddingWeight(table.tensor, ids, padding_idx)
     return source, rule
+
+
+def count_parts(uses: list[Use], counts: Counter[str]) -> None:
+    """Uses of disjoint parts of a parameter (experts) are one use of it."""
+    sources = [source for use in uses for source, _ in use.rules]
+    for name in {name for source in sources if source.part is not None for name in source.parameters}:
+        if counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):
+            counts[name] = 1
