@@ -36,8 +36,10 @@ class Replay(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not torch.autograd.grad or kwargs.get("grad_outputs") is not None:
+        if hooks_of_saving(True) is not None:
             return self._handled(func, types, args, kwargs)
+        if func is not torch.autograd.grad or kwargs.get("grad_outputs") is not None:
+            return func(*args, **kwargs)  # of norms and sums, not of the model
         with self:
             outputs, inputs = args
             return _of_scalar(outputs, inputs, kwargs["retain_graph"], kwargs["allow_unused"])
