@@ -115,7 +115,8 @@ def rounds_for(turn_seconds: float, rounds: int, max_seconds: float) -> list[int
 class Entry:
     """One backend, from its opening to its record.
 
-    `fewest` steps at the least are run before any is timed; `verified`: against the oracle, before that.
+    `fewest` steps at the least are run before any is timed, and `lead` at the beginning of each turn; `verified`:
+    against the oracle, before that.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Entry:
     fewest: int = WINDOW
     verified: bool = True
     private: bool = True
+    lead: int = 0
     _step: Step | None = None
 
     def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
@@ -143,7 +145,8 @@ class Entry:
             self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
             self.rounds = range(self.trial.rounds)
             if self.private:  # ordinary training has a turn in every round: each ratio needs it
-                self.rounds = rounds_for(self.steps * expected, self.trial.rounds, self.trial.max_seconds)
+                turn = (self.lead + self.steps) * expected
+                self.rounds = rounds_for(turn, self.trial.rounds, self.trial.max_seconds)
             self.record |= {"warmup_seconds": seconds, "turns": []}
 
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
@@ -166,6 +169,8 @@ class Entry:
             return
         gc.collect()
         with self._guarded():
+            for _ in range(self.lead):
+                self._step()
             seconds = stopwatch_for(self.device)(self._step, self.steps, math.inf)
             told = {"gpu": gpu.sample(self.device)} if self.device.type == "cuda" else {}
             self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds} | told)
