@@ -53,6 +53,8 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("use", USES)
 def test_in_place_costs_no_copies(use, backend):
+    if use == "linear" and nn.Linear(6, 6)(torch.ones(2, 2, 2, 6))._is_view():
+        pytest.skip("this torch gives a view itself, in ordinary training too")
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(BATCH, 3, 6, 6, generator=generator, dtype=torch.float64)
     y = torch.arange(BATCH) % 3
