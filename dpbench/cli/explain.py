@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dpbench.errors import UsageError
-from dpbench.models.references import validate_reference
+from dpbench.cli.model import add_model, add_sizes, validate_model
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.environment import DEVICES, resolve_device
 from dpbench.trials import ExplainTrial
@@ -38,20 +37,11 @@ _SHARES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory",
-    )
+    add_model(parser)
     parser.add_argument(
         "--batch-size", metavar="B", type=int, default=BATCH_SIZE, help="samples in the batch (default: %(default)s)"
     )
-    parser.add_argument(
-        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
-    )
-    parser.add_argument(
-        "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"
-    )
+    add_sizes(parser)
     parser.add_argument(
         "--measure",
         action="store_true",
@@ -69,11 +59,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: an unknown model or device, or a size below 1.
     """
-    validate_reference(args.model)
-    for option in ("batch_size", "image_size", "num_classes"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
+    validate_model(args)
     trial = ExplainTrial(
         model=args.model,
         batch_size=args.batch_size,

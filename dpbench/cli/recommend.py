@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpbench.cli.explain import aligned
+from dpbench.cli.model import add_model, add_sizes, validate_model
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
 from dpbench.execution.recommend.findings import ORDINARY, Finding, in_order
 from dpbench.execution.recommend.verdict import Verdict, verdict
-from dpbench.models.references import split_reference, validate_reference
+from dpbench.models.references import split_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Isolation
 from dpbench.records.conditions import overload
@@ -38,11 +39,7 @@ _MOST_AT_ONCE = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory",
-    )
+    add_model(parser)
     parser.add_argument(
         "--batch-size",
         metavar="B",
@@ -60,12 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="in which formats steps compute (default: %(default)s)",
     )
-    parser.add_argument(
-        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
-    )
-    parser.add_argument(
-        "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"
-    )
+    add_sizes(parser)
     parser.add_argument(
         "--seconds",
         metavar="S",
@@ -105,11 +97,7 @@ def question_from(args: argparse.Namespace) -> Question:
     Raises:
         UsageError: for what cannot be asked.
     """
-    validate_reference(args.model)
-    for option in ("batch_size", "image_size", "num_classes"):
-        value = getattr(args, option)
-        if value is not None and value < 1:
-            raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
+    validate_model(args)
     if not _FEWEST_SECONDS <= args.seconds < float("inf"):
         raise UsageError(f"at least {_FEWEST_SECONDS:g} for --seconds", args.seconds)
     device = resolve_device(args.device)

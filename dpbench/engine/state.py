@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from dpbench.engine.sums import Sums
 from dpbench.engine.tickets import Tickets
 
 
-class State:
+class State(ABC):
     """`dpbench.engine.engine.PrivacyEngine` without what it does with them."""
 
     model: nn.Module
@@ -44,16 +45,18 @@ class State:
     _ended: int
     """Logical batches at the end of the last iteration of a loader."""
 
+    @abstractmethod
     def step(self, loss: Any) -> None:
         """The end of a logical batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def virtual_step(self, loss: Any) -> None:
         """Part of a logical batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin_drawing(self) -> None:
-        raise NotImplementedError
+        """A loader starts: what an abandoned iteration left of a logical batch is dropped."""
 
+    @abstractmethod
     def _drop_parts(self) -> None:
-        raise NotImplementedError
+        """Forget what of a logical batch is in the sum."""

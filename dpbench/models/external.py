@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
-from dpbench.models.references import split_file
+from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
-from dpbench.trials.reference import load_module
+from dpbench.trials.reference import load_module, split_file
 
 #: Of the extra `dpbench[models]`.
 _MODELS = ("timm", "transformers")
@@ -98,7 +98,7 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
     Raises:
         ModelError: no such function; the file or the function raises, or returns something else.
     """
-    path, name = split_file(ref)
+    path, name = split_file(ref, FACTORY)
     with unset_fake_temporarily() as mode, _importable(path.resolve().parent):
         with _one_line(f"{path} to import", path):
             module = load_module(str(path))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 from dpbench.errors import UsageError, nearest
 from dpbench.models.options import split_options
 from dpbench.models.workload import ModelError
 from dpbench.trials.packages import SCHEMES
+from dpbench.trials.reference import split_file
 
 BUILTIN: dict[str, tuple[str, str]] = {
     "cnn": (
@@ -28,7 +26,8 @@ BUILTIN: dict[str, tuple[str, str]] = {
     "vgg19": ("dpbench.models.vgg:vgg19", "VGG-19, CIFAR form, GroupNorm, 20.0M parameters"),
 }
 
-_FORMS = "timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory"
+FACTORY = "path/file.py:factory"
+_FORMS = f"timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or {FACTORY}"
 
 
 def split_reference(ref: str) -> tuple[str, str]:
@@ -68,21 +67,6 @@ def split_builtin(ref: str) -> tuple[str, dict[str, bool]]:
     return name, options
 
 
-def split_file(ref: str) -> tuple[Path, str]:
-    """(path, factory) of ``path/file.py:factory``.
-
-    Raises:
-        UsageError: no factory is named, or there is no such file.
-    """
-    path, _, factory = ref.rpartition(":")
-    if not path.endswith(".py") or not factory.isidentifier():
-        raise UsageError("path/file.py:factory", ref)
-    file = Path(os.path.expanduser(path))
-    if not file.is_file():
-        raise UsageError("path/file.py:factory of an existing file", ref)
-    return file, factory
-
-
 def validate_reference(ref: str) -> None:
     """Check what can be checked of a reference without torch: the built-in, the scheme, the file, the form of options.
 
@@ -94,7 +78,7 @@ def validate_reference(ref: str) -> None:
     """
     scheme, name = split_reference(ref)
     if scheme == "file":
-        split_file(name)
+        split_file(name, FACTORY)
     elif scheme == "builtin":
         split_builtin(name)
     else:

@@ -11,9 +11,9 @@ from typing import Any
 
 from clipping import Backend, load_backend
 from dpbench.errors import UsageError, nearest
-from dpbench.trials.backends import ResolveTrial, is_file, split_file
+from dpbench.trials.backends import CLASS, ResolveTrial, is_file
 from dpbench.trials.not_here import NotHere
-from dpbench.trials.reference import load_module
+from dpbench.trials.reference import load_module, split_file
 
 
 class UnavailableBackend(NotHere):
@@ -62,7 +62,7 @@ def run(trial: ResolveTrial) -> dict[str, Any]:
 
 
 def _from_file(ref: str) -> type[Backend]:
-    path, name = split_file(ref)
+    path, name = split_file(ref, CLASS)
     module = _imported(path)
     classes = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Backend)]
     found = getattr(module, name, None)

@@ -7,19 +7,21 @@ can show (no such class, no backend, an error in the file) is found in a trial's
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from clipping.registry import BACKENDS, is_backend, known_backends
 from dpbench.errors import UsageError, nearest
 from dpbench.trials.base import Trial
 from dpbench.trials.packages import modules_of_backends
+from dpbench.trials.reference import split_file
 
 #: Names of backends in the order of `clipping.registry`: ours, ordinary training first, and other libraries'.
 OURS = tuple(name for name, info in BACKENDS.items() if not info.peer)
 PEERS = tuple(name for name, info in BACKENDS.items() if info.peer)
+
+#: The form of a backend in a file.
+CLASS = "path/file.py:Class"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,23 +66,8 @@ def validate_backend(ref: str) -> None:
         UsageError: an unknown name, with the nearest; a file without a class, or none.
     """
     if is_file(ref):
-        split_file(ref)
+        split_file(ref, CLASS)
     elif not is_backend(ref):
         known = known_backends()
-        expected = f"a backend, one of {', '.join(known)}, or path/file.py:Class"
+        expected = f"a backend, one of {', '.join(known)}, or {CLASS}"
         raise UsageError(expected, ref, nearest(ref, known))
-
-
-def split_file(ref: str) -> tuple[Path, str]:
-    """(path, class) of ``path/file.py:Class``.
-
-    Raises:
-        UsageError: no class is named, or there is no such file.
-    """
-    path, _, name = ref.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise UsageError("path/file.py:Class", ref)
-    file = Path(os.path.expanduser(path))
-    if not file.is_file():
-        raise UsageError("path/file.py:Class of an existing file", ref)
-    return file, name

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from dpbench.errors import UsageError
 
 
 def load_module(name: str) -> ModuleType:
@@ -42,6 +45,21 @@ def load_object(reference: str) -> Any:
     """The object that ``module:name`` or ``file.py:name`` refers to."""
     module, _, name = reference.rpartition(":")
     return getattr(load_module(module), name)
+
+
+def split_file(ref: str, expected: str) -> tuple[Path, str]:
+    """(path, name) of ``path/file.py:name``, such as was `expected`: "path/file.py:Class".
+
+    Raises:
+        UsageError: nothing is named, or there is no such file.
+    """
+    path, _, name = ref.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UsageError(expected, ref)
+    file = Path(os.path.expanduser(path))
+    if not file.is_file():
+        raise UsageError(f"{expected} of an existing file", ref)
+    return file, name
 
 
 def reference_to(obj: Any) -> str:

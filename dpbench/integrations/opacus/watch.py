@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from dpbench.engine.traced import Traced, plain
 from dpbench.integrations.opacus.reduction import Look, Looks
 
 
-class Watch:
+class Watch(ABC):
     """Hooks on a model whose forward passes the engine records already.
 
     Args:
@@ -46,12 +47,12 @@ class Watch:
         self._by_loader = True
         return batch if self._look is None else self._look.batch(batch)
 
-    def begin(self, args: Any, kwargs: Any) -> None:
+    def begin(self, args: Any, kwargs: Any) -> None:  # noqa: B027  (most have nothing to do)
         """Before a forward pass that trains."""
 
+    @abstractmethod
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
         """What the caller gets of a forward pass that trains; `output` is None where it has raised."""
-        raise NotImplementedError
 
     def _see(self, look: Look | None) -> None:
         if self._look is not None:

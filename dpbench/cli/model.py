@@ -1,0 +1,40 @@
+"""What `explain` and `recommend` share: which model, and of which size its images and classes are."""
+
+from __future__ import annotations
+
+import argparse
+
+from dpbench.errors import UsageError
+from dpbench.models.references import validate_reference
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """MODEL."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a built-in, timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or path/file.py:factory",
+    )
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """--image-size and --num-classes."""
+    parser.add_argument(
+        "--image-size", metavar="S", type=int, help="default: 32 for built-ins and files, else 224 or what timm says"
+    )
+    parser.add_argument(
+        "--num-classes", metavar="K", type=int, help="default: 1000 for timm and torchvision, 10 for all others"
+    )
+
+
+def validate_model(args: argparse.Namespace) -> None:
+    """Check the model's reference, the sizes and --batch-size, without torch.
+
+    Raises:
+        UsageError: an unknown model, or a size below 1.
+    """
+    validate_reference(args.model)
+    for option in ("batch_size", "image_size", "num_classes"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
