@@ -1,0 +1,102 @@
+"""Losses of transformers' models, one a sample: those that transformers itself computes of each record alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("accelerate", reason="accelerate is not installed")
+import transformers
+
+from dpbench.integrations.transformers_losses import IGNORED, per_sample_losses
+
+B, T, WORDS = 4, 7, 32
+BERT = {"vocab_size": WORDS, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT |= {"intermediate_size": 16, "max_position_embeddings": T}
+T5 = {"vocab_size": WORDS, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+VIT = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+VIT |= {"intermediate_size": 16}
+
+
+def words(*ignored):
+    """Labels, of which each record has others that do not count."""
+    labels = torch.randint(1, WORDS, (B, T))
+    for i in range(B):
+        labels[i, torch.randperm(T)[: 1 + i]] = IGNORED
+    return labels
+
+
+def encoder(name, **options):
+    config = transformers.BertConfig(**BERT, **options)
+    return getattr(transformers, f"BertFor{name}")(config), {"input_ids": torch.randint(1, WORDS, (B, T))}
+
+
+def causal():
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=1, n_head=2, n_positions=T)
+    return transformers.GPT2LMHeadModel(config), {"input_ids": torch.randint(1, WORDS, (B, T)), "labels": words()}
+
+
+def masked():
+    model, inputs = encoder("MaskedLM")
+    return model, inputs | {"labels": words()}
+
+
+def token_classes():
+    model, inputs = encoder("TokenClassification", num_labels=WORDS)
+    return model, inputs | {"labels": words()}
+
+
+def classes():
+    model, inputs = encoder("SequenceClassification", num_labels=3)
+    return model, inputs | {"labels": torch.randint(0, 3, (B,))}
+
+
+def several_classes():
+    model, inputs = encoder("SequenceClassification", num_labels=3)
+    return model, inputs | {"labels": torch.randint(0, 2, (B, 3)).double()}
+
+
+def regression():
+    model, inputs = encoder("SequenceClassification", num_labels=1)
+    return model, inputs | {"labels": torch.randn(B, 1, dtype=torch.float64)}
+
+
+def regression_of_several():
+    model, inputs = encoder("SequenceClassification", num_labels=2, problem_type="regression")
+    return model, inputs | {"labels": torch.randn(B, 2, dtype=torch.float64)}
+
+
+def answers():
+    model, inputs = encoder("QuestionAnswering")
+    ends = torch.tensor([1, 3, T - 1, T + 5])  # the last is beyond the sequence: it does not count
+    return model, inputs | {"start_positions": torch.tensor([0, 2, 4, T + 5]), "end_positions": ends}
+
+
+def translation():
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**T5, decoder_start_token_id=0))
+    return model, {"input_ids": torch.randint(1, WORDS, (B, T)), "labels": words()}
+
+
+def images():
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**VIT, num_labels=3))
+    return model, {"pixel_values": torch.randn(B, 3, 8, 8, dtype=torch.float64), "labels": torch.randint(0, 3, (B,))}
+
+
+KINDS = (causal, masked, token_classes, classes, several_classes, regression, regression_of_several, answers)
+KINDS += (translation, images)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_loss_is_that_of_transformers_of_the_record_alone(kind):
+    torch.manual_seed(0)
+    model, inputs = kind()
+    model = model.double().eval()
+    losses, _ = per_sample_losses(model, inputs)
+    alone = [model(**{name: x[i : i + 1] for name, x in inputs.items()}).loss for i in range(B)]
+    # Of records whose every position is beyond the sequence transformers' mean is 0 / 0
+    alone = [torch.zeros_like(loss) if loss.isnan() else loss for loss in alone]
+    exact = 1e-6 if kind is causal else 1e-12  # transformers computes causal losses in float32 always
+    torch.testing.assert_close(losses, torch.stack(alone).double(), rtol=exact, atol=exact)
+    assert losses.requires_grad
+    assert losses.shape == (B,)
