@@ -10,7 +10,7 @@ from dpbench.models.data import validate_data
 from dpbench.training.faults import FAULTS
 from dpbench.trials import STEP_SOURCES, Trial
 
-__all__ = ["FAULTS", "FORMS", "LEVEL", "TESTS", "AuditTrial", "UtilityTrial", "cifar10_root"]
+__all__ = ["FAULTS", "FORMS", "LEVEL", "TESTS", "AuditTrial", "MemorisationTrial", "UtilityTrial", "cifar10_root"]
 
 
 def cifar10_root() -> str | None:
@@ -95,6 +95,37 @@ class AuditTrial(Trial):
 
     def label(self) -> str:
         return f"{self.kind} {self.fault or 'no fault'} {self.backend} {self.form} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorisationTrial(Trial):
+    """Fine-tune a language model on text with secrets in it, to one ε, and see what it gives away.
+
+    As in `dpbench.integrations.tutorials.memorisation`. `target_epsilon` None is ordinary fine-tuning. The noise is of
+    a cipher, so no two runs of a seed are equal; `seed` chooses text, numbers and the model.
+    """
+
+    kind: ClassVar[str] = "memorisation"
+    body: ClassVar[str] = "dpbench.integrations.tutorials.memorisation_trial:run"
+    sources: ClassVar[tuple[str, ...]] = (
+        *UtilityTrial.sources,
+        "dpbench/integrations/*.py",
+        "dpbench/integrations/tutorials/*.py",
+    )
+    target_epsilon: float | None
+    seed: int
+    records: int = 4000
+    public_records: int = 6000
+    epochs: int = 20
+    public_epochs: int = 4
+    device: str = "cpu"
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch", "torch._dynamo", "numpy", "scipy", "transformers", "peft")
+
+    def label(self) -> str:
+        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g}"
+        return f"{self.kind} {budget} seed {self.seed}"
 
 
 #: How batches come -> in words.

@@ -95,8 +95,8 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
     **dict.fromkeys(("scheme", "unknown", "network", "clip", "fault", "form", "task", "family", "spread"), TEXT),
     **dict.fromkeys(("dtype", "optimizer"), TEXT),
-    **dict.fromkeys(("seed", "canaries"), WHOLE),
-    **dict.fromkeys(("batch_size", "epochs", "processes", "rounds"), POSITIVE),
+    **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
+    **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "records", "public_records"), POSITIVE),
     **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
     **dict.fromkeys(("image_size", "num_classes"), Or(POSITIVE, None)),
     **dict.fromkeys(("dataset_size", "max_batch_size"), _WHOLE),
@@ -129,6 +129,7 @@ _TRIALS = {
     "sensitivity": "backend dtype",
     "utility": "network data backend clip batch_size epochs lr max_grad_norm target_epsilon delta seed",
     "audit": "backend fault form sample_rate target_epsilon max_grad_norm steps canaries seed",
+    "memorisation": "target_epsilon seed records public_records epochs public_epochs",
     "device": "device",
     "norms": "family precision small",
     "parts": "model backend batch_size precision optimizer",
@@ -286,6 +287,13 @@ _RESULTS: Mapping[str, Shape] = {
         "refuted_by?": [TEXT],
         "releases?": COUNT,
         "violated?": FLAG,
+    },
+    "memorisation": {
+        "exposures": Some({"times": POSITIVE, "bits": SECONDS}),
+        "bits_of_all": ABOVE_0,
+        **dict.fromkeys(("bits_per_byte", "bits_per_byte_before"), ABOVE_0),
+        **dict.fromkeys(("epsilon", "delta"), Or(FINITE, None)),
+        "seconds": SECONDS,
     },
 }
 

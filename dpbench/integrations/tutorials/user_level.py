@@ -1,0 +1,118 @@
+"""Protect a person, not a record: each user's data is one record, and k of their examples are in it.
+
+DP-SGD hides whether a *record* was there. Who gave ten messages gave ten records, and hiding each is not hiding ten:
+for a group of k records ε holds k times over. To protect all that a person gave, make it **one record**: then its
+gradient, over all its examples, is clipped as one, and ε is the user's (McMahan et al., Learning Differentially Private
+Recurrent Language Models, 2018; "user-level sampling" in Charles et al., Fine-Tuning Large Language Models with
+User-Level Differential Privacy, 2024).
+
+What it takes is shapes. A batch is [users, k, ...]; the model's forward pass folds both into one dimension and parts
+them again; a user's loss is the mean over their examples. Nothing else is changed: the backends follow samples through
+views, and a user is now what a sample was.
+
+1. `grouped`: at most k examples of each user; who has fewer is filled up with examples of weight 0.
+2. `PerUser`: a model of examples becomes a model of users.
+3. `user_losses`: one loss a user.
+
+Run it: `python -m dpbench.integrations.tutorials.user_level` (seconds). k is chosen without looking at the data, or
+its choice is not private; more examples a user are less noise from sampling, and cost time.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dpbench import PrivacyEngine
+
+
+def grouped(users: Tensor, inputs: Tensor, targets: Tensor, k: int) -> TensorDataset:
+    """A record a user: (inputs [k, ...], targets [k], weights [k]).
+
+    Args:
+        users: [N] int64, whose each example is.
+        inputs, targets: [N, ...] and [N].
+        k: examples of a user, the first ones; weights are 1 of those that are there and 0 of what fills up.
+
+    Raises:
+        ValueError: k below 1.
+    """
+    if k < 1:
+        raise ValueError(f"expected k of 1 or more, got {k}")
+    rows, weights = [], []
+    for user in users.unique():
+        own = (users == user).nonzero().flatten()[:k]
+        rows.append(own[torch.arange(k).clamp(max=len(own) - 1)])
+        weights.append((torch.arange(k) < len(own)).to(inputs.dtype))
+    chosen = torch.stack(rows)
+    return TensorDataset(inputs[chosen], targets[chosen], torch.stack(weights))
+
+
+class PerUser(nn.Module):
+    """A model of examples [n, ...] as one of users [users, k, ...]."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[users, k, ...] -> [users, k, outputs]"""
+        return self.net(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def user_losses(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
+    """The mean cross entropy of each user's examples, [users]: of outputs [users, k, classes]."""
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    return (each * weights).sum(1) / weights.sum(1)
+
+
+def trained(
+    data: TensorDataset, net: nn.Module, *, target_epsilon: float, batch_size: int = 64, epochs: int = 10
+) -> PrivacyEngine:
+    """Train `net` on users to an ε of theirs; gives the engine, which says what was spent."""
+    model = PerUser(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+    engine = PrivacyEngine(
+        model,
+        batch_size=batch_size,  # users
+        sample_size=len(data),  # users
+        epochs=epochs,
+        max_grad_norm=1.0,
+        target_epsilon=target_epsilon,
+    )
+    engine.attach(optimizer)
+    for _ in range(epochs):
+        for inputs, targets, weights in engine.data_loader(data):
+            optimizer.step(loss=user_losses(model(inputs), targets, weights))  # type: ignore[call-arg]
+    engine.detach()
+    return engine
+
+
+def writers(count: int = 400, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Examples of `count` users, one to eight each: (users, inputs [N, 16], targets [N] of four classes)."""
+    numbers, rule = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
+    users = torch.arange(count).repeat_interleave(torch.randint(1, 9, (count,), generator=numbers))
+    inputs = torch.randn(len(users), 16, generator=numbers)
+    return users, inputs, (inputs @ torch.randn(16, 4, generator=rule)).argmax(1)
+
+
+def main(ks: Sequence[int] = (1, 2, 4, 8)) -> None:
+    """Print the accuracy by examples a user, at one ε a user."""
+    warnings.simplefilter("ignore")
+    users, inputs, targets = writers()
+    _, test_inputs, test_targets = writers(200, seed=1)
+    for k in ks:
+        torch.manual_seed(0)
+        net = nn.Linear(16, 4)
+        engine = trained(grouped(users, inputs, targets, k), net, target_epsilon=3.0)
+        right = float((net(test_inputs).argmax(1) == test_targets).double().mean())
+        print(f"{k} examples a user: {right:.1%} right at ε = {engine.privacy_spent().epsilon:.2f} of a user")
+
+
+if __name__ == "__main__":
+    main()
