@@ -119,6 +119,12 @@ class MemorisationTrial(Trial):
     epochs: int = 20
     public_epochs: int = 4
     device: str = "cpu"
+    threads: int = 1  # steps this small gain little by more, and trials run side by side
+    timeout: float = 1800.0
+
+    @property
+    def alone(self) -> bool:
+        return False
 
     def modules(self) -> tuple[str, ...]:
         return ("torch", "torch._dynamo", "numpy", "scipy", "transformers", "peft")
