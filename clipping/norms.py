@@ -139,7 +139,7 @@ class Norms(ABC):
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
-        for name, gradient in source.pull_back(rule.instantiate(g, slice(0, rule.samples(g)))).items():
+        for name, gradient in source.pull_back(rule.instantiate_all(g)).items():
             self._add(name, gradient)
 
     def _not_by_ghost(self, name: str) -> None:
@@ -172,7 +172,7 @@ class _WholeNorms(Norms):
                 self._doubt_all(self._pairs[name], squares)
                 continue
             for rule, g in self._pairs.pop(name):
-                self._add(name, rule.instantiate(g, slice(0, rule.samples(g))))
+                self._add(name, rule.instantiate_all(g))
             self._not_by_ghost(name)
         for gradient in self._sums.values():
             self._squares += sum_of_squares(gradient)
@@ -221,7 +221,7 @@ class TwoPasses(_WholeNorms):
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         keeps = is_small(rule, g) or isinstance(rule, Copies)
         if source.is_parameter and not rule.route.ghost and keeps:
-            gradient = rule.instantiate(g, slice(0, rule.samples(g)))
+            gradient = rule.instantiate_all(g)
             if at_once(g):
                 return self._small.add(source, gradient)
             self._squares += sum_of_squares(gradient)
@@ -283,7 +283,7 @@ class Book(_WholeNorms):
         if not source.rearranged and is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
         if self.joins and route.kept and not route.way and is_small(rule, g):
-            return self._small.add(source, rule.instantiate(g, slice(0, rule.samples(g))))
+            return self._small.add(source, rule.instantiate_all(g))
         if not route.kept:
             self._waiting.append((source, rule, g))
             self._entries.append((source, partial(rule.weighted, g)))

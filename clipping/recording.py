@@ -14,6 +14,7 @@ by which the others are verified.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -65,8 +66,8 @@ class Recording:
         self.passes = 1
         self.tape: Tape | None = None
         if isinstance(backend, TapeBackend):
-            rows, held = max(1, batch_size), backend.book_kept
-            self.tape = Tape(self.parameters, inputs, rows, backend.stand_in, lets_go=not held)
+            rows = max(1, batch_size)
+            self.tape = Tape(self.parameters, inputs, rows, backend.stand_in, lets_go=backend.lets_go)
             self.tape.arrivals.by_hand = by_hand
         elif occasions is not None and not any(compiled_modules(backend.model)):
             self.tape = Tape(self.parameters, inputs, batch_size)
@@ -104,15 +105,17 @@ class Recording:
         try:
             with torch.enable_grad():
                 if not isinstance(self.backend, TapeBackend):
-                    self._look(losses)
-                    return one_by_one(losses, self.parameters, self.backend.clip)
+                    with nullcontext() if self.tape is None else self.tape.replaying():
+                        self._look(losses)
+                        return one_by_one(losses, self.parameters, self.backend.clip)
                 assert self.tape is not None
                 verify = verify and not self.backend.sharded
                 result = self.backend.clipped(
                     self.tape, losses, self.parameters, keep_graph=verify, occasions=self.occasions
                 )
                 if verify:
-                    self._verify(result, losses)
+                    with self.tape.replaying():
+                        self._verify(result, losses)
                 return result
         finally:
             self.close()

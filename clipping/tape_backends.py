@@ -77,6 +77,11 @@ class TapeBackend(Backend):
         positions, features = zip(seen, (1, 1), *sizes, strict=True)
         self._sizes = max(positions), max(features)
 
+    @property
+    def lets_go(self) -> bool:
+        """Whether inputs that activation checkpointing computes once more are not held for a norm meanwhile."""
+        return not self.book_kept
+
     def by_ghost(self, rule: Rule) -> bool:
         """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
         raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
@@ -93,7 +98,7 @@ class TapeBackend(Backend):
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in, lets_go=not self.book_kept)
+        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in, lets_go=self.lets_go)
         with self._explained(tape):
             with tape:
                 losses = self.losses(inputs, targets, batch_size)
@@ -161,6 +166,8 @@ class TapeBackend(Backend):
         self, tape: Tape, losses: Tensor, parameters: Parameters, keep_graph: bool = False
     ) -> ClippedGradient:
         kind = LayerByLayer if self.clip.per_layer else self.norms
+        if kind is Book and tape.let_go:
+            kind = TwoPasses  # what is computed once more in each backward pass is not held
         if kind.second_pass and any(use.output.dtype in HALF for use in tape.uses):
             kind = Book  # a second pass would round its sums to the few digits of half precision
         if self.sharded:
@@ -241,6 +248,9 @@ class BkGhost(Ghost):
 class BkMixed(TapeBackend):
     """Book-keeping with a planned route for each use.
 
+    With activation checkpointing the book would hold what is let go of for its sake: "auto" and "memory" go through
+    the graph twice then, as `MixedGhost` does, but for uses in half precision and a model sharded by FSDP2.
+
     Args:
         model, loss_fn, clip, verify: as for every backend.
         plan: what the planner aims at (see `clipping.planning.planner`); None is the `strategy` of the class.
@@ -277,6 +287,11 @@ class BkMixed(TapeBackend):
         if settled:
             self.planner.resume(settled["plans"])
             take_onednn_from(torch.get_num_threads(), settled["onednn_from"])
+
+    @property
+    def lets_go(self) -> bool:
+        """Where memory counts: with activation checkpointing a second backward pass takes the place of the book."""
+        return self.planner.strategy in ("auto", "memory") and not self.sharded
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
         found = self.planner.plan(tape, losses, lambda: held_here(self.model))

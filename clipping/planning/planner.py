@@ -37,6 +37,7 @@ from clipping.planning.timeline import Balance, Held, Timeline
 from clipping.rules import Route, Rule, Spec
 from clipping.sources import Source
 from clipping.tape.record import Tape
+from clipping.tape.replay import with_numbers
 from clipping.tape.uses import Use
 
 _LOG = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class Planner:
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
         kinds = [kind(rule, use.output) for use, _, rule in readings]
-        step = (losses.shape[0].bit_length(), losses.device, *kinds)
+        step = (losses.shape[0].bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go else []))
         self._calls[step] += 1
         known = self._plans.get(step)
         routes = self._resumed.get(repr(step)) if known is None and self._resumed else None
@@ -177,7 +178,10 @@ class Planner:
             else:
                 alone = all(tape.counts[name] == 1 for name in source.parameters)
                 fixed.append(held_without_choice(use, source, rule, routes[position], shared if not alone else None))
-        self._choose(items, timeline, fixed)
+        if tape.let_go:
+            self._choose_norms(items, timeline)
+        else:
+            self._choose(items, timeline, fixed)
         for item in items:
             routes[item.position] = item.taken.route
         peak = timeline.peak([item.taken.held for item in items] + fixed)
@@ -207,7 +211,7 @@ class Planner:
                 on_record = notebook.get(repr(what))
                 if on_record is None and may_time:
                     try:
-                        on_record = new[repr(what)] = measured(rule, use.output)
+                        on_record = new[repr(what)] = measured(with_numbers(rule), use.output)
                     except torch.OutOfMemoryError:  # the step itself may fit
                         may_time = False
                 costs[what] = on_record or predicted(rule, use.output)
@@ -247,6 +251,16 @@ class Planner:
                     pass
                 return
         _hasten(items, balance, limit)
+
+    def _choose_norms(self, items: list[Item], timeline: Timeline) -> None:
+        """Where the sum is another backward pass's, nothing is held: the fastest norms of little workspace each."""
+        ordinary = timeline.ordinary + timeline.outside
+        limit = self.memory_overhead * ordinary if self.strategy == "auto" else 0
+        for item in items:
+            choices = [choice for choice in item.choices if not choice.route.kept]
+            least = min(choice.held.workspace for choice in choices)
+            fitting = [choice for choice in choices if choice.held.workspace <= max(limit, least)]
+            item.taken = min(fitting, key=lambda choice: choice.seconds)
 
     def _fastest(self, items: list[Item], timeline: Timeline, fixed: list[Held]) -> Balance:
         for item in items:

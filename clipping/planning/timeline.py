@@ -9,22 +9,26 @@ which the gradient of a use arrives, what is held
     by ordinary training    the weight gradients that are there already
     by book-keeping         what is kept for the sum, and the workspace of a norm
 
-beside parameters, buffers and batch. Norms from what is kept anyway, (a, g), are found after the backward pass. Then
-the sums are formed, one after the other, each letting go of what it was formed from. So a plan is a set of intervals on
-one axis of *segments*: of the backward pass, with one more for each arrival of a use's gradient (a norm that is found
-there comes before the node of the graph computes), of the norms after it, and of the sums.
+beside parameters, buffers and batch. What activation checkpointing computes once more counts for nothing. Norms from
+what is kept anyway, (a, g), are found after the backward pass. Then the sums are formed, one after the other, each
+letting go of what it was formed from. So a plan is a set of intervals on one axis of *segments*: of the backward pass,
+with one more for each arrival of a use's gradient (a norm that is found there comes before the node of the graph
+computes), of the norms after it, and of the sums.
 """
 
 from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import disable_saved_tensors_hooks
 
 from clipping.kernels.chunked_conv import Pieces, in_pieces
 from clipping.kernels.conv_memory import Convolution
@@ -77,6 +81,10 @@ class Timeline:
         given = {storage_of(x): x.untyped_storage().nbytes() for x in outside}
         self.outside = sum(given.values())
         visited = sorted(nodes([losses.grad_fn]), key=lambda node: -node._sequence_nr())
+        with _nothing_computed_again():
+            self._lay_out(visited, uses, given)
+
+    def _lay_out(self, visited: Sequence[Any], uses: Sequence[tuple[int, int]], given: Mapping[int, int]) -> None:
         self._times = [-node._sequence_nr() for node in visited]  # ascending, for bisect
         count = len(visited)
         self._sizes: dict[int, int] = {}
@@ -324,6 +332,16 @@ def _temporaries(node: Any) -> tuple[int, int]:
     return all_of_them, sizes.gradients(wanted[0], False) - sizes.results(wanted[0], False)
 
 
+@contextmanager
+def _nothing_computed_again() -> Iterator[None]:
+    """In here, to ask for what activation checkpointing let go of raises RuntimeError: computed, it would be held."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        with disable_saved_tensors_hooks("what a checkpoint let go of is not counted"):
+            yield
+    else:  # the caller's own, which cannot be set aside
+        yield
+
+
 _SAVED: dict[type, list[str]] = {}
 
 
@@ -336,7 +354,7 @@ def _saved(node: Any) -> Iterable[Tensor]:
     for name in _SAVED[kind]:
         try:
             value = getattr(node, name)
-        except RuntimeError:  # changed in place since: a backward pass through this node would say so itself
+        except RuntimeError:  # let go of; or changed in place since, as a backward pass through this node would say
             continue
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, Tensor):

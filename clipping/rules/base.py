@@ -223,6 +223,12 @@ class Rule(ABC):
         """Σ_i g_i, from an output's gradient that has its factors already."""
         return self.weighted(g, g.new_ones(self.samples(g)))
 
+    def instantiate_all(self, g: Tensor) -> Tensor:
+        """Per-sample gradients [B, *shape], in the way and the blocks of the route if it names an instantiating one."""
+        way = "" if self.route.ghost else self.route.way
+        several = self.blocks(g, way, self.route.block) if way else [slice(0, self.samples(g))]
+        return concatenated(lambda samples: self.instantiate(g, samples, way), several)
+
     def held_input(self) -> Tensor | None:
         """The operation's input, if the weight gradient needs it."""
         return None

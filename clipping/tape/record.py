@@ -79,6 +79,7 @@ class Tape(TorchFunctionMode):
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
         arrivals: of the gradients of the uses.
+        let_go: what was let go of.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Tape(TorchFunctionMode):
         self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
         self._depth = 0
         self._hooked = self._replays = False
-        self._let_go = LetGo(lets_go)
+        self.let_go = LetGo(lets_go)
         self._noted: list[Noted] = []
         me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
@@ -227,7 +228,7 @@ class Tape(TorchFunctionMode):
         if not self._replays:
             self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
         try:
-            with self._let_go.asked():
+            with self.let_go.asked():
                 self.arrivals.run(losses, arrived, retain_graph=retain_graph)
         finally:
             if last and not self._replays:
@@ -284,7 +285,7 @@ class Tape(TorchFunctionMode):
             return output
         if not mine:
             return output
-        mine, again = self._let_go.taken(mine) if self._hooked else (mine, None)
+        mine, again = self.let_go.taken(mine) if self._hooked else (mine, None)
         if self._replays:
             return output
         made = first, _next_number()

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipping import Flat, load_backend
+from clipping.apart import Occasions
+from clipping.recording import Recording
+from clipping.tape.record import Tape
+from clipping.tape.replay import with_numbers
 from dpbench.measure.memory import measured_peak
 
 BATCH = 4
@@ -53,7 +57,7 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, targets, reduction="none")
 
 
-@pytest.mark.parametrize("backend", ["ghost", "mixed_ghost", "fastgradclip", "bk_ghost", "bk_mixed"])
+@pytest.mark.parametrize("backend", ["ghost", "mixed_ghost", "fastgradclip", "bk_ghost", "bk_mixed", "bk_mixed:time"])
 @pytest.mark.parametrize("part", PARTS)
 def test_as_without(part, backend):
     generator = torch.Generator().manual_seed(1)
@@ -71,9 +75,9 @@ def test_as_without(part, backend):
         torch.testing.assert_close(found[1].grads[name], g, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed"])
+@pytest.mark.parametrize("backend", ["mixed_ghost", "fastgradclip", "bk_mixed", "bk_mixed:memory", "bk_mixed:time"])
 def test_memory_is_saved(backend):
-    """Two passes let go of what is computed once more, as ordinary training does; book-keeping keeps it for the sum."""
+    """Two passes let go of what is computed once more, as ordinary training does; a book keeps it for the sum."""
     peaks = []
     for name in ("nonprivate", backend):
         for checkpointed in (False, True):
@@ -85,4 +89,56 @@ def test_memory_is_saved(backend):
                 peaks.append(measured_peak(lambda c=clipped, x=x, y=y: c(x, y), [], torch.device("cpu")).peak_bytes)
     saved = [peaks[1] / peaks[0], peaks[3] / peaks[2]]
     assert saved[0] < 0.8
-    assert saved[1] < (1.0 if backend == "bk_mixed" else saved[0] + 0.1)
+    assert saved[1] < (1.0 if backend == "bk_mixed:time" else saved[0] + 0.1)
+
+
+@pytest.mark.parametrize(("backend", "passes"), [("bk_mixed", 3), ("bk_mixed:time", 2)])
+def test_a_plan_has_nothing_computed_once_more(backend, passes):
+    """It would be held until the graph is gone: of all parts at once."""
+    model, computed = Network("group norm", True, depth=3), []
+    for part in model.parts[1:]:
+        part.register_forward_pre_hook(lambda *_: computed.append(1))
+    x, y = torch.randn(BATCH, 3, 6, 6), torch.arange(BATCH) % 3
+    with load_backend(backend)(model, loss_fn, verify=False) as clipped:
+        for _ in range(4):
+            clipped(x, y)
+            assert 3 <= len(computed) <= 3 * passes
+            computed.clear()
+
+
+def test_a_rule_that_is_timed_has_numbers_in_the_place_of_what_was_let_go_of():
+    model = Network("group norm", True)
+    x, y = torch.randn(BATCH, 3, 6, 6), torch.arange(BATCH) % 3
+    tape = Tape(dict(model.named_parameters()), (x, y), BATCH, lets_go=True)
+    with tape:
+        loss_fn(model(x), y)
+    rules = [rule for use in tape.uses for _, rule in use.rules]
+    let_go = [rule for rule in rules if any(map(is_let_go, vars(rule).values()))]
+    assert tape.let_go
+    assert len(let_go) == 2  # a convolution of each part
+    for rule in let_go:
+        filled = with_numbers(rule)
+        assert not any(map(is_let_go, vars(filled).values()))
+        assert filled.shapes() == rule.shapes()
+        assert any(map(is_let_go, vars(rule).values()))
+
+
+def is_let_go(value):
+    return isinstance(value, Tensor) and value.numel() > 1000 and not any(value.stride())
+
+
+@pytest.mark.parametrize("looked_at", [False, True], ids=["", "samples looked at"])
+@pytest.mark.parametrize("backend", ["microbatch", "mixed_ghost", "bk_ghost", "bk_mixed", "bk_mixed:time"])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_recording_is_verified_by_what_is_computed_once_more(part, backend, looked_at):
+    model = Network(part, True).double()
+    x, y = torch.randn(BATCH, 3, 6, 6, dtype=torch.float64), torch.arange(BATCH) % 3
+    with load_backend("microbatch")(model, loss_fn, clip=Flat(1.0)) as oracle:
+        wanted = oracle(x, y)
+    with load_backend(backend)(model, loss_fn, clip=Flat(1.0), verify=False) as recorder:
+        recording = Recording(recorder, (x,), BATCH, occasions=Occasions() if looked_at else None)
+        with recording:
+            losses = loss_fn(model(x), y)
+        found = recording.finish(losses, verify=True)
+    for name, g in wanted.grads.items():
+        torch.testing.assert_close(found.grads[name], g, rtol=1e-9, atol=1e-12)
