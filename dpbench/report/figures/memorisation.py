@@ -16,7 +16,7 @@ from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
 from dpbench.report.drawing.curves import box
 from dpbench.report.parts import FigureKind
 
-_TOP, _DEPTH, _LEFT, _GAP, _BYTES = 0.36, 2.4, 0.62, 0.85, 2.2
+_TOP, _DEPTH, _LEFT, _GAP, _BYTES = 0.36, 2.4, 0.62, 1.2, 2.2
 #: By place: ordinary training, then from the largest ε to the least.
 _LOOKS = (("#555555", "s"), ("#CC3311", "^"), ("#EE7733", "D"), ("#0077BB", "o"), ("#009988", "v"), ("#AA3377", "P"))
 _BY_CHANCE = 1.44  # mean bits of a rank that is uniform: log2(e)
@@ -101,10 +101,10 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         _bar(right, i + 1, part.bits_per_byte.median(), color)
     if len(frame):
         left.axhline(frame.bits_of_all.iloc[0], color=style.INK, linewidth=0.8, linestyle="--")
-        left.annotate(
-            "all of it", (1, frame.bits_of_all.iloc[0]), xytext=(0, 3), textcoords="offset points", fontsize=7.6
-        )
         left.axhline(_BY_CHANCE, color=style.INK, linewidth=0.8, linestyle=":")
+        for name, bits in (("all of it", frame.bits_of_all.iloc[0]), ("by chance", _BY_CHANCE)):
+            at = {"xycoords": left.get_yaxis_transform(), "textcoords": "offset points"}
+            left.annotate(name, (1, bits), xytext=(4, 0), fontsize=7.6, va="center", **at)
         _bar(right, 0, frame.bits_per_byte_before.median(), "#BBBBBB")
         left.legend(fontsize=7.6, frameon=False, loc="center left", title="fine-tuning", title_fontsize=7.6)
     left.set_xscale("log", base=2)
