@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
+from clipping.distributed import sharded_modules
 from dpbench.engine.containers import emptied
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State
@@ -91,7 +92,9 @@ def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, opt
     mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
     if mine:
         raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
-    return most is not None and is_on_gpu(engine.model) if pad is None else pad
+    if pad is not None:
+        return pad
+    return most is not None and (is_on_gpu(engine.model) or bool(sharded_modules(engine.model)))
 
 
 def is_on_gpu(model: nn.Module) -> bool:

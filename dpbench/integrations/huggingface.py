@@ -11,7 +11,8 @@
 gradient_accumulation_steps * processes records, and comes in pieces of per_device_train_batch_size at the most;
 `max_grad_norm` is C. `PrivacyArguments` say the rest. Everything else is as with `Trainer`, and each step of it is one
 of the engine: callbacks, evaluation, the best model, checkpoints and what goes on from them, LoRA by peft, bf16,
-activation checkpointing, and several processes by torchrun.
+activation checkpointing, and several processes by torchrun, which may share the parameters: call `fully_shard(model)`
+(FSDP2) before, in place of `fsdp=`; checkpoints are whole, as one process would write them.
 
 Not private: the training loss that is logged, and evaluation on private records; see `PrivateTrainer`.
 """
@@ -28,15 +29,21 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.integrations.transformers_losses import per_sample_losses
 from dpbench.integrations.transformers_refusals import refuse
-from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, is_empty, per_sample
+from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.integrations.whole_states import is_shared, load_whole_states, load_whole_weights, whole
 
 STATE = "privacy_engine_{}.pt"
 """In a checkpoint: the engine's state of the process of this rank."""
+
+
+PREPARED = {"device_placement": False, "evaluation_mode": True}
+"""Of `Accelerator.prepare_model`, for a model whose parts are where they are to be."""
 
 
 @dataclass
@@ -106,6 +113,11 @@ class PrivateTrainer(Trainer):
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
         refuse(self, {"args": args, "data_collator": data_collator, "train_dataset": train_dataset, **options})
         super().__init__(model, args, data_collator, train_dataset, *others, **options)
+        self._is_shared = is_shared(self.model)
+        if self._is_shared:
+            load_whole_weights(self.model)
+            prepare = self.accelerator.prepare_model  # in the mode in which no DistributedDataParallel is put round it
+            self.accelerator.prepare_model = lambda *args, **options: prepare(*args, **{**options, **PREPARED})
         self.privacy = privacy
         self.engine: PrivacyEngine | None = None
         self._held: HeldLosses | None = None
@@ -163,7 +175,7 @@ class PrivateTrainer(Trainer):
         self.model.train()
         getattr(self.optimizer, "train", lambda: None)()
         for piece, is_last in pieces.take(inputs):
-            if is_empty(piece):
+            if to_skip(piece, self._engine):
                 held.hold(None)
                 continue
             losses = self._losses(piece)
@@ -190,6 +202,13 @@ class PrivateTrainer(Trainer):
         else:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch, **others)
         return (losses, outputs) if return_outputs else losses
+
+    def create_optimizer(self, *args: Any, **options: Any) -> Any:
+        """As `Trainer.create_optimizer`."""
+        made = super().create_optimizer(*args, **options)
+        if self._is_shared:
+            load_whole_states(self.optimizer)
+        return made
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
         """As `Trainer.log`, with `epsilon` beside the training loss."""
@@ -265,8 +284,17 @@ class PrivateTrainer(Trainer):
             losses = self.compute_loss(self.model, inputs)
         return per_sample(losses, piece, "compute_loss_func" if self.compute_loss_func is not None else "compute_loss")
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self._is_shared and state_dict is None:  # for which every process is here
+            state_dict = whole(self.model.state_dict())
+        super()._save(output_dir, state_dict)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
+        if self._is_shared:
+            state = whole(self.optimizer.state_dict())
+            if self.args.should_save:
+                torch.save(state, Path(output_dir) / OPTIMIZER_NAME)
         if self.engine is not None:
             path = Path(output_dir) / STATE.format(self.args.process_index)
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -34,12 +34,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
-from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, is_empty, per_sample
+from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, per_sample, to_skip
 
 try:
     from lightning.pytorch import Callback
     from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as error:
     raise ImportError("expected the package lightning, got none: pip install 'dpbench[integrations]'") from error
@@ -156,11 +156,11 @@ class _Private:
         Returns:
             What it returned for the last piece, with the mean loss of all in place of the losses.
         """
-        assert self._pieces is not None and self._held is not None
+        assert self._pieces is not None and self._held is not None and self.engine is not None
         output: Any = None
         for drawn, is_last in self._pieces.take(turn):
             piece = self.batch_to_device(drawn)
-            if is_empty(piece):
+            if to_skip(piece, self.engine):
                 self._held.hold(None)
                 continue
             output = super().training_step(piece, *others)  # type: ignore[misc]
@@ -233,6 +233,30 @@ class PrivateDDPStrategy(_Private, DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         """None: there is no DistributedDataParallel."""
+
+
+class PrivateModelParallelStrategy(_Private, ModelParallelStrategy):
+    """In several processes that share the parameters: `configure_model` calls `fully_shard(..., mesh=...)` (FSDP2).
+
+    The mesh is `self.device_mesh["data_parallel"]`, of all processes. With `save_distributed_checkpoint=False`
+    checkpoints are one file.
+
+    Raises:
+        ValueError: tensor parallelism.
+    """
+
+    def __init__(self, *args: Any, tensor_parallel_size: int = 1, **options: Any) -> None:
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"expected tensor_parallel_size=1 with a private strategy, got {tensor_parallel_size!r}: the norm of a "
+                "sample's gradient is found where all of the sample is"
+            )
+        super().__init__(*args, tensor_parallel_size=1, **options)
+
+    def setup_environment(self) -> None:
+        """As Lightning's, with all processes in one mesh of data parallelism."""
+        self._data_parallel_size: int | str = self.num_nodes * self.num_processes
+        super().setup_environment()
 
 
 def _called(module: nn.Module, name: str | None) -> nn.Module:

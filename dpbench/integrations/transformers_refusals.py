@@ -67,7 +67,7 @@ def _of_arguments(args: Any) -> list[tuple[str, str, str, str]]:
             "fsdp",
             args.fsdp,
             "''",
-            "it shards after the engine has seen the model; take PrivacyEngine in a loop of your own",
+            "it shards after the engine has seen the model; call fully_shard(model) before PrivateTrainer(model, ...)",
         ),
         (args.torch_compile, "torch_compile", True, "False", "a compiled model shows no per-sample gradients"),
         (args.n_gpu > 1, "n_gpu", args.n_gpu, "1", "DataParallel splits batches; start by torchrun, a process a GPU"),

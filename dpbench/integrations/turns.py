@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.distributed import sharded_modules
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.loader import PrivateLoader
@@ -132,9 +133,9 @@ class Mean:
         return found
 
 
-def is_empty(piece: Any) -> bool:
-    """Has this physical batch no samples?"""
-    return any(x.dim() and not len(x) for x in tensors_in(piece))
+def to_skip(piece: Any, engine: PrivacyEngine) -> bool:
+    """Has this physical batch no samples? Where processes share the parameters, all of them call the model even so."""
+    return any(x.dim() and not len(x) for x in tensors_in(piece)) and not sharded_modules(engine.model)
 
 
 def per_sample(losses: Any, piece: Any, where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""One process of two of a PrivateTrainer's training: python huggingface_process.py FOLDER. Writes what became of it."""
+"""One process of two of a PrivateTrainer: python huggingface_process.py FOLDER KIND. Writes what became of it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,44 @@ import warnings
 from pathlib import Path
 
 import torch
-from test_huggingface import trainer_of
+from test_huggingface import ADAM, model_of, trainer_of
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+
+def model(kind):
+    """Every process has all of it, or half of every parameter."""
+    made = model_of("gpt2")
+    if kind == "sharded":
+        for block in made.transformer.h:
+            fully_shard(block)
+        fully_shard(made)
+    return made
+
+
+def whole(trainer):
+    return {
+        name: p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+        for name, p in trainer.model.named_parameters()
+    }
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, kind = Path(sys.argv[1]), sys.argv[2]
     warnings.simplefilter("ignore")
-    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo"}
-    whole = trainer_of(folder, save_strategy="steps", save_steps=3, **options)
-    whole.train()
-    resumed = trainer_of(folder, **options)
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "ddp_backend": "gloo", **ADAM}
+    torch.distributed.init_process_group("gloo")
+    first = trainer_of(folder, model=model(kind), save_strategy="steps", save_steps=3, **options)
+    first.train()
+    resumed = trainer_of(folder, model=model(kind), **options)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
     found = {
-        "whole": {name: p.detach() for name, p in whole.model.named_parameters()},
-        "resumed": {name: p.detach() for name, p in resumed.model.named_parameters()},
-        "steps": whole.engine.steps,
-        "epsilon": whole.engine.privacy_spent().epsilon,
+        "sharded": isinstance(next(first.model.parameters()), DTensor),
+        "whole": whole(first),
+        "resumed": whole(resumed),
+        "evaluated": resumed.evaluate(first.train_dataset)["eval_loss"],
+        "steps": first.engine.steps,
+        "epsilon": first.engine.privacy_spent().epsilon,
     }
     torch.save(found, folder / f"{os.environ['RANK']}.pt")
     torch.distributed.barrier()  # or the first to end takes its store away from the other

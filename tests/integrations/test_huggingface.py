@@ -18,6 +18,7 @@ from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 from dpbench.integrations.transformers_losses import per_sample_losses
 
 LR, CLIP = 0.5, 0.3
+ADAM = {"optim": "adamw_torch", "learning_rate": 0.01}
 
 
 @pytest.fixture(autouse=True)
@@ -405,7 +406,7 @@ def test_sharding_and_training_without_data_are_refused(tmp_path):
     args = arguments(tmp_path)
     args.fsdp = "full_shard"  # as on several GPUs
     privacy = PrivacyArguments(noise_multiplier=1.0)
-    with pytest.raises(ValueError, match=r"expected fsdp='' with PrivateTrainer, got 'full_shard': .*loop of your own"):
+    with pytest.raises(ValueError, match=r"expected fsdp='' with PrivateTrainer, got 'full_shard': .*call fully_shard"):
         PrivateTrainer(model_of("gpt2"), args, train_dataset=Records("gpt2"), privacy=privacy)
     trainer = PrivateTrainer(model_of("gpt2"), arguments(tmp_path), eval_dataset=Records("gpt2", 8), privacy=privacy)
     assert trainer.engine is None and trainer.evaluate()["eval_loss"] > 0

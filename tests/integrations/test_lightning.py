@@ -19,7 +19,7 @@ from torchrun import torchrun
 
 from dpbench import Misuse, PrivacyEngine
 from dpbench.engine.sampling import Sampler
-from dpbench.integrations.lightning import PrivateStrategy
+from dpbench.integrations.lightning import PrivateModelParallelStrategy, PrivateStrategy
 
 CLIP, LR = 0.3, 0.5
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "logger": False}
@@ -45,7 +45,7 @@ def data():
 class Classifier(LightningModule):
     """As people write them, but for `reduction`."""
 
-    reduction = "none"
+    reduction, momentum = "none", 0.0
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Classifier(LightningModule):
         self.log("val_loss", F.cross_entropy(self(x), y))
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=LR)
+        optimizer = torch.optim.SGD(self.parameters(), lr=LR, momentum=self.momentum)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
@@ -262,11 +262,19 @@ def test_what_cannot_be_private_is_refused_by_name(options, words):
     assert "\n" not in str(error.value)
 
 
+def test_tensor_parallelism_is_refused_by_name():
+    with pytest.raises(ValueError, match="expected tensor_parallel_size=1 with a private strategy, got 2"):
+        PrivateModelParallelStrategy(privacy={}, tensor_parallel_size=2)
+
+
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
-def test_two_processes_are_one(tmp_path):
-    strategy = strategy_of()
-    _, module = fit(strategy)
-    for found in torchrun(tmp_path, "lightning_process.py"):
+@pytest.mark.parametrize("kind", ["ddp", "sharded", "saved in parts"])
+def test_two_processes_are_one(kind, tmp_path):
+    strategy, module = strategy_of(), Classifier()
+    module.momentum = 0.5  # without a state of the optimizer Lightning cannot load one file for all processes
+    fit(strategy, module)
+    for found in torchrun(tmp_path, "lightning_process.py", kind):
+        assert found["sharded"] == (kind != "ddp")
         assert found["steps"] == 15 and found["epsilon"] == strategy.engine.privacy_spent().epsilon
         for way in ("whole", "resumed"):
             for p, q in zip(module.parameters(), found[way], strict=True):
