@@ -39,16 +39,24 @@ ROUNDED = 1 + 2.0**-9
 
 
 def discrete_noisy(
-    totals: Sequence[Tensor], log: int, grid: float, key: bytes, nonces: Sequence[Sequence[int]]
+    totals: Sequence[Tensor],
+    log: int,
+    grid: float,
+    key: bytes,
+    nonces: Sequence[Sequence[int]],
+    *,
+    in_place: bool = False,
 ) -> list[Tensor]:
     """Each total rounded to multiples of `grid`, and discrete Gaussian noise of deviation 2^log · grid added.
 
     Args:
-        totals: of any shapes, dtypes and devices, finite; they are not changed.
+        totals: of any shapes, dtypes and devices, finite.
         log: 1 to 40.
         grid: > 0.
         key: 32 bytes.
         nonces: of each total three numbers of 32 bits: with this key, no other draw of any kind has the same.
+        in_place: write results over those totals that are float32 or wider, in one piece and on the CPU; else none is
+            changed.
 
     Returns:
         As `totals`, each in one piece, float32 or wider.
@@ -62,7 +70,7 @@ def discrete_noisy(
         _require_blocks(total.numel())
         _state(key, 0, nonce)
     here = [x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
-    found = [torch.empty_like(x) for x in here]
+    found = here if in_place else [torch.empty_like(x) for x in here]
     for dtype in {x.dtype for x in here}:
         members = [i for i, x in enumerate(here) if x.dtype == dtype]
         chosen, results = [here[i] for i in members], [found[i] for i in members]

@@ -90,16 +90,23 @@ class Segments:
 
 
 def noisy(
-    totals: Sequence[Tensor], deviation: float, grid: float, key: bytes, nonces: Sequence[Sequence[int]]
+    totals: Sequence[Tensor],
+    deviation: float,
+    grid: float,
+    key: bytes,
+    nonces: Sequence[Sequence[int]],
+    *,
+    in_place: bool = False,
 ) -> list[Tensor]:
     """`totals` + N(0, deviation²) in each coordinate, formed in float64 and rounded to multiples of `grid`.
 
     Args:
-        totals: of any shapes, strides, dtypes and devices; they are not changed.
+        totals: of any shapes, strides, dtypes and devices.
         deviation: > 0.
         grid: a power of two.
         key: 32 bytes.
         nonces: of each total three numbers of 32 bits: with this key, no other draw has the same.
+        in_place: write results over those totals that are float32 or wider and in one piece; else none is changed.
 
     Returns:
         As `totals`, each in one piece, float32 or wider.
@@ -111,7 +118,7 @@ def noisy(
         _require_blocks(total.numel())
         _state(key, 0, nonce)
     wide = [x.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
-    found: list[Tensor] = [torch.empty_like(x) for x in wide]
+    found: list[Tensor] = wide if in_place else [torch.empty_like(x) for x in wide]
     kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = {}
     for i, x in enumerate(wide):
         nonce = () if cpu.supported(x) else tuple(nonces[i][:2])  # a flat tensor has one but for the labels

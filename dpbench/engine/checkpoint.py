@@ -47,7 +47,8 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     engine._sampler.take(state["key"])
     engine.steps, engine.drawn, engine._sampled = state["steps"], state["drawn"], state["sampled"]
     device = {name: p.device for name, p in engine.model.named_parameters()}
-    engine._sums = gathered({name: total.to(device[name]) for name, total in state["sums"].items()}, engine.model)
+    sums = {name: total.to(device[name], copy=True) for name, total in state["sums"].items()}  # noise is added in place
+    engine._sums = gathered(sums, engine.model)
     engine._unread.clear()
     engine._size, engine._ended = state["size"], 0
     engine._drawing = engine.drawn if engine._sums else -1

@@ -87,7 +87,8 @@ class Discrete(Secure):
             return super().added_to_all(totals, deviation, places)
         if not 0 < deviation < math.inf:
             raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
-        return discrete_noisy(totals, self._log, deviation / 2.0**self._log, self._key_for(places), places)
+        grid = deviation / 2.0**self._log
+        return discrete_noisy(totals, self._log, grid, self._key_for(places), places, in_place=True)
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """As `Noise.add_to_flat`, on the CPU: it waits for the device."""

@@ -81,12 +81,18 @@ class Noise(ABC):
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
 
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
-        """As `added_to_all`, of one."""
-        return self.added_to_all([total], deviation, [at])[0]
+        """As `added_to_all`, of one, which is not changed."""
+        return self.added_to_all([total.clone()], deviation, [at])[0]
 
     @abstractmethod
     def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
-        """Each total + N(0, deviation²) in each entry, in float32 or wider; the totals themselves are not changed."""
+        """Each total + N(0, deviation²) in each entry, in float32 or wider.
+
+        Args:
+            totals: used up: what is returned may lie in their memory.
+            deviation: >= 0.
+            places: of each total; no other draw is at one of them.
+        """
 
     @abstractmethod
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
@@ -120,7 +126,7 @@ class Pseudo(Noise):
 
     def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
         wide = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
-        return [total + self._drawn(total) * deviation for total in wide]
+        return [total.add_(self._drawn(total).mul_(deviation)) for total in wide]
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """One draw of all on a GPU's generator; on a CPU's one after the other, as `added_to_all` does."""
@@ -169,7 +175,7 @@ class Secure(Noise):
         grid = _grid(deviation)
         if grid == 0:
             return [total.detach().to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
-        return noisy(totals, deviation, grid, self._key_for(places), places)
+        return noisy(totals, deviation, grid, self._key_for(places), places, in_place=True)
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """As `Noise.add_to_flat`, rounded and refused as in `added_to_all`."""

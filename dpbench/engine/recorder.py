@@ -199,8 +199,8 @@ class Recorder:
             self._recording = Recording(self.backend, (args, kwargs), batch_size, _by_hand, self._occasions)
             self._others = ()
             if self._occasions is not None:
-                trainable = sum(p.requires_grad for p in module.parameters())
-                self._others = self._occasions.others(batch_size, args, kwargs, trainable)
+                trainable = self._recording.parameters
+                self._others = self._occasions.others(batch_size, args, kwargs, len(trainable))
             self._trace = Trace() if self._others else None
         else:
             self._recording.again((args, kwargs))

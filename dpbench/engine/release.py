@@ -1,14 +1,14 @@
 """From the sums of a logical batch to gradients: over all processes, with noise, once, and divided by b.
 
 On a GPU all of it is some twenty launches, and nothing is awaited on the host: see `dpbench.engine.sums`, and for sums
-that are not finite `dpbench.engine.finite`. Elsewhere noise is drawn for many parameters in one call. In several
-processes reductions to the first are all begun before the first is waited for, and each result is on its way to the
-others while the noise of the next is drawn: what crosses is one sum there and one back, after the backward pass.
+that are not finite `dpbench.engine.finite`. Elsewhere noise is drawn for all parameters in one call, over their sums.
+In several processes reductions to the first are all begun before the first is waited for, and each result is on its way
+to the others while the noise of the next is drawn: what crosses is one sum there and one back, after the backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
 from dpbench.engine.sharded import as_sharded, everywhere, replicas, shard_of
 from dpbench.engine.sums import Block, Sums, gathered
-
-PORTION = 2**24
-"""Coordinates that noise is drawn for at once, roughly, where sums do not lie in one tensor: enough for all cores."""
 
 
 @torch.no_grad()
@@ -45,10 +42,11 @@ def release_gradients(
         one was not, all of these had noise alone. None if there is no such parameter.
     """
     reshard(model)
-    for p in model.parameters():
+    parameters = dict(model.named_parameters())
+    for name, p in list(parameters.items()):
         if not p.requires_grad:
             p.grad = None  # of data before it was frozen: the optimizer would apply it as it is
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            del parameters[name]
     if sums.keys() != parameters.keys():
         sums = gathered(sums, model, parameters)
     blocks, sums.blocks = sums.blocks, []
@@ -59,8 +57,6 @@ def release_gradients(
     sharded = any(map(is_sharded, parameters.values()))
     works: list[Any] = []
     if processes > 1 and not sharded:
-        for block in blocks:
-            block.data = block.data.contiguous()
         works = [dist.reduce(block.data, dst=0, async_op=True) for block in blocks]
     crossing = bool(works)
     later = [block for block in blocks if block.segments is not None]
@@ -85,10 +81,9 @@ def release_gradients(
             _from_first_replica(together)
         elif crossing:
             broadcasts.append(dist.broadcast(together[0].data, src=0, async_op=True))
-    for i, block in enumerate(blocks):
-        if broadcasts:
-            _wait(broadcasts[i])
-        _hand_over(block, batch_size)
+    for work in broadcasts:
+        _wait(work)
+    _hand_over(blocks, batch_size)
     return unread
 
 
@@ -105,40 +100,28 @@ def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, step: in
             noise.add_to_flat(block.data, block.segments, deviation, step, rank)
         else:
             alone.append(block)
-    for portion in _portions(alone):
-        places = [At(step, rank, block.indices[0]) for block in portion]
-        found = noise.added_to_all([block.data for block in portion], deviation, places)
-        for block, data in zip(portion, found, strict=True):
-            block.data, block.own = data, True
-
-
-def _portions(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """In turn so many of them that their sums and what takes their place are not all in memory at once."""
-    portion: list[Block] = []
-    for block in blocks:
-        if portion and sum(each.data.numel() for each in portion) + block.data.numel() > PORTION:
-            yield portion
-            portion = []
-        portion.append(block)
-    if portion:
-        yield portion
+    places = [At(step, rank, block.indices[0]) for block in alone]
+    found = noise.added_to_all([block.data for block in alone], deviation, places)
+    for block, data in zip(alone, found, strict=True):
+        block.data = data
 
 
 def _from_first_replica(blocks: Sequence[Block]) -> None:
     """What the first replica of a shard has goes to the others: noise is drawn once."""
     for block in blocks:
         for group in replicas(next(iter(block.parameters.values()))):
-            block.data = block.data.contiguous()
             dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _hand_over(block: Block, batch_size: int) -> None:
-    """Divide a sum by b; `.grad` of its parameters are its parts."""
-    block.data = block.data.div_(batch_size) if block.own else block.data / batch_size
-    block.data = block.data.to(next(iter(block.parameters.values())).dtype)
-    for name, part in block.parts().items():
-        p = block.parameters[name]
-        p.grad = as_sharded(part, p)
+def _hand_over(blocks: Sequence[Block], batch_size: int) -> None:
+    """Divide all sums by b; `.grad` of the parameters are their parts."""
+    if blocks:
+        torch._foreach_div_([block.data for block in blocks], batch_size)
+    for block in blocks:
+        block.data = block.data.to(next(iter(block.parameters.values())).dtype)
+        for name, part in block.parts().items():
+            p = block.parameters[name]
+            p.grad = as_sharded(part, p)
 
 
 def _wait(work: dist.Work | None) -> None:

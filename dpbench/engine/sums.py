@@ -9,7 +9,7 @@ copy would cost more than it saves, and each sum stays where the backend has for
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,7 +35,7 @@ class Block:
         indices: of each its number among the model's `named_parameters()`.
         data: in this process: [segments.length], or of the shape of the one parameter (of its shard).
         segments: where each lies; None for the one.
-        own: nobody else has this memory, so that it may be written to.
+        own: nobody else has this memory, and it is in one piece, so that it may be written to.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -45,10 +45,11 @@ class Block:
     own: bool = False
 
     def round(self) -> None:
-        """To the precision in which noise is added: float32, or as wide as the parameters."""
+        """To the precision in which noise is added, float32 or as wide as the parameters, and to memory of its own."""
         dtype = torch.promote_types(next(iter(self.parameters.values())).dtype, torch.float32)
-        if self.data.dtype != dtype:
-            self.data, self.own = self.data.to(dtype), True
+        if self.data.dtype != dtype or not self.own:
+            self.data = self.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
+            self.own = True
 
     def parts(self) -> dict[str, Tensor]:
         """What each parameter has of it in this process, of its shape."""
@@ -120,6 +121,8 @@ def gathered(grads: Mapping[str, Tensor], model: nn.Module, names: Iterable[str]
         else:
             total = given[name].to(dtype) if name in given else torch.zeros_like(like, dtype=dtype)
             sums.blocks.append(Block({name: p}, (number,), total))
+    for block, own in zip(sums.blocks, apart([block.data for block in sums.blocks]), strict=True):
+        block.own = own
     for (device, dtype, *_), together in kinds.items():
         members, indices = {name: known[name][1] for name in together}, tuple(known[name][0] for name in together)
         segments = _segments(tuple(here(p).numel() for p in members.values()), indices)
@@ -127,6 +130,24 @@ def gathered(grads: Mapping[str, Tensor], model: nn.Module, names: Iterable[str]
         _fill(dict(zip(together, segments.parts(block.data), strict=True)), given)
         sums.blocks.append(block)
     return sums
+
+
+def apart(tensors: Sequence[Tensor]) -> list[bool]:
+    """Of each tensor: is it in one piece, and has none of the others an entry of it?"""
+    found = [x.is_contiguous() for x in tensors]
+    spans = []
+    for i, x in enumerate(tensors):
+        first = x.storage_offset() * x.element_size() if found[i] else 0
+        size = x.numel() * x.element_size() if found[i] else x.untyped_storage().nbytes()
+        spans.append((x.untyped_storage()._cdata, first, first + size, i))
+    spans.sort()
+    reached: tuple[Any, Any, int] = 0, 0, 0  # storage, the furthest end in it, whose
+    for storage, first, end, i in spans:
+        if storage == reached[0] and first < reached[1]:
+            found[i] = found[reached[2]] = False
+        if storage != reached[0] or end > reached[1]:
+            reached = storage, end, i
+    return found
 
 
 @functools.lru_cache(maxsize=16)

@@ -194,7 +194,7 @@ def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], T
     to_all = engine.noise.added_to_all
 
     def added(total: Tensor, deviation: float, at: At) -> Tensor:
-        return to_all([total], deviation, [at])[0]
+        return to_all([total.clone()], deviation, [at])[0]
 
     engine.noise.added_to_all = lambda totals, deviation, places: [  # type: ignore[method-assign]
         change(added, total, deviation, at) for total, at in zip(totals, places, strict=True)

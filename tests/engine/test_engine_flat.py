@@ -13,7 +13,9 @@ from torch.utils.data import TensorDataset
 
 from dpbench import PrivacyEngine
 from dpbench.engine import finite, sums
-from dpbench.engine.sums import gathered
+from dpbench.engine.noise import At, Secure
+from dpbench.engine.release import release_gradients
+from dpbench.engine.sums import apart, gathered
 
 KEY = bytes(range(32))
 
@@ -137,11 +139,51 @@ def test_sums_of_another_layout_in_memory_are_taken_as_they_are(flat):
     assert torch.equal(found["bias"], grads["bias"]) and not found["weight"].any() and len(found) == 2
 
 
-def test_in_portions_of_any_size_the_noise_is_the_same(monkeypatch):
-    wanted = train()
-    for portion in (1, 50, 250):
-        monkeypatch.setattr("dpbench.engine.release.PORTION", portion)
-        assert all(torch.equal(p, wanted[name]) for name, p in train().items())
+def test_noise_is_added_in_place_but_where_sums_share_memory():
+    """Two parameters of one gradient, one of a number, expanded, one in another order: each has noise of its own."""
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(6, 4)) for name in ("a", "b", "c", "d", "e", "f")})
+    whole = torch.randn(60)
+    grads = {"a": torch.randn(6, 4), "c": torch.randn(4, 6).T, "d": torch.randn(()).expand(6, 4)}
+    grads |= {"b": grads["a"], "e": whole[:24].view(6, 4), "f": whole[36:].view(6, 4)}
+    kept = {name: g.clone() for name, g in grads.items()}
+    noise = Secure()
+    noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
+    found = gathered(grads, model)
+    assert {name: block.own for block in found.blocks for name in block.parameters} == {
+        **dict.fromkeys("abcd", False),
+        **dict.fromkeys("ef", True),
+    }
+    release_gradients(model, found, noise, 0.5, 4, 1)
+    for number, (name, p) in enumerate(model.named_parameters()):
+        again = Secure()
+        again.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
+        assert torch.equal(p.grad, again.added(kept[name].contiguous(), 0.5, At(1, 0, number)) / 4), name
+    assert all(torch.equal(grads[name], kept[name]) for name in "abcd")
+    assert model["e"].grad.data_ptr() == grads["e"].data_ptr()  # nothing was copied
+
+
+def test_sums_that_overlap_are_not_apart():
+    x = torch.zeros(10)
+    assert apart([x[:4], x[4:8], x[8:]]) == [True] * 3
+    assert apart([x, x[2:3], x[8:], torch.zeros(10)]) == [False, False, False, True]
+    assert apart([x[6:], x[::2], torch.zeros(0), torch.zeros(0)]) == [False, False, True, True]
+    assert apart([x[:6], x.view(torch.uint8)[20:28], x[6:8]]) == [False, False, False]
+    assert apart([x[:6], x.view(torch.uint8)[24:28], x[7:]]) == [True] * 3
+
+
+def test_a_checkpoint_that_is_gone_on_from_stays_as_it_is():
+    model, optimizer, engine = make()
+    optimizer.virtual_step(loss=F.cross_entropy(model(data()[:4][0]), data()[:4][1], reduction="none"))
+    state = engine.state_dict()
+    before = copy.deepcopy(state)
+    ends = []
+    for _ in range(2):
+        again, _, resumed = make()
+        resumed.load_state_dict(state, replay=True)
+        resumed.empty_step()
+        assert all(torch.equal(total, before["sums"][name]) for name, total in state["sums"].items())
+        ends.append(torch.cat([p.detach().double().flatten() for p in again.parameters()]))
+    assert torch.equal(*ends)
 
 
 # what is not finite

@@ -292,7 +292,7 @@ def test_a_deviation_that_is_none_is_refused():
         with pytest.raises(ValueError, match="expected a finite deviation >= 0"):
             Secure().added(torch.zeros(2), deviation, AT)
     with pytest.raises(ValueError, match=f"at most {2**35} coordinates"):
-        Secure().added(torch.zeros(1).expand(2**35 + 1), 1.0, AT)
+        Secure().added_to_all([torch.zeros(1).expand(2**35 + 1)], 1.0, [AT])
 
 
 def engine_of(**changes) -> PrivacyEngine:
