@@ -31,7 +31,7 @@ from clipping.oracle import Microbatch
 from clipping.reference import Sums, gradients, with_zeros
 from clipping.sources import mark_data
 from clipping.tape.compiled import compiled_modules
-from clipping.tape.graph import unrecorded
+from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 from clipping.tape_backends import BkMixed, TapeBackend
 from clipping.types import ClippedGradient, Parameters, UnsupportedModel
@@ -64,6 +64,7 @@ class Recording:
         reshard(backend.model)
         self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
         self.passes = 1
+        self._first: int = torch.autograd._get_sequence_nr()
         self.tape: Tape | None = None
         if isinstance(backend, TapeBackend):
             rows = max(1, batch_size)
@@ -128,6 +129,9 @@ class Recording:
 
     def _look(self, losses: Tensor) -> None:
         """Of a backend without a tape of its own: what that cannot follow it does not look at."""
+        stale = read_before(losses, self._first, self.parameters)
+        if stale:
+            raise UnsupportedModel(self.backend.name, stale)
         if self.tape is not None:
             unrecorded(losses, self.tape, self.parameters)  # which gradients are to come
             problem = mixed_rows(self.tape, losses, self.occasions)

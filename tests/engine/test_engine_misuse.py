@@ -107,7 +107,7 @@ def test_losses_of_an_earlier_forward_pass(attached):
     losses = losses_of(model, 6)
     losses_of(model, 4)
     losses_of(model, 6)
-    with says(Misuse, "got some of an earlier one with another batch size"):
+    with says(Misuse, "got some of an earlier one, of another batch"):
         optimizer.step(loss=losses)
     model.eval()
     losses = losses_of(model, 6)
