@@ -39,7 +39,7 @@ from dpbench.engine.sampling import Sampler
 from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
-from dpbench.engine.spent import PrivacySpent, account
+from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.tickets import Ticket, Tickets
@@ -170,6 +170,8 @@ class PrivacyEngine(State):
         quieten(self._wrapped, True)
         same_settings({**self.settings.as_state(), "sensitivity": self.clip.sensitivity})
         same_model(self.model)
+        if beside := self._abandoned.beside(self.model):
+            self._warn("beside", NOT_COUNTED.format(beside) + ", unless load_state_dict goes on from its checkpoint")
         if not self.noise.private:
             self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
 
@@ -263,6 +265,7 @@ class PrivacyEngine(State):
             drawn=max(self.drawn, self._ended) + self._abandoned.count,
             by_engine=self._sampled == self.steps,
             unlike=self._unlike,
+            beside=self._abandoned.beside(self.model),
             sensitivity=self.sensitivity.words,
             delta=self.settings.delta if delta is None else delta,
         )

@@ -108,6 +108,8 @@ class Patch:
 
     def undo(self) -> None:
         """Take it off, except from under a wrapper that came later: that then reaches the optimizer's own step."""
+        if self.engine is not None:
+            self.engine._abandoned.leave(self.engine.model, self.engine.steps)
         self.engine = None
         own = vars(self.optimizer)
         if own.get("step") is self._step:
