@@ -122,6 +122,12 @@ class Recorder:
         dropped, self._dropped = self._dropped, False
         if recording is None:
             return None
+        frozen = [name for name, p in recording.parameters.items() if not p.requires_grad]
+        if frozen:
+            recording.close()
+            raise Misuse(
+                f"expected the trainable parameters of the forward pass, got {frozen[0]!r} frozen since: freeze before"
+            )
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:

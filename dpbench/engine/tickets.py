@@ -30,9 +30,9 @@ from torch import Tensor
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse
 
-ROWS, COLUMNS, CANDIDATES = 16, 4, 1024
+ROWS, COLUMNS, CANDIDATES = 16, 4, 256
 """Of a tensor so many samples are compared, in so many features, which are those of so many that differ most."""
-CLOSED, COMPARED = 128, 8
+CLOSED, COMPARED = 64, 2
 """So many batches are remembered when they are done with, and the last so many of them known by copies, too."""
 EXACT = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """What casting leaves of a scaled copy, relative to its spread; 1e-4 in other dtypes."""
@@ -84,8 +84,10 @@ class Ticket:
 
     def has_read(self, tensors: list[Tensor]) -> bool:
         """Are these what the model read, and not written to since? Nothing is computed."""
-        read = [(ref(), version) for ref, version in self._read]
-        return bool(tensors) and all(any(x is y and _version(x) == version for y, version in read) for x in tensors)
+        read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
+        return len(read) >= len(tensors) > 0 and all(
+            any(x is y and _version(x) == version for y, version in read) for x in tensors
+        )
 
 
 class Tickets:
@@ -221,6 +223,10 @@ class Tickets:
         if equal:
             return max(equal, key=lambda ticket: ticket.own(tensors))  # of several the first
         closed = [ticket for ticket in self._closed if ticket.handed == batch_size > 0]
+        owns = {ticket: ticket.own(tensors) for ticket in (*fitting, *closed)}
+        most = [ticket for ticket in owns if owns[ticket] == max(owns.values()) > 0]
+        if len(most) == 1 and most[0] in fitting:  # beside tensors that the caller made
+            return most[0]
         read = [ticket for ticket in closed if ticket.has_read(tensors)]
         if not read and on_host:
             last = closed[:COMPARED] if batch_size >= COLUMNS else []

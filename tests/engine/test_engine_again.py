@@ -230,6 +230,22 @@ def test_sparse_samples_and_single_ones_are_told_apart():
             assert tickets.take(0) is handed[1]
 
 
+def test_a_batch_is_known_beside_tensors_that_the_caller_makes():
+    shared = torch.arange(9)  # of every batch, as positions are
+    tickets, batches = Tickets(), [(torch.rand(9, 7), shared) for _ in range(3)]
+    handed = [Ticket(step, True, 9, 9, batch) for step, batch in enumerate(batches)]
+    for ticket in handed:
+        tickets.hand_out(ticket)
+    state = torch.zeros(9, 4)
+    for i in (0, 2):
+        tickets.read((*batches[i], state), 9, False)
+        assert tickets.take(0) is handed[i]
+    tickets.hand_out(Ticket(3, True, 9, 9, (torch.rand(9, 7), shared)))
+    tickets.hand_out(Ticket(4, True, 9, 9, (torch.rand(9, 7), shared)))
+    with pytest.raises(Misuse, match="none of these"):
+        tickets.read((*batches[1], state), 9, False)
+
+
 def test_samples_that_are_few_or_all_the_same_may_be_normalised():
     numbers = torch.Generator().manual_seed(0)
     few, many = torch.rand(2, 7, generator=numbers), torch.rand(9, 7, generator=numbers)

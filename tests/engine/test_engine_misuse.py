@@ -125,6 +125,16 @@ def test_a_parameter_in_the_loss(attached):
     assert engine.steps == 1
 
 
+def test_a_parameter_that_is_frozen_before_the_step(attached):
+    model, optimizer, engine = attached
+    losses = losses_of(model)
+    model[0].requires_grad_(False)
+    with says(Misuse, r"the trainable parameters of the forward pass, got '0.weight' frozen since: freeze before"):
+        optimizer.step(loss=losses)
+    optimizer.step(loss=losses_of(model))
+    assert engine.steps == 1
+
+
 def test_many_forward_passes_without_a_step(attached):
     model, _, _ = attached
     with pytest.warns(PrivacyWarning, match="16 forward passes in training mode without a step"):
