@@ -50,6 +50,10 @@ class Recording:
         batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.sharded`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
         occasions: of looking whether samples stay apart (`clipping.apart`); None for never.
+        after: `ended` of a recording of another batch, which was dropped for this one; 0 if there was none.
+
+    Attributes:
+        ended: the number that autograd gives to the next node after the last forward pass.
     """
 
     def __init__(
@@ -59,12 +63,13 @@ class Recording:
         batch_size: int,
         by_hand: Callable[[], None] | None = None,
         occasions: Occasions | None = None,
+        after: int = 0,
     ) -> None:
         self.backend, self.batch_size, self.occasions = backend, batch_size, occasions
         reshard(backend.model)
         self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
         self.passes = 1
-        self._first: int = torch.autograd._get_sequence_nr()
+        self._after, self.ended = after, 0
         self.tape: Tape | None = None
         if isinstance(backend, TapeBackend):
             rows = max(1, batch_size)
@@ -85,6 +90,7 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.ended = torch.autograd._get_sequence_nr()
         if self.tape is not None:
             self.tape.__exit__(kind, error, tb)
 
@@ -129,7 +135,7 @@ class Recording:
 
     def _look(self, losses: Tensor) -> None:
         """Of a backend without a tape of its own: what that cannot follow it does not look at."""
-        stale = read_before(losses, self._first, self.parameters)
+        stale = read_before(losses, self._after, self.parameters) if self._after else []
         if stale:
             raise UnsupportedModel(self.backend.name, stale)
         if self.tape is not None:

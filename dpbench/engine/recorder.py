@@ -52,7 +52,7 @@ class Recorder:
         self._recording: Recording | None = None
         self._entered: list[bool] = []
         self._handles: list[Any] = []
-        self._dropped = self._skipped = False
+        self._dropped, self._skipped = 0, False  # the number of the node after a recording that was dropped; 0 for none
         self._verify = True
         self._buffers = Buffers(model)
         self._told_of_buffers = False
@@ -119,7 +119,7 @@ class Recorder:
         if drawn is not None:
             losses = _masked(losses, *drawn)
         recording, self._recording = self._recording, None
-        dropped, self._dropped = self._dropped, False
+        dropped, self._dropped = self._dropped, 0
         if recording is None:
             return None
         frozen = [name for name, p in recording.parameters.items() if not p.requires_grad]
@@ -191,8 +191,8 @@ class Recorder:
         batch_size = leading_dimension(args, kwargs)
         recording = self._recording is not None and self._recording.batch_size == batch_size
         if not self._reads((args, kwargs), batch_size, recording) and self._recording is not None:
+            self._dropped = self._recording.ended
             self.drop()
-            self._dropped = True
         if batch_size == 0 and not self.backend.sharded:
             self.drop()
             return None
@@ -201,7 +201,9 @@ class Recorder:
         # other tensors of the same storage, for the tape to mark
         args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), (args, kwargs))
         if self._recording is None:
-            self._recording = Recording(self.backend, (args, kwargs), batch_size, _by_hand, self._occasions)
+            self._recording = Recording(
+                self.backend, (args, kwargs), batch_size, _by_hand, self._occasions, self._dropped
+            )
             self._others = ()
             if self._occasions is not None:
                 trainable = sum(p.requires_grad for p in module.parameters())

@@ -85,6 +85,27 @@ def test_losses_of_the_batch_before_the_last_read_are_refused(backend):
     assert engine.steps == 0 and not engine._sums
 
 
+def test_what_reads_a_parameter_before_the_model_is_called_is_of_the_same_pass():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1, RECORDS, dtype=torch.float64))
+
+        def forward(self, x):
+            return x.sum(1) + 0 * self.weight.sum()
+
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    settings = {"batch_size": EXPECTED, "sample_size": RECORDS, "max_grad_norm": 1.0, "noise_multiplier": 0.0}
+    engine = PrivacyEngine(model, **settings, epochs=2, backend="microbatch")
+    engine.attach(optimizer)
+    engine._recorder._occasions = None  # which would look at the graph of the inputs
+    for count in (5, 9, 5):
+        losses = model(X[:count] * model.weight)
+    optimizer.step(loss=losses)
+    assert counts(model) == often(range(5))
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("loading", [{}, PADDED, PIECES], ids=["whole", "padded", "pieces"])
 def test_what_was_stepped_is_not_stepped_again(loading, ahead):
