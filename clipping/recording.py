@@ -31,7 +31,7 @@ from clipping.oracle import Microbatch
 from clipping.reference import Sums, gradients, with_zeros
 from clipping.sources import mark_data
 from clipping.tape.compiled import compiled_modules
-from clipping.tape.graph import unrecorded
+from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 from clipping.tape_backends import BkMixed, TapeBackend
 from clipping.types import ClippedGradient, Parameters, UnsupportedModel
@@ -50,6 +50,10 @@ class Recording:
         batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.sharded`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
         occasions: of looking whether samples stay apart (`clipping.apart`); None for never.
+        after: `ended` of a recording of another batch, which was dropped for this one; 0 if there was none.
+
+    Attributes:
+        ended: the number that autograd gives to the next node after the last forward pass.
     """
 
     def __init__(
@@ -59,11 +63,13 @@ class Recording:
         batch_size: int,
         by_hand: Callable[[], None] | None = None,
         occasions: Occasions | None = None,
+        after: int = 0,
     ) -> None:
         self.backend, self.batch_size, self.occasions = backend, batch_size, occasions
         reshard(backend.model)
         self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
         self.passes = 1
+        self._after, self.ended = after, 0
         self.tape: Tape | None = None
         if isinstance(backend, TapeBackend):
             rows = max(1, batch_size)
@@ -84,6 +90,7 @@ class Recording:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.ended = torch.autograd._get_sequence_nr()
         if self.tape is not None:
             self.tape.__exit__(kind, error, tb)
 
@@ -128,6 +135,9 @@ class Recording:
 
     def _look(self, losses: Tensor) -> None:
         """Of a backend without a tape of its own: what that cannot follow it does not look at."""
+        stale = read_before(losses, self._after, self.parameters) if self._after else []
+        if stale:
+            raise UnsupportedModel(self.backend.name, stale)
         if self.tape is not None:
             unrecorded(losses, self.tape, self.parameters)  # which gradients are to come
             problem = mixed_rows(self.tape, losses, self.occasions)

@@ -74,6 +74,24 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     ]
 
 
+def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Problem]:
+    """Parameters that the losses' graph reads by nodes of an earlier number: in a forward pass that went before."""
+    known = {id(p): name for name, p in parameters.items()}
+    stale = [
+        known[id(child.variable)]
+        for node in nodes([losses.grad_fn])
+        if node._sequence_nr() < number and type(node) not in (_LEAF, _CAST)  # autocast keeps its casts
+        for child, _ in node.next_functions
+        if type(child) is _LEAF and id(child.variable) in known
+    ]
+    return [
+        Problem(
+            name, "is read by an earlier forward pass than the one that is recorded", "take the losses of the last one"
+        )
+        for name in dict.fromkeys(stale)
+    ]
+
+
 def _names(node: Any, known: dict[int, str], tape: Tape) -> list[str]:
     """Of the parameters at or below a node."""
     leaves = (each.variable for each in ([node] if type(node) is _LEAF else nodes([node])) if type(each) is _LEAF)

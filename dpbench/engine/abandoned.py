@@ -1,9 +1,15 @@
-"""Steps that were released, and are not in the history that a checkpoint goes on from: they count all the same."""
+"""Steps that were released, and are not in the history that a checkpoint goes on from: they count all the same.
+
+Those of another engine that was on the same model before have a mechanism of their own: they are told of, not counted.
+"""
 
 from __future__ import annotations
 
 import secrets
 from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 
 class Abandoned:
@@ -31,3 +37,17 @@ class Abandoned:
         else:  # another training's: all that was released here is beside it
             self.count = state.get("abandoned", 0) + released
         self._known.add(name)
+
+    def leave(self, model: nn.Module, steps: int) -> None:
+        """The engine has released `steps` logical batches of its history, and lets go of the model."""
+        if steps + self.count:
+            _LEFT.setdefault(model, {})[self] = steps + self.count
+
+    def beside(self, model: nn.Module) -> int:
+        """Steps that other engines have released on this model, from which this one does not go on."""
+        return sum(
+            n for other, n in _LEFT.get(model, {}).items() if other is not self and not other._known & self._known
+        )
+
+
+_LEFT: WeakKeyDictionary[nn.Module, dict[Abandoned, int]] = WeakKeyDictionary()

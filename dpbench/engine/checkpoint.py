@@ -27,6 +27,7 @@ def save(engine: State) -> dict[str, Any]:
         "noise": engine.noise.state_dict(),
         "sums": {name: total.clone() for name, total in engine._sums.items()},
         "size": engine._size,
+        "drawing": engine._drawing,
         "backend": engine._recorder.backend.settle(),
         "place": list(place()),
     }
@@ -51,6 +52,6 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     engine._sums = gathered(sums, engine.model)
     engine._unread.clear()
     engine._size, engine._ended = state["size"], 0
-    engine._drawing = engine.drawn if engine._sums else -1
+    engine._drawing = state.get("drawing", engine.drawn) if engine._sums else -1
     engine._recorder.drop()
     engine._tickets.clear()

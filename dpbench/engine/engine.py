@@ -31,7 +31,7 @@ from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
 from dpbench.engine.noise import secret
-from dpbench.engine.patch import Patch, claim, disclaim
+from dpbench.engine.patch import Patch, claim, disclaim, require_own
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
 from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted
@@ -39,7 +39,7 @@ from dpbench.engine.sampling import Sampler
 from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
 from dpbench.engine.sizes import Sizes
-from dpbench.engine.spent import PrivacySpent, account
+from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.tickets import Ticket, Tickets
@@ -170,6 +170,8 @@ class PrivacyEngine(State):
         quieten(self._wrapped, True)
         same_settings({**self.settings.as_state(), "sensitivity": self.clip.sensitivity})
         same_model(self.model)
+        if beside := self._abandoned.beside(self.model):
+            self._warn("beside", NOT_COUNTED.format(beside) + ", unless load_state_dict goes on from its checkpoint")
         if not self.noise.private:
             self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
 
@@ -194,7 +196,7 @@ class PrivacyEngine(State):
         never in the sum of a later one twice. On a GPU that a batch is not finite is raised by the step after its own,
         which was noise alone (`dpbench.engine.finite`).
         """
-        ticket = self._tickets.take()
+        ticket = self._tickets.take(self.drawn)
         self.stepped = ticket is None or ticket.is_last
         self._end(ticket, lambda: self._accumulate(loss, None if ticket is None else self._mask))
 
@@ -203,12 +205,9 @@ class PrivacyEngine(State):
 
         The parts hold different records: one that is in two of them moves the sum by twice what the noise is scaled to.
         """
-        if self._tickets.current is not None:
-            raise Misuse(
-                "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
-                "logical batch; for larger ones take a larger batch_size"
-            )
+        self._tickets.refuse_part()
         self.stepped = False
+        self._begin(None)
         self._accumulate(loss, None)
 
     def empty_step(self) -> None:
@@ -217,7 +216,7 @@ class PrivacyEngine(State):
         if sharded_modules(self.model):
             raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
         self._recorder.drop()
-        ticket = self._tickets.take_empty()
+        ticket = self._tickets.take_empty(self.drawn)
         self.stepped = True
         self._end(ticket, lambda: None)
 
@@ -266,6 +265,7 @@ class PrivacyEngine(State):
             drawn=max(self.drawn, self._ended) + self._abandoned.count,
             by_engine=self._sampled == self.steps,
             unlike=self._unlike,
+            beside=self._abandoned.beside(self.model),
             sensitivity=self.sensitivity.words,
             delta=self.settings.delta if delta is None else delta,
         )
@@ -297,6 +297,7 @@ class PrivacyEngine(State):
     def _attached(self) -> Patch:
         if self._patch is None:
             raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
+        require_own(self, self._patch.optimizer)
         return self._patch
 
     def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
@@ -392,9 +393,8 @@ class PrivacyEngine(State):
 
     def _begin(self, ticket: Ticket | None) -> None:
         """What is stepped now is this batch of the loader's; None: one of the caller's."""
-        if ticket is None:
-            return
-        if ticket.step != self._drawing:  # pieces of a batch whose last one was left out are in no other batch
+        before, self._drawing = self._drawing, -1 if ticket is None else ticket.step
+        if before != self._drawing:  # pieces of a batch whose last one was left out are in no other batch
             self._drop_parts()
-        self._drawing, self._mask = ticket.step, (ticket.real, ticket.handed)
-        self.drawn = ticket.step + 1 if ticket.is_last else ticket.step
+        if ticket is not None:
+            self._mask, self.drawn = (ticket.real, ticket.handed), ticket.step + ticket.is_last

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from clipping.distributed import sharded_modules
 from dpbench.engine.containers import emptied
+from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State
 from dpbench.engine.tickets import Ticket
@@ -71,9 +72,15 @@ class PrivateLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self._engine._begin_drawing()
+        key = self._pieces.key
         batches = iter(self._loader)
         drawn = self._pieces.drawn
         for batch in batches:
+            if self._pieces.key != key:
+                raise Misuse(
+                    "expected a new iteration of data_loader after engine.load_state_dict, got the next batch of one "
+                    "that began before: it is of another training, whose batches may have been stepped already"
+                )
             step, self.is_last, real = drawn.popleft()
             self._engine._tickets.hand_out(Ticket(step, self.is_last, real, self._padded or real, batch))
             yield batch
@@ -111,6 +118,11 @@ class _Pieces:
         self.end = 0
         self._counted: tuple[bytes, int, int] | None = None  # (key, epoch, physical batches)
         self.drawn: deque[tuple[int, bool, int]] = deque()
+
+    @property
+    def key(self) -> bytes:
+        """Of the sampling."""
+        return self._sampler.key
 
     def __iter__(self) -> Iterator[list[int]]:
         self.drawn = deque()  # of this iteration alone: workers may have drawn ahead in one that was broken off

@@ -108,6 +108,8 @@ class Patch:
 
     def undo(self) -> None:
         """Take it off, except from under a wrapper that came later: that then reaches the optimizer's own step."""
+        if self.engine is not None:
+            self.engine._abandoned.leave(self.engine.model, self.engine.steps)
         self.engine = None
         own = vars(self.optimizer)
         if own.get("step") is self._step:
@@ -146,18 +148,27 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
                     f"expected one engine on a model, got a second one on {shared[0]!r}: neither would account for the "
                     "other's steps; detach() the first"
                 )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    known = {id(p) for p in engine.model.parameters()}
     if not mine:
         raise Misuse("expected a model with trainable parameters, got none that requires grad")
-    if held - known:
-        raise Misuse(f"expected an optimizer of the model's parameters alone, got {len(held - known)} of others")
+    held = require_own(engine, optimizer)
     loose = [name for key, name in mine.items() if key not in held]
     if loose:
         raise Misuse(
             f"expected the optimizer to hold every trainable parameter, but {loose[0]!r} is not among its: freeze it "
             "(requires_grad_(False)) or add it"
         )
+
+
+def require_own(engine: State, optimizer: torch.optim.Optimizer) -> set[int]:
+    """The identities of what the optimizer holds; raises Misuse if something is not the model's."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = held - {id(p) for p in engine.model.parameters()}
+    if others:
+        raise Misuse(
+            f"expected an optimizer of the model's parameters alone, got {len(others)} of others: it would apply their "
+            "gradients as they are, neither clipped nor noised; give them an optimizer of their own, on public data"
+        )
+    return held
 
 
 def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

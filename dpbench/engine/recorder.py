@@ -3,7 +3,7 @@
 The hooks are the model's own, not its modules': a forward pass in training mode with gradients enabled runs under the
 tape of a recording; any other (evaluation, no_grad, a deep copy) runs as if there were no engine. Forward passes of as
 many samples as the last one go on with its recording, so that losses may depend on several of them (two views of one
-sample); one of another size starts anew, and so do the losses of each step.
+sample); one of another size, or of another batch of the loader, starts anew, and so do the losses of each step.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _SECOND_TIME = "backward through the graph a second time"
 class Recorder:
     """Records `model` for `backend` between `open` and `close`.
 
-    `reads` is told what a recording begins with: (inputs, B).
+    `reads` is told of each pass: (inputs, B, are passes of B samples being recorded); it says if this is one of those.
     """
 
-    def __init__(self, model: nn.Module, backend: Backend, reads: Callable[[Any, int], None]) -> None:
+    def __init__(self, model: nn.Module, backend: Backend, reads: Callable[[Any, int, bool], bool]) -> None:
         self._model, self.backend, self._reads = model, backend, reads
         self._norms = batch_norms(model)
         self._recording: Recording | None = None
         self._entered: list[bool] = []
         self._handles: list[Any] = []
-        self._dropped = self._skipped = False
+        self._dropped, self._skipped = 0, False  # the number of the node after a recording that was dropped; 0 for none
         self._verify = True
         self._buffers = Buffers(model)
         self._told_of_buffers = False
@@ -119,9 +119,15 @@ class Recorder:
         if drawn is not None:
             losses = _masked(losses, *drawn)
         recording, self._recording = self._recording, None
-        dropped, self._dropped = self._dropped, False
+        dropped, self._dropped = self._dropped, 0
         if recording is None:
             return None
+        frozen = [name for name, p in recording.parameters.items() if not p.requires_grad]
+        if frozen:
+            recording.close()
+            raise Misuse(
+                f"expected the trainable parameters of the forward pass, got {frozen[0]!r} frozen since: freeze before"
+            )
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:
@@ -131,7 +137,7 @@ class Recorder:
         except UnsupportedModel as error:
             if dropped:
                 raise Misuse(
-                    "expected losses of the last forward pass, got some of an earlier one with another batch size; "
+                    "expected losses of the last forward pass, got some of an earlier one, of another batch; "
                     "step, or evaluate under torch.no_grad(), in between"
                 ) from error
             raise
@@ -183,8 +189,10 @@ class Recorder:
         self._refuse_batch_norm()
         self._quieten_caller()
         batch_size = leading_dimension(args, kwargs)
-        if self._recording is None or self._recording.batch_size != batch_size:
-            self._reads((args, kwargs), batch_size)
+        recording = self._recording is not None and self._recording.batch_size == batch_size
+        if not self._reads((args, kwargs), batch_size, recording) and self._recording is not None:
+            self._dropped = self._recording.ended
+            self.drop()
         if batch_size == 0 and not self.backend.sharded:
             self.drop()
             return None
@@ -192,11 +200,10 @@ class Recorder:
             args, kwargs = row_of_zeros((args, kwargs))
         # other tensors of the same storage, for the tape to mark
         args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), (args, kwargs))
-        if self._recording is not None and self._recording.batch_size != batch_size:
-            self.drop()
-            self._dropped = True
         if self._recording is None:
-            self._recording = Recording(self.backend, (args, kwargs), batch_size, _by_hand, self._occasions)
+            self._recording = Recording(
+                self.backend, (args, kwargs), batch_size, _by_hand, self._occasions, self._dropped
+            )
             self._others = ()
             if self._occasions is not None:
                 trainable = self._recording.parameters

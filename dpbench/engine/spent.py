@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 #: Of no accountant's business, and of the reader's: what else leaks.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
+#: Of another engine in this process.
+NOT_COUNTED = "{} steps of another engine on this model are not counted"
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,7 @@ def account(
     delta: float,
     sensitivity: str,
     unlike: str | None = None,
+    beside: int = 0,
 ) -> PrivacySpent:
     """ε of `steps` steps at `delta`.
 
@@ -80,6 +83,7 @@ def account(
         delta: δ.
         sensitivity: what the noise was scaled to, in words.
         unlike: what is wrong with the sizes of batches that were not drawn by the engine.
+        beside: logical batches that another engine has released on the model.
     """
     mechanism = settings.mechanism
     counted = steps
@@ -98,6 +102,8 @@ def account(
     private = not caveats
     if not by_engine:
         caveats.append("batches were not drawn by data_loader: that they follow the scheme is assumed")
+    if beside:
+        caveats.append(NOT_COUNTED.format(beside))
     return PrivacySpent(
         epsilon=found.epsilon,
         delta=delta,

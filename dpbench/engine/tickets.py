@@ -11,11 +11,17 @@ whose tensors these are:
 Where one ticket alone is open, it is that one. Where several are and none is recognised, nobody knows of which records
 the losses are, how many of them are padding, and whether the logical batch is complete: that is refused. A batch whose
 step has raised stays open until another one is stepped, since it may be tried again.
+
+A batch that was stepped, or left out, is known for a while. The model may read it again, to be evaluated, say, but no
+step takes it: its records would be in two sums, or twice in one, and its padding would count as records.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,8 +30,10 @@ from torch import Tensor
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.errors import Misuse
 
-ROWS, COLUMNS, CANDIDATES = 16, 4, 64
+ROWS, COLUMNS, CANDIDATES = 16, 4, 256
 """Of a tensor so many samples are compared, in so many features, which are those of so many that differ most."""
+CLOSED, COMPARED = 64, 2
+"""So many batches are remembered when they are done with, and the last so many of them known by copies, too."""
 EXACT = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
 """What casting leaves of a scaled copy, relative to its spread; 1e-4 in other dtypes."""
 
@@ -49,14 +57,37 @@ class Ticket:
     def __init__(self, step: int, is_last: bool, real: int, handed: int, batch: Any) -> None:
         self.step, self.is_last, self.real, self.handed = step, is_last, real, handed
         self.probes = [_Probe(x) for x in tensors_in(batch) if x.dim()]
+        self._read: list[tuple[weakref.ref[Tensor], int]] = []
 
     def distance(self, tensors: list[Tensor]) -> float:
         """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told."""
+        return self._farthest(tensors, lambda probe, x: 0.0 if probe.is_of(x) else probe.distance(x))
+
+    def distance_of_copies(self, tensors: list[Tensor]) -> float:
+        """The same by what is in them alone: a tensor may have been filled anew."""
+        return self._farthest(tensors, _Probe.distance)
+
+    def _farthest(self, tensors: list[Tensor], distance: Callable[[_Probe, Tensor], float]) -> float:
         if not self.probes:
             return float("nan")
-        found = [min((probe.distance(x) for probe in self.probes), key=_unknown_last) for x in tensors]
+        found = [min((distance(probe, x) for probe in self.probes), key=_likeliest) for x in tensors]
         known = [each for each in found if each == each]
         return max(known) if known else float("nan")
+
+    def own(self, tensors: list[Tensor]) -> int:
+        """How many of these are its own, and no copies. Nothing is computed."""
+        return sum(any(probe.is_of(x) for probe in self.probes) for x in tensors)
+
+    def was_read(self, tensors: list[Tensor]) -> None:
+        """The model reads these, which are made of the batch."""
+        self._read = [(weakref.ref(x), _version(x)) for x in tensors]
+
+    def has_read(self, tensors: list[Tensor]) -> bool:
+        """Are these what the model read, and not written to since? Nothing is computed."""
+        read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
+        return len(read) >= len(tensors) > 0 and all(
+            any(x is y and _version(x) == version for y, version in read) for x in tensors
+        )
 
 
 class Tickets:
@@ -69,64 +100,154 @@ class Tickets:
     def __init__(self) -> None:
         self.current: Ticket | None = None
         self._open: list[Ticket] = []
+        self._closed: deque[Ticket] = deque(maxlen=CLOSED)  # the last one first
+        self._padded: set[int] = set()  # the sizes of batches that were filled up
+        self._size = -1  # of the batch that the model has read since the last step
+        self._news = False  # was one handed out since then?
 
     def __len__(self) -> int:
         return len(self._open)
 
     def hand_out(self, ticket: Ticket) -> None:
+        self._news = True
+        if ticket.handed > ticket.real:
+            self._padded.add(ticket.handed)
         self._open.append(ticket)
 
     def clear(self) -> None:
+        self._closed.extendleft(self._open)
         self._open.clear()
         self.current = None
 
     def first(self) -> Ticket | None:
         """Of the batch that is read next, as far as anybody knows."""
-        return self.current or next((ticket for ticket in self._open if not ticket.released), None)
+        if self.current in self._open:
+            return self.current
+        return next((ticket for ticket in self._open if not ticket.released), None)
 
-    def read(self, inputs: Any, batch_size: int) -> None:
+    def read(self, inputs: Any, batch_size: int, recording: bool) -> bool:
         """The model is called with these.
+
+        Args:
+            inputs: of this call.
+            batch_size: of this call.
+            recording: batches of this size are being recorded: is it one more pass over the same one?
+
+        Returns:
+            Whether it is.
 
         Raises:
             Misuse: several batches are open, and it cannot be told which one this is.
         """
-        self.current = self._recognised([x for x in tensors_in(inputs) if x.dim()], batch_size)
+        tensors = [x for x in tensors_in(inputs) if x.dim()]
+        before, found = self.current, self._exact(tensors, batch_size)
+        if found is None:  # another view of the same samples, if nobody can have another batch by now
+            stays = recording and not self._news and (before in self._open or not self._open)
+            found = before if stays else self._likely(tensors, batch_size)
+        if found is not None and found in self._open:
+            found = _again(found)
+            found.was_read(tensors)
+        self.current, self._size, self._news = found, batch_size, False
+        return recording and found is before
 
-    def take(self) -> Ticket | None:
-        """The ticket of what is stepped; None for a batch of somebody else's. Those before it were left out."""
-        return self._close(self.current)
+    def take(self, drawn: int) -> Ticket | None:
+        """The ticket of what is stepped; None for a batch of somebody else's. Those before it were left out.
 
-    def take_empty(self) -> Ticket | None:
+        Args:
+            drawn: logical batches of the loader that are done with.
+
+        Raises:
+            Misuse: a batch that is done with, or one of which it is not known how much of it is padding.
+        """
+        ticket = self.current
+        if ticket is None and self._size in self._padded:
+            raise Misuse(
+                f"expected a batch of data_loader, got one of {self._size} samples, as many as its padded ones have, "
+                "and none of those that are to be stepped: padding would count as records"
+            )
+        if ticket is not None and (ticket in self._closed or (ticket.step < drawn and not ticket.failed)):
+            raise Misuse(
+                "expected a batch of data_loader that was not stepped yet, got one that is done with (it was stepped, "
+                "or left out, or its iteration was broken off): its records would be in two sums, or twice in one, "
+                "which is not accounted; go on with the next one, or begin to iterate anew"
+            )
+        return self._close(ticket)
+
+    def refuse_part(self) -> None:
+        """Raise Misuse if what is added to a sum by hand is the loader's, or as good as."""
+        if self.current is not None:
+            raise Misuse(
+                "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
+                "logical batch; for larger ones take a larger batch_size"
+            )
+        self.take(0)
+
+    def take_empty(self, drawn: int) -> Ticket | None:
         """The same for a batch of no samples that the model was not called with."""
-        fresh = [ticket for ticket in self._open if not ticket.released]
-        if self.current is None and fresh:
-            return self._close(min(fresh, key=lambda ticket: (ticket.real > 0, ticket.failed)))
-        return self.take()
+        if self.current in self._open:
+            return self.take(drawn)
+        fresh = (ticket for ticket in self._open if not ticket.released)
+        return self._close(min(fresh, key=lambda ticket: (ticket.real > 0, ticket.failed), default=None))
 
     def give_back(self, ticket: Ticket, *, released: bool) -> None:
         """Its step has raised: after a release, or before."""
         ticket.failed, ticket.released = True, released
+        if ticket in self._closed:
+            self._closed.remove(ticket)
         self._open.insert(0, ticket)
 
     def _close(self, ticket: Ticket | None) -> Ticket | None:
-        self.current = None
+        self.current, self._size = None, -1
         if ticket is not None:
-            del self._open[: self._open.index(ticket) + 1]
+            count = self._open.index(ticket) + 1
+            self._closed.extendleft(self._open[:count])
+            del self._open[:count]
         return ticket
 
-    def _recognised(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
-        failed = any(ticket.failed for ticket in self._open)
-        if len(self._open) < 2 and not failed:
-            return next(iter(self._open), None)
+    @property
+    def _unsure(self) -> bool:
+        return len(self._open) > 1 or any(ticket.failed for ticket in self._open)
+
+    def _exact(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
+        """Whose tensors these are, open or closed, themselves or to the last digit; None if there is none.
+
+        Where it does not matter much nothing on a GPU is read.
+        """
+        on_host = all(x.device.type == "cpu" for x in tensors)
         fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
         if fitting and not batch_size:
             return fitting[0]
-        distances = [ticket.distance(tensors) for ticket in fitting]
-        if 0.0 in distances:
-            return _again(fitting[distances.index(0.0)])
-        limit = max((EXACT.get(x.dtype, 1e-4) for x in tensors if x.is_floating_point()), default=0.0)
-        alike = [ticket for ticket, distance in zip(fitting, distances, strict=True) if distance <= limit]
+        equal = [ticket for ticket in fitting if ticket.own(tensors) == len(tensors) > 0]
+        if not equal and (on_host or self._unsure):
+            equal = [ticket for ticket in fitting if ticket.distance(tensors) == 0.0]
+        if equal:
+            return max(equal, key=lambda ticket: ticket.own(tensors))  # of several the first
+        closed = [ticket for ticket in self._closed if ticket.handed == batch_size > 0]
+        owns = {ticket: ticket.own(tensors) for ticket in (*fitting, *closed)}
+        most = [ticket for ticket in owns if owns[ticket] == max(owns.values()) > 0]
+        if len(most) == 1 and most[0] in fitting:  # beside tensors that the caller made
+            return most[0]
+        read = [ticket for ticket in closed if ticket.has_read(tensors)]
+        if not read and on_host:
+            last = closed[:COMPARED] if batch_size >= COLUMNS else []
+            some = [ticket for ticket in closed if ticket in last or ticket.own(tensors) == len(tensors) > 0]
+            read = [ticket for ticket in some if ticket.distance_of_copies(tensors) == 0.0]
+        return next(iter(read), None)
+
+    def _likely(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
+        """Of what these are a scaled copy, or whatever else is to be read now."""
+        if not self._unsure:
+            only, done = self._open[:1], [ticket for ticket in self._closed if ticket.handed == batch_size]
+            on_host = all(x.device.type == "cpu" for x in tensors)
+            if on_host and not (only and only[0].handed != batch_size) and not _alike(only, tensors):
+                only = [*_alike(done[:COMPARED], tensors), *only]
+            return next(iter(only), None)
+        fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
+        alike = _alike(fitting, tensors)
+        if not alike:  # what can be none of the others is the one of which nothing can be told
+            alike = [ticket for ticket in fitting if ticket.probes and math.isnan(ticket.distance(tensors))]
         if len(alike) != 1:
+            failed = any(ticket.failed for ticket in self._open)
             raise Misuse(
                 f"expected one of the {len(self._open)} batches that data_loader has handed out and that were not "
                 f"stepped yet, got inputs of {batch_size} samples that are "
@@ -135,7 +256,13 @@ class Tickets:
                 "no batch ahead, and leave none out (weigh its losses by 0 instead)"
                 + ("; a step of one of these has raised, so begin to iterate anew to leave it" if failed else "")
             )
-        return _again(alike[0])
+        return alike[0]
+
+
+def _alike(tickets: Iterable[Ticket], tensors: list[Tensor]) -> list[Ticket]:
+    """Those of which these are a copy, or one up to a scale and a shift in each feature."""
+    limit = max((EXACT.get(x.dtype, 1e-4) for x in tensors if x.is_floating_point()), default=0.0)
+    return [ticket for ticket in tickets if ticket.distance(tensors) <= limit]
 
 
 def _again(ticket: Ticket) -> Ticket:
@@ -163,13 +290,23 @@ class _Probe:
             candidates = torch.linspace(0, features - 1, min(features, CANDIDATES)).long()
             self._columns = candidates
             spread = self._of(x).var(0, correction=0)
-            self._columns = candidates[spread.topk(min(COLUMNS, len(candidates))).indices]
+            if bool(spread.any()):
+                self._columns = candidates[spread.topk(min(COLUMNS, len(candidates))).indices]
+            else:  # samples that are all the same, or too sparse: where they are largest
+                rows = x.detach().reshape(count, -1)[self._rows.to(x.device)].abs()
+                self._columns = rows.to(torch.float64).argmax(1).unique()[:COLUMNS].cpu()
             self._values = self._of(x)
+
+    def is_of(self, x: Tensor) -> bool:
+        """Is `x` the tensor itself, or a view of all of it?"""
+        itself = self._itself()
+        if itself is None:
+            return False
+        return itself is x or bool(self._storage and x.untyped_storage().data_ptr() == self._storage)
 
     def distance(self, x: Tensor) -> float:
         """See `Ticket.distance`."""
-        itself = self._itself()
-        if itself is x or (itself is not None and self._storage and x.untyped_storage().data_ptr() == self._storage):
+        if self.is_of(x):
             return 0.0
         if x.shape[0] != self._shape[0] or x.numel() != self._shape.numel():
             return float("inf")
@@ -181,11 +318,11 @@ class _Probe:
         if not x.is_floating_point():
             return float("inf")
         if len(found) < COLUMNS:  # of so few samples anything is a scaled copy
-            return float("inf")
+            return float("nan")
         found, mine = found - found.mean(0), mine - mine.mean(0)
         told = mine.norm(dim=0) > 0
-        if not told.any():
-            return float("nan")
+        if not told.any():  # all samples are the same: and so are they in any copy
+            return float("nan") if (found.abs() <= 1e-6 * x.abs().amax()).all() else float("inf")
         found, mine = found[:, told], mine[:, told]
         scale = (found * mine).sum(0) / (mine * mine).sum(0)
         left = (found - scale * mine).norm(dim=0) / found.norm(dim=0).clamp(min=1e-30)
@@ -197,5 +334,10 @@ class _Probe:
         return flat[rows][:, columns].to("cpu", torch.float64)
 
 
-def _unknown_last(distance: float) -> tuple[bool, float]:
-    return distance != distance, distance
+def _version(x: Tensor) -> int:
+    return -1 if x.is_inference() else x._version
+
+
+def _likeliest(distance: float) -> tuple[bool, bool, float]:
+    """By this they are in order: numbers, not known, infinite."""
+    return math.isinf(distance), math.isnan(distance), distance

@@ -6,13 +6,15 @@ on the outputs as they were, and on outputs of which all samples but those of S 
 The losses of S must be the same. (A gradient tells of most mixing, but not of a detached mean of the losses, nor of
 trimming them.)
 
-What was made of numbers that left torch (`.item()`) is a constant here. Losses that come back as other tensors, of a
-custom function, say, are not looked at.
+A number that left torch (`.item()`) and comes back as it was is followed, too. What was made of it outside of torch, or
+was decided by it, is a constant here. Losses that come back as other tensors, of a custom function, say, are not looked
+at.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -84,7 +86,7 @@ class Trace:
         result = operation(*args, **kwargs)
         if changes:
             self._notes.append(_Note(operation, args, kwargs, None))
-        elif next(tensors_in(result), None) is not None:
+        elif _is_telling(result) or next(tensors_in(result), None) is not None:
             result = mapped(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
             self._notes.append(_Note(operation, args, kwargs, result))
         return result
@@ -106,11 +108,16 @@ class Trace:
     ) -> dict[int, Any]:
         """Identity of each traced tensor -> its value, where it began with `change` of what it was; others `fixed`."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
+        numbers: dict[float, float] = {}  # what left torch -> what it is now
         for x in self._outputs:
             values[id(x)] = change(x)
         for note in self._notes:
             args, kwargs = mapped(lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs))
-            _pair(note.result, note.operation(*args, **kwargs), values)
+            args, kwargs = _numbers(numbers, args), _numbers(numbers, kwargs)
+            found = note.operation(*args, **kwargs)
+            if _is_telling(note.result):
+                numbers[note.result] = found
+            _pair(note.result, found, values)
         return values
 
 
@@ -165,6 +172,22 @@ def _in_place(operation: Any) -> bool:
     if name.endswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in {"__int__", "__index__", "__invert__"})
     return bool(name.endswith("_"))
+
+
+def _is_telling(x: Any) -> bool:
+    """A number of so many digits that nobody else has the same."""
+    return isinstance(x, float) and math.isfinite(x) and float(f"{x:.6g}") != x
+
+
+def _numbers(now: dict[float, float], tree: Any) -> Any:
+    """The same arguments with what some numbers are now in their places."""
+    if isinstance(tree, float):
+        return now.get(tree, tree)
+    if type(tree) in (tuple, list):
+        return type(tree)(_numbers(now, each) for each in tree)
+    if type(tree) is dict:
+        return {key: _numbers(now, each) for key, each in tree.items()}
+    return tree
 
 
 def _pair(noted: Any, found: Any, values: dict[int, Any]) -> None:

@@ -156,8 +156,8 @@ def test_parts_of_one_tensor_are_told_apart():
     handed = [Ticket(step, True, 4, 4, batch) for step, batch in enumerate(batches)]
     for ticket in handed:
         tickets.hand_out(ticket)
-    tickets.read(batches[1].view(4, 5), 4)
-    assert tickets.take() is handed[1] and len(tickets) == 1
+    tickets.read(batches[1].view(4, 5), 4, False)
+    assert tickets.take(0) is handed[1] and len(tickets) == 1
 
 
 class Words:
@@ -172,7 +172,7 @@ def test_a_batch_without_tensors_is_not_recognised_and_nothing_worse():
     for step in range(2):
         tickets.hand_out(Ticket(step, True, 2, 2, [Words("a", "b"), {"kind": dict}]))
     with pytest.raises(Misuse, match="that are none of these"):
-        tickets.read({"x": torch.randn(2, 3), "words": Words(), "kind": dict}, 2)
+        tickets.read({"x": torch.randn(2, 3), "words": Words(), "kind": dict}, 2, False)
 
 
 def test_a_batch_whose_step_has_raised_is_tried_again_as_itself():

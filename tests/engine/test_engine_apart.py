@@ -71,6 +71,8 @@ MIXING = {
     "trimmed by an index": trimmed_by_index,
     "trimmed by a filled mask": trimmed_by_fill,
     "contrastive": contrastive,
+    "divided by a number": lambda o: (lambda x: x / x.detach().mean().item())(cross_entropy(o)),
+    "trimmed by a number": lambda o: (lambda x: x * (x < float(x.detach().median())))(cross_entropy(o)),
     "sorted": lambda o: cross_entropy(o).sort()[0],
 }
 

@@ -163,6 +163,26 @@ def test_to_go_back_does_not_lower_epsilon():
     assert engine.privacy_spent().steps == other[2].privacy_spent().steps
 
 
+def test_the_steps_of_an_engine_that_was_on_the_model_before_are_told_of():
+    model, optimizer, engine = make()
+    for _ in range(3):
+        optimizer.step(loss=losses_of(model))
+    saved = copy.deepcopy(engine.state_dict())
+    engine.detach()
+    other = PrivacyEngine(model, batch_size=16, sample_size=64, max_grad_norm=1.0, noise_multiplier=1.0, epochs=4)
+    with pytest.warns(PrivacyWarning, match="3 steps of another engine on this model are not counted"):
+        other.attach(optimizer)
+    said = "3 steps of another engine on this model are not counted"
+    assert said in other.privacy_spent().caveats
+    other.load_state_dict(saved)  # from where they are counted
+    assert said not in other.privacy_spent().caveats and other.privacy_spent().steps == 3
+    other.detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.attach(optimizer)  # its own are counted
+        make()
+
+
 # batches of one's own
 
 

@@ -107,7 +107,7 @@ def test_losses_of_an_earlier_forward_pass(attached):
     losses = losses_of(model, 6)
     losses_of(model, 4)
     losses_of(model, 6)
-    with says(Misuse, "got some of an earlier one with another batch size"):
+    with says(Misuse, "got some of an earlier one, of another batch"):
         optimizer.step(loss=losses)
     model.eval()
     losses = losses_of(model, 6)
@@ -122,6 +122,16 @@ def test_a_parameter_in_the_loss(attached):
     optimizer.step(loss=losses_of(model))
     with says(UnsupportedModel, r"2.weight: is read where the tape does not see it"):
         optimizer.step(loss=losses_of(model) + model[2].weight.square().sum())
+    assert engine.steps == 1
+
+
+def test_a_parameter_that_is_frozen_before_the_step(attached):
+    model, optimizer, engine = attached
+    losses = losses_of(model)
+    model[0].requires_grad_(False)
+    with says(Misuse, r"the trainable parameters of the forward pass, got '0.weight' frozen since: freeze before"):
+        optimizer.step(loss=losses)
+    optimizer.step(loss=losses_of(model))
     assert engine.steps == 1
 
 
