@@ -196,12 +196,14 @@ def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machin
 
 
 def sources_of(trial: Trial) -> dict[str, str]:
-    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each."""
-    files = list(trial.sources)
-    for name in (type(trial).__module__, str(getattr(trial, "model", "")).rpartition(":")[0]):
-        if name.endswith(".py"):
-            files.append(str(Path(name).resolve()))
-    return hashes_of(files)
+    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each.
+
+    A trial, a body, a model or a backend of one's own is a file beside the project's.
+    """
+    backends = (getattr(trial, "backend", ""), *getattr(trial, "backends", ()))
+    named = (str(each).rpartition(":")[0] for each in (trial.body, getattr(trial, "model", ""), *backends))
+    own = {str(Path(name).resolve()) for name in (type(trial).__module__, *named) if name.endswith(".py")}
+    return hashes_of([*trial.sources, *sorted(own)])
 
 
 #: In a job of a cluster: the hashes where the run was started. A node whose sources differ answers with an error.

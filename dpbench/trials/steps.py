@@ -200,6 +200,7 @@ class ExplainTrial(Trial):
 
     kind: ClassVar[str] = "explain"
     body: ClassVar[str] = "dpbench.measure.explain:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
     model: str
     batch_size: int
     image_size: int | None = None

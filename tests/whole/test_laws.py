@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import __version__
+from dpbench.trials.reference import load_object
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
@@ -229,3 +230,23 @@ def test_args_that_are_described_are_all_described(path):
         if known and not function.name.startswith("_") and names - known:
             missing[function.name] = sorted(names - known)
     assert missing == {}
+
+
+#: What a trial can measure: a change in one of these rooms can change a number. The others carry numbers about.
+MEASURED = ("clipping", "accounting", *(f"dpbench.{room}" for room in ("measure", "models", "engine", "training")))
+KINDS = [
+    f"{name}:{node.name}"
+    for name in NAMES
+    for node in ast.parse(NAMES[name].read_text()).body
+    if isinstance(node, ast.ClassDef) and node.name.endswith("Trial") and "body: ClassVar[str] = " in ast.unparse(node)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fingerprint_covers_what_a_trials_body_imports(kind):
+    """An edit there must not leave old records "done": the body's own module, and what that imports by itself."""
+    trial = load_object(kind)
+    body = trial.body.partition(":")[0]
+    reached = [name for name in (body, *IMPORTED[body]) if name.startswith(MEASURED)]
+    covered = {path for pattern in trial.sources for path in ROOT.glob(pattern)}
+    assert [name for name in reached if NAMES[name] not in covered and NAMES[name].name != "__init__.py"] == []
