@@ -236,7 +236,13 @@ def convolution_norm(
 
 
 def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is."""
+    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is.
+
+    Args:
+        x: [n, C, *size].
+        g: [n, p, *output size].
+        options: kernel, stride, padding and dilation, one number a spatial dimension each.
+    """
     if len(options[0]) > 1:
         return x, g, [list(option) for option in options]
     lifted = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]

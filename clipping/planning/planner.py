@@ -124,7 +124,11 @@ class Planner:
         }
 
     def resume(self, settled: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Plan as the planner that was settled, whatever this one has found: the same steps give the same bits."""
+        """Plan as the planner that was settled, whatever this one has found: the same steps give the same bits.
+
+        Args:
+            settled: what `settled` of that planner gave.
+        """
         self.timing = False
         self._plans.clear()
         self._resumed = {step: [Route(*route) for route in routes] for step, routes in settled.items()}
@@ -312,6 +316,11 @@ def _hasten(items: list[Item], balance: Balance, limit: float) -> None:
 
 
 def kind(rule: Rule, output: Spec) -> Kind:
-    """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two."""
+    """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two.
+
+    Args:
+        rule: of a use.
+        output: shape and dtype of the use's output.
+    """
     samples = min(rule.samples(output), MOST_SAMPLES).bit_length()
     return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold
