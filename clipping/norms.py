@@ -368,8 +368,7 @@ def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:
     """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace.
 
     Args:
-        source, rule: what the use reads, made of the parameters, and its rule.
-        g: the gradient of its output, [B, ...].
+        source, rule, g: what the use reads, made of the parameters; its rule; the gradient of its output, [B, ...].
     """
     entries = sum(p.numel() for p in source.parameters.values())
     made = entries * g.element_size() + rule.instantiated_bytes(g)
