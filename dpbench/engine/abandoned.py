@@ -24,7 +24,12 @@ class Abandoned:
         return {"name": name, "abandoned": self.count}
 
     def go_on(self, state: dict[str, Any], steps: int) -> None:
-        """From a checkpoint, by an engine that stands at `steps` logical batches."""
+        """From a checkpoint, by an engine that stands at `steps` logical batches.
+
+        Args:
+            state: what `save` gave.
+            steps: at which the engine stands.
+        """
         name, released = state.get("name", ""), steps + self.count
         if name in self._known:
             self.count = released - state["steps"]

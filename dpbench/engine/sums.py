@@ -22,7 +22,11 @@ from dpbench.engine.sharded import as_sharded, here, replicas
 
 
 def lies_flat(device: torch.device) -> bool:
-    """Are sums on this device put into one tensor? Then whether they are finite is read later, too."""
+    """Are sums on this device put into one tensor? Then whether they are finite is read later, too.
+
+    Args:
+        device: of the parameters.
+    """
     return device.type == "cuda"
 
 
@@ -87,6 +91,9 @@ class Sums(Mapping[str, Tensor]):
         """Add those of another piece, of the same parameters; `older` is not changed.
 
         In float64 from then on, so that neither the number of pieces nor their order matters.
+
+        Args:
+            older: of the pieces before.
         """
         with torch.no_grad():
             if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:

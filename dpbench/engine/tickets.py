@@ -51,7 +51,11 @@ class Ticket:
         self.probes = [_Probe(x) for x in tensors_in(batch) if x.dim()]
 
     def distance(self, tensors: list[Tensor]) -> float:
-        """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told."""
+        """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told.
+
+        Args:
+            tensors: that the model was called with.
+        """
         if not self.probes:
             return float("nan")
         found = [min((probe.distance(x) for probe in self.probes), key=_unknown_last) for x in tensors]
@@ -74,9 +78,15 @@ class Tickets:
         return len(self._open)
 
     def hand_out(self, ticket: Ticket) -> None:
+        """The loader gives this batch to the caller.
+
+        Args:
+            ticket: of the batch.
+        """
         self._open.append(ticket)
 
     def clear(self) -> None:
+        """No batch is open any longer."""
         self._open.clear()
         self.current = None
 
@@ -86,6 +96,10 @@ class Tickets:
 
     def read(self, inputs: Any, batch_size: int) -> None:
         """The model is called with these.
+
+        Args:
+            inputs: of the model.
+            batch_size: of these.
 
         Raises:
             Misuse: several batches are open, and it cannot be told which one this is.
@@ -104,7 +118,12 @@ class Tickets:
         return self.take()
 
     def give_back(self, ticket: Ticket, *, released: bool) -> None:
-        """Its step has raised: after a release, or before."""
+        """Its step has raised: after a release, or before.
+
+        Args:
+            ticket: of the batch.
+            released: whether its noise was drawn.
+        """
         ticket.failed, ticket.released = True, released
         self._open.insert(0, ticket)
 

@@ -26,6 +26,9 @@ class UnavailableBackend(NotHere):
 def available_backend(name: str) -> type[Backend]:
     """The class of a backend.
 
+    Args:
+        name: as `clipping.load_backend` takes it.
+
     Raises:
         UnavailableBackend: with the reason that the backend gives.
     """
@@ -38,6 +41,9 @@ def available_backend(name: str) -> type[Backend]:
 
 def backend_class(ref: str) -> type[Backend]:
     """The class that `ref` stands for, which can run here.
+
+    Args:
+        ref: a name, or ``path/file.py:Class``.
 
     Raises:
         UsageError: the file cannot be imported, has no such class, or it is no backend.
@@ -53,7 +59,11 @@ def backend_class(ref: str) -> type[Backend]:
 
 
 def run(trial: ResolveTrial) -> dict[str, Any]:
-    """{"usage": None, or what is wrong with the reference in one line}."""
+    """{"usage": None, or what is wrong with the reference in one line}.
+
+    Args:
+        trial: whose `backend` is a file's class.
+    """
     try:
         _from_file(trial.backend)
     except UsageError as error:
