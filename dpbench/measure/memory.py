@@ -53,6 +53,12 @@ def measured_peak(
 
     On CUDA `holds` is what is reported as the baseline; the peak is the allocator's, whatever else is alive.
     `phases` is what tells of the parts of the step, for their peaks.
+
+    Args:
+        step: runs one step.
+        holds: tensors that live before and after it.
+        device: where they are.
+        phases: tells of the parts of the step; None for no peaks of parts.
     """
     baseline = storage_bytes(holds)
     gc.collect()  # what an earlier step left in reference cycles would be released, and counted, during this one
@@ -129,7 +135,12 @@ def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, 
 
 
 def set_budget(budget: int | None, device: torch.device) -> None:
-    """Hold CUDA's allocator to `budget` bytes from now on; elsewhere there is nothing to set."""
+    """Hold CUDA's allocator to `budget` bytes from now on; elsewhere there is nothing to set.
+
+    Args:
+        budget: bytes, or None.
+        device: of the trial.
+    """
     if budget is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
@@ -138,6 +149,10 @@ def set_budget(budget: int | None, device: torch.device) -> None:
 
 def within_budget(result: dict[str, Any], budget: int | None) -> dict[str, Any]:
     """`result`, whose "memory" is a record of `Memory`, if its peak is at most `budget` bytes.
+
+    Args:
+        result: of a body.
+        budget: bytes, or None.
 
     Raises:
         OverBudget: with the result.
@@ -159,6 +174,9 @@ class UnsupportedSimulation(UnsupportedModel):
 
 def run(trial: PeakTrial) -> dict[str, Any]:
     """Body of a `PeakTrial`: {"memory", "budget_bytes", "parameters"}; "memory" has "phases", each with its peak.
+
+    Args:
+        trial: which model, backend and batch.
 
     Raises:
         OverBudget: the step needs more than `trial.memory_budget`.

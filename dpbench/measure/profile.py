@@ -32,6 +32,9 @@ WARM = 4
 def run(trial: ProfileTrial) -> dict[str, Any]:
     """See the module's text.
 
+    Args:
+        trial: which model, under which backends.
+
     Raises:
         PartlyFailed: a backend's entry is an `error`; with the whole result.
     """
@@ -77,7 +80,13 @@ def _entry(
 
 
 def summary(trace: Trace, steps: int, device: torch.device) -> dict[str, Any]:
-    """What an entry says of a trace, each number of one step."""
+    """What an entry says of a trace, each number of one step.
+
+    Args:
+        trace: of the steps.
+        steps: how many.
+        device: of the trial.
+    """
     cuda = device.type == "cuda"
     operations = trace.operations()
     seconds = sum(operation.seconds for operation in operations)

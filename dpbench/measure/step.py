@@ -29,6 +29,9 @@ def run(trial: StepTrial) -> dict[str, Any]:
     "precision": what torch's switches were (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power
     and temperature as the last timed step ended.
 
+    Args:
+        trial: which model, backend and batch.
+
     Raises:
         Mismatch: the answer on the first samples is not the oracle's; nothing was timed.
         OverBudget: the step needs more than `trial.memory_budget`; timed all the same.

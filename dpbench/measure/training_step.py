@@ -38,6 +38,9 @@ STEPS = 100
 def run(trial: TrainingStepTrial) -> dict[str, Any]:
     """See the module's docstring.
 
+    Args:
+        trial: which model, by which engines.
+
     Raises:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
         NotHere: the device has not this precision.
