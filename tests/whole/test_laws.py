@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -208,28 +207,6 @@ def test_the_wheel_has_the_data_that_is_read():
 
 def test_the_version_is_said_once():
     assert PROJECT["project"]["version"] == __version__
-
-
-def documented(function: ast.FunctionDef) -> set[str]:
-    """The names that its ``Args:`` describe, several to a line among them; empty without such a section."""
-    text = ast.get_docstring(function) or ""
-    _, found, after = text.partition("\nArgs:\n")
-    section = re.split(r"\n(?=\S)", after)[0] if found else ""
-    lines = [line for line in section.splitlines() if re.match(r" {4}\S", line)]
-    return {name.strip(" *`") for line in lines for name in line.partition(":")[0].split(",")}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_args_that_are_described_are_all_described(path):
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    missing = {}
-    for function in functions:
-        given = function.args
-        names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self", "cls"}
-        known = documented(function)
-        if known and not function.name.startswith("_") and names - known:
-            missing[function.name] = sorted(names - known)
-    assert missing == {}
 
 
 #: What a trial can measure: a change in one of these rooms can change a number. The others carry numbers about.

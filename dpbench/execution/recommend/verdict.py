@@ -28,7 +28,8 @@ class Verdict(NamedTuple):
 
 
 def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verdict:
-    """
+    """Which backend to take, and why.
+
     Args:
         findings: of all backends.
         batch_size: that times and memory were measured at.
