@@ -40,7 +40,7 @@ from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
 from dpbench.trials import PeakTrial
-from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.outcome import OverBudget
 
 _MARK = "dpbench phase: "
@@ -230,11 +230,11 @@ def _model_bytes(step: Step) -> int:
 
 @contextmanager
 def _open_step(trial: PeakTrial, device: str, phases: Phases) -> Iterator[Step]:
-    backend_class = available_backend(trial.backend)
+    chosen = backend_class(trial.backend)
     workload = open_workload(trial, device)
     batch = workload.batch(trial.batch_size)
     with (
         phases.watched(workload.model, workload.loss_fn) as loss_fn,
-        backend_class(workload.model, loss_fn, verify=False) as backend,
+        chosen(workload.model, loss_fn, verify=False) as backend,
     ):
         yield Step(backend, *batch)

@@ -20,7 +20,7 @@ from dpbench.measure.bench import Step, device_of, open_workload, parameter_coun
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import Trace, traced
 from dpbench.models.workload import Workload
-from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.evidence import ProfileTrial
 from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 
@@ -59,7 +59,7 @@ def _entry(
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"outcome": Outcome.OK, "evidence": None}
     try:
-        with available_backend(name)(
+        with backend_class(name)(
             workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False
         ) as backend:
             step = Step(backend, *workload.batch(trial.batch_size))

@@ -23,22 +23,6 @@ class UnavailableBackend(NotHere):
         super().__init__(f"{backend} is not available here: {reason}")
 
 
-def available_backend(name: str) -> type[Backend]:
-    """The class of a backend.
-
-    Args:
-        name: as `clipping.load_backend` takes it.
-
-    Raises:
-        UnavailableBackend: with the reason that the backend gives.
-    """
-    backend_class = load_backend(name)
-    reason = backend_class.unavailable()
-    if reason is not None:
-        raise UnavailableBackend(name, reason)
-    return backend_class
-
-
 def backend_class(ref: str) -> type[Backend]:
     """The class that `ref` stands for, which can run here.
 
@@ -49,12 +33,9 @@ def backend_class(ref: str) -> type[Backend]:
         UsageError: the file cannot be imported, has no such class, or it is no backend.
         UnavailableBackend: a package that it needs is missing.
     """
-    if not is_file(ref):
-        return available_backend(ref)
-    found = _from_file(ref)
-    reason = found.unavailable()
-    if reason is not None:
-        raise UnavailableBackend(found.name, reason)
+    found = _from_file(ref) if is_file(ref) else load_backend(ref)
+    if (reason := found.unavailable()) is not None:
+        raise UnavailableBackend(found.name if is_file(ref) else ref, reason)
     return found
 
 
