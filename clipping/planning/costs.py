@@ -217,7 +217,7 @@ class CostCache:
 
     Args:
         device: whose costs.
-        file: False for a notebook of this process alone.
+        file: False for one of this process alone.
     """
 
     def __init__(self, device: torch.device, *, file: bool = True) -> None:
