@@ -140,7 +140,11 @@ def gathered(grads: Mapping[str, Tensor], model: nn.Module, names: Iterable[str]
 
 
 def apart(tensors: Sequence[Tensor]) -> list[bool]:
-    """Of each tensor: is it in one piece, and has none of the others an entry of it?"""
+    """Of each tensor: is it in one piece, and has none of the others an entry of it?
+
+    Args:
+        tensors: of any device; what is not in one piece counts as all of its memory.
+    """
     found = [x.is_contiguous() for x in tensors]
     spans = []
     for i, x in enumerate(tensors):
