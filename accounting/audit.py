@@ -31,7 +31,13 @@ from accounting.gaussian import epsilon_of_shift
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
-    """The bound of the module's text on the guesses of one run, at most 1."""
+    """The bound of the module's text on the guesses of one run, at most 1.
+
+    Args:
+        canaries: m, how many records were put in or left out by a coin each.
+        guesses, correct: how many of them were guessed about, and how many of these guesses were right.
+        epsilon, delta: the (ε, δ) that is put to the test.
+    """
     rate = 1.0 / (1.0 + math.exp(-epsilon))
     below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, rate))
     steepest = float(np.max(below / np.arange(1, correct + 1), initial=0.0))
@@ -66,6 +72,14 @@ def rate_upper_bound(wrong: int, trials: int, confidence: float = 0.95) -> float
     """The largest rate of error at which `wrong` or fewer of the trials go wrong more often than 1 - confidence.
 
     Exact for independent trials (Clopper and Pearson 1934); 1 if nothing was tried, or all went wrong.
+
+    Args:
+        wrong: how many trials went wrong, 0 to `trials`.
+        trials: how many there were.
+        confidence: of the bound, in (0, 1).
+
+    Raises:
+        ValueError: `wrong` is none of 0 to `trials`.
     """
     if not 0 <= wrong <= trials:
         raise ValueError(f"expected 0 <= wrong <= trials, got {wrong}, {trials}")
@@ -94,5 +108,10 @@ def mu_lower_bound(
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """ε at δ of a mechanism that is exactly μ-GDP: a lower bound on ε where μ is one. μ >= 0, 0 < δ <= 1."""
+    """ε at δ of a mechanism that is exactly μ-GDP: a lower bound on ε where μ is one. μ >= 0, 0 < δ <= 1.
+
+    Args:
+        mu: μ >= 0; 0 has ε = 0.
+        delta: in (0, 1].
+    """
     return epsilon_of_shift(math.log(mu), math.log(delta)) if mu > 0 else 0.0

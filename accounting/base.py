@@ -61,7 +61,17 @@ class Accountant(ABC):
     supports: ClassVar[frozenset[Scheme]] = frozenset({HOME})
 
     def epsilon(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> float:
-        """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN."""
+        """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN.
+
+        Args:
+            mechanism: the noise, the sampling and the adjacency of each step.
+            steps: how many, a whole number >= 0.
+            delta: in [0, 1].
+
+        Raises:
+            ArgumentError: an argument out of its range.
+            NoAnswer: the accountant has no bound for this mechanism.
+        """
         return self.guarantee(mechanism, steps=steps, delta=delta).epsilon
 
     def guarantee(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> Guarantee:

@@ -104,7 +104,17 @@ def calibrate_noise_multiplier(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> float:
-    """The smallest noise multiplier whose ε is at most the target; see `calibrate`."""
+    """The smallest noise multiplier whose ε is at most the target; see `calibrate`.
+
+    Args:
+        accountant: an accountant or its name.
+        target_epsilon: the ε that is not to be exceeded.
+        sample_rate: q in (0, 1], the probability with which a record is in a batch.
+        steps: how many.
+        delta: in (0, 1].
+        tolerance: as that of `calibrate`.
+        scheme: what else a `SubsampledGaussian` takes: sampling, adjacency, sizes.
+    """
     given = {"sample_rate": sample_rate, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
     return calibrate(accountant, "noise_multiplier", target_epsilon=target_epsilon, **given).value
 
@@ -119,13 +129,29 @@ def calibrate_steps(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> int:
-    """The largest number of steps whose ε is at most the target; see `calibrate`."""
+    """The largest number of steps whose ε is at most the target; see `calibrate`.
+
+    Args:
+        accountant: an accountant or its name.
+        target_epsilon: the ε that is not to be exceeded.
+        noise_multiplier: σ, in units of the sensitivity.
+        sample_rate: q in (0, 1], the probability with which a record is in a batch.
+        delta: in (0, 1].
+        tolerance: as that of `calibrate`.
+        scheme: what else a `SubsampledGaussian` takes: sampling, adjacency, sizes.
+    """
     given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, "delta": delta, **scheme}
     return calibrate(accountant, "steps", target_epsilon=target_epsilon, tolerance=tolerance, **given).steps
 
 
 def calibrate_epochs(accountant: Accountant | str, *, sample_rate: float, **settings: Any) -> float:
-    """`calibrate_steps` times the sample rate."""
+    """`calibrate_steps` times the sample rate.
+
+    Args:
+        accountant: an accountant or its name.
+        sample_rate: q in (0, 1], the share of an epoch that a step is.
+        settings: all else that `calibrate_steps` takes.
+    """
     return calibrate_steps(accountant, sample_rate=sample_rate, **settings) * sample_rate
 
 
@@ -139,7 +165,17 @@ def calibrate_sample_rate(
     tolerance: float = 1e-3,
     **scheme: Any,
 ) -> float:
-    """The largest sample rate whose ε is at most the target, 1 at most; see `calibrate`."""
+    """The largest sample rate whose ε is at most the target, 1 at most; see `calibrate`.
+
+    Args:
+        accountant: an accountant or its name.
+        target_epsilon: the ε that is not to be exceeded.
+        noise_multiplier: σ, in units of the sensitivity.
+        steps: how many.
+        delta: in (0, 1].
+        tolerance: as that of `calibrate`.
+        scheme: what else a `SubsampledGaussian` takes: sampling, adjacency, sizes.
+    """
     given = {"noise_multiplier": noise_multiplier, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
     return calibrate(accountant, "sample_rate", target_epsilon=target_epsilon, **given).value
 

@@ -51,6 +51,7 @@ class Losses:
 
     @property
     def at(self) -> Array:
+        """The losses on the grid, [n], rising."""
         return self.offset + self.interval * (self.first + np.arange(self.weights.size))
 
     def reversed(self) -> Losses:
@@ -70,13 +71,22 @@ class Tilt:
         self.log_weights = np.log(losses.weights[kept])
 
     def log_moment(self, theta: float) -> float:
-        """K(θ)."""
+        """K(θ).
+
+        Args:
+            theta: θ, how far the distribution is tilted.
+        """
         terms = self.log_weights + theta * self.at
         top = float(terms.max())
         return top + math.log(float(np.exp(terms - top).sum()))
 
     def best(self, steps: float, log_delta: float) -> float:
-        """θ at which Chernoff's ε = (T K(θ) − ln δ)/θ is smallest: unimodal in θ."""
+        """θ at which Chernoff's ε = (T K(θ) − ln δ)/θ is smallest: unimodal in θ.
+
+        Args:
+            steps: T.
+            log_delta: ln δ.
+        """
 
         def bound(log_theta: float) -> float:
             theta = math.exp(log_theta)
@@ -86,7 +96,12 @@ class Tilt:
         return math.exp(golden(bound, high - 60.0, high, tolerance=0.02)[0])
 
     def window(self, theta: float, steps: float) -> tuple[float, float]:
-        """Between which losses the T-fold sum lies under the tilt, but for e^_LOG_OUTSIDE on each side."""
+        """Between which losses the T-fold sum lies under the tilt, but for e^_LOG_OUTSIDE on each side.
+
+        Args:
+            theta: θ, how far the distribution is tilted.
+            steps: T.
+        """
         here = self.log_moment(theta)
         weights = np.exp(self.log_weights + theta * self.at - here)
         mean = float(weights @ self.at)

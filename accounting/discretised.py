@@ -62,7 +62,11 @@ class Step:
         return low, high
 
     def outcome(self, losses: Array) -> Array:
-        """z with y(z) = `losses`, kept within `outcomes`."""
+        """z with y(z) = `losses`, kept within `outcomes`.
+
+        Args:
+            losses: y, of any shape.
+        """
         with np.errstate(divide="ignore", over="ignore"):
             near = np.log1p(np.maximum(np.expm1(np.minimum(losses, 30.0)) / self.q, -1.0))
             u = np.where(losses < 30.0, near, losses - math.log(self.q))
@@ -72,6 +76,9 @@ class Step:
         """Losses and P-masses of nodes ([m, 4]), and their cells ([m]): those between neighbouring `cuts` (z, rising).
 
         A cell is split where the densities would change too much within it for four nodes.
+
+        Args:
+            cuts: z, rising, [n + 1]: the edges of n cells.
         """
         width, left = np.diff(cuts), cuts[:-1]
         scale = np.maximum(np.maximum(np.abs(left), np.abs(cuts[1:])), max(1.0, 1.0 / self.sigma))
@@ -90,7 +97,12 @@ class Step:
 
 
 def worse(step: Step, interval: float) -> Losses:
-    """The pessimistic grid, for both directions."""
+    """The pessimistic grid, for both directions.
+
+    Args:
+        step: one Poisson step.
+        interval: between neighbouring losses of the grid, > 0.
+    """
     low, high = step.reach
     first = math.floor(low / interval)
     at = interval * np.arange(first, max(math.ceil(high / interval), first + 1) + 1)
@@ -103,7 +115,13 @@ def worse(step: Step, interval: float) -> Losses:
 
 
 def cells(step: Step, cuts: Array, low: Array, high: Array) -> tuple[Array, Array, Array]:
-    """Of the n cells between `cuts` (z, rising; [n + 1]): P, P − Qe^low and Qe^high − P, sums of positive terms."""
+    """Of the n cells between `cuts` (z, rising; [n + 1]): P, P − Qe^low and Qe^high − P, sums of positive terms.
+
+    Args:
+        step: one Poisson step.
+        cuts: edges of the cells in z, rising, [n + 1].
+        low, high: the losses at each cell's ends, [n].
+    """
     losses, masses, cell = step.nodes(cuts)
 
     def total(terms: Array) -> Array:

@@ -47,13 +47,21 @@ class Pair:
     inverse: Callable[[Array], Array]
 
     def reach(self, log_mass: float) -> tuple[float, float]:
-        """Losses between which all but e^log_mass of P lies, on each side."""
+        """Losses between which all but e^log_mass of P lies, on each side.
+
+        Args:
+            log_mass: the logarithm of a probability, < 0.
+        """
         far = self.sigma * math.sqrt(-2.0 * log_mass)
         means = [mean for _, mean in self.p]
         return self.loss(min(means) - far), self.loss(max(means) + far)
 
     def masses(self, edges: Array) -> tuple[Array, Array]:
-        """P and Q between neighbouring losses out of `edges` [n], and beyond the first and the last: both [n + 1]."""
+        """P and Q between neighbouring losses out of `edges` [n], and beyond the first and the last: both [n + 1].
+
+        Args:
+            edges: losses, rising, [n].
+        """
         x = np.concatenate([[-np.inf], self.inverse(edges), [np.inf]])
         return _between(x, self.sigma, self.p), _between(x, self.sigma, self.q)
 
@@ -69,16 +77,34 @@ def _between(x: Array, sigma: float, parts: tuple[tuple[float, float], ...]) -> 
 
 
 def removed(sigma: float, q: float) -> Pair:
+    """The pair of one Poisson step in which a record is removed: (1 − q) N(0, σ²) + q N(1, σ²) against N(0, σ²).
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+    """
     return Pair(sigma, ((1 - q, 0.0), (q, 1.0)), ((1.0, 0.0),), lambda x: _l(x, sigma, q), lambda e: _x(e, sigma, q))
 
 
 def added(sigma: float, q: float) -> Pair:
+    """The pair of one Poisson step in which a record is added: N(0, σ²) against (1 − q) N(0, σ²) + q N(−1, σ²).
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+    """
     return Pair(
         sigma, ((1.0, 0.0),), ((1 - q, 0.0), (q, -1.0)), lambda x: -_l(-x, sigma, q), lambda e: -_x(-e, sigma, q)
     )
 
 
 def replaced(sigma: float, q: float) -> Pair:
+    """The pair of one Poisson step in which a record is replaced: mixtures with N(1, σ²) and with N(−1, σ²).
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+    """
     log_ratio = math.log1p(-q) - math.log(q) + 0.5 / sigma / sigma if q < 1 else -math.inf
 
     def inverse(eps: Array) -> Array:
@@ -119,7 +145,14 @@ Regime = tuple[float, Pair, int]
 def directions(
     sampling: str, adjacency: str, sigma: float, q: float, sizes: tuple[int, int] | None
 ) -> list[list[Regime]]:
-    """The regimes of one step in each direction; ε is the larger of the directions'. `sizes`: n and B if truncated."""
+    """The regimes of one step in each direction; ε is the larger of the directions'. `sizes`: n and B if truncated.
+
+    Args:
+        sampling, adjacency: names of `accounting.sampling`.
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+        sizes: n, the records, and B, the largest batch, under truncated sampling; else None.
+    """
     if sampling == "truncated_poisson":
         assert sizes is not None
         n, most = sizes
@@ -153,13 +186,24 @@ def directions(
 
 
 def reach(regimes: list[Regime], log_mass: float) -> tuple[float, float]:
-    """Losses between which all but e^log_mass of each regime lies, on each side."""
+    """Losses between which all but e^log_mass of each regime lies, on each side.
+
+    Args:
+        regimes: of one direction.
+        log_mass: the logarithm of a probability, < 0.
+    """
     ends = [pair.reach(log_mass) for _, pair, _ in regimes]
     return min(low for low, _ in ends), max(high for _, high in ends)
 
 
 def on_grid(regimes: list[Regime], first: int, last: int, interval: float) -> Losses:
-    """The pessimistic grid at `first` to `last` (whole numbers, first ≤ 0 ≤ last, first < last) times `interval`."""
+    """The pessimistic grid at `first` to `last` (whole numbers, first ≤ 0 ≤ last, first < last) times `interval`.
+
+    Args:
+        regimes: of one direction.
+        first, last: the ends of the grid, in intervals.
+        interval: between neighbouring losses, > 0.
+    """
     edges = np.arange(first, last + 1, dtype=np.float64) * interval
     weights, infinite = np.zeros(edges.size), 0.0
     for share, pair, sign in regimes:

@@ -26,7 +26,11 @@ _SQRT2, _LOG_SQRT_2PI = math.sqrt(2.0), 0.5 * math.log(2.0 * math.pi)
 
 
 def mills_ratio(x: float) -> float:
-    """m(x) = Φ(−x)/φ(x) for x ≥ 0, to a few ulp: by erfc, and by Laplace's continued fraction where x is large."""
+    """m(x) = Φ(−x)/φ(x) for x ≥ 0, to a few ulp: by erfc, and by Laplace's continued fraction where x is large.
+
+    Args:
+        x: at least 0.
+    """
     if x < 5.0:
         return 0.5 * math.erfc(x / _SQRT2) * math.exp(0.5 * x * x + _LOG_SQRT_2PI)
     tail = x
@@ -36,7 +40,12 @@ def mills_ratio(x: float) -> float:
 
 
 def log_delta(u: float, h: float) -> float:
-    """ln δ of the Gaussian mechanism at ε = u/σ with h = 1/(2σ), for 0 ≤ u ≤ h + 60. Decreasing in u."""
+    """ln δ of the Gaussian mechanism at ε = u/σ with h = 1/(2σ), for 0 ≤ u ≤ h + 60. Decreasing in u.
+
+    Args:
+        u: ε·σ.
+        h: 1/(2σ).
+    """
     distance = u - h
     log_density = -0.5 * distance * distance - _LOG_SQRT_2PI  # ln φ(u − h)
     if h < 1e-3:
@@ -56,6 +65,10 @@ def exact_epsilon(sigma: float, log_target: float) -> float:
 
     By bisection down to neighbouring floats, on the safe side. As δ ≤ Φ(h − u) ≤ exp(−(u − h)²/2) for u ≥ h, the root
     lies at most √(−2 log_target) above h.
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        log_target: ln δ.
     """
     h = 0.5 / sigma
     if log_target >= 0 or log_delta(0.0, h) <= log_target:
@@ -70,17 +83,32 @@ def exact_epsilon(sigma: float, log_target: float) -> float:
 
 
 def epsilon_of_shift(log_mu: float, log_target: float) -> float:
-    """`exact_epsilon` of a Gaussian mechanism with mean shift μ = 1/σ; beyond what floats hold ∞, or of a larger μ."""
+    """`exact_epsilon` of a Gaussian mechanism with mean shift μ = 1/σ; beyond what floats hold ∞, or of a larger μ.
+
+    Args:
+        log_mu: ln μ.
+        log_target: ln δ.
+    """
     return math.inf if log_mu > 350.0 else exact_epsilon(math.exp(min(700.0, -log_mu)), log_target)
 
 
 def classical_epsilon(sigma: float, log_target: float) -> float:
-    """√(2 ln(1.25/δ))/σ at δ = e^log_target ≤ 1: a claim, not everywhere a fact."""
+    """√(2 ln(1.25/δ))/σ at δ = e^log_target ≤ 1: a claim, not everywhere a fact.
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        log_target: ln δ, at most 0.
+    """
     return _classical_u(log_target) / sigma
 
 
 def classical_holds(sigma: float, log_target: float) -> bool:
-    """Whether the classical claim is true at this σ and δ."""
+    """Whether the classical claim is true at this σ and δ.
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        log_target: ln δ, at most 0.
+    """
     return log_delta(_classical_u(log_target), 0.5 / sigma) <= log_target
 
 
@@ -89,7 +117,12 @@ def _classical_u(log_target: float) -> float:
 
 
 def amplified(epsilon: float, q: float) -> float:
-    """ln(1 + q(e^ε − 1)): ε of one step on a Poisson sample of rate q; its δ becomes qδ. 0 < q ≤ 1."""
+    """ln(1 + q(e^ε − 1)): ε of one step on a Poisson sample of rate q; its δ becomes qδ. 0 < q ≤ 1.
+
+    Args:
+        epsilon: ε of the step on all records, at least 0.
+        q: the sample rate, in (0, 1].
+    """
     if q == 1.0:
         return epsilon
     if epsilon < 700.0:
@@ -102,6 +135,12 @@ def indistinct(sigma: float, q: float, steps: float, delta: float) -> bool:
     """Whether T Poisson steps are (0, δ)-private by their distance in total variation alone.
 
     One step's is at most q, and ½χ, χ² = q²(e^{1/σ²} − 1); that of T steps T times as much, and ½√((1 + χ²)^T − 1).
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+        steps: T, at least 1.
+        delta: in (0, 1].
     """
     log_squared, twice = 2.0 * math.log(q) + log_variance(sigma), math.log1p(4.0 * delta * delta)
     one = min(math.log(q), 0.5 * log_squared - math.log(2.0))
@@ -109,6 +148,10 @@ def indistinct(sigma: float, q: float, steps: float, delta: float) -> bool:
 
 
 def log_variance(sigma: float) -> float:
-    """ln(e^{1/σ²} − 1): of the χ² divergence of N(1, σ²) from N(0, σ²); ∞ where 1/σ² overflows."""
+    """ln(e^{1/σ²} − 1): of the χ² divergence of N(1, σ²) from N(0, σ²); ∞ where 1/σ² overflows.
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+    """
     x = 1.0 / sigma / sigma
     return x + math.log(-math.expm1(-x)) if x > 1e-17 else -2.0 * math.log(sigma)

@@ -87,7 +87,16 @@ class SubsampledGaussian:
 
 
 def real(argument: str, expected: str, value: object) -> float:
-    """`value` as a float; an int beyond the largest one is as good as infinite."""
+    """`value` as a float; an int beyond the largest one is as good as infinite.
+
+    Args:
+        argument: its name, for the error.
+        expected: what it was to be, for the error.
+        value: what was given.
+
+    Raises:
+        ArgumentError: no number, a truth value, or NaN.
+    """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ArgumentError(argument, expected, value)
     try:
@@ -100,6 +109,16 @@ def real(argument: str, expected: str, value: object) -> float:
 
 
 def whole(argument: str, value: object, least: int = 0) -> float:
+    """`value` as a float that is a whole number, ∞ if it is an int beyond the largest float.
+
+    Args:
+        argument: its name, for the error.
+        value: what was given.
+        least: the smallest that will do.
+
+    Raises:
+        ArgumentError: no whole number, or one below `least`.
+    """
     expected = f"to be a whole number >= {least}"
     count = real(argument, expected, value)
     if count < least or value == math.inf or (count < math.inf and count % 1):

@@ -28,7 +28,13 @@ _GRID = range(-12, 13, 2)
 
 
 def composed_epsilon(each: float, steps: float, log_slack: float) -> float:
-    """ε of `steps` randomised responses of ε' = `each` at δ' = e^`log_slack` < 1; never above steps·ε'."""
+    """ε of `steps` randomised responses of ε' = `each` at δ' = e^`log_slack` < 1; never above steps·ε'.
+
+    Args:
+        each: ε' of one of them, at least 0.
+        steps: how many, at least 1.
+        log_slack: ln δ', below 0.
+    """
     if each == 0 or steps == 1 or not each * steps < math.inf:
         return each * steps
     if steps > _MOST_STEPS:

@@ -38,7 +38,8 @@ def _rounding(steps: float) -> float:
 
 
 def _library() -> Any:
-    """
+    """dp-accounting's `privacy_loss_distribution`.
+
     Raises:
         NoAnswer: it is not installed, or fails when imported.
     """

@@ -51,11 +51,18 @@ class Bracket:
 
     @property
     def estimate(self) -> float:
+        """A point two thirds of the way from the lower bound to the upper one; the upper one where they say no more."""
         return self.lower + (self.upper - self.lower) * 2.0 / 3.0 if self.lower < self.upper < math.inf else self.upper
 
 
 def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     """ε of T Poisson steps under adding or removing one record, from both sides. Remembered.
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+        steps: T.
+        delta: in (0, 1).
 
     Raises:
         NoAnswer: δ, σ or T are beyond what floats can resolve, or no grid can be had.

@@ -33,7 +33,14 @@ SMALLEST, LARGEST = 2.0**-40, 2.0**50
 
 
 def to_epsilon(lambdas: Array, log_moment: Array, log_delta: float, conversion: Conversion) -> Array:
-    """ε at each order a = λ + 1, from `log_moment` = T ln A_a = (a − 1)Tρ(a). [n], never below 0."""
+    """ε at each order a = λ + 1, from `log_moment` = T ln A_a = (a − 1)Tρ(a). [n], never below 0.
+
+    Args:
+        lambdas: λ > 0, [n].
+        log_moment: of all steps, [n].
+        log_delta: ln δ.
+        conversion: "classic" or "improved".
+    """
     if conversion == "classic":
         return np.maximum(0.0, (log_moment - log_delta) / lambdas)
     orders = lambdas + 1.0
@@ -61,7 +68,13 @@ class Rdp(Accountant):
         return epsilon, {"order": order, "conversion": self.conversion, "order_at_edge": order in ends}
 
     def best(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, float]:
-        """(ε, the order it has it at), inside the edges of `accounting.base`."""
+        """(ε, the order it has it at), inside the edges of `accounting.base`.
+
+        Args:
+            mechanism: of each step.
+            steps: T.
+            delta: in (0, 1).
+        """
         sigma, q, log_delta = mechanism.noise_multiplier, mechanism.sample_rate, math.log(delta)
 
         def at(lambdas: Array) -> Array:

@@ -42,12 +42,21 @@ Ask = Callable[[SubsampledGaussian, float, float], Answer]
 
 
 def at_home(mechanism: SubsampledGaussian) -> SubsampledGaussian:
-    """The same distributions under the name that accountants know: a zero for a removed record, in Poisson samples."""
+    """The same distributions under the name that accountants know: a zero for a removed record, in Poisson samples.
+
+    Args:
+        mechanism: of each step.
+    """
     return replace(mechanism, adjacency=HOME[1]) if mechanism.scheme == (HOME[0], "zero_out") else mechanism
 
 
 def epochs_begun(sample_rate: float, steps: float) -> float:
-    """E = ⌈T/⌊1/q⌋⌉: in how many batches a record is at most, where an epoch is ⌊1/q⌋ steps. 0 < q ≤ 1, T ≥ 1."""
+    """E = ⌈T/⌊1/q⌋⌉: in how many batches a record is at most, where an epoch is ⌊1/q⌋ steps. 0 < q ≤ 1, T ≥ 1.
+
+    Args:
+        sample_rate: q.
+        steps: T.
+    """
     inverse = 1.0 / sample_rate
     length = max(1.0, float(math.floor(inverse * (1.0 + 1e-12)))) if inverse < 2.0**53 else inverse
     epochs = steps / length
@@ -55,7 +64,13 @@ def epochs_begun(sample_rate: float, steps: float) -> float:
 
 
 def log_truncation(dataset_size: int, sample_rate: float, max_batch_size: int) -> float:
-    """ln P[Bin(n, q) > B], by Chernoff's bound where B is above the mean (≤ −B ln(B/nq) + ..., an upper bound)."""
+    """ln P[Bin(n, q) > B], by Chernoff's bound where B is above the mean (≤ −B ln(B/nq) + ..., an upper bound).
+
+    Args:
+        dataset_size: n.
+        sample_rate: q.
+        max_batch_size: B.
+    """
     if max_batch_size >= dataset_size:
         return -math.inf
     share = (max_batch_size + 1) / dataset_size

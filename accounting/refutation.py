@@ -18,7 +18,11 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def bonferroni(p_values: ArrayLike) -> float:
-    """One p-value for several tests, however they depend on each other: the smallest times their number, at most 1."""
+    """One p-value for several tests, however they depend on each other: the smallest times their number, at most 1.
+
+    Args:
+        p_values: of any shape; none at all have p = 1.
+    """
     found = np.ravel(p_values)
     return min(1.0, float(found.min()) * found.size) if found.size else 1.0
 
@@ -56,6 +60,9 @@ def not_gaussian(noise: ArrayLike) -> float:
 
     With the deviation estimated the distance is smaller than with the true one, so that p is too large, never too
     small. Noise of nothing but zeros refutes nothing here.
+
+    Args:
+        noise: the numbers that were drawn, of any shape.
     """
     x = np.ravel(noise)
     scale = np.sqrt(np.mean(np.square(x))) if x.size else 0.0

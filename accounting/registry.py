@@ -134,6 +134,9 @@ OF_SCHEMES: dict[str, AccountantInfo] = {
 def load_accountant(name: str) -> Accountant:
     """The accountant of this name: of `ACCOUNTANTS` or `OF_SCHEMES`, or ``"name:variant"`` of `VARIANTS`.
 
+    Args:
+        name: such as "prv" or "rdp:classic".
+
     Raises:
         ArgumentError: a ValueError of one line with all names, and the nearest.
     """

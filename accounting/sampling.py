@@ -39,7 +39,12 @@ HOME: Scheme = ("poisson", "add_remove")
 
 
 def unproved(sampling: str, adjacency: str) -> str | None:
-    """Which adjacency was expected under this sampling, and why; None if there are bounds under this one."""
+    """Which adjacency was expected under this sampling, and why; None if there are bounds under this one.
+
+    Args:
+        sampling: one of `SAMPLINGS`.
+        adjacency: one of `ADJACENCIES`.
+    """
     if (sampling, adjacency) in SCHEMES:
         return None
     return f"{' or '.join(PROVED[sampling])} with sampling {sampling} ({_UNPROVED[adjacency]})"

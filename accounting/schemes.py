@@ -29,6 +29,11 @@ _TOLERANCE = 3e-4
 def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
     """(ε, detail): an upper bound inside the edges of `accounting.base`, for a scheme of `accounting.sampling.SCHEMES`.
 
+    Args:
+        mechanism: of each step.
+        steps: T.
+        delta: in (0, 1).
+
     Raises:
         NoAnswer: there is next to no noise.
     """

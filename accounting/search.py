@@ -9,7 +9,13 @@ _GOLDEN = 0.5 * (math.sqrt(5.0) - 1.0)
 
 
 def golden(f: Callable[[float], float], low: float, high: float, tolerance: float) -> tuple[float, float]:
-    """(x, f(x)) with the smallest f that golden section finds in [low, high], down to an interval of `tolerance`."""
+    """(x, f(x)) with the smallest f that golden section finds in [low, high], down to an interval of `tolerance`.
+
+    Args:
+        f: a function of one number.
+        low, high: between which it is searched.
+        tolerance: the width of the last interval, > 0.
+    """
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     f_left, f_right = f(left), f(right)
     best = min((f_left, left), (f_right, right))
@@ -31,6 +37,11 @@ def descend(f: Callable[[float], float], start: float, low: float, high: float) 
     """(x, f(x)) for a positive x in [low, high]: downhill by factors of 2 from `start`, then `golden` in ln x.
 
     For a function that falls, then rises; where it is infinite (not to be had), smaller x are tried first.
+
+    Args:
+        f: a function of one positive number.
+        start: where to begin.
+        low, high: the least and the largest x, both > 0.
     """
     bottom, top = round(math.log2(low)), round(math.log2(high))
     place = min(top, max(bottom, round(math.log2(start))))

@@ -47,6 +47,11 @@ _DIGITS = 38.0
 def log_moments(lambdas: ArrayLike, sigma: float, q: float) -> Array:
     """ln A_a of one step at the orders a = λ + 1, for λ > 0 in `lambdas` ([n]), σ > 0 and 0 < q ≤ 1.
 
+    Args:
+        lambdas: λ > 0, [n] or a number.
+        sigma: σ, in units of the sensitivity.
+        q: the sample rate.
+
     Returns:
         [n], in (0, ∞]; relative error 1e-11 or less. ∞ where it overflows, or would take more than 5e4 points (large
         orders beside little noise, where no bound is to be had): still right as an upper bound.
@@ -126,14 +131,25 @@ def _step(lam: float, sigma: float, q: float) -> float:
 
 
 def log_ratio(t: Array, sigma: float, q: float) -> Array:
-    """ln(1 + w) = ln μ/μ₀ at z = tσ: ln(1 + q(e^u − 1)) with u = t/σ − 1/2σ²; relative error a few ulp."""
+    """ln(1 + w) = ln μ/μ₀ at z = tσ: ln(1 + q(e^u − 1)) with u = t/σ − 1/2σ²; relative error a few ulp.
+
+    Args:
+        t: z/σ, of any shape.
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1].
+    """
     u = t / sigma - 0.5 / sigma / sigma
     near = np.log1p(q * np.expm1(np.minimum(u, 600.0)))
     return np.where(u < 600.0, near, np.logaddexp(0.0, u + math.log(q)))  # ln(1 − q) is nothing beside it there
 
 
 def log_excess(lam: Array, s: Array) -> Array:
-    """ln[(1 + w)^a − 1 − aw] at s = ln(1 + w), a = λ + 1: the integrand; −∞ at s = 0. Both broadcast."""
+    """ln[(1 + w)^a − 1 − aw] at s = ln(1 + w), a = λ + 1: the integrand; −∞ at s = 0. Both broadcast.
+
+    Args:
+        lam: λ > 0.
+        s: of the same shape, or one that broadcasts.
+    """
     a = lam + 1.0
     powers = s * a
     small, large = np.abs(powers) < 0.05, powers > 30.0

@@ -35,6 +35,11 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
 
     Of one kind of steps it is the accountant's own answer.
 
+    Args:
+        accountant: which one.
+        parts: each a mechanism, and the number of its steps.
+        delta: in [0, 1].
+
     Raises:
         ArgumentError: no parts.
         NoAnswer: parts of different sampling or adjacency; steps that differ, and an accountant that is no upper bound.

@@ -23,7 +23,13 @@ _ORDERS = (*range(2, 65), 80, 96, 128, 192, 256, 384, 512)
 
 
 def rdp(order: int, sigma: float, q: float) -> float:
-    """ρ' of one step at a whole order ≥ 2; ∞ where it overflows."""
+    """ρ' of one step at a whole order ≥ 2; ∞ where it overflows.
+
+    Args:
+        order: a whole number, at least 2.
+        sigma: σ > 0, in units of the sensitivity.
+        q: the share of the records in a batch, in (0, 1].
+    """
 
     def rho(j: int) -> float:
         return 2.0 * j / sigma / sigma

@@ -68,7 +68,11 @@ class Occasions:
         return (self._half(batch_size),) if due else ()
 
     def rows_passed(self, graph: int) -> None:
-        """What mixes is looked at again, if somebody goes on with it."""
+        """What mixes is looked at again, if somebody goes on with it.
+
+        Args:
+            graph: the number of the losses' graph, as `clipping.tape.graph` gives it.
+        """
         if len(self._graphs) < KNOWN:
             self._graphs.add(graph)
 
@@ -102,6 +106,9 @@ def separating(batch_size: int) -> list[Tensor]:
     """Sets [B] bool of about half the samples, such that for any i ≠ j one holds i and not j.
 
     Sample i is in the sets of the i-th choice of ⌊n/2⌋ out of n, none of which contains another (Sperner 1928).
+
+    Args:
+        batch_size: B, at least 1.
     """
     n = next(n for n in range(1, 64) if math.comb(n, n // 2) >= batch_size)
     sets = torch.zeros(n, batch_size, dtype=torch.bool)
@@ -192,7 +199,12 @@ def changed(
 
 
 def with_others_replaced(tree: Any, half: Tensor) -> Any:
-    """Tensors [B·k, ...] with each sample outside of `half` replaced by the first one in it; others as they are."""
+    """Tensors [B·k, ...] with each sample outside of `half` replaced by the first one in it; others as they are.
+
+    Args:
+        tree: tensors in nested tuples, lists and dicts.
+        half: [B] bool, true of the samples that stay.
+    """
     first = int(half.nonzero()[0])
 
     def replaced(x: Tensor) -> Tensor:
@@ -206,7 +218,13 @@ def with_others_replaced(tree: Any, half: Tensor) -> Any:
 
 
 def differing(before: Sequence[Tensor], after: Sequence[Tensor], half: Tensor, tolerance: float) -> int | None:
-    """A sample of `half` whose numbers are not what they were, relative to the largest in each tensor [B·k, ...]."""
+    """A sample of `half` whose numbers are not what they were, relative to the largest in each tensor [B·k, ...].
+
+    Args:
+        before, after: the same tensors of both steps.
+        half: [B] bool, true of the samples that had to stay as they were.
+        tolerance: the largest difference that rounding explains, relative.
+    """
     for one, other in zip(before, after, strict=True):
         if one.shape != other.shape or not one.dim() or one.shape[0] % len(half) or not one.is_floating_point():
             continue
@@ -219,13 +237,23 @@ def differing(before: Sequence[Tensor], after: Sequence[Tensor], half: Tensor, t
 
 
 def mixing(sample: int, what: str) -> Problem:
-    """The problem of samples that a second look found to depend on others."""
+    """The problem of samples that a second look found to depend on others.
+
+    Args:
+        sample: its position in the batch.
+        what: what changed, such as "gradient".
+    """
     return Problem("model", f"samples mix: the {what} of sample {sample} changes with the other samples", REMEDY)
 
 
 @contextmanager
 def repeated(model: nn.Module, draws: Draws) -> Iterator[None]:
-    """What runs inside has the random numbers that came after `draws`, and leaves the model's buffers as they are."""
+    """What runs inside has the random numbers that came after `draws`, and leaves the model's buffers as they are.
+
+    Args:
+        model: whose buffers are put back.
+        draws: the state of the generators to begin from.
+    """
     buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
     kept = [x.detach().clone() for _, _, x in buffers]
     versions = [x._version for _, _, x in buffers]

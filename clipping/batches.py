@@ -13,6 +13,13 @@ from clipping.types import LossFunction
 def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch_size: int) -> Tensor:
     """Forward pass: ℓ [B], with a graph.
 
+    Args:
+        model: what `forward` calls.
+        loss_fn: (outputs, targets) -> [B].
+        inputs: a tensor, a tuple or a dict; every tensor [B, ...].
+        targets: handed to the loss.
+        batch_size: B.
+
     Raises:
         ValueError: a loss of any other shape. [B, 1] would broadcast against the factors [B] into [B, B].
     """
@@ -26,7 +33,12 @@ def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
 
 
 def forward(model: nn.Module, inputs: Any) -> Any:
-    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict."""
+    """model(inputs), model(*inputs) for a tuple, model(**inputs) for a dict.
+
+    Args:
+        model: any module.
+        inputs: a tensor, a tuple (positional) or a dict (keyword arguments).
+    """
     if isinstance(inputs, tuple):
         return model(*inputs)
     if isinstance(inputs, dict):
@@ -35,7 +47,12 @@ def forward(model: nn.Module, inputs: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and dicts; all else stays as it is."""
+    """Apply `function` to every tensor in nested tuples, lists and dicts; all else stays as it is.
+
+    Args:
+        function: from a tensor to what takes its place.
+        tree: tensors in nested tuples, lists and dicts.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):

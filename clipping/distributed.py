@@ -20,26 +20,42 @@ _WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"
 
 
 def is_sharded(x: Tensor) -> bool:
-    """Is this parameter a DTensor, of which each process holds a part?"""
+    """Is this parameter a DTensor, of which each process holds a part?
+
+    Args:
+        x: any tensor.
+    """
     return hasattr(x, "placements")
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
-    """Those that ``fully_shard`` was called on; nothing is imported to find out that there is none."""
+    """Those that ``fully_shard`` was called on; nothing is imported to find out that there is none.
+
+    Args:
+        model: any module.
+    """
     library = sys.modules.get("torch.distributed.fsdp")
     kind = getattr(library, "FSDPModule", None)
     return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within a DistributedDataParallel, whose parameters have the names that they have without it."""
+    """The model within a DistributedDataParallel, whose parameters have the names that they have without it.
+
+    Args:
+        model: any module; one that nobody wrapped is returned as it is.
+    """
     library = sys.modules.get("torch.nn.parallel.distributed")
     kind = getattr(library, "DistributedDataParallel", None)
     return model.module if kind is not None and isinstance(model, kind) else model
 
 
 def reshard(model: nn.Module) -> None:
-    """Give parameters back that a forward pass without a backward left gathered (the root's)."""
+    """Give parameters back that a forward pass without a backward left gathered (the root's).
+
+    Args:
+        model: any module; one that is not sharded stays as it is.
+    """
     for module in sharded_modules(model):
         module.reshard()
 
@@ -97,12 +113,20 @@ class StandIns:
 
 
 def stand_ins(model: nn.Module) -> StandIns | None:
-    """None for a model that is not sharded."""
+    """None for a model that is not sharded.
+
+    Args:
+        model: any module.
+    """
     return StandIns(model) if sharded_modules(model) else None
 
 
 def summed(result: ClippedGradient) -> ClippedGradient:
-    """With the gradients added up over all processes: norms and losses stay those of this process's samples."""
+    """With the gradients added up over all processes: norms and losses stay those of this process's samples.
+
+    Args:
+        result: of this process's samples.
+    """
     import torch.distributed as dist
 
     grads = {name: grad.contiguous() for name, grad in result.grads.items()}
@@ -112,16 +136,28 @@ def summed(result: ClippedGradient) -> ClippedGradient:
 
 
 def row_of_zeros(tree: Any) -> Any:
-    """A batch of one sample that is nothing, for a process without samples."""
+    """A batch of one sample that is nothing, for a process without samples.
+
+    Args:
+        tree: the batch's tensors [0, ...] in nested tuples, lists and dicts.
+    """
     return map_tensors(lambda x: x.new_zeros(1, *x.shape[1:]), tree)
 
 
 def no_rows(outputs: Any) -> Any:
-    """Its outputs without the row, still in its graph: what is computed from them has a gradient of zero."""
+    """Its outputs without the row, still in its graph: what is computed from them has a gradient of zero.
+
+    Args:
+        outputs: of the model, for one row.
+    """
     return _pytree.tree_map_only(Tensor, lambda x: x[:0] if x.dim() else x, outputs)
 
 
 def held_here(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers that lie in this process's memory: shards, where the model is sharded."""
+    """Parameters and buffers that lie in this process's memory: shards, where the model is sharded.
+
+    Args:
+        model: any module.
+    """
     tensors = [*model.parameters(), *model.buffers()]
     return [x.to_local() if is_sharded(x) else x for x in tensors]  # type: ignore[attr-defined]

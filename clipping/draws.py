@@ -32,6 +32,7 @@ class Draws:
         self._python = random.getstate()
 
     def restore(self) -> None:
+        """Give all generators the state that they had when this was made."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -117,7 +118,11 @@ class WithoutDropping(TorchFunctionMode):
 
 @contextmanager
 def same_for_each(batch_size: int) -> Iterator[Draws]:
-    """`SameForEach`, and the seeds of numpy and Python set for a run; all generators are as before afterwards."""
+    """`SameForEach`, and the seeds of numpy and Python set for a run; all generators are as before afterwards.
+
+    Args:
+        batch_size: B.
+    """
     before = Draws()
     try:
         random.seed(0)

@@ -65,7 +65,11 @@ class Cost:
     instantiate: int | None
 
     def of(self, route: str | None) -> int | None:
-        """The cost of "ghost", "instantiate" or "fallback", which instantiates too."""
+        """The cost of "ghost", "instantiate" or "fallback", which instantiates too.
+
+        Args:
+            route: one of these, or None, which has no cost.
+        """
         return None if route is None else self.ghost if route == "ghost" else self.instantiate
 
 
@@ -172,7 +176,12 @@ def explain(
 
 
 def seconds(reading: Reading, costs: Costs) -> Seconds:
-    """Of the whole batch, by each route."""
+    """Of the whole batch, by each route.
+
+    Args:
+        reading: one use of a source.
+        costs: what was measured of it.
+    """
     count = reading.rule.samples(reading.use.output)
     ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
     return {
@@ -185,7 +194,14 @@ def seconds(reading: Reading, costs: Costs) -> Seconds:
 def rows_of(
     reading: Reading, routes: dict[str, str | None], crossing: tuple[int, int], reason: str | None
 ) -> list[Row]:
-    """A row for each parameter that the source of a reading is made of."""
+    """A row for each parameter that the source of a reading is made of.
+
+    Args:
+        reading: one use of a source.
+        routes: strategy -> the route that it takes.
+        crossing: operations and bytes of the cross terms with other uses.
+        reason: why "mixed" does not follow the paper's rule here, where that is so.
+    """
     rule, source, g = reading.rule, reading.source, reading.g
     ghost = routes["ghost"] == "ghost"
     rows = []
@@ -222,19 +238,35 @@ def rows_of(
 
 
 def workspace(rule: Rule, g: Tensor, *, ghost: bool) -> int:
-    """Bytes of one sample's norm, in the way that the formulas prefer."""
+    """Bytes of one sample's norm, in the way that the formulas prefer.
+
+    Args:
+        rule: of a use.
+        g: the gradient of its output, [B, ...].
+        ghost: by Gram matrices, or instantiated.
+    """
     return int(rule.work(g, rule.best_way(g, ghost=ghost)).workspace)
 
 
 def multiplying(rule: Rule, g: Tensor) -> int:
-    """Operations of one sample's norm by Gram matrices, in the way that the formulas prefer."""
+    """Operations of one sample's norm by Gram matrices, in the way that the formulas prefer.
+
+    Args:
+        rule: of a use, which has a Gram form.
+        g: the gradient of its output, [B, ...].
+    """
     if isinstance(rule, EmbeddingWeight):
         return rule.positions * rule.outputs
     return int(2 * rule.work(g, rule.best_way(g, ghost=True)).multiplications)
 
 
 def instantiating(rule: Rule, g: Tensor) -> int | None:
-    """Operations of one sample's instantiated gradient."""
+    """Operations of one sample's instantiated gradient.
+
+    Args:
+        rule: of a use.
+        g: the gradient of its output, [B, ...].
+    """
     if rule.is_fallback:
         return None
     if isinstance(rule, EmbeddingWeight):

@@ -15,6 +15,9 @@ def require_numbers(found: ClippedGradient) -> None:
 
     On a CPU alone: elsewhere to look would be to wait for the device, and the sum shows it.
 
+    Args:
+        found: a backend's result.
+
     Raises:
         FloatingPointError: naming the records by their positions in the batch.
     """

@@ -49,7 +49,11 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Norms are not to be cast down, if the caller is in autocast for the sake of the model."""
+    """Norms are not to be cast down, if the caller is in autocast for the sake of the model.
+
+    Args:
+        device: where norms are formed.
+    """
     if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING
@@ -60,10 +64,18 @@ _NOTHING = nullcontext()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of sums: float32 for half precision, of which a sum of thousands has no digits left; else the same."""
+    """Of sums: float32 for half precision, of which a sum of thousands has no digits left; else the same.
+
+    Args:
+        dtype: of what is added up.
+    """
     return torch.float32 if dtype in HALF else dtype
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms are accumulated in float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits."""
+    """Norms are accumulated in float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits.
+
+    Args:
+        dtype: of the gradients.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -17,6 +17,9 @@ def floor(dtype: torch.dtype) -> float:
     """The norm below which a function that divides by it leaves a gradient out: 2^-60 in float32, 2^-508 in float64.
 
     A norm is the root of a sum of squares, and below 2^-126 a square is no normal number.
+
+    Args:
+        dtype: of the norms.
     """
     return 8 * math.sqrt(torch.finfo(dtype).tiny)
 
@@ -36,7 +39,11 @@ class ClipFunction(Protocol):
         ...
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
-        """Factors of the same shape and dtype: norms [B] of the whole gradient, or [L, B] of its layers."""
+        """Factors of the same shape and dtype: norms [B] of the whole gradient, or [L, B] of its layers.
+
+        Args:
+            norms: at least 0; inf and NaN occur.
+        """
         ...
 
 
@@ -81,6 +88,11 @@ class Flat(_Flat):
     stabiliser: float = 0.0
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """min(1, C / (‖g_i‖ + stabiliser)) for each norm.
+
+        Args:
+            norms: [B], of float32 or wider.
+        """
         return _at_most(norms, self.max_grad_norm, self.stabiliser)
 
 
@@ -111,6 +123,11 @@ class Automatic(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """C / (‖g_i‖ + γ) for each norm; 0 where that is below `floor`.
+
+        Args:
+            norms: [B], of float32 or wider.
+        """
         norms = norms + self.stabiliser
         return torch.where(norms < floor(norms.dtype), torch.zeros_like(norms), _quotient(self.max_grad_norm, norms))
 
@@ -146,6 +163,11 @@ class GlobalBound(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """C/Z for each norm that is at most Z with the stabiliser added; 0 for the others.
+
+        Args:
+            norms: [B], of float32 or wider.
+        """
         kept = norms + self.stabiliser <= self.bound
         return kept.to(norms.dtype) * (self.max_grad_norm / self.bound)
 
@@ -170,6 +192,11 @@ class PerLayer(_Flat):
     per_layer = True
 
     def factors(self, norms: torch.Tensor) -> torch.Tensor:
+        """min(1, C/√L / (‖g_{l,i}‖ + stabiliser)) for each norm, [L, B].
+
+        Args:
+            norms: [L, B], of float32 or wider, a row for each layer.
+        """
         return _at_most(norms, self.max_grad_norm / math.sqrt(max(1, norms.shape[0])), self.stabiliser)
 
 

@@ -202,7 +202,13 @@ class Backend(ABC):
         """Σ_i c_i g_i of a batch of at least one sample; gradients are enabled, inputs require none."""
 
     def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-        """`clipping.batches.losses_of` of this backend's model."""
+        """`clipping.batches.losses_of` of this backend's model.
+
+        Args:
+            inputs: a tensor, a tuple or a dict; every tensor [B, ...].
+            targets: handed to the loss.
+            batch_size: B.
+        """
         return losses_of(self.model, self.loss_fn, inputs, targets, batch_size)
 
     def blamed(self, error: Exception, reason: str, inputs: Any, targets: Any) -> Exception:
@@ -210,6 +216,11 @@ class Backend(ABC):
 
         The model is at fault if it cannot treat the first sample without that library's help either, and memory that
         ran out is nobody's.
+
+        Args:
+            error: what was raised.
+            reason: what the library could not do, for the refusal.
+            inputs, targets: of the batch that it was raised for.
         """
         if isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
             return error
@@ -228,7 +239,11 @@ class Backend(ABC):
         return {}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """Decide as the backend that was settled: the same batches give the same bits, on a machine of that kind."""
+        """Decide as the backend that was settled: the same batches give the same bits, on a machine of that kind.
+
+        Args:
+            settled: what `settled` of that backend gave.
+        """
         del settled  # a backend that decides nothing has nothing to go on with
 
     def close(self) -> None:

@@ -20,7 +20,12 @@ class Joined:
         self._waiting: list[Tensor] = []
 
     def add(self, source: Source, gradients: Tensor) -> None:
-        """Those of a source, [B, *shape]."""
+        """Those of a source, [B, *shape].
+
+        Args:
+            source: whose gradients they are.
+            gradients: one a sample.
+        """
         self._sources.append(source)
         self._waiting.append(gradients if gradients.dim() == 2 else gradients.reshape(len(gradients), -1))
 
@@ -36,7 +41,11 @@ class Joined:
         return sum_of_squares(self._waiting[0])
 
     def sums(self, factors: Tensor) -> Iterable[tuple[Source, Tensor]]:
-        """Σ_i c_i g_i of each source, after `squares`; then nothing waits any longer."""
+        """Σ_i c_i g_i of each source, after `squares`; then nothing waits any longer.
+
+        Args:
+            factors: c [B].
+        """
         sizes = [source.tensor.numel() for source in self._sources]
         total = weighted_sum(factors, self._waiting.pop())
         return zip(self._sources, torch.ops.aten.split_with_sizes_copy.default(total, sizes), strict=True)

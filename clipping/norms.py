@@ -36,8 +36,7 @@ from clipping.tape.uses import Use
 from clipping.types import Parameters
 
 SMALL = 64
-"""What fits so often into a workspace is small: a batch's gradients of one parameter that are kept whatever the route
-says, for they cost nothing."""
+"""What fits so often into a workspace is small: gradients of one parameter that are kept whatever the route says."""
 
 
 class Norms(ABC):
@@ -57,13 +56,7 @@ class Norms(ABC):
     keep_graph = False
     """The second pass leaves the graph as it was."""
 
-    def __init__(
-        self,
-        counts: Counter[str],
-        losses: Tensor,
-        parameters: Parameters,
-        clip: ClipFunction,
-    ) -> None:
+    def __init__(self, counts: Counter[str], losses: Tensor, parameters: Parameters, clip: ClipFunction) -> None:
         self._counts, self._losses = counts, losses
         self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
@@ -72,7 +65,11 @@ class Norms(ABC):
         self._routes: dict[str, str] = {}
 
     def arrived(self, use: Use, g: Tensor) -> None:
-        """Take the gradient of a use's output, [B·k, ...]."""
+        """Take the gradient of a use's output, [B·k, ...].
+
+        Args:
+            use, g: one that the tape recorded, and the gradient of its output.
+        """
         for source, rule in use.rules:
             alone, by_ghost = True, "ghost" if rule.route.ghost else "instantiated"
             for name in source.parameters:
@@ -219,7 +216,7 @@ class TwoPasses(_WholeNorms):
         self._small, self._found = Joined(), list[Tensor]()
 
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        keeps = is_small(rule, g) or isinstance(rule, Copies)
+        keeps = _is_small(rule, g) or isinstance(rule, Copies)
         if source.is_parameter and not rule.route.ghost and keeps:
             gradient = rule.instantiate_all(g)
             if at_once(g):
@@ -263,10 +260,9 @@ class Book(_WholeNorms):
     """The norms, and beside them what Σ_i c_i g_i will be formed from, one entry a use.
 
     An entry is the per-sample gradients, where the route says that they are kept, else the input and the output
-    gradient (a, g) that they are made of. Norms that are found from (a, g), which are kept anyway, wait for the end of
-    the backward pass: its memory is free again, and the same few lines of code run one after the other. Small
-    gradients, of biases and scales, wait for one another: a model has hundreds of them, and to begin an operation takes
-    longer than to carry it out.
+    gradient (a, g) that they are made of. Norms found from (a, g) wait for the end of the backward pass: its memory is
+    free again, and the same few lines of code run one after the other. Small gradients, of biases and scales, wait for
+    one another (`clipping.joined`).
     """
 
     joins: ClassVar[bool] = True
@@ -282,7 +278,7 @@ class Book(_WholeNorms):
         route = rule.route
         if not source.rearranged and is_small_pulled_back(source, rule, g):
             return self._several(source, rule, g)
-        if self.joins and route.kept and not route.way and is_small(rule, g):
+        if self.joins and route.kept and not route.way and _is_small(rule, g):
             return self._small.add(source, rule.instantiate_all(g))
         if not route.kept:
             self._waiting.append((source, rule, g))
@@ -363,13 +359,17 @@ class LayerByLayer(Norms):
         return self._clip.factors(layers)[list(self._parameters).index(name)]
 
 
-def is_small(rule: Rule, g: Tensor) -> bool:
+def _is_small(rule: Rule, g: Tensor) -> bool:
     """Whether a batch's gradients of one parameter cost nothing: see `SMALL`."""
     return SMALL * rule.samples(g) * rule.instantiated_bytes(g) <= rule.room()
 
 
 def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:
-    """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace."""
+    """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace.
+
+    Args:
+        source, rule, g: what the use reads, made of the parameters; its rule; the gradient of its output, [B, ...].
+    """
     entries = sum(p.numel() for p in source.parameters.values())
     made = entries * g.element_size() + rule.instantiated_bytes(g)
     return rule.samples(g) * entries <= g.numel() and rule.samples(g) * made <= rule.workspace(g)

@@ -52,7 +52,11 @@ class TfMicrobatch(Microbatch):
 
 @cache
 def tf_microbatch(together: int) -> type[TfMicrobatch]:
-    """``tf_microbatch:M``: the backend for microbatches of M samples."""
+    """``tf_microbatch:M``: the backend for microbatches of M samples.
+
+    Args:
+        together: M, at least 1.
+    """
     return type(f"TfMicrobatch{together}", (TfMicrobatch,), {"name": f"tf_microbatch:{together}", "together": together})
 
 

@@ -92,6 +92,10 @@ def decide(readings: Sequence[Reading], by_ghost: Callable[[Rule], bool]) -> lis
 
     Uses of one parameter share a route: all by Gram matrices, if each of them reads the parameter itself and each pair
     has a cross term, or else all instantiated and added up.
+
+    Args:
+        readings: all uses of all parameters.
+        by_ghost: of a rule that has a Gram form, whether to take it.
     """
     found: list[str | None] = []
     together: defaultdict[str, list[int]] = defaultdict(list)
@@ -117,6 +121,9 @@ def have_cross_terms(readings: Sequence[Reading]) -> bool:
     """Has each pair of these uses of one parameter an inner product that needs no instantiated gradient?
 
     Asked once for each two kinds of use: a recurrent weight may have hundreds of uses, all alike.
+
+    Args:
+        readings: all uses of one parameter.
     """
     kinds = {likeness(reading): reading for reading in readings}
     several = Counter(likeness(reading) for reading in readings)
@@ -131,13 +138,21 @@ def have_cross_terms(readings: Sequence[Reading]) -> bool:
 
 
 def likeness(reading: Reading) -> tuple[type, str]:
-    """All about a reading but the values of its tensors: what its costs can depend on."""
+    """All about a reading but the values of its tensors: what its costs can depend on.
+
+    Args:
+        reading: one use.
+    """
     shapes = {k: tuple(v.shape) if isinstance(v, Tensor) else v for k, v in vars(reading.rule).items()}
     return type(reading.rule), repr((shapes, None if reading.g is None else tuple(reading.g.shape)))
 
 
 def cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
-    """(operations, bytes) of the cross terms of each reading with those of the same parameter that come after it."""
+    """(operations, bytes) of the cross terms of each reading with those of the same parameter that come after it.
+
+    Args:
+        readings: all uses, in the order of the forward pass.
+    """
     later: defaultdict[int, Counter[int]] = defaultdict(Counter)  # parameter -> features of a Gram entry -> positions
     found = {}
     for reading in reversed(readings):
@@ -154,7 +169,11 @@ def cross_terms(readings: Sequence[Reading]) -> dict[Reading, tuple[int, int]]:
 
 
 def features(rule: Rule) -> int:
-    """Products that one entry of both Gram matrices takes."""
+    """Products that one entry of both Gram matrices takes.
+
+    Args:
+        rule: of a use with positions.
+    """
     return rule.outputs if isinstance(rule, EmbeddingWeight) else rule.inputs + rule.outputs
 
 

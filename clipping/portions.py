@@ -23,7 +23,11 @@ Form = Callable[[slice, int], Tensor]
 
 
 def at_once(x: Tensor) -> bool:
-    """Whether portions of a sum over x are formed together: to begin an operation costs its device much."""
+    """Whether portions of a sum over x are formed together: to begin an operation costs its device much.
+
+    Args:
+        x: an operand of the sum.
+    """
     return not x.is_cpu
 
 
@@ -52,6 +56,11 @@ def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, 
 
     Their size is a power of two. So one record more makes what is left over larger by one, and leaves all others as
     they were: of records that are alike all portions are rounded alike, and these errors do not move with the batch.
+
+    Args:
+        batch_size: B.
+        most: samples of a portion, at most.
+        together: samples whose portions may be formed at once.
     """
     size = 1 << (max(1, min(most, together)).bit_length() - 1)
     step, whole = max(1, together // size) * size, batch_size // size * size
@@ -61,7 +70,13 @@ def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, 
 
 
 def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:
-    """Σ_i c_i rows_i of [B] and [B, n], of one dtype, in portions of at most `most` rows: [n]."""
+    """Σ_i c_i rows_i of [B] and [B, n], of one dtype, in portions of at most `most` rows: [n].
+
+    Args:
+        factors: c [B].
+        rows: [B, n].
+        most: rows of a portion, at most.
+    """
 
     def form(samples: slice, count: int) -> Tensor:
         some = rows[samples].unflatten(0, (count, -1))

@@ -79,7 +79,11 @@ class Recording:
             self.tape = Tape(self.parameters, inputs, batch_size)
 
     def again(self, inputs: Any) -> None:
-        """Another forward pass of the same samples is to come; the losses may depend on all of them."""
+        """Another forward pass of the same samples is to come; the losses may depend on all of them.
+
+        Args:
+            inputs: of the model.
+        """
         self.passes += 1
         if self.tape is not None:
             map_tensors(mark_data, inputs)
@@ -168,7 +172,14 @@ def recordable(cls: type[Backend]) -> bool:
 
 
 def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction, *, timing: bool = False) -> Backend:
-    """A backend whose plan is made by formula, and so the same in every run, unless `timing` has it timed."""
+    """A backend whose plan is made by formula, and so the same in every run, unless `timing` has it timed.
+
+    Args:
+        cls: a backend that `recordable` says yes to.
+        model: to train.
+        clip: norms [B] -> factors [B].
+        timing: whether `bk_mixed` times its routes.
+    """
     assert recordable(cls)
     options: dict[str, Any] = {"timing": timing} if issubclass(cls, BkMixed) else {}
     return cls(model, _no_loss, clip=clip, verify=False, **options)
@@ -177,7 +188,14 @@ def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction, *, t
 def one_by_one(
     losses: Tensor, parameters: Parameters, clip: ClipFunction, *, keep_graph: bool = False
 ) -> ClippedGradient:
-    """Σ_i c_i g_i by its definition: a backward pass for each loss [B], through the one graph."""
+    """Σ_i c_i g_i by its definition: a backward pass for each loss [B], through the one graph.
+
+    Args:
+        losses: ℓ [B], with their graph.
+        parameters: name -> trainable parameter.
+        clip: norms [B] -> factors [B].
+        keep_graph: for another backward pass.
+    """
     sums = Sums(parameters)
     norms, last = [], losses.shape[0] - 1
     for i in range(losses.shape[0]):

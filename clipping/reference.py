@@ -59,7 +59,16 @@ def one_by_one(
     clip: ClipFunction,
     together: int = 1,
 ) -> ClippedGradient:
-    """Σ_i c_i g_i: forward and backward for one sample after the other, or for `together` of them, of their mean."""
+    """Σ_i c_i g_i: forward and backward for one sample after the other, or for `together` of them, of their mean.
+
+    Args:
+        model: what `clipping.batches.forward` calls.
+        loss_fn: (outputs, targets) -> [B].
+        parameters: name -> trainable parameter.
+        inputs, targets: of the batch; every tensor [B, ...].
+        clip: norms [B] -> factors [B].
+        together: M samples whose mean gradient is clipped as one.
+    """
     batch_size = leading_dimension(inputs, targets)
     sums = Sums(parameters)
 
@@ -104,7 +113,13 @@ class Sums:
         self._totals = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in parameters.items()}
 
     def add(self, grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor) -> torch.Tensor:
-        """Add one gradient, clipped; its norm before clipping, [1], of the device of `like`."""
+        """Add one gradient, clipped; its norm before clipping, [1], of the device of `like`.
+
+        Args:
+            grads: parameter name -> gradient, of the parameter's shape; every parameter has one.
+            clip: norms [1] -> factors [1].
+            like: any tensor of the gradients' device.
+        """
         layers = [sum_of_squares(g[None]).sqrt() for g in grads.values()]
         if not layers:
             return like.new_zeros(1, dtype=norm_dtype(like.dtype))
@@ -121,7 +136,13 @@ class Sums:
 
 
 def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, torch.Tensor]:
-    """∂loss/∂θ for the parameters that it depends on; `.grad` is neither read nor written."""
+    """∂loss/∂θ for the parameters that it depends on; `.grad` is neither read nor written.
+
+    Args:
+        loss: a scalar.
+        parameters: name -> parameter.
+        keep_graph: for another backward pass.
+    """
     if not parameters or not loss.requires_grad:
         return {}
     grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=keep_graph, allow_unused=True)
@@ -129,7 +150,12 @@ def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = 
 
 
 def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
-    """`grads` in the order of `parameters`, zeros where the loss did not depend on one."""
+    """`grads` in the order of `parameters`, zeros where the loss did not depend on one.
+
+    Args:
+        grads: parameter name -> gradient, of the parameter's shape.
+        parameters: name -> parameter.
+    """
     wide = norm_dtype(next(iter(grads.values())).dtype) if grads else torch.float32
     return {
         name: grads[name] if name in grads else torch.zeros_like(p, dtype=torch.promote_types(wide, p.dtype))

@@ -170,7 +170,11 @@ def known_backends() -> list[str]:
 
 
 def is_backend(name: str) -> bool:
-    """Whether `load_backend` takes this name."""
+    """Whether `load_backend` takes this name.
+
+    Args:
+        name: such as "ghost", "bk_mixed:paper" or "tf_microbatch:4".
+    """
     family, _, size = name.partition(":")
     return name in BACKENDS or name in VARIANTS or (family in FAMILIES and _is_size(size))
 
@@ -182,6 +186,9 @@ def _is_size(text: str) -> bool:
 def load_backend(name: str) -> type[Backend]:
     """The class of the backend called `name`: of `BACKENDS`, ``"name:variant"`` of `VARIANTS`, ``"name:M"`` of
     `FAMILIES`.
+
+    Args:
+        name: such as "ghost", "bk_mixed:paper" or "tf_microbatch:4".
 
     Raises:
         ValueError: for an unknown name, with every known one and the nearest.

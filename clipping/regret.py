@@ -34,7 +34,12 @@ ROUNDS = 5
 
 
 def fresh_costs(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
-    """Position -> measured costs of each reading that has routes: those that the plan was made from, and others'."""
+    """Position -> measured costs of each reading that has routes: those that the plan was made from, and others'.
+
+    Args:
+        readings: all uses of all parameters.
+        plan: of the step that has them.
+    """
     found = {item.position: item.costs for item in plan.items}
     others: dict[Hashable, Costs] = {}
     with torch.no_grad():
@@ -73,7 +78,12 @@ def regrets(readings: Sequence[Reading], plans: Sequence[Plan], costs: dict[int,
 
 
 def candidates(reading: Reading, costs: Costs) -> list[Route]:
-    """The best of each kind of route, by measured costs and by the formulas."""
+    """The best of each kind of route, by measured costs and by the formulas.
+
+    Args:
+        reading: one use.
+        costs: measured.
+    """
     found = []
     for known in (costs, predicted(reading.rule, reading.use.output)):
         for ghost in (True, False):
@@ -84,7 +94,12 @@ def candidates(reading: Reading, costs: Costs) -> list[Route]:
 
 
 def settled(reading: Reading, route: Route) -> Route:
-    """The same route with its way and its block spelled out: two that do the same thing are equal."""
+    """The same route with its way and its block spelled out: two that do the same thing are equal.
+
+    Args:
+        reading: one use.
+        route: one of its routes.
+    """
     rule, output = reading.rule, reading.use.output
     way = route.way or rule.best_way(output, ghost=route.ghost)
     block = max(part.stop - part.start for part in rule.blocks(output, way, route.block))
@@ -92,7 +107,12 @@ def settled(reading: Reading, route: Route) -> Route:
 
 
 def remeasured(reading: Reading, routes: Sequence[Route]) -> dict[Route, float]:
-    """Seconds of the whole batch by each route, norm and share of the sum: medians of interleaved rounds."""
+    """Seconds of the whole batch by each route, norm and share of the sum: medians of interleaved rounds.
+
+    Args:
+        reading: one use.
+        routes: of it.
+    """
     device = reading.rule.parameter.device
     filler = torch.empty(CACHES, dtype=torch.uint8, device=device)
     seconds: dict[Route, list[float]] = {route: [] for route in routes}
@@ -109,7 +129,12 @@ def remeasured(reading: Reading, routes: Sequence[Route]) -> dict[Route, float]:
 
 
 def followed(reading: Reading, route: Route) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The squared norms [B], the sum with factors of 1, and what was kept for it: as `clipping.norms.Book` has them."""
+    """The squared norms [B], the sum with factors of 1, and what was kept for it: as `clipping.norms.Book` has them.
+
+    Args:
+        reading: one use, with its output's gradient.
+        route: one of its routes.
+    """
     rule, g = reading.rule, reading.g
     assert g is not None
     factors = torch.ones(rule.samples(g), device=g.device, dtype=g.dtype)

@@ -77,7 +77,11 @@ class Reach(NamedTuple):
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Entries below it have squares that are not normal numbers: 2^-63 for float32."""
+    """Entries below it have squares that are not normal numbers: 2^-63 for float32.
+
+    Args:
+        dtype: of the gradients.
+    """
     return math.sqrt(torch.finfo(norm_dtype(dtype)).tiny)
 
 
@@ -100,19 +104,33 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
 def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
     """What an input row's norm is multiplied by, and a gradient row's, for what the other row may have lost: each of
     so many entries was smaller than can be squared. What both lost is beneath notice.
+
+    Args:
+        dtype: of the rows.
+        inputs, outputs: d and p, the entries of an input row and of a gradient row.
     """
     least = smallest(dtype)
     return least * math.sqrt(outputs), least * math.sqrt(inputs)
 
 
 def all_alike(terms: Tensor, entries: int) -> Reach:
-    """Of terms [b, ...] that are added up to `entries` numbers each: √T times the norm of all, which is U or more."""
+    """Of terms [b, ...] that are added up to `entries` numbers each: √T times the norm of all, which is U or more.
+
+    Args:
+        terms: [b, ...].
+        entries: of one sample's gradient.
+    """
     norms = row_norms(terms.flatten(1))
     return Reach(norms * math.sqrt(max(1, math.prod(terms.shape[1:]) // max(1, entries))), torch.zeros_like(norms))
 
 
 def row_norms(x: Tensor, dim: int = -1) -> Tensor:
-    """Norms along one dimension, in float32 or wider."""
+    """Norms along one dimension, in float32 or wider.
+
+    Args:
+        x: of any shape.
+        dim: along which.
+    """
     if dim == 1 and x.dim() > 2 and x.numel() and cpu.in_one_piece(x):
         return cpu.column_norms(x)
     # counted from the front: to torch 2.11 without values the last dimension, where it has one entry, stays
@@ -120,22 +138,41 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
 
 
 def unit(dtype: torch.dtype) -> float:
-    """u of what products of `dtype` are accumulated in."""
+    """u of what products of `dtype` are accumulated in.
+
+    Args:
+        dtype: of the operands.
+    """
     return torch.finfo(norm_dtype(dtype)).eps / 2
 
 
 def of_gram(features: int, dtype: torch.dtype) -> float:
-    """γ_N, relative to U²."""
+    """γ_N, relative to U².
+
+    Args:
+        features: products that one entry of both Gram matrices takes.
+        dtype: of the operands.
+    """
     return (4 + FEATURES * math.sqrt(features)) * unit(dtype)
 
 
 def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
-    """γ_G, relative to U."""
+    """γ_G, relative to U.
+
+    Args:
+        positions: T.
+        dtype: of the operands.
+        second_pass: whether the sum is formed from tensors of a second backward pass.
+    """
     return (4 + PRODUCT * math.sqrt(positions) + (SECOND_PASS if second_pass else 0)) * unit(dtype)
 
 
 def of_operands(of: Tensor) -> float:
-    """What operands of a sum's product lose on CUDA, relative to U: TF32 keeps 11 bits, two bfloat16 numbers 16."""
+    """What operands of a sum's product lose on CUDA, relative to U: TF32 keeps 11 bits, two bfloat16 numbers 16.
+
+    Args:
+        of: an operand.
+    """
     if not of.is_cuda or of.dtype == torch.float64:
         return 0.0
     if of.dtype == torch.bfloat16:
@@ -146,13 +183,24 @@ def of_operands(of: Tensor) -> float:
 
 
 def cap(positions: int, *, of_layer: bool = False) -> float:
-    """ρ, where uses have at most so many positions; `of_layer` for per-layer clipping."""
+    """ρ, where uses have at most so many positions; `of_layer` for per-layer clipping.
+
+    Args:
+        positions: T, of the use that has most.
+        of_layer: per layer.
+    """
     least, each = CAP_OF_LAYER if of_layer else CAP
     return max(least, each * math.sqrt(positions))
 
 
 def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
-    """b: samples whose share of a sum may be formed at once, before it is added to the rest in float64."""
+    """b: samples whose share of a sum may be formed at once, before it is added to the rest in float64.
+
+    Args:
+        samples: B.
+        positions: T.
+        dtype: of the operands.
+    """
     wider = 2.0**-24 / unit(dtype)
     return max(1, int(wider * PORTION / math.sqrt(max(1, samples * positions))))
 
@@ -225,7 +273,11 @@ class Doubt:
         self._positions = max(self._positions, positions)
 
     def bound(self, squares: Tensor) -> Tensor:
-        """n̂ [B] from the computed squared norms [B]."""
+        """n̂ [B] from the computed squared norms [B].
+
+        Args:
+            squares: ‖g_i‖², perhaps a rounding below zero.
+        """
         squares = squares.clamp(min=0)
         if not self._uses:
             return squares.sqrt() + self._least

@@ -65,12 +65,23 @@ class Rows:
 
 
 def in_order(count: int, batch_size: int, device: torch.device) -> Tensor:
-    """[count]: the owners of as many rows, consecutive ones for each sample."""
+    """[count]: the owners of as many rows, consecutive ones for each sample.
+
+    Args:
+        count: of rows, a multiple of the batch size.
+        batch_size: B.
+        device: where they are to be.
+    """
     return torch.arange(count, device=device) // (count // batch_size)
 
 
 def padded(owners: Tensor, count: int) -> Tensor:
-    """The rows of each of so many owners, [count, L], filled up with len(owners); L is at least 1."""
+    """The rows of each of so many owners, [count, L], filled up with len(owners); L is at least 1.
+
+    Args:
+        owners: [n], the owner of each row; `NOBODY` is left out.
+        count: how many owners there are.
+    """
     rows = len(owners)
     ordered, order = owners.sort(stable=True)
     order, ordered = order[ordered >= 0], ordered[ordered >= 0]
@@ -86,6 +97,11 @@ def taken(x: Tensor, index: Tensor, *, filled: bool = False) -> Tensor:
     """Rows of x by an index [count, L] of `padded`, [count, L, ...]; zeros where it is filled up, if `filled`.
 
     Elsewhere the first row stands there, which is multiplied by zeros.
+
+    Args:
+        x: [n, ...].
+        index: [count, L], numbers of rows; n where it is filled up.
+        filled: put zeros there.
     """
     inside = index < x.shape[0]
     if not x.shape[0]:

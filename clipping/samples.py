@@ -56,7 +56,12 @@ def factors_by_name(
 
 
 def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
-    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape], in float32 or wider."""
+    """Σ_i c_i g_i: [B] and [B, *shape] to [*shape], in float32 or wider.
+
+    Args:
+        factors: c [B].
+        grad: per-sample gradients [B, *shape].
+    """
     rows, wide = grad.reshape(grad.shape[0], -1), wide_dtype(grad.dtype)
     factors = factors.to(wide)[None]
     most = portion(len(rows), 1, wide)
@@ -72,7 +77,12 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
 
 
 def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in the precision of what they multiply, never larger than they were, or ‖c·g‖ would exceed its bound."""
+    """Factors in the precision of what they multiply, never larger than they were, or ‖c·g‖ would exceed its bound.
+
+    Args:
+        factors: c, of any shape.
+        dtype: of what they multiply.
+    """
     if norm_dtype(dtype) == dtype:
         return factors if factors.dtype == dtype else factors.to(dtype)
     return (factors * (1 - torch.finfo(dtype).eps)).to(dtype)

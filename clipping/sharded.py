@@ -122,7 +122,12 @@ class Nothing(Norms):
 
 
 def norms_of(kind: type[Norms], losses: Tensor) -> type[Norms]:
-    """What takes the place of `kind` in a sharded model."""
+    """What takes the place of `kind` in a sharded model.
+
+    Args:
+        kind: of a model that is not sharded.
+        losses: ℓ [B] of this process.
+    """
     if losses.shape[0] == 0:
         return Nothing
     return ShardedLayers if kind is LayerByLayer else ShardedBook

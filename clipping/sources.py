@@ -122,22 +122,38 @@ def mark_data(x: Tensor, samples: Any = 0) -> Tensor:
 
 
 def samples_of(x: Tensor) -> Any:
-    """Where an activation has its samples, as it was marked: by a dimension, the first one if nothing is known."""
+    """Where an activation has its samples, as it was marked: by a dimension, the first one if nothing is known.
+
+    Args:
+        x: an activation.
+    """
     return getattr(x, "_depends_on_data", 0)
 
 
 def is_marked(x: Tensor) -> bool:
-    """Known to depend on the batch."""
+    """Known to depend on the batch.
+
+    Args:
+        x: any tensor.
+    """
     return hasattr(x, "_depends_on_data")
 
 
 def depends_on_data(x: Tensor) -> bool:
-    """Marked, or differentiable, if it is not made of parameters alone."""
+    """Marked, or differentiable, if it is not made of parameters alone.
+
+    Args:
+        x: any tensor.
+    """
     return x.requires_grad or is_marked(x)
 
 
 def forget_data(x: Tensor | None) -> None:
-    """Take the mark off again."""
+    """Take the mark off again.
+
+    Args:
+        x: any tensor, or None.
+    """
     if x is not None and hasattr(x, "_depends_on_data"):
         del x._depends_on_data
 
@@ -171,10 +187,15 @@ class Source:
 
     @property
     def is_parameter(self) -> bool:
+        """Whether the tensor is a parameter itself, and not made of any."""
         return len(self.parameters) == 1 and next(iter(self.parameters.values())) is self.tensor
 
     def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
-        """A gradient [*shape of tensor] to those of each parameter, [*shape of parameter]."""
+        """A gradient [*shape of tensor] to those of each parameter, [*shape of parameter].
+
+        Args:
+            gradient: of the tensor.
+        """
         if self.is_parameter:
             (name,) = self.parameters
             shape = self.tensor.shape
@@ -182,7 +203,12 @@ class Source:
         return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
 
     def add_to(self, grads: dict[str, Tensor], gradient: Tensor) -> None:
-        """Add to those of each parameter what a gradient [*shape of tensor] is to them."""
+        """Add to those of each parameter what a gradient [*shape of tensor] is to them.
+
+        Args:
+            grads: parameter name -> gradient, which is changed in place or replaced.
+            gradient: of the tensor.
+        """
         if self.part is None or not self.tensor.is_contiguous() or not self.tensor._is_view():
             for name, found in self.pull_back_one(gradient).items():
                 grads[name] = found + grads[name] if name in grads else found
@@ -194,7 +220,11 @@ class Source:
         grads[name].view(-1)[start:stop] += gradient.reshape(-1)
 
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
-        """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter]."""
+        """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter].
+
+        Args:
+            gradients: of the tensor, one a sample.
+        """
         if self.is_parameter:
             return {name: gradients.reshape(-1, *p.shape) for name, p in self.parameters.items()}
         gradients = gradients.reshape(-1, *self.tensor.shape)
@@ -250,12 +280,23 @@ class Source:
 
 
 def parameter_source(name: str, parameter: Tensor) -> Source:
-    """A parameter, as it is."""
+    """A parameter, as it is.
+
+    Args:
+        name: the parameter's name.
+        parameter: the parameter.
+    """
     return Source(parameter, {name: parameter}, rearranged=True, version=parameter._version)
 
 
 def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Source]) -> Source:
-    """The source that `func` made of `origins` (at least one) and of nothing that depends on data."""
+    """The source that `func` made of `origins` (at least one) and of nothing that depends on data.
+
+    Args:
+        func, args, kwargs: the operation, and what it was called with.
+        output: what it gave.
+        origins: sources of its operands.
+    """
     parameters: dict[str, Tensor] = {}
     for origin in origins:
         parameters |= origin.parameters

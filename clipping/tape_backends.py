@@ -83,17 +83,32 @@ class TapeBackend(Backend):
         return not self.book_kept
 
     def by_ghost(self, rule: Rule) -> bool:
-        """Is this rule's norm found by Gram matrices (asked only where it has them)?"""
+        """Is this rule's norm found by Gram matrices (asked only where it has them)?
+
+        Args:
+            rule: of a use.
+        """
         raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
 
     def plan(self, tape: Tape, losses: Tensor) -> None:
-        """Write on the rule of each use which route its norm takes."""
+        """Write on the rule of each use which route its norm takes.
+
+        Args:
+            tape: of the forward pass.
+            losses: ℓ [B], with their graph.
+        """
         for use in tape.uses:
             for source, rule in use.rules:
                 rule.route = self.route(source, rule, use.output)
 
     def route(self, source: Source, rule: Rule, output: Spec) -> Route:
-        """By `by_ghost`, in the way that the formulas prefer; kept where that takes no more than (a, g)."""
+        """By `by_ghost`, in the way that the formulas prefer; kept where that takes no more than (a, g).
+
+        Args:
+            source: what the use reads.
+            rule: of the use.
+            output: shape and dtype of its output.
+        """
         ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
@@ -202,7 +217,12 @@ class TapeBackend(Backend):
 
 
 def in_portions(tape: Tape, batch_size: int) -> bool:
-    """Whether one product of the whole batch would round too much: see `clipping.rounding`."""
+    """Whether one product of the whole batch would round too much: see `clipping.rounding`.
+
+    Args:
+        tape: of the forward pass.
+        batch_size: B.
+    """
     rules = [(rule, use.output.dtype) for use in tape.uses for _, rule in use.rules]
     return any(batch_size > portion(batch_size, max(1, rule.positions), dtype) for rule, dtype in rules)
 

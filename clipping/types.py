@@ -55,11 +55,16 @@ class Clips(Protocol):
     """A backend (`clipping.interface.Backend`) as those see it who call it to compare."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """As `load_backend` takes it."""
+
     @property
-    def private(self) -> bool: ...
+    def private(self) -> bool:
+        """Whether it clips; ordinary training does not."""
+
     @property
-    def together(self) -> int: ...
+    def together(self) -> int:
+        """Samples whose mean gradient is clipped as one."""
 
     model: nn.Module
     loss_fn: LossFunction

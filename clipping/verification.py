@@ -64,13 +64,21 @@ class Agreement(NamedTuple):
     parameter: str
 
     def within(self, limit: Limit | float) -> bool:
-        """Both errors are numbers and at most `limit`: NaN is never within."""
+        """Both errors are numbers and at most `limit`: NaN is never within.
+
+        Args:
+            limit: one for both, or one for each.
+        """
         norm, grad = limit if isinstance(limit, Limit) else (limit, limit)
         return self.norm_error <= norm and self.grad_error <= grad
 
 
 def limit_of(dtypes: Iterable[torch.dtype]) -> Limit:
-    """What rounding explains of what was computed in these formats, and cannot be computed in wider ones."""
+    """What rounding explains of what was computed in these formats, and cannot be computed in wider ones.
+
+    Args:
+        dtypes: of what took part; at least one.
+    """
     limits = [_limit_of(dtype) for dtype in dtypes]
     return Limit(max(limit.norm for limit in limits), max(limit.grad for limit in limits))
 
@@ -98,6 +106,10 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
     """Errors of `result` relative to `reference`; norms that either does not know are left out (error 0).
 
     Norms of another number than the reference's are of something else: both errors are infinite.
+
+    Args:
+        result: a backend's.
+        reference: the oracle's, on the same batch.
     """
     norm_error = 0.0
     if result.norms is not None and reference.norms is not None:
@@ -118,6 +130,11 @@ def compare(result: ClippedGradient, reference: ClippedGradient) -> Agreement:
 def verify(backend: Clips, inputs: Any, targets: Any, samples: int = 2) -> Agreement:
     """Compare `backend` with the oracle on the first `samples` samples of a batch.
 
+    Args:
+        backend: the one that is doubted.
+        inputs, targets: of a batch; every tensor [B, ...].
+        samples: how many of them to compare on.
+
     Raises:
         WrongGradient: an error above the limit, or one that is not a number.
     """
@@ -134,6 +151,11 @@ def agreement_with_oracle(backend: Clips, inputs: Any, targets: Any, samples: in
     Computed in float64, to which the model is cast meanwhile, so that an error of any size is one of the method; in the
     model's own arithmetic where it cannot be cast. What numpy or Python draws cannot be had by sample: if that makes
     them differ, eval mode decides.
+
+    Args:
+        backend: the one that is doubted.
+        inputs, targets: of a batch; every tensor [B, ...].
+        samples: how many of them to compare on.
     """
     return _on_few(_agreement, backend, inputs, targets, samples)
 
@@ -142,6 +164,11 @@ def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, sampl
     """The same in the formats in which the model is trained, where other kernels run than in float64.
 
     Both sides compute in them. The limit: see `ROUNDINGS` and `SPREAD`.
+
+    Args:
+        backend: the one that is doubted.
+        inputs, targets: of a batch; every tensor [B, ...].
+        samples: how many of them to compare on.
     """
     return _on_few(_agreement_as_it_is, backend, inputs, targets, samples)
 
@@ -226,7 +253,11 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
 
 @contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """Its parameters and buffers are of float64 meanwhile."""
+    """Its parameters and buffers are of float64 meanwhile.
+
+    Args:
+        model: whose parameters and buffers are cast, and put back.
+    """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     before = [t.data for t in tensors]
     try:

@@ -25,13 +25,23 @@ class RunEnded(Exception):
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name closest to `name`, or None if none resembles it."""
+    """The known name closest to `name`, or None if none resembles it.
+
+    Args:
+        name: what was typed.
+        known: what could have been.
+    """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
 
 
 def one_of(what: str, name: str, known: Iterable[str]) -> str:
     """Return `name` if it is known.
+
+    Args:
+        what: the kind of name, with its article: "a backend".
+        name: what was typed.
+        known: what could have been.
 
     Raises:
         UsageError: naming every known `what`, and the nearest to `name`.

@@ -45,6 +45,10 @@ def grid(kind: type[T], **axes: Any) -> list[T]:
 
     >>> [t.backend for t in grid(StepTrial, model="cnn", backend=["ghost", "vmap"], batch_size=8)]
     ['ghost', 'vmap']
+
+    Args:
+        kind: of the trials.
+        axes: field -> value, or a list of values.
     """
     values = [value if isinstance(value, list) else [value] for value in axes.values()]
     return [kind(**dict(zip(axes, point, strict=True))) for point in itertools.product(*values)]
@@ -81,6 +85,10 @@ class Experiment:
 
         What the declaration prints goes to standard error: standard output is the command's.
 
+        Args:
+            device: "cpu" or "cuda".
+            smoke: those in miniature.
+
         Raises:
             UsageError: in one line, if the declaration fails or ends the process, or if a cell is none.
         """
@@ -102,9 +110,14 @@ class Experiment:
 
 
 def check_rounds(rounds: Any, what: str) -> None:
-    """
+    """See that so many rounds can be run.
+
+    Args:
+        rounds: what was given.
+        what: that is to be run in rounds, for the error.
+
     Raises:
-        UsageError: for a number of rounds that cannot be, or is beyond reason.
+        UsageError: a number of rounds that cannot be, or is beyond reason.
     """
     if not isinstance(rounds, int) or rounds < 1:
         raise UsageError(f"at least 1 for {what}", rounds)
@@ -132,12 +145,19 @@ def experiment_names() -> list[str]:
 
 
 def is_reference(name: str) -> bool:
-    """Whether this is ``file.py``, ``file.py:NAME`` or ``package.module:NAME``, and not the name of an experiment."""
+    """Whether this is ``file.py``, ``file.py:NAME`` or ``package.module:NAME``, and not the name of an experiment.
+
+    Args:
+        name: what was typed.
+    """
     return name.endswith(".py") or ":" in name
 
 
 def load_experiment(name: str) -> Experiment:
     """The experiment of this name, or the one that a reference leads to; ``EXPERIMENT`` if that names a file alone.
+
+    Args:
+        name: what was typed.
 
     Raises:
         UsageError: in one line, if there is none, if its file raises, or if it defines no such experiment.

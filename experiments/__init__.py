@@ -1,1 +1,7 @@
-"""What is measured: one Python file an experiment, declarations only. `dpbench.experiment` finds them on disk."""
+"""What is measured: one Python file an experiment, declarations only. `dpbench.experiment` finds them on disk.
+
+Each has an `EXPERIMENT`: `cells(device)` gives its trials, `smoke(device)` a few small ones of every kind.
+
+Functions take:
+    device: "cpu" or "cuda".
+"""

@@ -16,6 +16,11 @@ EPOCHS = [1, 2, 5, 10, 20, 40, 60, 80, 100, 150, 200, 250, 300, 350, 400]
 
 
 def curves(epochs: list[int]) -> list[EpsilonTrial]:
+    """The trials after these epochs.
+
+    Args:
+        epochs: how many.
+    """
     steps = [round(epoch / SAMPLE_RATE) for epoch in epochs]
     return grid(EpsilonTrial, accountant=CURVES, steps=steps, sample_rate=SAMPLE_RATE, noise_multiplier=4.0, delta=1e-5)
 
@@ -26,6 +31,7 @@ def cells(device: str) -> list[EpsilonTrial]:
 
 
 def smoke(device: str) -> list[EpsilonTrial]:
+    """Three points of each curve."""
     return curves([1, 100, 400])
 
 

@@ -13,14 +13,24 @@ DELTAS = [1e-5, 1e-10]
 
 
 def over(rates: list[float], sigmas: list[float], steps: list[int], deltas: list[float]) -> list[MapTrial]:
+    """Every combination.
+
+    Args:
+        rates: q.
+        sigmas: σ.
+        steps: T.
+        deltas: δ.
+    """
     return grid(MapTrial, accountant=ACCOUNTANTS, sample_rate=rates, noise_multiplier=sigmas, steps=steps, delta=deltas)
 
 
 def cells(device: str) -> list[MapTrial]:
+    """The same on every device: nothing is trained."""
     return over(RATES, SIGMAS, STEPS, DELTAS)
 
 
 def smoke(device: str) -> list[MapTrial]:
+    """Four points."""
     return over([0.01, 1.0], [1.0, 5.0], [10_000], [1e-5])
 
 

@@ -15,6 +15,11 @@ AXES = {
 
 
 def sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
+    """The trials along each axis, all else as in `BASE`.
+
+    Args:
+        axes: field -> values.
+    """
     trials = [
         trial
         for name, values in axes.items()
@@ -24,10 +29,12 @@ def sweep(axes: dict[str, list[float]]) -> list[SweepTrial]:
 
 
 def cells(device: str) -> list[SweepTrial]:
+    """The same on every device: nothing is trained."""
     return sweep(AXES)
 
 
 def smoke(device: str) -> list[SweepTrial]:
+    """Every sixth value."""
     return sweep({name: values[::6] for name, values in AXES.items()})
 
 

@@ -28,6 +28,15 @@ IMAGES = [
 
 
 def search(device: str, model: str, backend: str, budget: int = BUDGET, limit: int = 4096, **fields: Any) -> MaxBatch:
+    """The search for the largest batch in a budget, and on CUDA the time of its step.
+
+    Args:
+        device: "cpu" or "cuda".
+        model, backend: as trials name them.
+        budget: bytes.
+        limit: samples, at most.
+        fields: of the trials, all else.
+    """
     one = {"model": model, "backend": backend, "batch_size": 8, "device": device}
     same: dict[str, Any] = one | {"memory_budget": budget} | fields
     probe = PeakTrial(simulated=device == "cpu", **same)

@@ -66,6 +66,13 @@ SMALLEST = (Model("cnn", 4), Model(_TINY, 4, None))
 
 
 def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARITHMETICS) -> list[NormsTrial]:
+    """Every way to a norm, of these families.
+
+    Args:
+        device: "cpu" or "cuda".
+        families: of operations.
+        precisions: names of profiles.
+    """
     precisions = list(precisions)
     return [
         NormsTrial(family=family, precision=precision, device=device, small=device == "cpu")
@@ -75,6 +82,14 @@ def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARIT
 
 
 def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], **options: Any) -> list[OverheadTrial]:
+    """Every backend beside ordinary training, on these models.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: to be timed.
+        precisions: names of profiles.
+        options: of the trials, all else.
+    """
     shared: dict[str, Any] = {"device": device, "rounds": 9, "max_seconds": 4.0, "timeout": 900.0} | options
     return [
         OverheadTrial(backends=BACKENDS, precision=precision, **model.settings(), **shared)
@@ -84,14 +99,38 @@ def overheads(device: str, models: Iterable[Model], precisions: Sequence[str], *
 
 
 def parts(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[PartsTrial]:
+    """The engine's step taken apart, on these models.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: to be timed.
+        precision: the name of a profile.
+        options: of the trials, all else.
+    """
     return [PartsTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
 
 
 def profiles(device: str, models: Iterable[Model], precision: str, **options: Any) -> list[ProfileTrial]:
+    """Where the time of a step goes, on these models.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: to be profiled.
+        precision: the name of a profile.
+        options: of the trials, all else.
+    """
     return [ProfileTrial(device=device, precision=precision, **model.settings(), **options) for model in models]
 
 
 def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequence[str] = FORETOLD) -> list[PeakTrial]:
+    """Peaks, simulated and measured, on these models.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: to be measured.
+        precision: the name of a profile.
+        backends: whose steps they are of.
+    """
     return [
         PeakTrial(backend=backend, device=device, simulated=simulated, precision=precision, **model.settings())
         for model in models
@@ -101,6 +140,14 @@ def peaks(device: str, models: Iterable[Model], precision: str, backends: Sequen
 
 
 def largest(device: str, models: Iterable[str], budget: int = BUDGET, limit: int = 16384) -> Sequence[Cell]:
+    """The largest batch of every backend, on these models.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: references.
+        budget: bytes.
+        limit: samples, at most.
+    """
     return searches(device, models, BACKENDS, budget=budget, limit=limit)
 
 
@@ -137,7 +184,16 @@ def smoke(device: str) -> list[Cell]:
 def in_miniature(
     models: Sequence[Model], searched: Iterable[str], budget: int, limit: int, device: str = "cpu", **options: Any
 ) -> list[Cell]:
-    """Every stage, at sizes that a CPU does in seconds; by one thread, which waits for no other on a busy machine."""
+    """Every stage, at sizes that a CPU does in seconds; by one thread, which waits for no other on a busy machine.
+
+    Args:
+        models: to be measured.
+        searched: models whose largest batch is searched.
+        budget: bytes.
+        limit: samples, at most.
+        device: "cpu" or "cuda".
+        options: of the trials of overheads, all else.
+    """
     return [
         DeviceTrial(device=device, sizes=(256, 1024), copied=2**26),
         *(trial.replace(small=True) for trial in norms(device, FAMILIES)),

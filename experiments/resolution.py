@@ -20,6 +20,12 @@ SIZES = {32: (16, 256), 64: (8, 128), 128: (4, 64), 224: (4, 32), 512: (2, 8)}
 
 
 def backends(model: str, size: int) -> tuple[str, ...]:
+    """Those that are not too slow for images of this size.
+
+    Args:
+        model: as trials name it.
+        size: in pixels.
+    """
     if model == VIT or size <= 64:  # a ViT's positions are patches: 1025 of them at 512 pixels
         return WITH_GRAMS
     return BACKENDS if size < 512 else LARGEST

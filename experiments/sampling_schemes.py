@@ -39,6 +39,11 @@ ADJACENCIES = ("", "replace_one")
 
 
 def trials(sigmas: list[float]) -> list[SchemeTrial]:
+    """Each scheme and adjacency at these noise multipliers.
+
+    Args:
+        sigmas: σ.
+    """
     found = []
     for scheme, drawn in SCHEMES.items():
         for adjacency in (*ADJACENCIES, "zero_out") if scheme == "Poisson" else ADJACENCIES:

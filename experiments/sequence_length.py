@@ -21,11 +21,22 @@ LONGEST = 16384
 
 
 def of_length(model: str, tokens: int) -> str:
-    """The reference for sequences of `tokens`; a model that reads more than GPT-2's 1024 is told so."""
+    """The reference for sequences of `tokens`; a model that reads more than GPT-2's 1024 is told so.
+
+    Args:
+        model: a reference without a length.
+        tokens: T.
+    """
     return f"{model}&max_position_embeddings={tokens}@{tokens}" if tokens > 1024 else f"{model}@{tokens}"
 
 
 def backends(tokens: int, cuda: bool) -> tuple[str, ...]:
+    """Those that are not too slow for sequences of this length.
+
+    Args:
+        tokens: T.
+        cuda: whether a GPU runs them.
+    """
     if cuda or tokens <= 2048:
         return BACKENDS
     return WITHOUT_GRAMS if tokens < LONGEST else ("nonprivate", "bk_mixed")

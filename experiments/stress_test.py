@@ -24,7 +24,13 @@ LIMITS = {"microbatch": 256}
 
 
 def in_turns(models: list[str], rounds: int = 7, max_seconds: float = 3.0) -> list[Cell]:
-    """The throughput on a CPU: backends that are slow have fewer turns, but three."""
+    """The throughput on a CPU: backends that are slow have fewer turns, but three.
+
+    Args:
+        models: to be timed.
+        rounds: turns of a backend, at most.
+        max_seconds: of a backend's turns together.
+    """
     axes = {"model": models, "backends": [BACKENDS], "batch_size": 16}
     return [*grid(OverheadTrial, **axes, rounds=rounds, max_seconds=max_seconds)]
 

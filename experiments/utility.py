@@ -27,6 +27,12 @@ def cells(device: str) -> list[UtilityTrial]:
 
 
 def on(settings: dict[str, dict[str, float]], **data: object) -> list[UtilityTrial]:
+    """The trials of these networks: ordinary, and at each ε by each way of clipping.
+
+    Args:
+        settings: network -> fields of its trials.
+        data: fields of all trials.
+    """
     found = []
     for network, chosen in settings.items():
         same = {"network": network, **chosen, **data}

@@ -77,14 +77,22 @@ class Pieces(torch.autograd.Function):
 
 
 def pieces(sizes: Convolution) -> int:
-    """In how many pieces of the batch an input's gradient is formed; 1 if none are worth it."""
+    """In how many pieces of the batch an input's gradient is formed; 1 if none are worth it.
+
+    Args:
+        sizes: shapes and options of the convolution.
+    """
     largest = max(sizes.results(True, False), sizes._replace(x=sizes.y).results(True, False))
     count = min(max(min(largest // PIECE, MOST), largest // LARGEST), sizes.x[0] // 2)
     return count if count >= LEAST else 1
 
 
 def in_pieces(sizes: Convolution) -> int:
-    """Bytes at once of the input's gradient, itself among them."""
+    """Bytes at once of the input's gradient, itself among them.
+
+    Args:
+        sizes: shapes and options of the convolution.
+    """
     count = pieces(sizes)
     if count == 1:
         return sizes.input_gradient()
@@ -94,7 +102,14 @@ def in_pieces(sizes: Convolution) -> int:
 
 
 def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> bool:
-    """Whether a convolution of x is one to take apart: large, dense, on a CPU, and nobody transforms it."""
+    """Whether a convolution of x is one to take apart: large, dense, on a CPU, and nobody transforms it.
+
+    Args:
+        x: [B, C, *size].
+        weight: [p, C / groups, *kernel].
+        stride, padding, dilation: one number a spatial dimension.
+        groups: of channels.
+    """
     if not x.is_cpu or not x.requires_grad or x.dim() != weight.dim():
         return False
     geometry = tuple(stride), tuple(padding), tuple(dilation), groups

@@ -80,13 +80,21 @@ class Convolution(NamedTuple):
         return max(y + x + weight + summed, weight + result)
 
     def gradients(self, of_input: bool, of_weight: bool) -> int:
-        """Bytes at once, of one gradient after the other."""
+        """Bytes at once, of one gradient after the other.
+
+        Args:
+            of_input, of_weight: which of them are formed.
+        """
         first = self.input_gradient() if of_input else 0
         kept = self._bytes(self.x) if of_input else 0
         return max(first, kept + self.weight_gradient()) if of_weight else first
 
     def results(self, of_input: bool, of_weight: bool) -> int:
-        """Bytes of the gradients themselves."""
+        """Bytes of the gradients themselves.
+
+        Args:
+            of_input, of_weight: which of them are formed.
+        """
         return (self._bytes(self.x) if of_input else 0) + (self._bytes(self.weight) if of_weight else 0)
 
     def _is_blocked(self) -> bool:

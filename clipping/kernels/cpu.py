@@ -121,6 +121,9 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
 def sum_of_squares(x: Tensor) -> Tensor:
     """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.kernels.gram` does in several
     operations.
+
+    Args:
+        x: float32 or float64, contiguous.
     """
     found = x.new_empty(len(x))
     if not isinstance(x, FakeTensor):
@@ -129,7 +132,11 @@ def sum_of_squares(x: Tensor) -> Tensor:
 
 
 def column_norms(x: Tensor) -> Tensor:
-    """[n, C, *size] in one piece to [n, *size]: norms over C, where torch reduces one number at a time."""
+    """[n, C, *size] in one piece to [n, *size]: norms over C, where torch reduces one number at a time.
+
+    Args:
+        x: float32 or float64, contiguous.
+    """
     count, rows = x.shape[:2]
     found = x.new_empty(count, *x.shape[2:])
     if x.numel() and not isinstance(x, FakeTensor):
@@ -168,7 +175,15 @@ def in_one_piece(*tensors: Tensor) -> bool:
 
 
 def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtype: torch.dtype) -> int:
-    """About what `pixel_gram_norm` takes for images of so many pixels, and so many features of a pixel or position."""
+    """About what `pixel_gram_norm` takes for images of so many pixels, and so many features of a pixel or position.
+
+    Args:
+        pixels: of an image.
+        positions: of the output.
+        features: of a pixel or a position, whichever has more.
+        samples: B.
+        dtype: of the images.
+    """
     larger = max(pixels, positions)
     return min(torch.get_num_threads(), samples) * (pixels + features) * larger * norm_dtype(dtype).itemsize
 

@@ -158,7 +158,10 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
 def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """‖Σ_t g_t a_tᵀ‖² of each sample, by per-sample gradients [p, d] that are never in memory.
 
-    Args, returns and raises: as `gram_norm`; the result is never negative.
+    Returns and raises as `gram_norm`; the result is never negative.
+
+    Args:
+        a, g, precision, tiles: as those of `gram_norm`.
     """
     _check("instantiated_norm", a, g)
     _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
@@ -236,7 +239,13 @@ def convolution_norm(
 
 
 def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is."""
+    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is.
+
+    Args:
+        x: [n, C, *size].
+        g: [n, p, *output size].
+        options: kernel, stride, padding and dilation, one number a spatial dimension each.
+    """
     if len(options[0]) > 1:
         return x, g, [list(option) for option in options]
     lifted = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]

@@ -86,7 +86,14 @@ def discrete_noisy(
 
 
 def drawn(count: int, log: int, key: bytes, nonce: Sequence[int]) -> list[int]:
-    """`count` draws of N_ℤ(0, 4^log), in Python."""
+    """`count` draws of N_ℤ(0, 4^log), in Python.
+
+    Args:
+        count: how many.
+        log: the logarithm of the deviation, to base 2.
+        key: of the cipher, 32 bytes.
+        nonce: of the cipher, words of 32 bits.
+    """
     own = words(key, nonce, 0, 1, "cpu")[:8, 0].numpy().tobytes()
     found: list[int] = []
     for group in range(-(-count // NORMALS)):

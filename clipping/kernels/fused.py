@@ -106,7 +106,12 @@ def reach(
 
 
 def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
-    """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32."""
+    """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32.
+
+    Args:
+        parts: [count, *shape], float32, contiguous.
+        rest: [any, *shape], likewise, or None.
+    """
     out = parts.new_empty(parts.shape[1:])
     given = (parts, parts if rest is None else rest, out)
     counts = {"COUNT": len(parts), "RESTS": 0 if rest is None else len(rest)}

@@ -19,7 +19,13 @@ ROWS = 128
 
 
 def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
-    """Some rows of x; x itself, and no view, if they are all of them: in a small step each view counts."""
+    """Some rows of x; x itself, and no view, if they are all of them: in a small step each view counts.
+
+    Args:
+        x: any tensor.
+        rows: which of them; what lies beyond the last row is not asked for.
+        dim: along which.
+    """
     if rows.start == 0 and rows.stop >= x.shape[dim]:
         return x
     return x.narrow(dim, rows.start, rows.stop - rows.start)

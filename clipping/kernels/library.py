@@ -64,6 +64,9 @@ class Library:
 def load(real: str) -> Library:
     """The kernels for a type of `REALS`, compiled if need be. Found once in a process.
 
+    Args:
+        real: the name of the numbers' type in C, out of `REALS`.
+
     Raises:
         NoLibrary: there is no compiler that makes it, or no folder to keep it that others may not change.
     """

@@ -35,6 +35,10 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Of any strides, but x is best contiguous.
 
     Of half precision in float32, with nothing rounded but the additions; of float32 never by TF32.
+
+    Args:
+        x: [n, M, K].
+        y: [n, N, K], of the same dtype.
     """
     if x.dtype in HALF:
         if x.is_cuda:
@@ -57,6 +61,10 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     """xᵀ y: [K, M] and [K, N] to [M, N], or for each of many; one in float32, the other perhaps in half precision.
 
     On CUDA one of bfloat16 is multiplied by the two halves of the other's digits: so tensor cores do it, in float32.
+
+    Args:
+        x: [K, M], or [n, K, M].
+        y: [K, N], or [n, K, N].
     """
     multiply: Any = torch.mm if x.dim() == 2 else torch.bmm
     if x.is_cuda and torch.bfloat16 in (x.dtype, y.dtype):
@@ -92,21 +100,35 @@ def full_precision() -> Iterator[None]:
 
 
 def by_onednn(x: Tensor, multiplications: int) -> bool:
-    """Whether oneDNN takes a product of x of so many. If both operands are strided, it copies the smaller one first."""
+    """Whether oneDNN takes a product of x of so many. If both operands are strided, it copies the smaller one first.
+
+    Args:
+        x: the first operand.
+        multiplications: that the product takes.
+    """
     if not x.is_cpu or x.dtype != torch.float32 or isinstance(x, FakeTensor):
         return False
     return multiplications >= onednn_from(torch.get_num_threads())
 
 
 def onednn_from(threads: int) -> float:
-    """Multiplications from which on a product is faster by oneDNN with so many threads; infinite if it never is."""
+    """Multiplications from which on a product is faster by oneDNN with so many threads; infinite if it never is.
+
+    Args:
+        threads: of a CPU operation.
+    """
     if threads not in _FROM:
         _FROM[threads] = _timed_from()
     return _FROM[threads]
 
 
 def take_onednn_from(threads: int, multiplications: float) -> None:
-    """Let this process multiply as another one did, which has timed it."""
+    """Let this process multiply as another one did, which has timed it.
+
+    Args:
+        threads: of a CPU operation.
+        multiplications: from which on oneDNN is faster; infinite for never.
+    """
     _FROM[threads] = multiplications
 
 

@@ -69,12 +69,20 @@ class Segments:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Each one's entries [count], views of `flat`."""
+        """Each one's entries [count], views of `flat`.
+
+        Args:
+            flat: noise of all, [128 · groups].
+        """
         rows = flat.split([groups * NORMALS for groups in self._groups])
         return [row[:count] for row, count in zip(rows, self.counts, strict=True)]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each group of 128 entries: the label of its tensor, and its number in that; int32, made once a device."""
+        """Of each group of 128 entries: the label of its tensor, and its number in that; int32, made once a device.
+
+        Args:
+            device: where they are to be.
+        """
         if device in self._tables:
             return self._tables[device]
         labels = torch.cat(
@@ -240,7 +248,15 @@ def _require_blocks(count: int) -> None:
 
 
 def normals(key: bytes, nonce: Sequence[int], group: int, groups: int, device: torch.device | str) -> Tensor:
-    """[128 · groups] normals, float64, in torch's operations on `device`: those from coordinate 128 · group on."""
+    """[128 · groups] normals, float64, in torch's operations on `device`: those from coordinate 128 · group on.
+
+    Args:
+        key: of the cipher, 32 bytes.
+        nonce: of the cipher, words of 32 bits.
+        group: the first group of 128 coordinates.
+        groups: how many.
+        device: where they are made.
+    """
     return _normals(words(key, nonce, group * BLOCKS, groups * BLOCKS, device))
 
 
@@ -260,7 +276,15 @@ def _normals(found: Tensor) -> Tensor:
 
 
 def words(key: bytes, nonce: Sequence[int], block: int, blocks: int, device: torch.device | str) -> Tensor:
-    """[16, blocks]: the words of the cipher's blocks from number `block` on, as int32, in torch's operations."""
+    """[16, blocks]: the words of the cipher's blocks from number `block` on, as int32, in torch's operations.
+
+    Args:
+        key: of the cipher, 32 bytes.
+        nonce: of the cipher, words of 32 bits.
+        block: the number of the first.
+        blocks: how many.
+        device: where they are made.
+    """
     return _ciphered(_filled(_state(key, block, nonce), torch.arange(block, block + blocks, device=device)))
 
 
@@ -301,7 +325,13 @@ def _ciphered(state: Tensor) -> Tensor:
 
 
 def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
-    """[16, 16]: `words` of 16 blocks by the kernel, where `clipping.kernels.cpu.supported` says that there is one."""
+    """[16, 16]: `words` of 16 blocks by the kernel, where `clipping.kernels.cpu.supported` says that there is one.
+
+    Args:
+        key: of the cipher, 32 bytes.
+        nonce: of the cipher, words of 32 bits.
+        block: the number of the first.
+    """
     out = torch.empty(WORDS, BLOCKS, dtype=torch.int32)
     _loaded(torch.float32).cipher_words(_unsigned(_state(key, block, nonce)), out.data_ptr())
     return out

@@ -61,7 +61,13 @@ def noisy(
 
 @triton.jit
 def cipher(key, block, step, process, label):
-    """The 16 words of the blocks with these numbers: RFC 8439, section 2.3."""
+    """The 16 words of the blocks with these numbers: RFC 8439, section 2.3.
+
+    Args:
+        key: its eight words.
+        block: the numbers of the blocks.
+        step, process, label: the three words of the nonce.
+    """
     zero = block & 0
     c0, c1, c2, c3 = zero + 0x61707865, zero + 0x3320646E, zero + 0x79622D32, zero + 0x6B206574
     k0, k1, k2, k3 = _word(key[0], zero), _word(key[1], zero), _word(key[2], zero), _word(key[3], zero)

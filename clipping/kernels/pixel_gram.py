@@ -46,7 +46,11 @@ class Geometry(NamedTuple):
 
 
 def phases(geometry: Geometry) -> Iterator[tuple[tuple[int, ...], tuple[list[int], ...]]]:
-    """(remainder r, the offsets o that belong to it) in each spatial dimension, for every combination of remainders."""
+    """(remainder r, the offsets o that belong to it) in each spatial dimension, for every combination of remainders.
+
+    Args:
+        geometry: of the convolution.
+    """
     each = []
     for kernel, stride, padding, dilation in zip(*geometry, strict=True):
         offsets: dict[int, list[int]] = {}
@@ -59,14 +63,26 @@ def phases(geometry: Geometry) -> Iterator[tuple[tuple[int, ...], tuple[list[int
 
 
 def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """The phase x[..., r::s] of [n, C, *size]."""
+    """The phase x[..., r::s] of [n, C, *size].
+
+    Args:
+        x: [n, C, *size].
+        remainders: r, one number a spatial dimension.
+        stride: s, one number a spatial dimension.
+    """
     if all(s == 1 for s in stride):
         return x
     return x[:, :, *(slice(r, None, s) for r, s in zip(remainders, stride, strict=True))]
 
 
 def compiled_norm(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """`pixel_gram_product` by the kernel for CPUs, in one or two dimensions and any number of samples: [n]."""
+    """`pixel_gram_product` by the kernel for CPUs, in one or two dimensions and any number of samples: [n].
+
+    Args:
+        x: images [n, C, *size].
+        g: gradients of the output [n, p, *output size].
+        geometry: of the convolution.
+    """
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry = Geometry(*options)
     images = [(every(x, r, geometry.stride), list(itertools.product(*offsets))) for r, offsets in phases(geometry)]
@@ -106,7 +122,13 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
 
 
 def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -> int:
-    """Entries of the Gram matrices of one sample that `pixel_norms` makes."""
+    """Entries of the Gram matrices of one sample that `pixel_norms` makes.
+
+    Args:
+        geometry: of the convolution.
+        size: of an image, in pixels.
+        output_size: of the output, in positions.
+    """
     counts = [len(found) for found in _remainders(geometry)]
     phases = [1 if count == 1 else stride for count, stride in zip(counts, geometry.stride, strict=True)]
     pixels = math.prod(-(-n // stride) for n, stride in zip(size, geometry.stride, strict=True))

@@ -13,7 +13,11 @@ SUMMED = 4096
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits."""
+    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits.
+
+    Args:
+        x: [b, ...], of any floating dtype.
+    """
     x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
     if x.shape[1] < 2 * SUMMED:
         return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()

@@ -216,7 +216,12 @@ class _Before:
 
 
 def norms_of(samples: Iterable[Tensor], like: Tensor) -> Tensor:
-    """[B] norms over all parameters together from each one's [B], in float32 or wider."""
+    """[B] norms over all parameters together from each one's [B], in float32 or wider.
+
+    Args:
+        samples: norms of each parameter's gradients, [B] each.
+        like: any tensor of the gradients' dtype.
+    """
     return torch.linalg.vector_norm(torch.stack([n.to(norm_dtype(like.dtype)) for n in samples]), dim=0)
 
 

@@ -160,7 +160,13 @@ class OpacusGhost(_Hooked):
 
 
 def samples_of(parameters: Parameters, attribute: str, batch_size: int) -> dict[str, Tensor]:
-    """What Opacus left on the parameters in this step, by name: `grad_sample` [B, *shape] or `_norm_sample` [B]."""
+    """What Opacus left on the parameters in this step, by name: `grad_sample` [B, *shape] or `_norm_sample` [B].
+
+    Args:
+        parameters: name -> parameter.
+        attribute: "grad_sample" or "_norm_sample".
+        batch_size: B.
+    """
     found = {}
     for name, p in parameters.items():
         kept = getattr(p, attribute, None)

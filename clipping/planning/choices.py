@@ -30,14 +30,26 @@ class Choice(NamedTuple):
 
 
 def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
-    """Its norm can be found in more than one way, and is that of its parameter alone."""
+    """Its norm can be found in more than one way, and is that of its parameter alone.
+
+    Args:
+        source: what a use reads.
+        rule: of the use.
+        counts: parameter name -> how many uses it has.
+    """
     alone = all(counts[name] == 1 for name in source.parameters)
     several = len(rule.ghosts) + len(rule.instantiations) > 1
     return alone and source.rearranged and several and not rule.is_fallback
 
 
 def formula_route(source: Source, rule: Rule, output: Spec) -> Route:
-    """For a use without a choice, or one of several uses of a parameter: what the formulas prefer."""
+    """For a use without a choice, or one of several uses of a parameter: what the formulas prefer.
+
+    Args:
+        source: what a use reads.
+        rule: of the use.
+        output: shape and dtype of its output.
+    """
     if not source.rearranged:
         return Route()
     costs = predicted(rule, output)
@@ -71,7 +83,13 @@ def held_without_choice(use: Use, source: Source, rule: Rule, route: Route, shar
 
 
 def choices_of(rule: Rule, use: Use, costs: Costs) -> list[Choice]:
-    """What can be done with a use (see the module's text), the fastest of a kind before those that take less memory."""
+    """What can be done with a use (see the module's text), the fastest of a kind before those that take less memory.
+
+    Args:
+        rule: of the use.
+        use: one that the tape recorded.
+        costs: measured or predicted.
+    """
     output = use.output
     count, size = rule.samples(output), output.numel() * output.element_size()
     held_input = rule.held_input()

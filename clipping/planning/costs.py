@@ -59,7 +59,11 @@ class Costs(NamedTuple):
     kept: float | None
 
     def best(self, *, ghost: bool) -> tuple[Route, float] | None:
-        """The fastest route by Gram matrices, or by instantiating, and its seconds; None if there is none."""
+        """The fastest route by Gram matrices, or by instantiating, and its seconds; None if there is none.
+
+        Args:
+            ghost: by Gram matrices, or by instantiating.
+        """
         found = _of(self.norms, ghost)
         if not found:
             return None
@@ -68,7 +72,13 @@ class Costs(NamedTuple):
 
 
 def ghost_by_paper(positions: int, inputs: int, outputs: int) -> bool:
-    """The rule of arXiv:2205.10683 (equation 4.1), on space alone: 2T² ≤ pd."""
+    """The rule of arXiv:2205.10683 (equation 4.1), on space alone: 2T² ≤ pd.
+
+    Args:
+        positions: T.
+        inputs: d.
+        outputs: p.
+    """
     return 2 * positions**2 <= inputs * outputs
 
 
@@ -90,7 +100,12 @@ def predicted(rule: Rule, output: Spec, *, kernels: float | None = None) -> Cost
 
 
 def measured(rule: Rule, output: Spec) -> Costs:
-    """Time every way that may win, in the blocks that may, on the rule's own input."""
+    """Time every way that may win, in the blocks that may, on the rule's own input.
+
+    Args:
+        rule: of a use, with its input.
+        output: shape and dtype of the use's output.
+    """
     count = min(rule.samples(output), MOST_SAMPLES)
     device = rule.parameter.device
     g = torch.randn((rule.output_rows(count), *output.shape[1:]), dtype=output.dtype, device=device)
@@ -202,7 +217,7 @@ class CostCache:
 
     Args:
         device: whose costs.
-        file: False for a notebook of this process alone.
+        file: False for one of this process alone.
     """
 
     def __init__(self, device: torch.device, *, file: bool = True) -> None:
@@ -215,11 +230,19 @@ class CostCache:
                 self._costs = {}
 
     def get(self, kind: str) -> Costs | None:
-        """What is known of a kind of use."""
+        """What is known of a kind of use.
+
+        Args:
+            kind: of a use, as `kind` of the planner has it in words.
+        """
         return self._costs.get(kind)
 
     def add(self, found: dict[str, Costs]) -> None:
-        """Remember, here and in the file."""
+        """Remember, here and in the file.
+
+        Args:
+            found: kind of use -> what was measured of it.
+        """
         self._costs |= found
         if self._path is None:
             return

@@ -111,7 +111,7 @@ class Planner:
         self.timing, self.file = timing, file
         self._plans: dict[Hashable, Plan] = {}
         self._calls: Counter[Hashable] = Counter()
-        self._notebooks: dict[torch.device, CostCache] = {}
+        self._caches: dict[torch.device, CostCache] = {}
         self._resumed: dict[str, list[Route]] = {}
 
     def settle(self) -> dict[str, list[list[object]]]:
@@ -124,7 +124,11 @@ class Planner:
         }
 
     def resume(self, settled: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Plan as the planner that was settled, whatever this one has found: the same steps give the same bits."""
+        """Plan as the planner that was settled, whatever this one has found: the same steps give the same bits.
+
+        Args:
+            settled: what `settled` of that planner gave.
+        """
         self.timing = False
         self._plans.clear()
         self._resumed = {step: [Route(*route) for route in routes] for step, routes in settled.items()}
@@ -201,14 +205,14 @@ class Planner:
             kernels = UNTIMED if losses.device.type == "cuda" else None
             pairs = zip(readings, kinds, strict=True)
             return {what: predicted(rule, use.output, kernels=kernels) for (use, _, rule), what in pairs}
-        notebook = self._notebook(losses.device)
+        cache = self._cache(losses.device)
         costs: dict[Kind, Costs] = {}
         new: dict[str, Costs] = {}
         with torch.no_grad():
             for (use, source, rule), what in zip(readings, kinds, strict=True):
                 if what in costs or not has_choice(source, rule, counts):
                     continue
-                on_record = notebook.get(repr(what))
+                on_record = cache.get(repr(what))
                 if on_record is None and may_time:
                     try:
                         on_record = new[repr(what)] = measured(with_numbers(rule), use.output)
@@ -216,17 +220,17 @@ class Planner:
                         may_time = False
                 costs[what] = on_record or predicted(rule, use.output)
         if new:
-            notebook.add(new)
+            cache.add(new)
         return costs
 
     def _times(self, losses: Tensor) -> bool:
         real = not isinstance(losses, FakeTensor) and losses.device.type != "meta"
         return self.timing and real and self.strategy in ("auto", "time")
 
-    def _notebook(self, device: torch.device) -> CostCache:
-        if device not in self._notebooks:
-            self._notebooks[device] = CostCache(device, file=self.file)
-        return self._notebooks[device]
+    def _cache(self, device: torch.device) -> CostCache:
+        if device not in self._caches:
+            self._caches[device] = CostCache(device, file=self.file)
+        return self._caches[device]
 
     def _choose(self, items: list[Item], timeline: Timeline, fixed: list[Held]) -> None:
         """Set what each item takes; `fixed` is held by uses without a choice."""
@@ -312,6 +316,11 @@ def _hasten(items: list[Item], balance: Balance, limit: float) -> None:
 
 
 def kind(rule: Rule, output: Spec) -> Kind:
-    """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two."""
+    """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two.
+
+    Args:
+        rule: of a use.
+        output: shape and dtype of the use's output.
+    """
     samples = min(rule.samples(output), MOST_SAMPLES).bit_length()
     return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold

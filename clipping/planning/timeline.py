@@ -133,24 +133,40 @@ class Timeline:
             self.base.append(formed)
 
     def peak(self, held: Iterable[Held]) -> int:
-        """The most bytes that book-keeping holds."""
+        """The most bytes that book-keeping holds.
+
+        Args:
+            held: what each planned use holds.
+        """
         return Balance(self, held).peak
 
     def intervals(self, use: Held) -> list[tuple[int, int, int]]:
-        """(first segment, the one after the last, bytes) of all that a use holds but its input."""
+        """(first segment, the one after the last, bytes) of all that a use holds but its input.
+
+        Args:
+            use: what a planned use holds.
+        """
         arrival, end = self._arrival(use), self._sums[use.node]
         norm = self._norms[use.node] if use.output else arrival
         found = [(arrival, end + 1, use.kept), (norm, norm + 1, use.workspace)]
         return [*found, (self._run(self._moment(use.node) + 1), end + 1, use.output), (end, end + 1, use.summing)]
 
     def interval_of_input(self, use: Held) -> tuple[int, int]:
-        """(first segment, the one after the last) in which nobody else would hold a use's input."""
+        """(first segment, the one after the last) in which nobody else would hold a use's input.
+
+        Args:
+            use: what a planned use holds, its input among it.
+        """
         assert use.input is not None
         time = max(self._moment(use.node) + 1, self._freed.get(use.input, 0))
         return self._run(time), self._sums[use.node] + 1
 
     def size(self, storage: int) -> int:
-        """Bytes of what autograd saved; 0 for what is held anyway."""
+        """Bytes of what autograd saved; 0 for what is held anyway.
+
+        Args:
+            storage: as `storage_of` names it.
+        """
         return self._sizes.get(storage, 0)
 
     def _moment(self, node: int) -> int:
@@ -179,7 +195,11 @@ class Balance:
         self._set([a + b for a, b in zip(timeline.base, accumulate(changes), strict=False)])
 
     def saved(self, old: Held, new: Held) -> int:
-        """Bytes by which an exchange lowers the fullest segment; 0 if another is then as full as this one was."""
+        """Bytes by which an exchange lowers the fullest segment; 0 if another is then as full as this one was.
+
+        Args:
+            old, new: what a use holds, before and after.
+        """
         ranges, lowered = self._ranges(old, new), 0
         for begin, end, change in ranges:
             if begin <= self._fullest < end:
@@ -193,11 +213,19 @@ class Balance:
         return lowered if after == self.peak and ties < self._totals.count(self.peak) else 0
 
     def peak_after(self, old: Held, new: Held) -> int:
-        """The peak that an exchange would lead to."""
+        """The peak that an exchange would lead to.
+
+        Args:
+            old, new: what a use holds, before and after.
+        """
         return max(max(self._totals[begin:end]) + change for begin, end, change in self._ranges(old, new))
 
     def exchange(self, old: Held, new: Held) -> None:
-        """Make it."""
+        """Make it.
+
+        Args:
+            old, new: what a use holds, before and after.
+        """
         totals = [total + change for begin, end, change in self._ranges(old, new) for total in self._totals[begin:end]]
         self._keep(old, new)
         self._set(totals)
@@ -247,7 +275,11 @@ class Balance:
 
 
 def storage_of(x: Tensor) -> int:
-    """An identity of the memory behind a tensor, while it lives."""
+    """An identity of the memory behind a tensor, while it lives.
+
+    Args:
+        x: any tensor that has memory.
+    """
     return x.untyped_storage()._cdata
 
 

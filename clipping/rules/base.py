@@ -41,7 +41,11 @@ SHARE = 128
 
 @functools.cache
 def share_of_gpu(index: int) -> int:
-    """Bytes of a GPU's workspace; 0 of one that is not here, a fake tensor's."""
+    """Bytes of a GPU's workspace; 0 of one that is not here, a fake tensor's.
+
+    Args:
+        index: the device's number.
+    """
     return torch.cuda.get_device_properties(index).total_memory // SHARE if torch.cuda.is_available() else 0
 
 
@@ -70,9 +74,11 @@ class Spec(NamedTuple):
     dtype: torch.dtype
 
     def numel(self) -> int:
+        """Entries, as of a tensor."""
         return self.shape.numel()
 
     def element_size(self) -> int:
+        """Bytes of an entry, as of a tensor."""
         return self.dtype.itemsize
 
 
@@ -101,7 +107,11 @@ to no more of the forward pass than the rule will."""
 
 
 def made(gradient: Gradient) -> Rule:
-    """The rule that it stands for."""
+    """The rule that it stands for.
+
+    Args:
+        gradient: (parameter, kind of rule, what else the rule is made of).
+    """
     parameter, kind, *made_of = gradient
     return kind(parameter, *made_of)
 
@@ -115,12 +125,19 @@ class Refused(Exception):
 
 
 def title(operation: Any) -> str:
-    """What people call it."""
+    """What people call it.
+
+    Args:
+        operation: a function of torch's.
+    """
     return getattr(operation, "__name__", str(operation))
 
 
 def as_refused(error: Exception) -> Refused:
     """The refusal that an error stands for which came of recording an operation, or of its gradient.
+
+    Args:
+        error: what was raised.
 
     Raises:
         Exception: the error itself, if it is about memory.
@@ -140,6 +157,13 @@ class Rule(ABC):
         parameter: the parameter, or the tensor made of parameters, that the operation read.
         positions, inputs, outputs, groups: T, d, p and the number of independent groups of the weight's linear form
             (0 where there is none).
+
+    Methods take:
+        g, samples: the output's gradient, [B·fold, ...], and which samples of the batch. Of a `Spec` shape and dtype.
+        way, block: one of `ghosts` or `instantiations`; samples at once. "" and 0: what the formulas prefer.
+        other, other_g, others: other uses, and the gradients of their outputs.
+        route, factors, ghost, kept: as decided; c [B]; by Gram matrices; the sum is formed from kept gradients.
+        fold, count: rows to a sample; how many samples.
     """
 
     ghosts: tuple[str, ...] = ()

@@ -135,6 +135,10 @@ class Contraction(Bilinear):
 def parsed(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
     """The letters of each operand and of the output; those for "..." in capitals that it does not use.
 
+    Args:
+        equation: as `torch.einsum` has it.
+        operands: two tensors.
+
     Raises:
         Refused: a repeated letter in one operand.
     """

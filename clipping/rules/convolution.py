@@ -384,6 +384,11 @@ def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
-    """One number a spatial dimension."""
+    """One number a spatial dimension.
+
+    Args:
+        value: one number for all, or one for each.
+        spatial: how many dimensions there are.
+    """
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values

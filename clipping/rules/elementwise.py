@@ -49,7 +49,11 @@ class Broadcast(Rule):
         return self.factor is None and self.dim == 0
 
     def row(self, tensor: Tensor) -> Broadcast:
-        """The same rule for the tensor whose copies D's rows are."""
+        """The same rule for the tensor whose copies D's rows are.
+
+        Args:
+            tensor: of the shape that all rows have.
+        """
         self.parameter, self.aligned = tensor, False
         return self
 

@@ -74,7 +74,12 @@ class VmapRule(Rule):
 
 
 def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
-    """Replace tensors, in arguments and in lists among them, by what stands for them; others are constants."""
+    """Replace tensors, in arguments and in lists among them, by what stands for them; others are constants.
+
+    Args:
+        tree: arguments, in nested tuples, lists and dicts.
+        values: id of a tensor -> what stands for it.
+    """
     if isinstance(tree, Tensor):
         return values.get(id(tree), tree.detach())
     if isinstance(tree, dict):
@@ -85,7 +90,11 @@ def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
 
 
 def operands(tree: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, and in lists and dicts among them."""
+    """Tensors among arguments, and in lists and dicts among them.
+
+    Args:
+        tree: arguments, in nested tuples, lists and dicts.
+    """
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list, dict)):
@@ -97,6 +106,12 @@ def fallback(
     func: Any, args: Any, kwargs: Any, output: Any, made_of_parameters: list[Tensor], data: list[Tensor]
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """A `VmapRule` for each operand made of parameters.
+
+    Args:
+        func, args, kwargs: the operation, and what it was called with.
+        output: what it gave.
+        made_of_parameters: its operands that are made of parameters alone.
+        data: its operands that depend on the batch.
 
     Raises:
         Refused: an operation in place, one with several outputs, or operands whose rows are not the output's.

@@ -20,7 +20,12 @@ from clipping.rules.linear import LinearWeight
 
 
 def gathered(rule: Rule, rows: Rows) -> Rule:
-    """The rule of rows whose samples are given, from the one of as many samples as rows."""
+    """The rule of rows whose samples are given, from the one of as many samples as rows.
+
+    Args:
+        rule: as if each row were a sample.
+        rows: whose they are.
+    """
     if not len(rows.owners):
         return Nothing(rule.parameter, rows)
     if isinstance(rule, GroupedWeight):
@@ -33,7 +38,12 @@ def gathered(rule: Rule, rows: Rows) -> Rule:
 
 
 def of_rows(factors: Tensor, rows: Rows) -> Tensor:
-    """Factors of samples [B] to those of their rows [n]; 0 for rows of nobody."""
+    """Factors of samples [B] to those of their rows [n]; 0 for rows of nobody.
+
+    Args:
+        factors: c [B].
+        rows: n of them, in one dimension.
+    """
     owners = rows.owners
     return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
 

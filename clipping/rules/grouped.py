@@ -41,7 +41,11 @@ class GroupedWeight(Rule):
         return self.of_rows(Rows(in_order(len(self.a), len(self.a) // fold, self.a.device), len(self.a) // fold))
 
     def of_rows(self, rows: Rows) -> Rule:
-        """The rule for rows of these samples."""
+        """The rule for rows of these samples.
+
+        Args:
+            rows: whose they are, in one dimension.
+        """
         self.owners, self.count = rows.owners, rows.batch_size
         rows_each = -(-len(self.a) // max(1, self.count * self.groups))
         self.positions = 1 << (max(1, rows_each) - 1).bit_length()

@@ -110,7 +110,13 @@ class LinearWeight(Bilinear):
 
 
 def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Tensor:
-    """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n]."""
+    """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n].
+
+    Args:
+        a, g: of one use.
+        b, h: of the other.
+        available: bytes that Gram matrices may take.
+    """
     a, g, b, h = (x.to(g.dtype) for x in (a, g, b, h))
     return within(lambda rows: products(a[:, rows], b).mul_(products(g[:, rows], h)), g.shape[1], h, available)
 

@@ -162,6 +162,9 @@ def group_norm(
 def most_groups(x: Tensor) -> int:
     """Groups in one call: CUDA's backward kernel has one block of threads for each, in the second dimension of its grid
     (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which ends at 65,535.
+
+    Args:
+        x: the operation's input.
     """
     return 65_535 if x.is_cuda else 2**31 - 1
 

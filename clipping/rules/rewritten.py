@@ -24,7 +24,11 @@ from clipping.sources import Source, is_marked, samples_of
 
 
 class Rows(Protocol):
-    """What a tape knows and does here."""
+    """What a tape knows and does here.
+
+    Methods take:
+        x, source, rows: a tensor or any other object, what a tensor is made of, how many copies.
+    """
 
     def source(self, x: Any) -> Source | None:
         """What a tensor is that is made of parameters alone; None for all else."""

@@ -20,6 +20,12 @@ class Bilinear(Rule):
 
     A scaled copy is as large as that, and the library may make further ones. So the sum is formed in portions of the
     batch, one after the other, where copies are large: a step's memory is fullest when its sums begin.
+
+    Methods take:
+        x: the input of some samples, as `operands` gives it.
+        g: the gradient of the output, [B·fold, ...]; with x, of the same samples as `operands` gives it.
+        samples: which of the batch.
+        count: of the portions.
     """
 
     @abstractmethod

@@ -34,15 +34,28 @@ class Activations:
         self._sources, self._note = sources, note
 
     def source(self, x: Any) -> Source | None:
-        """What a tensor is that is made of parameters alone; None for all else."""
+        """What a tensor is that is made of parameters alone; None for all else.
+
+        Args:
+            x: any object.
+        """
         return self._sources.get(id(x))
 
     def let_go(self, x: Tensor) -> None:
-        """It depends on data from now on."""
+        """It depends on data from now on.
+
+        Args:
+            x: the tensor of a source.
+        """
         del self._sources[id(x)]
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
-        """[rows · n]: a tensor of n entries, made of parameters, with a copy for each row of the batch."""
+        """[rows · n]: a tensor of n entries, made of parameters, with a copy for each row of the batch.
+
+        Args:
+            tensor: of the parameters, n entries.
+            rows: of the batch.
+        """
         copies = _Repeated.apply(tensor, rows)
         source = self._sources.get(id(tensor))
         if source is not None:
@@ -51,11 +64,20 @@ class Activations:
         return copies
 
     def copies(self, source: Source, rows: int) -> Tensor:
-        """[rows, *shape of the source]: a copy for each row of the batch."""
+        """[rows, *shape of the source]: a copy for each row of the batch.
+
+        Args:
+            source: made of parameters.
+            rows: of the batch.
+        """
         return self.each(source.tensor, rows).view(rows, *source.tensor.shape)
 
     def own(self, source: Source) -> Tensor:
-        """The tensor of a source that has a row for each row of the batch: itself, as an activation."""
+        """The tensor of a source that has a row for each row of the batch: itself, as an activation.
+
+        Args:
+            source: made of parameters, [rows, ...].
+        """
         shape = source.tensor.shape
         if source.row is not None:
             row = source.row.tensor

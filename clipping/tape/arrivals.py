@@ -48,13 +48,22 @@ class Arrivals:
         self._arrival: Arrival | None = None
 
     def anchor(self, device: torch.device) -> Tensor:
-        """A zero scalar to tie outputs to."""
+        """A zero scalar to tie outputs to.
+
+        Args:
+            device: of the outputs.
+        """
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self._anchors[device]
 
     def hook(self, use: Use, noted: Noted) -> None:
-        """The gradient of this use is to arrive."""
+        """The gradient of this use is to arrive.
+
+        Args:
+            use: whose gradient it is.
+            noted: where the gradient is to be had.
+        """
         if noted.copies is not None:
             self._copies.append((use, noted.copies))
         if noted.copies is None or self.by_hand is not None:
@@ -64,6 +73,11 @@ class Arrivals:
     def expect(self, uses: list[Use], leaves: list[Tensor], graph: int) -> None:
         """What the graph of the losses has: uses, the gradient of each of which must arrive exactly once; leaves that
         are no parameters, and which uses may be led to by alone; and its number.
+
+        Args:
+            uses: in the graph of the losses.
+            leaves: of that graph, no parameters.
+            graph: its number.
         """
         anchors = {id(anchor) for anchor in self._anchors.values()}
         self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
@@ -71,7 +85,13 @@ class Arrivals:
         self.graph = graph
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
-        """Backward of Σ_i ℓ_i: `arrival(use, g)` for each use whose gradient arrives. The hooks stay."""
+        """Backward of Σ_i ℓ_i: `arrival(use, g)` for each use whose gradient arrives. The hooks stay.
+
+        Args:
+            losses: ℓ [B], with their graph.
+            arrival: called as arrival(use, g), g of the shape of the use's output.
+            retain_graph: for another backward pass.
+        """
         self._arrival = arrival
         self._arrived.clear()
         try:

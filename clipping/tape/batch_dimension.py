@@ -30,7 +30,14 @@ MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 
 
 def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
-    """Where the samples are in the output of an operation on `data`."""
+    """Where the samples are in the output of an operation on `data`.
+
+    Args:
+        func, args, kwargs: the operation, and what it was called with.
+        data: its operands that depend on the batch, at least one.
+        output: what it gave.
+        batch_size: B.
+    """
     if func in PERMUTATIONS:
         permutation = func, samples_of(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
         try:

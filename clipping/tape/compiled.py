@@ -17,7 +17,11 @@ REMEDY = "hand over the model as it was before torch.compile (its _orig_mod), or
 
 
 def compiled_modules(model: nn.Module) -> Iterator[Problem]:
-    """A problem for each module that torch.compile or Module.compile has compiled."""
+    """A problem for each module that torch.compile or Module.compile has compiled.
+
+    Args:
+        model: any module.
+    """
     for name, module in model.named_modules():
         wrapped = any(f"{c.__module__}.{c.__name__}" == _WRAPPER for c in type(module).__mro__)
         if wrapped or module._compiled_call_impl is not None:
@@ -30,7 +34,11 @@ def compiled_modules(model: nn.Module) -> Iterator[Problem]:
 
 
 def compiled_code(error: Exception) -> Problem | None:
-    """The problem behind an error of torch.compile's, from a compiled function in a forward pass; None for others."""
+    """The problem behind an error of torch.compile's, from a compiled function in a forward pass; None for others.
+
+    Args:
+        error: what a forward pass raised.
+    """
     if not any(c.__name__ == "TorchDynamoException" for c in type(error).__mro__):
         return None
     said = " ".join(str(error).split())[:200]
@@ -39,7 +47,11 @@ def compiled_code(error: Exception) -> Problem | None:
 
 
 def reentrant_checkpoint(error: Exception) -> Problem | None:
-    """The problem behind an error of torch's checkpointing that runs a backward pass within one; None for others."""
+    """The problem behind an error of torch's checkpointing that runs a backward pass within one; None for others.
+
+    Args:
+        error: what a pass raised.
+    """
     if "use_reentrant=True" not in str(error):
         return None
     reason = "checkpoint: with use_reentrant=True it reads parameters in the backward pass, where nothing is recorded"

@@ -29,6 +29,11 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
 
     The tape is told which of its uses are in this graph: so many gradients must arrive. (A use of a forward pass that
     came to nothing is not.) And it is told the number of the graph, which is that of other graphs of the same nodes.
+
+    Args:
+        losses: ℓ [B], with their graph.
+        tape: of the forward pass.
+        parameters: name -> trainable parameter.
     """
     used = [source for use in tape.uses for source, _ in use.rules]  # some were changed in place since
     made = [s.node for s in {*tape.sources(), *used} if not s.is_parameter]
@@ -75,7 +80,13 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
 
 
 def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Problem]:
-    """Parameters that the losses' graph reads by nodes of an earlier number: in a forward pass that went before."""
+    """Parameters that the losses' graph reads by nodes of an earlier number: in a forward pass that went before.
+
+    Args:
+        losses: [B], with their graph.
+        number: of the first node that the recorded pass can have made.
+        parameters: the trainable ones, by name.
+    """
     known = {id(p): name for name, p in parameters.items()}
     stale = [
         known[id(child.variable)]
@@ -105,7 +116,11 @@ def _is_parameter(cast: Any, known: dict[int, str]) -> bool:
 
 
 def nodes(roots: list[Any]) -> Iterator[Any]:
-    """The nodes of the graph below some roots, each once."""
+    """The nodes of the graph below some roots, each once.
+
+    Args:
+        roots: nodes of autograd's, or None.
+    """
     seen: set[Any] = {None}
     stack = list(roots)
     while stack:

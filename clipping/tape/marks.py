@@ -33,7 +33,13 @@ class Marks:
         self._in_order = True
 
     def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
-        """Mark what an operation made of `data`, and give it back."""
+        """Mark what an operation made of `data`, and give it back.
+
+        Args:
+            func, args, kwargs: the operation, and what it was called with.
+            output: what it gave.
+            data: its operands that depend on the batch.
+        """
         if (func in GATHERS or not self._in_order) and data and self._moved(func, args, kwargs, output, data):
             return output
         if not data or (func in UNUSUAL and not self._is_made_of(func, args, kwargs, data)):
@@ -48,7 +54,12 @@ class Marks:
         return output
 
     def put(self, x: Tensor, place: Place) -> Tensor:
-        """Mark a tensor as one whose samples are there, and give it back."""
+        """Mark a tensor as one whose samples are there, and give it back.
+
+        Args:
+            x: the tensor.
+            place: the dimension of its samples, or the owners of its rows.
+        """
         self._in_order &= not isinstance(place, Rows)
         self._marked.append(weakref.ref(mark_data(x, place)))
         return x
@@ -95,7 +106,12 @@ class Marks:
 
 
 def tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors among the arguments, and in tuples and lists among them."""
+    """Tensors among the arguments, and in tuples and lists among them.
+
+    Args:
+        args: arguments, in nested tuples and lists.
+        kwargs: keyword arguments, or None.
+    """
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):

@@ -34,7 +34,12 @@ class Mover:
         self.batch_size = batch_size
 
     def owners(self, x: Tensor, dims: int) -> Tensor | None:
-        """Of x, for at least so many leading dimensions; None if they are not known."""
+        """Of x, for at least so many leading dimensions; None if they are not known.
+
+        Args:
+            x: an operand.
+            dims: how many dimensions the owners must be known for.
+        """
         place = samples_of(x)
         if isinstance(place, Rows):
             found = place.owners
@@ -53,13 +58,25 @@ class Mover:
         return found
 
     def rows(self, owners: Tensor) -> Rows:
+        """`Rows` of these owners, in this batch.
+
+        Args:
+            owners: the number of the sample, or `NOBODY`, for each row.
+        """
         return Rows(owners, self.batch_size)
 
     def unknown(self) -> Rows:
+        """Rows whose owners are not known after this operation."""
         return Rows(torch.full((), NOBODY), self.batch_size, getattr(self.func, "__name__", str(self.func)))
 
     def option(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument of the operation."""
+        """An argument of the operation.
+
+        Args:
+            position: among the positional arguments.
+            name: as a keyword.
+            default: where it was not given.
+        """
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
 
 
@@ -207,7 +224,11 @@ def _viewed(it: Mover) -> Moved:
 
 
 def of_later_dimension(it: Mover) -> Place:
-    """Of a view of an activation whose samples come after positions, which may become one dimension with them."""
+    """Of a view of an activation whose samples come after positions, which may become one dimension with them.
+
+    Args:
+        it: the view, and what it was made of.
+    """
     owners = it.owners(it.args[0], 0) if isinstance(it.output, Tensor) else None
     return 0 if owners is None else _in_other_dimensions(it, owners).simplest
 
@@ -316,7 +337,13 @@ def _recurrent(it: Mover) -> Moved:
 
 
 def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
-    """Of an operation that leaves rows where they are: those of the operand whose rows the output has."""
+    """Of an operation that leaves rows where they are: those of the operand whose rows the output has.
+
+    Args:
+        data: the operands that depend on the batch.
+        output: of the operation.
+        it: the operation.
+    """
     places = [place for x in data if isinstance(place := samples_of(x), Rows)]
     known = [place for place in places if not place.unknown]
     fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]

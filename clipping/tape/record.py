@@ -61,6 +61,7 @@ _next_number = torch.autograd._get_sequence_nr
 """Of the next node that this thread makes."""
 in_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """None outside of vmap, grad, jvp and the like, in which a row need not be a sample's."""
+Naming = Callable[[Tensor], str | None]
 
 
 class Tape(TorchFunctionMode):
@@ -70,33 +71,25 @@ class Tape(TorchFunctionMode):
         parameters: the trainable parameters by name.
         batch: inputs and targets; what is computed from them depends on data.
         batch_size: B.
-        stand_in: the name of the parameter whose place a tensor takes (see `clipping.distributed`); None where none
-            does.
+        stand_in: the name of the parameter whose place a tensor takes (`clipping.distributed`), or None; or no such.
         lets_go: inputs of uses within checkpoints are let go of until they are computed once more.
 
     Attributes:
         uses: in the order of the forward pass; complete when the tape is no longer active.
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
-        arrivals: of the gradients of the uses.
-        let_go: what was let go of.
+        arrivals, let_go: of the gradients of the uses; what was let go of.
     """
 
     def __init__(
-        self,
-        parameters: Parameters,
-        batch: Any,
-        batch_size: int,
-        stand_in: Callable[[Tensor], str | None] | None = None,
-        lets_go: bool = False,
+        self, parameters: Parameters, batch: Any, batch_size: int, stand_in: Naming | None = None, lets_go: bool = False
     ) -> None:
         super().__init__()
         self.uses: list[Use] = []
         self.counts: Counter[str] = Counter()
         self.problems: list[Problem] = []
         self.arrivals = Arrivals()
-        self._batch_size = batch_size
-        self._stand_in = stand_in
+        self._batch_size, self._stand_in = batch_size, stand_in
         self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
         self._depth = 0
         self._hooked = self._replays = False
@@ -211,6 +204,10 @@ class Tape(TorchFunctionMode):
 
         After the last one hooks and rules are gone; the graph too, unless `retain_graph` keeps it for a second pass.
 
+        Args:
+            losses, arrival, retain_graph: as those of `Arrivals.run`.
+            last: no other backward pass is to come.
+
         Raises:
             Refused: a use that was expected and whose gradient has not arrived, or one that has arrived twice.
         """
@@ -242,7 +239,11 @@ class Tape(TorchFunctionMode):
         return list(self._sources.values())
 
     def name_of(self, leaf: Any) -> str:
-        """Of a parameter of a sharded model that was read when the tape did not see it; "" for all else."""
+        """Of a parameter of a sharded model that was read when the tape did not see it; "" for all else.
+
+        Args:
+            leaf: of the losses' graph.
+        """
         if self._stand_in is None or not isinstance(leaf, torch.nn.Parameter):
             return ""
         return self._stand_in(leaf) or "a parameter of the sharded model"

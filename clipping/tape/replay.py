@@ -92,6 +92,9 @@ class LetGo:
         """What to hold on to instead of `mine`, and what gives that back in a backward pass, if it is let go of.
 
         It is called in both passes, with the same shapes: all that a checkpoint saves must be saved twice.
+
+        Args:
+            mine: sources, and the gradients of an operation with respect to them.
         """
         hooks = hooks_of_saving(True) if self._on else None
         large = any(_is_large(part) for _, gradient in mine for part in gradient[1:])
@@ -122,7 +125,11 @@ def _stand_in(x: Tensor) -> Tensor:
 
 
 def with_numbers(rule: Rule) -> Rule:
-    """The rule of a use whose input was let go of, on random numbers in its place: to be timed."""
+    """The rule of a use whose input was let go of, on random numbers in its place: to be timed.
+
+    Args:
+        rule: of the use.
+    """
     filled = copy.copy(rule)
     for name, value in vars(rule).items():
         if _is_large(value) and not any(value.stride()):

@@ -34,6 +34,11 @@ REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
 def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
     """The dimension of a use's activations that holds the samples; or their rows, if it is not as simple as that.
 
+    Args:
+        func: the operation.
+        data: its operands that depend on the batch.
+        batch_size: B.
+
     Raises:
         Refused: it is not known which samples their rows belong to.
     """
@@ -64,6 +69,11 @@ def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows
 
 def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor]) -> Any:
     """The output of a use whose activations have rows in several dimensions, or in none.
+
+    Args:
+        func, args, kwargs: the operation, and what it was called with.
+        rows: of its activations.
+        data: its operands that depend on the batch.
 
     Raises:
         Refused: an operation that is not known to treat them one by one.

@@ -54,7 +54,12 @@ class Use:
         return None if self.rows is None else self.rows.owners
 
     def largest(self, g: Tensor, batch_size: int) -> Tensor:
-        """The largest magnitude in the output's gradient g, of each sample, [B]."""
+        """The largest magnitude in the output's gradient g, of each sample, [B].
+
+        Args:
+            g: of the output, [B·k, ...].
+            batch_size: B.
+        """
         by_sample = g.reshape(batch_size, -1) if self.rows is None else taken(g, self.rows.padded, filled=True)
         return torch.linalg.vector_norm(by_sample.reshape(batch_size, -1), torch.inf, dim=1)
 
@@ -87,6 +92,9 @@ class Noted(NamedTuple):
 
     def settled(self, batch_size: int) -> Use:
         """With its rules, per sample.
+
+        Args:
+            batch_size: B.
 
         Raises:
             Refused: rows that are not the batch's.
@@ -138,7 +146,12 @@ def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule
 
 
 def count_parts(uses: list[Use], counts: Counter[str]) -> None:
-    """Uses of disjoint parts of a parameter (experts) are one use of it."""
+    """Uses of disjoint parts of a parameter (experts) are one use of it.
+
+    Args:
+        uses: of the forward pass.
+        counts: parameter name -> how many uses it has; changed in place.
+    """
     sources = [source for use in uses for source, _ in use.rules]
     for name in {name for source in sources if source.part is not None for name in source.parameters}:
         if counts[name] > 1 and mark_disjoint([source for source in sources if name in source.parameters]):

@@ -2,6 +2,9 @@
 `run(args) -> exit code`.
 
 A command module imports at its top only what is light; what is heavy it imports in `run`.
+
+Functions take:
+    parser, args: of the command; what was typed, parsed by it.
 """
 
 from dpbench.cli.command_line import main

@@ -26,6 +26,7 @@ _UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `calibrate`."""
     parser.add_argument("--target-epsilon", metavar="E", required=True, help="ε that is not to be exceeded")
     parser.add_argument(
         "--solve",

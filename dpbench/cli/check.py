@@ -47,6 +47,7 @@ _HEADER = ("model", "backend", "status", "norms", "gradients", "coverage", "reas
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `check`."""
     parser.add_argument("--model", metavar="REF", action="append", help="may be given again (default: all built-in)")
     parser.add_argument(
         "--backend",
@@ -132,6 +133,11 @@ def wanted(args: argparse.Namespace) -> list[CheckOf]:
 def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str) -> list[CheckOf]:
     """The trials of `--sensitivity`.
 
+    Args:
+        args: what was typed.
+        backends: that were asked for, or all.
+        device: "cpu" or "cuda".
+
     Raises:
         UsageError: options that do not go with it.
     """
@@ -147,6 +153,9 @@ def hard_records(args: argparse.Namespace, backends: Sequence[str], device: str)
 def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
     """Import the files that backends are to come from, each in a process of its own.
 
+    Args:
+        trials: one for each file.
+
     Raises:
         UsageError: what is wrong with the first that is no backend.
     """
@@ -159,7 +168,11 @@ def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
 
 
 def check(trials: Sequence[CheckOf]) -> list[Row]:
-    """Run the trials, as many at once as the machine has room for; their rows in the same order."""
+    """Run the trials, as many at once as the machine has room for; their rows in the same order.
+
+    Args:
+        trials: in the order of the rows.
+    """
     rows: dict[Trial, list[Row]] = {}
     begin = time.monotonic()
     for trial, answer in answers(trials):
@@ -177,7 +190,11 @@ def _said(trial: CheckOf, rows: Sequence[Row]) -> str:
 
 
 def answers(trials: Iterable[AnyTrial]) -> Iterator[tuple[AnyTrial, Answer]]:
-    """Each trial with its answer, in the order in which they end."""
+    """Each trial with its answer, in the order in which they end.
+
+    Args:
+        trials: in any order.
+    """
     waiting, running = list(trials)[::-1], dict[int, AnyTrial]()
     on_cuda = any(getattr(trial, "device", "cpu") == "cuda" for trial in waiting)
     at_once = 1 if on_cuda else room()
@@ -197,7 +214,12 @@ def room() -> int:
 
 
 def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
-    """Rows of the contract; errors and coverage are None where there was nothing to compare."""
+    """Rows of the contract; errors and coverage are None where there was nothing to compare.
+
+    Args:
+        trial: that ended.
+        answer: how.
+    """
     result = answer.result or {}
     if isinstance(trial, SensitivityTrial):
         return moved(trial, answer)
@@ -220,7 +242,12 @@ def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
 
 
 def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
-    """Rows of `--sensitivity`, one a case; one for all where the trial did not come to an end."""
+    """Rows of `--sensitivity`, one a case; one for all where the trial did not come to an end.
+
+    Args:
+        trial: that ended.
+        answer: how.
+    """
     found = (answer.result or {}).get("rows")
     if found is None:
         supported = answer.outcome is not Outcome.UNSUPPORTED
@@ -231,7 +258,12 @@ def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
 
 
 def tables(rows: list[Row], models: set[str]) -> str:
-    """Models as a table of measurements, conformance cases as the scorecard."""
+    """Models as a table of measurements, conformance cases as the scorecard.
+
+    Args:
+        rows: of the contract.
+        models: names that are no cases.
+    """
     measured = [row for row in rows if row["model"] in models]
     cases = [row for row in rows if row["model"] not in models]
     return "\n\n".join([*([table(measured)] if measured else []), *([text(cases)] if cases else [])])
@@ -242,7 +274,11 @@ def _model(trial: CheckOf) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows for a person: columns as wide as they need be, the reason last."""
+    """The rows for a person: columns as wide as they need be, the reason last.
+
+    Args:
+        rows: of the contract.
+    """
     lines = [_HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADER))]
     return "\n".join(

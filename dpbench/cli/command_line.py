@@ -117,7 +117,11 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code. Without arguments: those of the process."""
+    """Run one command; the exit code. Without arguments: those of the process.
+
+    Args:
+        argv: without the program's name.
+    """
     streams.prepare()
     try:
         parsed = _parse(sys.argv[1:] if argv is None else argv)

@@ -16,6 +16,7 @@ _SHOWN = 5
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `compare`."""
     what = "results folder, a .jsonl file in it, or an experiment whose records lie in ./results"
     parser.add_argument("a", metavar="A", help=f"the run to compare with: a {what}")
     parser.add_argument("b", metavar="B", help="the run that is judged: the same")
@@ -38,6 +39,12 @@ class Limit:
     by: float
 
     def struck_by(self, verdict: str, ratio: float | None) -> bool:
+        """Whether a cell fails by this limit.
+
+        Args:
+            verdict: of the cell.
+            ratio: of the cell, or None.
+        """
         if verdict != self.verdict:
             return False
         return ratio is None or not self.by or max(ratio, 1 / ratio) >= 1 + self.by
@@ -45,6 +52,9 @@ class Limit:
 
 def parse_limit(text: str) -> Limit:
     """``slower:5%`` or ``slower``.
+
+    Args:
+        text: after --fail-on.
 
     Raises:
         UsageError: for a text of another form.

@@ -13,7 +13,13 @@ _LEFT = (0, 1, 3, 8)
 
 
 def table(rows: Sequence[Row], paths: Sequence[Path], failed: Sequence[Row]) -> list[str]:
-    """The lines: what is compared, a row each, what it comes to, and how to read it."""
+    """The lines: what is compared, a row each, what it comes to, and how to read it.
+
+    Args:
+        rows: of the cells that both have.
+        paths: of both runs.
+        failed: rows that a limit strikes.
+    """
     body = [_cells(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = [f"A: {paths[0]}", f"B: {paths[1]}", ""]

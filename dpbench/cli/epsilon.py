@@ -13,6 +13,7 @@ _HEADER = ("accountant", "epsilon", "kind", "seconds", "how")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `epsilon`."""
     parser.add_argument("--sample-rate", metavar="Q", required=True, help="chance of each record to be in a batch")
     parser.add_argument("--noise-multiplier", metavar="S", required=True, help="σ, in units of the clipping norm")
     parser.add_argument("--steps", metavar="T", required=True, help="number of steps")

@@ -37,6 +37,7 @@ _SHARES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `explain`."""
     add_model(parser)
     parser.add_argument(
         "--batch-size", metavar="B", type=int, default=BATCH_SIZE, help="samples in the batch (default: %(default)s)"
@@ -98,7 +99,12 @@ def _last_words(answer: Answer) -> str:
 
 
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:
-    """The lines of the table: a title, the rows, what they come to, and what the columns mean."""
+    """The lines of the table: a title, the rows, what they come to, and what the columns mean.
+
+    Args:
+        model: its reference.
+        rows, summary: of the trial's result.
+    """
     reasons = list(dict.fromkeys(row["reason"] for row in rows if row["reason"]))
     measured = any(row["measured_seconds"] for row in rows)
     routes = (f"measured: {_ROUTES[0]}", *_ROUTES[1:]) if measured else ()
@@ -145,7 +151,11 @@ def _inputs(shapes: Sequence[Sequence[int]]) -> str:
 
 
 def totals(summary: dict[str, Any]) -> list[str]:
-    """Parameters by route, and the three strategies beside each other."""
+    """Parameters by route, and the three strategies beside each other.
+
+    Args:
+        summary: of the trial's result.
+    """
     shown = [f"{summary['share'][key]:.1%} {word}" for key, word in _SHARES.items() if summary["share"][key] > 0]
     found = summary["totals"]
     lines = [("", *_STRATEGIES.values())]
@@ -158,7 +168,12 @@ def totals(summary: dict[str, Any]) -> list[str]:
 
 
 def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str]) -> list[str]:
-    """What the columns mean, and what is not in them."""
+    """What the columns mean, and what is not in them.
+
+    Args:
+        rows, summary: of the trial's result.
+        reasons: that rows refer to by number.
+    """
     lines = [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
     lines += [
         "Figures of a row are for one sample; T, d, p, 2T² and pd (in entries) for one group of it.",
@@ -184,7 +199,11 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
 
 
 def figures(summary: dict[str, Any]) -> list[str]:
-    """What the plan comes to, a figure a line: peaks as predicted, and time, peaks and regret if they were measured."""
+    """What the plan comes to, a figure a line: peaks as predicted, and time, peaks and regret if they were measured.
+
+    Args:
+        summary: of the trial's result.
+    """
     peak, measured, regret = summary["predicted_peak"], summary["measured"], summary["regret"]
     lines = [f"Predicted peak of the plan: {_beside(peak['plan'], peak['ordinary'])}."]
     if measured and regret:
@@ -213,7 +232,12 @@ def _beside(bytes_: int, ordinary: int) -> str:
 
 
 def aligned(cells: Sequence[Sequence[str]], right: set[int]) -> list[str]:
-    """Columns of equal width, those in `right` aligned to the right."""
+    """Columns of equal width, those in `right` aligned to the right.
+
+    Args:
+        cells: lines of texts.
+        right: numbers of columns.
+    """
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
         "  ".join(

@@ -10,10 +10,12 @@ from dpbench.experiment import experiment_names, load_experiment
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the option of `list`."""
     parser.add_argument("--format", choices=["table", "json"], default="table")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print all that has a name; 0."""
     listed = everything()
     if args.format == "json":
         print(json.dumps(listed, ensure_ascii=False, indent=1))

@@ -22,6 +22,7 @@ from dpbench.trials.outcome import FINAL, Outcome
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `plan`."""
     add_request_arguments(parser)
     parser.add_argument(
         "--cluster",
@@ -33,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what is done and what remains; 0.
+
+    With --cluster, what it would take there.
+    """
     request = request_from(args)
     plan = make_plan(request, resolve_device(args.device))
     if args.cluster is not None:
@@ -73,7 +78,11 @@ class Row:
 
 
 def survey(plan: Plan) -> list[Row]:
-    """A row for each kind, model and backend, in the order of their declaration."""
+    """A row for each kind, model and backend, in the order of their declaration.
+
+    Args:
+        plan: of one device.
+    """
     rows: dict[tuple[str, ...], Row] = {}
 
     def row_of(trial: Trial) -> Row:
@@ -142,6 +151,11 @@ def _note(row: Row, text: str) -> None:
 
 
 def table(rows: Sequence[Row]) -> list[str]:
+    """The rows for a person, under a head.
+
+    Args:
+        rows: of `survey`.
+    """
     head = ["kind", "model", "backend", "done", "left", "pruned", "failed", ""]
     cells = [
         [*row.name, *(str(n or "-") for n in (row.done, row.left, row.pruned, row.failed)), "; ".join(row.notes)]
@@ -161,7 +175,13 @@ def _justify(text: str, width: int, right: bool) -> str:
 
 
 def summary(plan: Plan, rows: Iterable[Row], minutes: float | None = None) -> str:
-    """What is done and left, in a line; `minutes`: and how many runs of so many it takes."""
+    """What is done and left, in a line; `minutes`: and how many runs of so many it takes.
+
+    Args:
+        plan: of one device.
+        rows: of `survey`.
+        minutes: of one run, or None.
+    """
     rows = list(rows)
     done, left, pruned, failed = (sum(getattr(row, n) for row in rows) for n in ("done", "left", "pruned", "failed"))
     text = f"done {done}, remaining {left}, pruned {pruned}, failed {failed}"

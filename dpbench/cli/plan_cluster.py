@@ -33,6 +33,12 @@ _TOLERANCE = 0.002
 def show(request: Request, plan: Plan, file: Path, form: str) -> None:
     """Print the prediction.
 
+    Args:
+        request: what is to be run.
+        plan: of one device.
+        file: of the cluster's description.
+        form: "table" or "json".
+
     Raises:
         UsageError: for the description, or a trial that needs more GPUs than there are.
     """
@@ -43,7 +49,14 @@ def show(request: Request, plan: Plan, file: Path, form: str) -> None:
 
 
 def predict(request: Request, plan: Plan, cluster: Cluster, records: Sequence[Record]) -> dict[str, Any]:
-    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None where no record says how long anything takes."""
+    """{"cluster", "sweep", "efficiency", "published"}; "sweep" is None where no record says how long anything takes.
+
+    Args:
+        request: what is to be run.
+        plan: of one device.
+        cluster: as described.
+        records: that say how long trials take.
+    """
     jobs, likened = _jobs(request, plan, records)
     only = request.only
     steps = [
@@ -101,7 +114,11 @@ def _jobs(request: Request, plan: Plan, records: Sequence[Record]) -> tuple[list
 
 
 def measured(records: Iterable[Record]) -> list[Measured]:
-    """Ordinary and private steps of the same model, batch and round, on one device; the newest of each."""
+    """Ordinary and private steps of the same model, batch and round, on one device; the newest of each.
+
+    Args:
+        records: of any kinds.
+    """
     found: dict[tuple[Any, ...], dict[str, dict[Any, float]]] = {}
     sizes: dict[tuple[Any, ...], int] = {}
     for record in sorted(records, key=lambda record: record.utc):

@@ -73,6 +73,10 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
 def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
     """The names asked for, each once; by default all, and those made for the scheme.
 
+    Args:
+        asked: after --accountant, or None.
+        sampling, adjacency: names of `accounting.sampling`.
+
     Raises:
         UsageError: for one that is not known.
     """
@@ -86,7 +90,15 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
 
 
 def number(option: str, text: str) -> float:
-    """An int where it is written as one, as a float loses digits beyond 2**53."""
+    """An int where it is written as one, as a float loses digits beyond 2**53.
+
+    Args:
+        option: its name, for the error.
+        text: that was typed.
+
+    Raises:
+        UsageError: it is no number.
+    """
     for kind in (int, float):
         try:
             return kind(text)
@@ -96,23 +108,41 @@ def number(option: str, text: str) -> float:
 
 
 def usage(error: ArgumentError) -> UsageError:
-    """The same complaint, of the option in place of the argument."""
+    """The same complaint, of the option in place of the argument.
+
+    Args:
+        error: of `accounting`.
+    """
     return UsageError(f"--{error.argument.replace('_', '-')} {error.expected}", error.came)
 
 
 def failed(error: BaseException) -> dict[str, str]:
-    """The detail of a row without a number."""
+    """The detail of a row without a number.
+
+    Args:
+        error: what the accountant raised.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
     return {"reason": text if isinstance(error, NoAnswer) else f"{type(error).__name__}: {text}"}
 
 
 def under(sampling: str, adjacency: str) -> str:
-    """The line over a table that says under what it holds."""
+    """The line over a table that says under what it holds.
+
+    Args:
+        sampling, adjacency: names of `accounting.sampling`.
+    """
     return f"under {SAMPLINGS[sampling]}, {ADJACENCIES[adjacency]}, noise on the sum of clipped gradients"
 
 
 def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The heading's lines, then columns as wide as they need to be."""
+    """The heading's lines, then columns as wide as they need to be.
+
+    Args:
+        heading: lines above the table.
+        header: names of the columns.
+        rows: lines of cells.
+    """
     lines = [tuple(header), *(tuple(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
@@ -120,17 +150,31 @@ def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence
 
 
 def seconds(detail: Mapping[str, Any]) -> str:
+    """Of an answer, with four digits after the point; "-" where it has none.
+
+    Args:
+        detail: of the accountant's answer.
+    """
     return f"{detail['seconds']:.4f}" if "seconds" in detail else "-"
 
 
 def how(detail: Mapping[str, Any]) -> str:
-    """What the accountant adds, in a few words; the reason last."""
+    """What the accountant adds, in a few words; the reason last.
+
+    Args:
+        detail: of the accountant's answer.
+    """
     shown = [f"{name}={_value(value)}" for name, value in detail.items() if name not in _ELSEWHERE]
     return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
 
 
 def rounded(value: float | None, up: bool | None = None) -> str:
-    """Six digits, rounded up, down, or to the nearest."""
+    """Six digits, rounded up, down, or to the nearest.
+
+    Args:
+        value: a number, infinity or None.
+        up: True, False, or None for the nearest.
+    """
     if value is None or not math.isfinite(value):
         return "-" if value is None else "inf"
     rounding = {True: decimal.ROUND_CEILING, False: decimal.ROUND_FLOOR, None: decimal.ROUND_HALF_EVEN}[up]
@@ -138,7 +182,12 @@ def rounded(value: float | None, up: bool | None = None) -> str:
 
 
 def epsilon(value: float | None, kind: str) -> str:
-    """Six digits, an upper bound rounded up and a lower one down."""
+    """Six digits, an upper bound rounded up and a lower one down.
+
+    Args:
+        value: ε, or None.
+        kind: of the accountant's answer.
+    """
     return rounded(value, {"upper_bound": True, "lower_bound": False}.get(kind))
 
 

@@ -39,6 +39,7 @@ _MOST_AT_ONCE = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `recommend`."""
     add_model(parser)
     parser.add_argument(
         "--batch-size",
@@ -93,7 +94,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def question_from(args: argparse.Namespace) -> Question:
-    """
+    """What a person asks, with what is left open filled in.
+
     Raises:
         UsageError: for what cannot be asked.
     """
@@ -118,13 +120,22 @@ def question_from(args: argparse.Namespace) -> Question:
 
 
 def default_batch_size(model: str, image_size: int | None, device: str) -> int:
-    """What a step takes about a second on two CPU cores, for models of the usual sizes."""
+    """What a step takes about a second on two CPU cores, for models of the usual sizes.
+
+    Args:
+        model: its reference.
+        image_size: that was asked for, or None.
+        device: "cpu" or "cuda".
+    """
     small = split_reference(model)[0] in ("builtin", "file") if image_size is None else image_size <= 64
     return BATCH_SIZES[not small] * (ON_CUDA if device == "cuda" else 1)
 
 
 def parse_size(text: str) -> int:
     """Bytes of "16GiB", "500 MB", "2e9".
+
+    Args:
+        text: that was typed.
 
     Raises:
         UsageError: for anything else, and for nothing at all.
@@ -140,7 +151,11 @@ def parse_size(text: str) -> int:
 
 
 def size_in_words(size: int) -> str:
-    """ "16 GiB", "500 MiB"."""
+    """ "16 GiB", "500 MiB".
+
+    Args:
+        size: bytes.
+    """
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.4g} {unit}"
@@ -148,6 +163,14 @@ def size_in_words(size: int) -> str:
 
 
 def as_json(question: Question, found: Sequence[Finding], advice: Verdict, seconds: float) -> dict[str, Any]:
+    """The answer of the contract, and what was asked.
+
+    Args:
+        question: what was asked.
+        found: of each backend.
+        advice: which to take, and why.
+        seconds: that it took.
+    """
     return {
         "model": question.model,
         "recommended": advice.backend,
@@ -164,7 +187,14 @@ def as_json(question: Question, found: Sequence[Finding], advice: Verdict, secon
 
 
 def table(question: Question, agenda: Agenda, found: Sequence[Finding], advice: Verdict) -> list[str]:
-    """For a person: what was asked, a row for each backend, the advice, and what the numbers are."""
+    """For a person: what was asked, a row for each backend, the advice, and what the numbers are.
+
+    Args:
+        question: what was asked.
+        agenda: that found it.
+        found: of each backend.
+        advice: which to take, and why.
+    """
     inputs = ", ".join("×".join(map(str, shape)) for shape in agenda.inputs)
     size = f"{agenda.parameters / 1e6:.3g}M parameters, " if agenda.parameters else ""
     budget = size_in_words(question.memory_budget)

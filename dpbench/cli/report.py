@@ -13,6 +13,7 @@ RESULTS = Path("results")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
     parser.add_argument(
         "source",
         metavar="EXPERIMENT|DIR",

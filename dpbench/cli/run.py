@@ -21,6 +21,7 @@ DPBENCH_COMMIT=SHA     the commit that runs, where git does not say; SHA-dirty i
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `run`."""
     add_request_arguments(parser)
     group = parser.add_argument_group("where trials run (records, plan and resume are the same everywhere)")
     group.add_argument(
@@ -112,6 +113,7 @@ def cluster_from(args: argparse.Namespace) -> Cluster | None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run what remains and draw it; 0, or what a signal that ended it makes of the exit code."""
     from dpbench.execution.progress import Progress
     from dpbench.execution.runner import run as run_request
 

@@ -23,11 +23,16 @@ class Patient:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """All of it, as far as whoever calls is concerned."""
+        """All of it, as far as whoever calls is concerned.
+
+        Args:
+            text: any.
+        """
         self._quietly(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
+        """Hand on what was written, as far as it can be."""
         self._quietly(self._stream.flush)
 
     def _quietly(self, action: Any) -> None:
@@ -41,7 +46,11 @@ class Patient:
 
 
 def discard(stream: TextIO) -> None:
-    """What is still to be written goes nowhere: or the interpreter would complain of it when it ends."""
+    """What is still to be written goes nowhere: or the interpreter would complain of it when it ends.
+
+    Args:
+        stream: that nobody reads any more.
+    """
     try:
         descriptor = stream.fileno()
         nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -16,6 +16,13 @@ samples mix, for to look for that is the interface's part. Not in here, for it i
 and the division by the nominal batch size.
 
 This module is for the parent process, and imports no torch.
+
+Functions take:
+    backend: a subclass of `clipping.Backend`, or its name.
+    device: "cpu" or "cuda", where models and batches are put.
+    setup: (model, inputs, targets, loss_fn), of one case.
+    clip: norms [B] -> factors [B], or the name of such a function.
+    numbers: what the numbers of a dtype can hold, as `torch.finfo` says it.
 """
 
 from __future__ import annotations

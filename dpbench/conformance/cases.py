@@ -55,15 +55,33 @@ class Case:
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of each sample, [B].
+
+    Args:
+        outputs: logits [B, K].
+        targets: labels [B].
+    """
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
 def squared_error(outputs: Any, targets: Tensor) -> Tensor:
+    """The mean squared error of each sample, [B].
+
+    Args:
+        outputs: [B, ...].
+        targets: [B, n], as many numbers a sample.
+    """
     return (outputs.flatten(1) - targets).square().mean(1)
 
 
 def images(*layers: nn.Module, size: tuple[int, ...] = (4, 6, 6), batch: int = BATCH) -> Any:
-    """A stack of layers over random images, squared error to a random target: any output shape will do."""
+    """A stack of layers over random images, squared error to a random target: any output shape will do.
+
+    Args:
+        layers: of the model, in order.
+        size: of a sample, such as [C, H, W].
+        batch: B.
+    """
     model = nn.Sequential(*layers).double()
     x = torch.randn(batch, *size, dtype=torch.float64)
     with torch.no_grad():
@@ -72,11 +90,24 @@ def images(*layers: nn.Module, size: tuple[int, ...] = (4, 6, 6), batch: int = B
 
 
 def conv(*args: Any, size: tuple[int, ...] = (4, 6, 6), dims: int = 2, **kwargs: Any) -> Callable[[], Any]:
+    """A convolution over random images, with a tanh behind it.
+
+    Args:
+        args, kwargs: of the layer.
+        size: of a sample.
+        dims: 1, 2 or 3 spatial dimensions.
+    """
     layer = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     return lambda: images(layer(*args, **kwargs), nn.Tanh(), size=size)
 
 
 def bag(mode: str, padding_idx: int | None = None) -> Any:
+    """An embedding bag and a linear layer; an id twice in every sample, and id 3.
+
+    Args:
+        mode: "sum", "mean" or "max".
+        padding_idx: the id that counts for nothing, or None.
+    """
     model = nn.Sequential(nn.EmbeddingBag(7, 4, mode=mode, padding_idx=padding_idx), nn.Linear(4, 5)).double()
     ids = torch.randint(0, 7, (BATCH, 6))
     ids[:, 1], ids[:, 2] = ids[:, 0], 3
@@ -84,6 +115,12 @@ def bag(mode: str, padding_idx: int | None = None) -> Any:
 
 
 def tokens(model: nn.Module, classes: int) -> Any:
+    """A model over ids [B, 6], one of them twice in every sample.
+
+    Args:
+        model: from ids to logits [B, 6, classes].
+        classes: of a token.
+    """
     ids = torch.randint(0, 7, (BATCH, 6))
     ids[:, 1] = ids[:, 0]  # a repeated token in every sample
     ids[:, 2], ids[:, 3] = 3, 6  # and the padding tokens of the cases below
@@ -96,16 +133,32 @@ def tokens(model: nn.Module, classes: int) -> Any:
 
 
 def two_inputs(as_dict: bool) -> Any:
+    """A model that takes two arguments.
+
+    Args:
+        as_dict: by keyword, or as a tuple.
+    """
     left, right = torch.randn(BATCH, 3).double(), torch.randn(BATCH, 2).double()
     inputs: Any = {"left": left, "right": right} if as_dict else (left, right)
     return TwoInputs().double(), inputs, torch.randn(BATCH, 4).double(), squared_error
 
 
 def linear(*shape: int, bias: bool = True) -> Callable[[], Any]:
+    """A linear layer over random vectors, with a tanh behind it.
+
+    Args:
+        shape: of a sample; the last number is the layer's inputs.
+        bias: whether it has one.
+    """
     return lambda: images(nn.Linear(shape[-1], 3, bias=bias), nn.Tanh(), size=shape)
 
 
 def frozen(bias_only: bool) -> Any:
+    """A small network of which some parameters are frozen.
+
+    Args:
+        bias_only: train the biases alone; else all but the first layer.
+    """
     model, x, y, loss = images(
         nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(64, 3)
     )
@@ -115,6 +168,11 @@ def frozen(bias_only: bool) -> Any:
 
 
 def embedding_bag_of_words(padding_idx: int | None) -> Any:
+    """An embedding and a linear layer over the same ids as `tokens`.
+
+    Args:
+        padding_idx: the id that counts for nothing, or None.
+    """
     return tokens(nn.Sequential(nn.Embedding(7, 4, padding_idx=padding_idx), nn.Linear(4, 5)), 5)
 
 
@@ -125,6 +183,7 @@ def as_many_positions() -> Any:
 
 
 def one_id() -> Any:
+    """An embedding of one id a sample."""
     model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 5)).double()
     return model, torch.arange(BATCH), torch.randn(BATCH, 5).double(), squared_error
 

@@ -62,7 +62,12 @@ def median(setup: Setup) -> float:
 
 
 def network(device: str, batch: int = 5) -> Setup:
-    """Five samples, squared error."""
+    """Five samples, squared error.
+
+    Args:
+        device: "cpu" or "cuda".
+        batch: how many samples.
+    """
     layers = (nn.Conv2d(4, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
     return placed(images(*layers, batch=batch), device)
 
@@ -96,6 +101,7 @@ def sensitivity(clip: ClipFunction, backend: type[Backend], device: str) -> Meas
 
 
 def one_sample(backend: type[Backend], device: str) -> Measured:
+    """A batch of one."""
     model, x, y, loss = classifier(device)
     return _exact(backend, (model, x[:1], y[:1], loss), Flat(median((model, x, y, loss))))
 
@@ -152,6 +158,11 @@ def changing_sizes(backend: type[Backend], device: str) -> Measured:
 def changing_path(at_first: bool, backend: type[Backend], device: str) -> Measured:
     """A layer that one of two steps leaves out has no norm in that one, whatever its norm was before, and one in the
     other, though it may not have been there at first.
+
+    Args:
+        at_first: whether it is the first of the two steps that leaves the layer out.
+        backend: a subclass of `clipping.Backend`.
+        device: "cpu" or "cuda".
     """
     skipping = Skipping().double()
     x, y = torch.randn(5, 6).double(), torch.tensor([0, 1, 2, 0, 1])
@@ -177,7 +188,13 @@ def column_of_losses(backend: type[Backend], device: str) -> Measured:
 
 
 def precision(dtype: torch.dtype, backend: type[Backend], device: str) -> Measured:
-    """Norms of a model in `dtype`, accumulated in float32 or wider."""
+    """Norms of a model in `dtype`, accumulated in float32 or wider.
+
+    Args:
+        dtype: of the model.
+        backend: a subclass of `clipping.Backend`.
+        device: "cpu" or "cuda".
+    """
     setup = network(device)
     exact = oracle(setup, Flat(0.5))
     out, coverage = answered(backend, placed(setup, device, dtype), Flat(0.5))

@@ -124,7 +124,11 @@ def mixtures() -> Iterator[tuple[str, str]]:
 
 
 def size_of(name: str) -> tuple[int, tuple[int, ...], str]:
-    """What models of a family are ordered by: the word of size in the name, its numbers, the name."""
+    """What models of a family are ordered by: the word of size in the name, its numbers, the name.
+
+    Args:
+        name: of a model.
+    """
     words = re.findall(r"[a-z]+|\d+", name)
     rank = min((_RANK[word] for word in words if word in _RANK), default=_SIZES.index(()))
     return rank, tuple(int(word) for word in words if word.isdecimal()), name

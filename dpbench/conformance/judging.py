@@ -68,7 +68,15 @@ Check = Callable[[type[Backend], str], Measured]
 
 
 def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", seed: int = 0) -> Verdict:
-    """Run one check from a fixed seed; the global random state is left as it was."""
+    """Run one check from a fixed seed; the global random state is left as it was.
+
+    Args:
+        name: of the case.
+        check: what is asked of the backend.
+        backend: a subclass of `clipping.Backend`.
+        device: "cpu" or "cuda".
+        seed: of weights and batch.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
@@ -87,7 +95,13 @@ def judge(name: str, check: Check, backend: type[Backend], device: str = "cpu", 
 
 
 def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup:
-    """The same model, batch and loss elsewhere; floating tensors in `dtype` if one is given. The model itself moves."""
+    """The same model, batch and loss elsewhere; floating tensors in `dtype` if one is given. The model itself moves.
+
+    Args:
+        setup: of one case.
+        device: "cpu" or "cuda".
+        dtype: of floating tensors; None for their own.
+    """
 
     def move(x: Tensor) -> Tensor:
         return x.to(device, dtype if dtype is not None and x.is_floating_point() else x.dtype)
@@ -98,12 +112,26 @@ def placed(setup: Setup, device: str, dtype: torch.dtype | None = None) -> Setup
 
 
 def opened(backend: type[Backend], model: nn.Module, loss_fn: Any, clip: ClipFunction, verify: bool = False) -> Backend:
-    """The backend, without its own verification if that is not asked for."""
+    """The backend, without its own verification if that is not asked for.
+
+    Args:
+        backend: a subclass of `clipping.Backend`.
+        model: of the case.
+        loss_fn: (outputs, targets) -> [B].
+        clip: norms [B] -> factors [B].
+        verify: with the backend's own verification.
+    """
     return backend(model, loss_fn, clip=clip, verify=verify)
 
 
 def oracle(setup: Setup, clip: ClipFunction, together: int = 1) -> ClippedGradient:
-    """One sample after the other; of a backend that clips means, its own definition."""
+    """One sample after the other; of a backend that clips means, its own definition.
+
+    Args:
+        setup: of one case.
+        clip: norms [B] -> factors [B].
+        together: samples whose mean gradient is clipped as one.
+    """
     model, inputs, targets, loss_fn = setup
     return definition(model, loss_fn, inputs, targets, clip=clip, together=together)
 
@@ -117,6 +145,12 @@ def answered(backend: type[Backend], setup: Setup, clip: ClipFunction) -> tuple[
 
 def hold(out: ClippedGradient, reference: ClippedGradient, tolerance: float, where: str = "") -> Agreement:
     """The errors of `out`.
+
+    Args:
+        out: the backend's answer.
+        reference: the oracle's.
+        tolerance: the largest relative error.
+        where: on which batch, in words.
 
     Raises:
         Wrong: it has another form than the interface says, or an error is above the tolerance, or no number.
@@ -146,7 +180,11 @@ def hold(out: ClippedGradient, reference: ClippedGradient, tolerance: float, whe
 
 
 def worse(first: Agreement, second: Agreement) -> Agreement:
-    """The larger of each error."""
+    """The larger of each error.
+
+    Args:
+        first, second: of two batches.
+    """
     return Agreement(
         max(first.norm_error, second.norm_error),
         max(first.grad_error, second.grad_error),

@@ -180,15 +180,27 @@ class Sorting(nn.Module):
 
 
 def by_statistics(x: Tensor) -> Tensor:
-    """Normalises over the batch."""
+    """Normalises over the batch.
+
+    Args:
+        x: [B, n].
+    """
     return (x - x.mean(0)) / (x.var(0, correction=0) + 1).sqrt()
 
 
 def by_detached_mean(x: Tensor) -> Tensor:
-    """Centres over the batch, and no gradient shows it."""
+    """Centres over the batch, and no gradient shows it.
+
+    Args:
+        x: [B, n].
+    """
     return x - x.detach().mean(0)
 
 
 def by_rolling(x: Tensor) -> Tensor:
-    """Adds the row two further on: neither a gradient shows it nor a batch of two."""
+    """Adds the row two further on: neither a gradient shows it nor a batch of two.
+
+    Args:
+        x: [B, n].
+    """
     return x + 0.5 * x.detach().roll(2, 0)

@@ -14,7 +14,12 @@ _STATUS = {"exact": "ok", "refuses": "unsupported", "wrong": "mismatch"}
 
 
 def as_row(backend: str, verdict: Row) -> dict[str, Any]:
-    """A `Verdict`, as its fields, in the form of a row of `dpbench check`: `model` is the name of the case."""
+    """A `Verdict`, as its fields, in the form of a row of `dpbench check`: `model` is the name of the case.
+
+    Args:
+        backend: its name.
+        verdict: of one case.
+    """
     return {
         "model": verdict["case"],
         "backend": backend,
@@ -42,19 +47,31 @@ def scorecard(rows: Iterable[Row]) -> list[list[str]]:
 
 
 def count(results: Iterable[str]) -> str:
-    """ "3 exact, 1 refuses, 0 wrong"."""
+    """ "3 exact, 1 refuses, 0 wrong".
+
+    Args:
+        results: "exact", "refuses" or "wrong" each.
+    """
     counted = Counter(results)
     return ", ".join(f"{counted[result]} {result}" for result in ("exact", "refuses", "wrong"))
 
 
 def text(rows: list[dict[str, Any]]) -> str:
-    """The scorecard for a person, and under it why a case is not exact."""
+    """The scorecard for a person, and under it why a case is not exact.
+
+    Args:
+        rows: of `as_row`.
+    """
     lines = aligned(scorecard(rows))
     because = [[row["backend"], row["model"], RESULTS[row["status"]], row["reason"]] for row in rows if row["reason"]]
     return "\n".join([*lines, *(["", *aligned(because)] if because else [])])
 
 
 def aligned(table: list[list[str]]) -> list[str]:
-    """Columns as wide as their widest cell."""
+    """Columns as wide as their widest cell.
+
+    Args:
+        table: lines of cells.
+    """
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table]

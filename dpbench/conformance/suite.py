@@ -23,7 +23,14 @@ CLIPS: dict[str, Callable[[float], ClipFunction]] = {"flat": Flat, "per layer": 
 
 
 def exact_on(case: Case, clip: str, backend: type[Backend], device: str) -> Measured:
-    """Norms, sums and losses beside the oracle: in float64, then the same model in float32. C is the median norm."""
+    """Norms, sums and losses beside the oracle: in float64, then the same model in float32. C is the median norm.
+
+    Args:
+        case: which model.
+        clip: name of a function in `CLIPS`.
+        backend: a subclass of `clipping.Backend`.
+        device: "cpu" or "cuda".
+    """
     setup = placed(case.make(), device)
     function = CLIPS[clip](median(setup))
     reference = oracle(setup, function, backend.together)
@@ -45,19 +52,35 @@ def checks(backend: type[Backend] = Backend) -> dict[str, Check]:
 
 
 def conformance(backend: type[Backend], device: str = "cpu", only: Iterable[str] | None = None) -> Iterator[Verdict]:
-    """What the backend makes of every case, one after the other; of some if `only` names them."""
+    """What the backend makes of every case, one after the other; of some if `only` names them.
+
+    Args:
+        backend: a subclass of `clipping.Backend`.
+        device: "cpu" or "cuda".
+        only: names of cases; None for all.
+    """
     known = checks(backend)
     for name in known if only is None else only:
         yield judge(name, known[name], backend, device)
 
 
 def per_layer(case: Case, backend: type[Backend], device: str = "cpu") -> Verdict:
-    """The same case with each parameter clipped by its own norm; no part of `conformance`, for it doubles the time."""
+    """The same case with each parameter clipped by its own norm; no part of `conformance`, for it doubles the time.
+
+    Args:
+        case: which model.
+        backend: a subclass of `clipping.Backend`.
+        device: "cpu" or "cuda".
+    """
     return judge(f"{case.name}, per layer", partial(exact_on, case, "per layer"), backend, device)
 
 
 def run(trial: ConformanceTrial) -> dict[str, Any]:
-    """Body of a `ConformanceTrial`: {"rows": one for each case, with the fields of a `Verdict`}."""
+    """Body of a `ConformanceTrial`: {"rows": one for each case, with the fields of a `Verdict`}.
+
+    Args:
+        trial: of one backend.
+    """
     torch.set_num_threads(1)
     backend = backend_class(trial.backend)
     return {"rows": [vars(verdict) for verdict in conformance(backend, trial.device)]}

@@ -30,7 +30,12 @@ class Abandoned:
         return {"name": name, "abandoned": self.count}
 
     def go_on(self, state: dict[str, Any], steps: int) -> None:
-        """From a checkpoint, by an engine that stands at `steps` logical batches."""
+        """From a checkpoint, by an engine that stands at `steps` logical batches.
+
+        Args:
+            state: what `save` gave.
+            steps: at which the engine stands.
+        """
         name, released = state.get("name", ""), steps + self.count
         if name in self._known:
             self.count = released - state["steps"]
@@ -39,12 +44,21 @@ class Abandoned:
         self._known.add(name)
 
     def leave(self, model: nn.Module, steps: int) -> None:
-        """The engine has released `steps` logical batches of its history, and lets go of the model."""
+        """The engine lets go of the model.
+
+        Args:
+            model: not its wrapper.
+            steps: logical batches of its history that it has released.
+        """
         if steps + self.count:
             _LEFT.setdefault(model, {})[self] = steps + self.count
 
     def beside(self, model: nn.Module) -> int:
-        """Steps that other engines have released on this model, from which this one does not go on."""
+        """Steps that other engines have released on this model, from which this one does not go on.
+
+        Args:
+            model: not its wrapper.
+        """
         return sum(
             n for other, n in _LEFT.get(model, {}).items() if other is not self and not other._known & self._known
         )

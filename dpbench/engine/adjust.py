@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
     """Draw and account batches of rate q where that is not b/n: n q is no whole number, and b, the divisor, is.
 
+    Args:
+        engine: before its first step.
+        sample_rate: q in (0, 1].
+        steps_per_epoch: of the caller's loader.
+
     Raises:
         Misuse: steps were released.
     """
@@ -37,13 +42,23 @@ def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
 
 
 def plan(engine: State, steps: int, target_epsilon: float, target_delta: float) -> None:
-    """Say for how many steps, and for which ε at which δ, the noise was calibrated: later steps are warned of."""
+    """Say for how many steps, and for which ε at which δ, the noise was calibrated: later steps are warned of.
+
+    Args:
+        engine: whose settings are changed.
+        steps: how many are planned.
+        target_epsilon, target_delta: what they are to spend.
+    """
     settings = replace(engine.settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
     engine.settings = settings
 
 
 def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
     """σ of the steps that are to come.
+
+    Args:
+        engine: whose settings are changed.
+        noise_multiplier: σ >= 0, finite.
 
     Raises:
         ValueError: a number that is none >= 0; another σ where noise has none to choose (discrete), or ε no bound.
@@ -71,6 +86,10 @@ def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
 def set_clip(engine: State, clip: ClipFunction) -> None:
     """The clipping function of the logical batches that are to come; noise is scaled to its sensitivity.
 
+    Args:
+        engine: between two logical batches.
+        clip: norms -> factors.
+
     Raises:
         Misuse: in the middle of a logical batch, whose pieces would be clipped in two ways.
         ValueError: a function that does not keep to the sensitivity that it states.
@@ -83,12 +102,21 @@ def set_clip(engine: State, clip: ClipFunction) -> None:
 
 
 def watch_norms(engine: State, see: Callable[[Tensor], None]) -> None:
-    """Call `see` with the norms [B] of each piece before clipping: not private, and not accounted."""
+    """Call `see` with the norms [B] of each piece before clipping: not private, and not accounted.
+
+    Args:
+        engine: whose pieces are watched.
+        see: called with each piece's norms.
+    """
     engine._recorder.see = see
 
 
 def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
     """Account for the steps of an earlier training of this model, too: (mechanism, how many) of each part.
+
+    Args:
+        engine: before its first step.
+        parts: of the earlier training, in order.
 
     Raises:
         Misuse: steps were released.
@@ -104,20 +132,37 @@ def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) 
 
 
 def count_batches(engine: State, batches: int) -> None:
-    """A loader that is not the engine's has handed out so many logical batches, of which none are counted twice."""
+    """A loader that is not the engine's has handed out so many logical batches, of which none are counted twice.
+
+    Args:
+        engine: whose count is raised.
+        batches: handed out so far.
+    """
     engine.drawn = max(engine.drawn, batches)
 
 
 def drawn_by_engine(engine: State) -> bool:
-    """Did the engine's loader draw every batch that was released?"""
+    """Did the engine's loader draw every batch that was released?
+
+    Args:
+        engine: which is asked about.
+    """
     return engine._sampled == engine.steps
 
 
 def drop_recorded(engine: State) -> None:
-    """Let go of the forward passes since the last step: their batch is left out."""
+    """Let go of the forward passes since the last step: their batch is left out.
+
+    Args:
+        engine: whose passes they are.
+    """
     engine._recorder.drop()
 
 
 def drop_parts(engine: State) -> None:
-    """A logical batch of the caller's begins: what an unfinished one has left is in no sum."""
+    """A logical batch of the caller's begins: what an unfinished one has left is in no sum.
+
+    Args:
+        engine: whose batch it is.
+    """
     engine._drop_parts()

@@ -10,6 +10,9 @@ from clipping.recording import recordable
 def usable_backend(name: str) -> type[Backend]:
     """The class of a backend.
 
+    Args:
+        name: as `clipping.load_backend` takes it.
+
     Raises:
         ValueError: it is none that the engine can take.
     """
@@ -26,5 +29,9 @@ def usable_backend(name: str) -> type[Backend]:
 
 
 def recordable_name(name: str) -> bool:
-    """Is this backend of ours, and recordable? Loading a peer's may need its package."""
+    """Is this backend of ours, and recordable? Loading a peer's may need its package.
+
+    Args:
+        name: a key of `clipping.BACKENDS`.
+    """
     return not BACKENDS[name].peer and recordable(load_backend(name))

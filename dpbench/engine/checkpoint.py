@@ -15,7 +15,11 @@ from dpbench.engine.sums import gathered
 
 
 def save(engine: State) -> dict[str, Any]:
-    """See `PrivacyEngine.state_dict`."""
+    """See `PrivacyEngine.state_dict`.
+
+    Args:
+        engine: to be gone on with later.
+    """
     return {
         **engine._abandoned.save(),
         "settings": engine.settings.as_state(),
@@ -34,7 +38,13 @@ def save(engine: State) -> dict[str, Any]:
 
 
 def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
-    """See `PrivacyEngine.load_state_dict`."""
+    """See `PrivacyEngine.load_state_dict`.
+
+    Args:
+        engine: of the same settings.
+        state: what `save` gave.
+        replay: draw the checkpoint's noise again.
+    """
     mine = {**engine.settings.as_state(), "sensitivity": engine.clip.sensitivity}
     saved = {**state["settings"], "sensitivity": state["sensitivity"]}
     different = [name for name in mine if mine[name] != saved.get(name)]

@@ -11,7 +11,11 @@ from torch import Tensor
 
 
 def tensors_in(batch: Any) -> Iterator[Tensor]:
-    """Every tensor of a batch, in order."""
+    """Every tensor of a batch, in order.
+
+    Args:
+        batch: tensors in nested mappings, lists and tuples.
+    """
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):
@@ -26,12 +30,21 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
 
 
 def emptied(batch: Any) -> Any:
-    """The same without its samples: tensors [0, ...]; what is no tensor stays as it is."""
+    """The same without its samples: tensors [0, ...]; what is no tensor stays as it is.
+
+    Args:
+        batch: tensors [B, ...] in nested mappings, lists and tuples.
+    """
     return mapped(lambda x: x[:0], batch)
 
 
 def mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The same containers with `function` of each tensor; what is no tensor stays as it is."""
+    """The same containers with `function` of each tensor; what is no tensor stays as it is.
+
+    Args:
+        function: from a tensor to what takes its place.
+        batch: tensors in nested mappings, lists and tuples.
+    """
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold

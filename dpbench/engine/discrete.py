@@ -100,6 +100,12 @@ class Discrete(Secure):
 def source_of(name: str, noise_multiplier: float, coordinates: int, generator: torch.Generator | None) -> Noise:
     """The engine's noise by its name: "gaussian", or "discrete".
 
+    Args:
+        name: one of `NOISES`.
+        noise_multiplier: σ.
+        coordinates: of all parameters together.
+        generator: of the caller's, or None.
+
     Raises:
         ValueError: another name, or a generator beside discrete noise.
     """
@@ -113,6 +119,11 @@ def source_of(name: str, noise_multiplier: float, coordinates: int, generator: t
 
 def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
     """The accountant, or the default one of this noise.
+
+    Args:
+        name: of the noise, one of `NOISES`.
+        accountant: a name of `accounting`, or None for the default.
+        sampling: one of `accounting.sampling`.
 
     Raises:
         ValueError: one whose bound does not hold for it.
@@ -131,6 +142,10 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
 
 
 def require_known(name: str) -> None:
-    """Raise a ValueError unless it is one of `NOISES`."""
+    """Raise a ValueError unless it is one of `NOISES`.
+
+    Args:
+        name: of the noise.
+    """
     if name not in NOISES:
         raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")

@@ -32,14 +32,23 @@ def place() -> tuple[int, int]:
 
 
 def quieten(model: nn.Module, on: bool) -> None:
-    """Switch the communication of a DistributedDataParallel off, and on again."""
+    """Switch the communication of a DistributedDataParallel off, and on again.
+
+    Args:
+        model: any module; of any other kind nothing is changed.
+        on: quiet, or as before.
+    """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = not on
         model.require_forward_param_sync = not on  # of buffers: processes may have different numbers of pieces
 
 
 def shared_key(key: bytes) -> bytes:
-    """The first process's."""
+    """The first process's.
+
+    Args:
+        key: of this process.
+    """
     if place()[1] == 1:
         return key
     box: list[Any] = [key]
@@ -49,7 +58,11 @@ def shared_key(key: bytes) -> bytes:
 
 
 def same_settings(mine: dict[str, Any]) -> None:
-    """Raise Misuse, in every process, if their settings differ: the first one scales the noise for all."""
+    """Raise Misuse, in every process, if their settings differ: the first one scales the noise for all.
+
+    Args:
+        mine: name -> setting of this process.
+    """
     processes = place()[1]
     if processes == 1:
         return
@@ -95,7 +108,11 @@ def agree(succeeded: bool, steps: int, batch: int) -> None:
 
 
 def same_model(model: nn.Module) -> None:
-    """Every process starts with the first one's parameters and buffers."""
+    """Every process starts with the first one's parameters and buffers.
+
+    Args:
+        model: whose tensors are overwritten in all processes but the first.
+    """
     if place()[1] > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             if not is_sharded(tensor):  # of which each process holds a part of its own

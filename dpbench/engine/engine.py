@@ -14,12 +14,13 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipping.distributed import reshard, sharded_modules, unwrapped
+from clipping.functions import ClipFunction
 from clipping.recording import for_recording
 from clipping.types import UnsupportedModel
 from dpbench.engine.abandoned import Abandoned
@@ -43,9 +44,6 @@ from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.tickets import Ticket, Tickets
-
-if TYPE_CHECKING:
-    from clipping import ClipFunction
 
 
 class PrivacyEngine(State):
@@ -73,8 +71,11 @@ class PrivacyEngine(State):
         generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
-        ghost_clipping, mixed: private_CNN's choice of a backend.
-        numerical_stability_constant: the clipping function's stabiliser.
+        ghost_clipping, mixed, numerical_stability_constant: private_CNN's choice of a backend, and clip's stabiliser.
+
+    Methods take:
+        optimizer, loss: one over the model's trainable parameters; the losses [B] of the samples, with their graph.
+        delta, state, replay: δ, the engine's if None; what `state_dict` gave; draw the checkpoint's noise once more.
 
     Raises:
         ValueError: an argument, in one line.
@@ -135,10 +136,9 @@ class PrivacyEngine(State):
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread = Sums(), Unread()
-        self.steps = self.drawn = 0
+        self.steps = self.drawn = self._sampled = self._size = 0
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
-        self._sampled = self._size = 0
         self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
         self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
         self._drawing, self._ended = -1, 0

@@ -37,6 +37,9 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
     """Raise a FloatingPointError that names a clipped sum that is not finite, of those that can be read at once.
 
     That an error was raised tells of the data, and is not accounted.
+
+    Args:
+        grads: parameter name -> clipped sum.
     """
     known = {name: g for name, g in grads.items() if not lies_flat(here(g).device)}
     if not known or bool(everywhere(_finite([here(g) for g in known.values()]), known).all()):
@@ -51,7 +54,11 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
 
 
 def require_finite_losses(losses: Tensor) -> None:
-    """Raise a FloatingPointError that names the samples whose loss [B] is not finite."""
+    """Raise a FloatingPointError that names the samples whose loss [B] is not finite.
+
+    Args:
+        losses: of the samples, in the batch's order.
+    """
     wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()
     if wrong:
         named = ", ".join(map(str, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
@@ -62,13 +69,22 @@ def require_finite_losses(losses: Tensor) -> None:
 
 
 def finite(blocks: Sequence[Block]) -> Tensor:
-    """[parameters] bool: the sum of each, in the order of the blocks, on the first one's device. Nothing is awaited."""
+    """[parameters] bool: the sum of each, in the order of the blocks, on the first one's device. Nothing is awaited.
+
+    Args:
+        blocks: of the sums, at least one.
+    """
     found = [_finite(list(block.parts().values())).to(blocks[0].data.device, non_blocking=True) for block in blocks]
     return torch.cat(found) if len(found) > 1 else found[0]
 
 
 def empty(blocks: Sequence[Block], unless: Tensor) -> None:
-    """Put zeros in the place of all these sums unless all of [parameters] bool are true. Nothing is awaited."""
+    """Put zeros in the place of all these sums unless all of [parameters] bool are true. Nothing is awaited.
+
+    Args:
+        blocks: of the sums.
+        unless: of each parameter, whether its sum is finite.
+    """
     spoiled = unless.all().logical_not()
     for block in blocks:
         block.data.masked_fill_(spoiled.to(block.data.device, non_blocking=True), 0.0)
@@ -97,6 +113,9 @@ class Unread:
     def read(self, *, wait: bool = False) -> None:
         """Look at what has arrived; with `wait` at all.
 
+        Args:
+            wait: for what has not arrived yet.
+
         Raises:
             FloatingPointError: a step was not finite, and its release noise alone. It is raised once.
         """
@@ -117,7 +136,11 @@ class Unread:
 
 
 def sent(flags: Tensor) -> tuple[Tensor, Any]:
-    """(the same on the host, the event after which it is there or None): the copy is begun, and not awaited."""
+    """(the same on the host, the event after which it is there or None): the copy is begun, and not awaited.
+
+    Args:
+        flags: bools on any device.
+    """
     if flags.device.type != "cuda":
         return flags.clone(), None
     host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)

@@ -89,7 +89,15 @@ class PrivateLoader:
 
 
 def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]) -> bool:
-    """Whether `PrivacyEngine.data_loader` pads; raises a ValueError for arguments that do not go together."""
+    """Whether `PrivacyEngine.data_loader` pads; raises a ValueError for arguments that do not go together.
+
+    Args:
+        engine: whose batches are drawn.
+        dataset: with a length.
+        most: `max_physical_batch_size`.
+        pad: as it was given.
+        options: of torch's DataLoader.
+    """
     if len(dataset) != engine.settings.sample_size:
         raise ValueError(f"expected a dataset of sample_size={engine.settings.sample_size}, got {len(dataset)} records")
     if most is not None and most < 1:
@@ -105,7 +113,11 @@ def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, opt
 
 
 def is_on_gpu(model: nn.Module) -> bool:
-    """Does the model compute on a CUDA device, where each new shape has a price?"""
+    """Does the model compute on a CUDA device, where each new shape has a price?
+
+    Args:
+        model: any module.
+    """
     return any(p.device.type == "cuda" for p in model.parameters())
 
 

@@ -42,7 +42,11 @@ _OTHER_KIND = "expected a checkpoint with the same kind of noise (gaussian, disc
 
 
 def secret(generator: torch.Generator | None) -> bytes:
-    """32 bytes of the operating system, or of the generator: the key of the sampling."""
+    """32 bytes of the operating system, or of the generator: the key of the sampling.
+
+    Args:
+        generator: of the caller's, or None.
+    """
     if generator is None:
         return os.urandom(32)
     words = torch.randint(256, (32,), generator=generator, device=generator.device, dtype=torch.uint8)
@@ -77,11 +81,22 @@ class Noise(ABC):
     repeatable = False
 
     def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
-        """Of the noise in each coordinate: σS; 0 without noise, however far a record may move the sum."""
+        """Of the noise in each coordinate: σS; 0 without noise, however far a record may move the sum.
+
+        Args:
+            noise_multiplier: σ.
+            sensitivity: S.
+        """
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
 
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
-        """As `added_to_all`, of one, which is not changed."""
+        """As `added_to_all`, of one, which is not changed.
+
+        Args:
+            total: a sum, of a parameter's shape.
+            deviation: of the noise in each entry, >= 0.
+            at: step, process and parameter; no other draw is at this place.
+        """
         return self.added_to_all([total.clone()], deviation, [at])[0]
 
     @abstractmethod
@@ -96,10 +111,18 @@ class Noise(ABC):
 
     @abstractmethod
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        """The same in place: flat [segments.length] holds the sums of parameters, of which `labels` are the numbers."""
+        """The same in place: flat [segments.length] holds the sums of parameters, of which `labels` are the numbers.
+
+        Args:
+            flat: the sums, changed in place.
+            segments: where each of them lies.
+            deviation: of the noise in each entry.
+            step, process: of the place.
+        """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` goes on from, keys among it: as secret as the data."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:

@@ -18,14 +18,22 @@ _WATCH: list[Any] = []
 
 
 def claim(engine: State) -> None:
-    """Watch the optimizers of this process, as long as there are engines."""
+    """Watch the optimizers of this process, as long as there are engines.
+
+    Args:
+        engine: which is attached now.
+    """
     _ENGINES.add(engine)
     if not _WATCH:
         _WATCH.append(register_optimizer_step_pre_hook(_watch))
 
 
 def disclaim(engine: State) -> None:
-    """This engine is done; the watch ends with the last one."""
+    """This engine is done; the watch ends with the last one.
+
+    Args:
+        engine: which is attached no longer.
+    """
     _ENGINES.discard(engine)
     if not _ENGINES:
         while _WATCH:
@@ -93,7 +101,11 @@ class Patch:
         vars(optimizer).update((name, own[name]) for name in self._told)
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Is it the attached one, or the one in accelerate's wrapper?"""
+        """Is it the attached one, or the one in accelerate's wrapper?
+
+        Args:
+            optimizer: which is asked about.
+        """
         return optimizer is self.optimizer or optimizer is self._beneath
 
     def inner_step(self) -> None:
@@ -160,7 +172,15 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_own(engine: State, optimizer: torch.optim.Optimizer) -> set[int]:
-    """The identities of what the optimizer holds; raises Misuse if something is not the model's."""
+    """The identities of what the optimizer holds.
+
+    Args:
+        engine: whose model it is.
+        optimizer: of some parameters.
+
+    Raises:
+        Misuse: it holds something that is not the model's.
+    """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = held - {id(p) for p in engine.model.parameters()}
     if others:

@@ -52,13 +52,21 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._NormBase]]:
-    """The layers of a model, by name, that mix the samples of a batch: BatchNorm, and running statistics."""
+    """The layers of a model, by name, that mix the samples of a batch: BatchNorm, and running statistics.
+
+    Args:
+        model: any module.
+    """
     kinds = nn.modules.batchnorm._NormBase  # of BatchNorm and of InstanceNorm
     return [(name or "model", module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._NormBase]]) -> Problem | None:
-    """Those that mix the samples of a batch, in one line, however many they are."""
+    """Those that mix the samples of a batch, in one line, however many they are.
+
+    Args:
+        layers: as `batch_norms` found them.
+    """
     mixing, running = [], []
     for name, module in layers:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -84,12 +92,21 @@ def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._NormBase]])
 
 
 def mark(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Write down in the optimizer's own state how many steps were released, so that no checkpoint of it lacks them."""
+    """Write down in the optimizer's own state how many steps were released, so that no checkpoint of it lacks them.
+
+    Args:
+        optimizer: whose state it is.
+        steps: released so far.
+    """
     optimizer.param_groups[0][_MARK] = steps
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer is an ordinary one again."""
+    """The optimizer is an ordinary one again.
+
+    Args:
+        optimizer: that was marked.
+    """
     for group in optimizer.param_groups:
         group.pop(_MARK, None)
 
@@ -98,6 +115,10 @@ def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
     """Raise Misuse if the optimizer has released more steps than the `steps` that are accounted.
 
     Its state was restored, and the engine's was not: ε would be that of the later steps alone.
+
+    Args:
+        optimizer: that may have been restored.
+        steps: that the engine counts.
     """
     known: Any = max((group.get(_MARK, 0) for group in optimizer.param_groups), default=0)
     if known > steps:
@@ -111,6 +132,10 @@ def require_own_part(state: Mapping[str, Any], here: list[int]) -> None:
     """Raise a ValueError if `state` holds part of a logical batch of a process that is not `here`, [rank, processes].
 
     Restored in two processes, its records would be in the sum twice.
+
+    Args:
+        state: of a checkpoint.
+        here: this process.
     """
     if state["sums"] and state.get("place", here) != here:
         rank, processes = state["place"]

@@ -34,11 +34,19 @@ class Sampler:
         self._permutation: tuple[int, Indices] | None = None
 
     def take(self, key: bytes) -> None:
-        """Go on under another key: so do loaders that were made before."""
+        """Go on under another key: so do loaders that were made before.
+
+        Args:
+            key: 32 bytes.
+        """
         self.key, self._permutation = key, None
 
     def batch(self, step: int) -> Indices:
-        """The records of the logical batch number `step`, from 0; ascending unless shuffled."""
+        """The records of the logical batch number `step`, from 0; ascending unless shuffled.
+
+        Args:
+            step: 0, 1, ...
+        """
         scheme, n = self.settings.mechanism.sampling, self.settings.sample_size
         b = self.settings.batch_size
         if scheme == "without_replacement":

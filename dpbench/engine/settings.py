@@ -55,11 +55,17 @@ class Settings:
         return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
 
     def guarantee(self, steps: int, delta: float) -> Guarantee:
-        """ε of so many steps, the earlier ones among them."""
+        """ε of so many steps, the earlier ones among them.
+
+        Args:
+            steps: of the whole training, at least 0.
+            delta: in [0, 1].
+        """
         later = max(0, steps - sum(count for _, count in self.earlier))
         return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, later)], delta=delta)
 
     def load(self) -> Accountant:
+        """The accountant itself."""
         return load_accountant(self.accountant)
 
     def as_state(self) -> dict[str, Any]:
@@ -88,6 +94,15 @@ def resolve(
     max_batch_size: int | None,
 ) -> Settings:
     """Check the arguments and find the noise multiplier.
+
+    Args:
+        batch_size, sample_size: b and n.
+        epochs, steps: how long training is to be; at most one of them is given.
+        target_epsilon, noise_multiplier: what decides the noise; one of them is given.
+        target_delta: δ; None for 1/(2n).
+        accountant: a name of `accounting`.
+        sampling: a name of `accounting.sampling`.
+        max_batch_size: for "truncated_poisson" alone.
 
     Raises:
         ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
@@ -130,14 +145,28 @@ def resolve(
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
-    """⌈n/b⌉, as many as an ordinary loader has; ⌊n/b⌋ where batches are fixed and the last is left out."""
+    """⌈n/b⌉, as many as an ordinary loader has; ⌊n/b⌋ where batches are fixed and the last is left out.
+
+    Args:
+        batch_size, sample_size: b and n.
+        sampling: a name of `accounting.sampling`.
+    """
     if sampling in ("shuffled", "one_pass"):
         return sample_size // batch_size
     return -(-sample_size // batch_size)
 
 
 def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: float) -> ClipFunction:
-    """A clipping function by its name, or the one that was given."""
+    """A clipping function by its name, or the one that was given.
+
+    Args:
+        clip: one of `CLIPS`, or a function.
+        max_grad_norm: C, of a function that is named.
+        stabiliser: of a function that is named.
+
+    Raises:
+        ValueError: an unknown name.
+    """
     from clipping import Automatic, ClipFunction, Flat, PerLayer  # with torch, which declarations do without
 
     if isinstance(clip, str):
@@ -162,6 +191,9 @@ def require_sensitivity(clip: ClipFunction) -> None:
     """Raise a ValueError if a clipped gradient is longer than the sensitivity that its clipping function states.
 
     Tried on norms over the whole range of float32, alone and, where layers are clipped apart, in several layers.
+
+    Args:
+        clip: norms -> factors.
     """
     import torch
 
@@ -180,7 +212,15 @@ def require_sensitivity(clip: ClipFunction) -> None:
 
 
 def backend_name(backend: str, ghost_clipping: bool | None, mixed: bool | None) -> str:
-    """private_CNN's two switches, or the name: without ghost clipping, every gradient is instantiated."""
+    """private_CNN's two switches, or the name: without ghost clipping, every gradient is instantiated.
+
+    Args:
+        backend: as it was given; "bk_mixed" by default.
+        ghost_clipping, mixed: the switches, or None.
+
+    Raises:
+        ValueError: a backend and a switch.
+    """
     if ghost_clipping is None and mixed is None:
         return backend
     if backend != "bk_mixed":

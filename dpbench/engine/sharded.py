@@ -19,7 +19,12 @@ from clipping.distributed import is_sharded
 
 
 def as_sharded(mine: Tensor, p: Tensor) -> Any:
-    """What this process has of something like parameter `p`: as a DTensor where `p` is one, else as it is."""
+    """What this process has of something like parameter `p`: as a DTensor where `p` is one, else as it is.
+
+    Args:
+        mine: of the shape of this process's part of `p`.
+        p: a parameter.
+    """
     if not is_sharded(p):
         return mine
     from torch.distributed.tensor import DTensor
@@ -31,20 +36,33 @@ def as_sharded(mine: Tensor, p: Tensor) -> Any:
 
 
 def replicas(p: Any) -> tuple[Any, ...]:
-    """The process groups whose members all have this process's shard of `p`; none of an ordinary parameter."""
+    """The process groups whose members all have this process's shard of `p`; none of an ordinary parameter.
+
+    Args:
+        p: a parameter.
+    """
     if not is_sharded(p):
         return ()
     return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
 
 
 def here(x: Tensor) -> Tensor:
-    """What lies in this process of a tensor: all of it, or its shard."""
+    """What lies in this process of a tensor: all of it, or its shard.
+
+    Args:
+        x: any tensor.
+    """
     mine: Tensor = getattr(x, "to_local", lambda: x)()
     return mine
 
 
 def everywhere(true: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
-    """Bools, and-ed over all processes where the gradients are sharded: they go on together, or raise together."""
+    """Bools, and-ed over all processes where the gradients are sharded: they go on together, or raise together.
+
+    Args:
+        true: bools, of any shape.
+        grads: parameter name -> sum.
+    """
     if not any(is_sharded(g) for g in grads.values()):
         return true
     agreed = true.to(torch.uint8)
@@ -53,7 +71,12 @@ def everywhere(true: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
 
 
 def shard_of(whole: Tensor, like: Any) -> Tensor:
-    """This process's part of a tensor that every process has, placed as the DTensor `like`."""
+    """This process's part of a tensor that every process has, placed as the DTensor `like`.
+
+    Args:
+        whole: of the shape of the whole parameter.
+        like: a DTensor.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh

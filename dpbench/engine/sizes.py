@@ -37,7 +37,11 @@ class Sizes:
         self._sum = 0
 
     def add(self, size: int) -> str | None:
-        """Another batch: what is wrong with all so far, in words; None if Poisson sampling may have drawn them."""
+        """Another batch: what is wrong with all so far, in words; None if Poisson sampling may have drawn them.
+
+        Args:
+            size: of the batch, in records.
+        """
         self._seen[size] += 1
         self._sum += size
         if self._variance <= 0:  # q = 1: every batch is the whole

@@ -47,11 +47,19 @@ class State(ABC):
 
     @abstractmethod
     def step(self, loss: Any) -> None:
-        """The end of a logical batch."""
+        """The end of a logical batch.
+
+        Args:
+            loss: [B], with its graph.
+        """
 
     @abstractmethod
     def virtual_step(self, loss: Any) -> None:
-        """Part of a logical batch."""
+        """Part of a logical batch.
+
+        Args:
+            loss: [B], with its graph.
+        """
 
     @abstractmethod
     def _begin_drawing(self) -> None:

@@ -22,7 +22,11 @@ from dpbench.engine.sharded import as_sharded, here, replicas
 
 
 def lies_flat(device: torch.device) -> bool:
-    """Are sums on this device put into one tensor? Then whether they are finite is read later, too."""
+    """Are sums on this device put into one tensor? Then whether they are finite is read later, too.
+
+    Args:
+        device: of the parameters.
+    """
     return device.type == "cuda"
 
 
@@ -87,6 +91,9 @@ class Sums(Mapping[str, Tensor]):
         """Add those of another piece, of the same parameters; `older` is not changed.
 
         In float64 from then on, so that neither the number of pieces nor their order matters.
+
+        Args:
+            older: of the pieces before.
         """
         with torch.no_grad():
             if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:
@@ -133,7 +140,11 @@ def gathered(grads: Mapping[str, Tensor], model: nn.Module, names: Iterable[str]
 
 
 def apart(tensors: Sequence[Tensor]) -> list[bool]:
-    """Of each tensor: is it in one piece, and has none of the others an entry of it?"""
+    """Of each tensor: is it in one piece, and has none of the others an entry of it?
+
+    Args:
+        tensors: of any device; what is not in one piece counts as all of its memory.
+    """
     found = [x.is_contiguous() for x in tensors]
     spans = []
     for i, x in enumerate(tensors):

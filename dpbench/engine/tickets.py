@@ -60,11 +60,19 @@ class Ticket:
         self._read: list[tuple[weakref.ref[Tensor], int]] = []
 
     def distance(self, tensors: list[Tensor]) -> float:
-        """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told."""
+        """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told.
+
+        Args:
+            tensors: that the model was called with.
+        """
         return self._farthest(tensors, lambda probe, x: 0.0 if probe.is_of(x) else probe.distance(x))
 
     def distance_of_copies(self, tensors: list[Tensor]) -> float:
-        """The same by what is in them alone: a tensor may have been filled anew."""
+        """The same by what is in them alone: a tensor may have been filled anew.
+
+        Args:
+            tensors: that the model was called with.
+        """
         return self._farthest(tensors, _Probe.distance)
 
     def _farthest(self, tensors: list[Tensor], distance: Callable[[_Probe, Tensor], float]) -> float:
@@ -75,15 +83,27 @@ class Ticket:
         return max(known) if known else float("nan")
 
     def own(self, tensors: list[Tensor]) -> int:
-        """How many of these are its own, and no copies. Nothing is computed."""
+        """How many of these are its own, and no copies. Nothing is computed.
+
+        Args:
+            tensors: that the model was called with.
+        """
         return sum(any(probe.is_of(x) for probe in self.probes) for x in tensors)
 
     def was_read(self, tensors: list[Tensor]) -> None:
-        """The model reads these, which are made of the batch."""
+        """The model reads these, which are made of the batch.
+
+        Args:
+            tensors: that the model was called with.
+        """
         self._read = [(weakref.ref(x), _version(x)) for x in tensors]
 
     def has_read(self, tensors: list[Tensor]) -> bool:
-        """Are these what the model read, and not written to since? Nothing is computed."""
+        """Are these what the model read, and not written to since? Nothing is computed.
+
+        Args:
+            tensors: that the model is called with now.
+        """
         read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
         return len(read) >= len(tensors) > 0 and all(
             any(x is y and _version(x) == version for y, version in read) for x in tensors
@@ -109,12 +129,18 @@ class Tickets:
         return len(self._open)
 
     def hand_out(self, ticket: Ticket) -> None:
+        """The loader gives this batch to the caller.
+
+        Args:
+            ticket: of the batch.
+        """
         self._news = True
         if ticket.handed > ticket.real:
             self._padded.add(ticket.handed)
         self._open.append(ticket)
 
     def clear(self) -> None:
+        """No batch is open any longer."""
         self._closed.extendleft(self._open)
         self._open.clear()
         self.current = None
@@ -183,14 +209,23 @@ class Tickets:
         self.take(0)
 
     def take_empty(self, drawn: int) -> Ticket | None:
-        """The same for a batch of no samples that the model was not called with."""
+        """The same for a batch of no samples that the model was not called with.
+
+        Args:
+            drawn: logical batches of the loader that are done with.
+        """
         if self.current in self._open:
             return self.take(drawn)
         fresh = (ticket for ticket in self._open if not ticket.released)
         return self._close(min(fresh, key=lambda ticket: (ticket.real > 0, ticket.failed), default=None))
 
     def give_back(self, ticket: Ticket, *, released: bool) -> None:
-        """Its step has raised: after a release, or before."""
+        """Its step has raised: after a release, or before.
+
+        Args:
+            ticket: of the batch.
+            released: whether its noise was drawn.
+        """
         ticket.failed, ticket.released = True, released
         if ticket in self._closed:
             self._closed.remove(ticket)

@@ -48,7 +48,11 @@ class Trace:
         self._others: dict[int, Tensor] = {}  # identity of the caller's own tensors that were changed -> as they were
 
     def of(self, output: Any) -> Any:
-        """The same output of the model, in the same containers, of tensors that note what is done with them."""
+        """The same output of the model, in the same containers, of tensors that note what is done with them.
+
+        Args:
+            output: in nested mappings, lists and tuples.
+        """
         return mapped(lambda x: self._begun(x) if x.is_floating_point() else x, output)
 
     def mixed(self, losses: Tensor, halves: Sequence[Tensor]) -> int | None:
@@ -77,7 +81,11 @@ class Trace:
         return None
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation of the caller's, and keep it if it gives tensors or changes one; those are traced, too."""
+        """Run an operation of the caller's, and keep it if it gives tensors or changes one; those are traced, too.
+
+        Args:
+            operation, args, kwargs: what was called, and with what.
+        """
         if not self._open:
             return operation(*args, **kwargs)
         changes = _in_place(operation) and isinstance(args[0], Tensor)
@@ -128,6 +136,12 @@ class Traced(Tensor):
 
     @staticmethod
     def made(x: Tensor, trace: Trace) -> Traced:
+        """The same tensor, as one of this trace.
+
+        Args:
+            x: an ordinary tensor.
+            trace: which notes what is done with it.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             traced: Traced = x.as_subclass(Traced)
         traced.noted_by = trace
@@ -156,7 +170,11 @@ class Traced(Tensor):
 
 
 def plain(x: Tensor) -> Tensor:
-    """An ordinary tensor: the same memory, the same graph."""
+    """An ordinary tensor: the same memory, the same graph.
+
+    Args:
+        x: any tensor.
+    """
     if not isinstance(x, Traced):
         return x
     with torch._C.DisableTorchFunctionSubclass():

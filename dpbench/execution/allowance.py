@@ -31,7 +31,11 @@ LONGER = 1.1
 
 
 def check_minutes(minutes: float | None) -> None:
-    """
+    """See that this is a time to run for.
+
+    Args:
+        minutes: after --minutes, or None.
+
     Raises:
         UsageError: it is no positive number.
     """
@@ -76,7 +80,11 @@ class Allowance:
         return self.until - time.monotonic()
 
     def admits(self, trial: Trial) -> bool:
-        """Whether the trial may start now."""
+        """Whether the trial may start now.
+
+        Args:
+            trial: to be started.
+        """
         known = self._known(trial)
         seconds = self._guess(trial) if known is None else known
         return min(seconds, trial.timeout) <= self.left()
@@ -99,7 +107,12 @@ class Allowance:
         return min(GUESS, self._whole / 10) if like is None else min(like, LIKENESS * self._whole)
 
     def cut(self, run: Run, answer: Answer) -> dict[str, Any] | None:
-        """The line that is stored of a trial which ended because the time was over; None if it ended by itself."""
+        """The line that is stored of a trial which ended because the time was over; None if it ended by itself.
+
+        Args:
+            run: the trial and its round.
+            answer: how it ended.
+        """
         if answer.outcome is not Outcome.TIMEOUT or answer.seconds >= run.trial.timeout:
             return None
         line = {

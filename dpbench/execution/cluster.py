@@ -71,25 +71,48 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
+        """Of all nodes together."""
         return self.nodes * self.gpus_per_node
 
     def ring(self, size: float, gpus: int) -> float:
-        """Seconds of an all-reduce of `size` bytes."""
+        """Seconds of an all-reduce of `size` bytes.
+
+        Args:
+            size: bytes.
+            gpus: that take part.
+        """
         return 2 * (gpus - 1) / gpus * size / self.bandwidth + 2 * (gpus - 1) * self.latency
 
     def ordinary(self, seconds: float, size: float, gpus: int) -> float:
-        """Seconds of an ordinary step, of which `seconds` are computing."""
+        """Seconds of an ordinary step, of which `seconds` are computing.
+
+        Args:
+            seconds: of computing.
+            size: bytes of all gradients.
+            gpus: that take part.
+        """
         if gpus == 1:
             return seconds
         exposed = max(self.ring(size, gpus) - _BACKWARD * seconds, self.ring(min(size, _BUCKET), gpus))
         return seconds + exposed
 
     def private(self, seconds: float, size: float, gpus: int) -> float:
-        """Seconds of a private step, of which `seconds` are computing."""
+        """Seconds of a private step, of which `seconds` are computing.
+
+        Args:
+            seconds: of computing.
+            size: bytes of all gradients.
+            gpus: that take part.
+        """
         return seconds if gpus == 1 else seconds + 2 * size / self.bandwidth + 2 * (gpus - 1) * self.latency
 
     def efficiency(self, step: Measured, gpus: int) -> float:
-        """Throughput of private beside ordinary training on `gpus` GPUs."""
+        """Throughput of private beside ordinary training on `gpus` GPUs.
+
+        Args:
+            step: as measured on one GPU.
+            gpus: that take part.
+        """
         t = step.seconds / self.speed
         return self.ordinary(t, step.size, gpus) / self.private(step.ratio * t, step.size, gpus)
 
@@ -137,6 +160,9 @@ class Bill:
 def load_cluster(path: Path) -> Cluster:
     """Read a description.
 
+    Args:
+        path: of a TOML file.
+
     Raises:
         UsageError: in one line: no such file, no TOML, a line that is missing, unknown, or no number in its range.
     """
@@ -169,6 +195,10 @@ def _check(path: Path, name: str, value: Any) -> None:
 
 def bill(jobs: Iterable[Job], cluster: Cluster) -> Bill:
     """Schedule the jobs; see the module's text.
+
+    Args:
+        jobs: to be run.
+        cluster: that runs them.
 
     Raises:
         UsageError: a job of more GPUs than there are.
@@ -207,7 +237,11 @@ def _placed(free: list[float], seconds: float, gpus: int, ready: float) -> float
 
 
 def communication_for(efficiency: float) -> float:
-    """c, in units of an ordinary step's computing, at which (1 + c) / (r + c) is so much, r as published."""
+    """c, in units of an ordinary step's computing, at which (1 + c) / (r + c) is so much, r as published.
+
+    Args:
+        efficiency: in (0, 1).
+    """
     return (PUBLISHED_RATIO * efficiency - 1) / (1 - efficiency)
 
 

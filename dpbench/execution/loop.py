@@ -42,13 +42,26 @@ class Executor(Protocol):
         """How many trials of a block may be in flight at once, if they may run beside each other."""
 
     def submit(self, trial: Trial, block: Block) -> int:
-        """Have it run; its answer will carry the key that is returned."""
+        """Have it run; its answer will carry the key that is returned.
+
+        Args:
+            trial: to be run.
+            block: that it belongs to.
+        """
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that come within `timeout` seconds."""
+        """The answers that come within `timeout` seconds.
+
+        Args:
+            timeout: seconds; None: until there is one.
+        """
 
     def release(self, block: Block) -> None:
-        """Nothing more will be submitted of this block."""
+        """Nothing more will be submitted of this block.
+
+        Args:
+            block: which is done.
+        """
 
 
 @dataclass
@@ -66,6 +79,12 @@ class Here:
     _refused: list[Answer] = field(default_factory=list)
 
     def submit(self, trial: Trial, block: Block) -> int:
+        """Run a trial on this machine, or answer why it is not run.
+
+        Args:
+            trial: to be run.
+            block: not looked at.
+        """
         trouble = self.refuse(trial)
         if trouble is None:
             return self.isolation.submit(trial, self.until)
@@ -73,12 +92,22 @@ class Here:
         return self._refused[-1].key
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
+        """The answers that come within a time.
+
+        Args:
+            timeout: seconds; None: until there is one.
+        """
         if not self._refused:
             return self.isolation.wait(timeout)
         refused, self._refused = self._refused, []
         return refused
 
     def release(self, block: Block) -> None:
+        """Nothing: blocks are all the same here.
+
+        Args:
+            block: not looked at.
+        """
         pass
 
 
@@ -99,6 +128,7 @@ class Report:
 
     @property
     def path(self) -> Path | None:
+        """The first file of records; None if nothing was recorded."""
         return self.paths[0] if self.paths else None
 
 
@@ -124,6 +154,7 @@ class Loop:
         self._outcomes: Counter[str] = Counter()
 
     def run(self) -> Report:
+        """Run until nothing is left, a signal comes or the time is over, and say what was recorded."""
         try:
             with Interruption() as interruption:
                 self._fill()
@@ -193,7 +224,15 @@ class Loop:
 def make_record(
     experiment: str, run: Run, fingerprint: str, answer: Answer, libraries: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    """The line that is stored of a trial that ended."""
+    """The line that is stored of a trial that ended.
+
+    Args:
+        experiment: its name.
+        run: the trial and its round.
+        fingerprint: on this machine.
+        answer: how it ended.
+        libraries: name -> version, of this machine.
+    """
     place = answer.place
     return {
         "experiment": experiment,

@@ -43,7 +43,11 @@ class Machine:
 
     @staticmethod
     def of(where: Mapping[str, Any]) -> Machine:
-        """The machine of a run's environment."""
+        """The machine of a run's environment.
+
+        Args:
+            where: the environment, as recorded.
+        """
         return Machine(where["host"], where["device_name"], tuple(sorted((where.get("libraries") or {}).items())))
 
     def fingerprint(self, trial: Trial) -> str:
@@ -51,6 +55,9 @@ class Machine:
 
         The sources that it measures, the model's own file if it has one, the device, the machine (two of them may have
         the same CPU's name), the folder, and the versions of the libraries it uses.
+
+        Args:
+            trial: to be measured.
         """
         known = dict(self.versions)
         versions = {name: known[name] if name in known else version_of(name) for name in libraries_of(trial)}
@@ -83,6 +90,9 @@ class FolderName:
     def give(self, name: str = "") -> None:
         """Give it this name, or make one up, unless it has one.
 
+        Args:
+            name: "" for one that no other folder has.
+
         Raises:
             OSError: the folder cannot be written to.
         """
@@ -104,6 +114,11 @@ class Machines:
         self._known: dict[Trial, dict[str, str]] = {}
 
     def add(self, where: Mapping[str, Any]) -> None:
+        """Let the records of another machine count, too.
+
+        Args:
+            where: the environment of a run there.
+        """
         machine = Machine.of(where)
         if machine not in self._machines:
             self._machines[machine] = None
@@ -114,11 +129,19 @@ class Machines:
         return sorted({machine.host for machine in self._machines} - {self._here.host})
 
     def fingerprint(self, trial: Trial) -> str:
-        """As it would be written on this machine."""
+        """As it would be written on this machine.
+
+        Args:
+            trial: to be measured.
+        """
         return next(iter(self.accepted(trial)))
 
     def accepted(self, trial: Trial) -> Mapping[str, str]:
-        """Every fingerprint of the trial that counts -> the name of the device."""
+        """Every fingerprint of the trial that counts -> the name of the device.
+
+        Args:
+            trial: to be measured.
+        """
         known = self._known.get(trial)
         if known is None:
             known = {machine.fingerprint(trial): machine.device_name for machine in self._machines}
@@ -137,9 +160,17 @@ class Sweep:
 
     @staticmethod
     def begun_here(name: str, cluster: str, trials: Iterable[Trial]) -> Sweep:
+        """A sweep that this machine drives.
+
+        Args:
+            name: of the sweep.
+            cluster: its kind and address, in words.
+            trials: whose libraries' versions are noted.
+        """
         return Sweep(name, cluster, host_name(), _versions(trials))
 
     def describe(self) -> dict[str, Any]:
+        """As it stands in records."""
         return {"name": self.name, "cluster": self.cluster, "driver": self.driver, "versions": dict(self.versions)}
 
 
@@ -153,6 +184,13 @@ def machines_of(
     """The machines whose records count: this one, and those of sweeps that were driven from here, or of `sweep`.
 
     `folder`: the name of the folder of results, whose own records count in a sweep, too.
+
+    Args:
+        runs: of the results folder.
+        device: "cpu" or "cuda".
+        trials: of the experiment.
+        sweep: one that is gone on with, as recorded.
+        folder: the name of the results folder, or None.
     """
     found = []
     if sweep is not None and folder:
@@ -175,7 +213,12 @@ def _versions(trials: Iterable[Trial]) -> dict[str, str | None]:
 
 
 def version_hash(trial: Trial, versions: Versions) -> str:
-    """The trial's sources and libraries alone: the same on every machine that has them."""
+    """The trial's sources and libraries alone: the same on every machine that has them.
+
+    Args:
+        trial: to be measured.
+        versions: library -> version; of others, this machine's.
+    """
     return seal(sources_of(trial), {name: versions.get(name, version_of(name)) for name in libraries_of(trial)})
 
 
@@ -194,6 +237,10 @@ class NodeFacts(Trial):
 
 
 def node_facts(trial: NodeFacts) -> dict[str, Any]:
-    """The body of `NodeFacts`: what `environment.gather` gives of the machine that runs it."""
+    """The body of `NodeFacts`: what `environment.gather` gives of the machine that runs it.
+
+    Args:
+        trial: which asks.
+    """
     facts = environment.host_facts(trial.device)
     return facts | environment.torch_facts(environment.TorchFacts(device=trial.device)) if trial.with_torch else facts

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def duration(seconds: float) -> str:
-    """ "8 s", "3 min 20 s", "2 h 5 min"."""
+    """ "8 s", "3 min 20 s", "2 h 5 min".
+
+    Args:
+        seconds: at least 0.
+    """
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -42,7 +46,11 @@ class Progress:
         self._started: dict[Run, float] = {}
 
     def say(self, line: str) -> None:
-        """Write one line that stays."""
+        """Write one line that stays.
+
+        Args:
+            line: without its end.
+        """
         if self._bar is not None:
             self._bar.write(line, file=self._stream)
             return
@@ -50,7 +58,15 @@ class Progress:
         self._stream.flush()
 
     def ended(self, run: Run, record: Record, done: int, left: float, seconds: float | None) -> None:
-        """Tell that a trial has ended; about `left` more are to come, taking about `seconds` (None: not known)."""
+        """Tell that a trial has ended; about `left` more are to come, taking about `seconds` (None: not known).
+
+        Args:
+            run: the trial and its round.
+            record: of it.
+            done: trials that have ended.
+            left: trials that are to come, expected.
+            seconds: that these will take; None if not known.
+        """
         self._started.pop(run, None)
         self._set(done, left, seconds)
         remaining = f"; {_about(seconds)}" if left else ""
@@ -65,12 +81,24 @@ class Progress:
         self.say(line)
 
     def cut(self, run: Run, seconds: float) -> None:
-        """Tell that a trial was ended, after so many seconds, because the time of the run was over."""
+        """Tell that a trial was ended, after so many seconds, because the time of the run was over.
+
+        Args:
+            run: the trial and its round.
+            seconds: for which it ran.
+        """
         self._started.pop(run, None)
         self.say(f"{_words(run)}: cut off after {seconds:.1f} s, for the time is over; it is run again")
 
     def now(self, running: Collection[Run], done: int, left: float, seconds: float | None) -> None:
-        """Show what runs at this moment."""
+        """Show what runs at this moment.
+
+        Args:
+            running: trials and their rounds.
+            done: trials that have ended.
+            left: trials that are to come, expected.
+            seconds: that these will take; None if not known.
+        """
         clock = time.monotonic()
         for run in running:
             self._started.setdefault(run, clock)

@@ -41,6 +41,10 @@ _CLUSTERS = {"ray": "dpbench.execution.executors.on_ray", "slurm": "dpbench.exec
 def check_choices(rounds: int | None, retry: Collection[str]) -> None:
     """Check what a person chose of a run.
 
+    Args:
+        rounds: after --rounds, or None.
+        retry: after --retry.
+
     Raises:
         UsageError: for a number of rounds, or outcomes to retry, that cannot be.
     """
@@ -82,6 +86,11 @@ class Request:
         return self.results / (self.experiment.name + ("-smoke" if self.smoke else ""))
 
     def cells(self, device: str) -> Sequence[Cell]:
+        """The cells that were chosen, on a device.
+
+        Args:
+            device: "cpu" or "cuda".
+        """
         chosen = select(self.experiment.declared(device, smoke=self.smoke), self.only)
         return chosen if self.blocks is None else [cell for cell in chosen if key_of(cell)[0] in self.blocks]
 
@@ -111,7 +120,11 @@ class Plan:
 
 
 def trials_of(cells: Sequence[Cell]) -> list[Trial]:
-    """The trials that are declared, a search's probe and what follows it among them."""
+    """The trials that are declared, a search's probe and what follows it among them.
+
+    Args:
+        cells: trials and searches.
+    """
     found: list[Trial] = []
     for cell in cells:
         found += [cell.probe, *([cell.then] if cell.then else [])] if isinstance(cell, MaxBatch) else [cell]
@@ -122,6 +135,11 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
     """What is done and what remains, on `device` ("cpu" or "cuda"). Runs nothing.
 
     `sweep`: the one whose records count beside this machine's own; see `dpbench.execution.machines`.
+
+    Args:
+        request: what is to be run.
+        device: "cpu" or "cuda".
+        sweep: one that is gone on with, as recorded.
     """
     runs = read_runs(request.folder)
     records = [record for run in runs for record in run.records]
@@ -144,6 +162,10 @@ def make_plan(request: Request, device: str, sweep: Mapping[str, Any] | None = N
 
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains. Every trial is recorded before another one starts in its place.
+
+    Args:
+        request: what is to be run.
+        progress: told of each trial.
 
     Raises:
         UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.

@@ -37,7 +37,11 @@ class Run:
 
 
 def family(description: Mapping[str, Any]) -> str:
-    """What the trials have in common that differ only in their batch size."""
+    """What the trials have in common that differ only in their batch size.
+
+    Args:
+        description: of a trial, as recorded.
+    """
     return canonical_json({k: v for k, v in description.items() if k not in ("batch_size", "timeout")})
 
 
@@ -68,12 +72,22 @@ class History:
                 self.add(record)
 
     def add(self, record: Record) -> None:
+        """Know another record.
+
+        Args:
+            record: a trial's line.
+        """
         self._done.setdefault((record["id"], record["round"]), {})[record["fingerprint"]] = record
         if "batch_size" in record["trial"]:
             members = self._families.setdefault(family(record["trial"]), {})
             members.setdefault(record["fingerprint"], {})[record["trial"]["batch_size"]] = record
 
     def of(self, run: Run) -> Record | None:
+        """The newest record of a trial in a round that counts; None if there is none.
+
+        Args:
+            run: the trial and its round.
+        """
         found = self._done.get((run.trial.id, run.round))
         if found is None:
             return None
@@ -84,6 +98,9 @@ class History:
         """The records of the trial and of those that differ from it in their batch size only.
 
         Those of several nodes together if their devices are the same; else of the device that was measured last.
+
+        Args:
+            trial: of any batch size.
         """
         accepted = self._accepted(trial)
         found = self._families.get(family(trial.describe()), {})
@@ -97,7 +114,11 @@ class History:
         return merged
 
     def pruned_by(self, run: Run) -> str | None:
-        """Why this need not be run: its end is known already."""
+        """Why this need not be run: its end is known already.
+
+        Args:
+            run: the trial and its round.
+        """
         for earlier in range(run.round):
             record = self.of(Run(run.trial, earlier))
             if record is not None and record["outcome"] in FINAL - {Outcome.OK}:
@@ -125,11 +146,17 @@ class SearchState:
 
     @property
     def ended(self) -> bool:
+        """Whether nothing is left to probe."""
         return self.next is None
 
 
 def step_search(search: MaxBatch, history: History) -> SearchState:
-    """Replay a search from its records."""
+    """Replay a search from its records.
+
+    Args:
+        search: the declaration.
+        history: what is recorded.
+    """
     seen: dict[int, Probe] = {}
     for batch_size, record in history.by_batch_size(search.probe).items():
         outcome = Outcome(record["outcome"])
@@ -176,6 +203,10 @@ class Schedule:
         """What can be started beside what is running; None if nothing can (or nothing is left).
 
         `may`: whether a trial may be started now; one that may not is passed over.
+
+        Args:
+            running: trials and their rounds.
+            may: of a trial, whether it may start.
         """
         if any(run.trial.alone for run in running):
             return None
@@ -276,12 +307,21 @@ class Clock:
             self.add(record)
 
     def add(self, record: Record) -> None:
+        """Learn how long a trial took.
+
+        Args:
+            record: a trial's line.
+        """
         for key in _likeness(record["trial"]):
             total, count = self._sums.get(key, (0.0, 0))
             self._sums[key] = (total + record["seconds"], count + 1)
 
     def left(self, remaining: Iterable[tuple[Trial, float]]) -> float | None:
-        """Seconds; None if nothing has been recorded to judge by."""
+        """Seconds; None if nothing has been recorded to judge by.
+
+        Args:
+            remaining: each trial, and how many like it.
+        """
         total = 0.0
         for trial, count in remaining:
             seconds = self.of(trial)
@@ -291,7 +331,11 @@ class Clock:
         return total / self.nodes
 
     def of(self, trial: Trial) -> float | None:
-        """Seconds that a trial takes, by the mean of those that are most like it; None if nothing has been recorded."""
+        """Seconds that a trial takes, by the mean of those that are most like it; None if nothing has been recorded.
+
+        Args:
+            trial: to be run.
+        """
         known = next((self._sums[key] for key in _likeness(trial.describe()) if key in self._sums), None)
         return None if known is None else known[0] / known[1]
 

@@ -16,6 +16,9 @@ _COMMA = re.compile(r",(?![^(\[]*[)\]])")
 def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
     """``["model=a,b", "backend=c"]`` as a mapping; a field that is named twice takes the values of both.
 
+    Args:
+        texts: each after an --only.
+
     Raises:
         UsageError: for a text of another form.
     """
@@ -30,6 +33,10 @@ def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
 
 def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
     """The cells that have, for every field, one of the values.
+
+    Args:
+        cells: of the experiment.
+        only: field -> values.
 
     Raises:
         UsageError: in one line, for a field or a value that no cell has, or if nothing has all of them.

@@ -49,7 +49,11 @@ class Shards:
         self._complained: set[str] = set()
 
     def of(self, answer: Answer | None = None) -> _Shard:
-        """Where the trial of this answer is recorded; this machine's own without one."""
+        """Where the trial of this answer is recorded; this machine's own without one.
+
+        Args:
+            answer: from some machine, or None.
+        """
         place = answer.place if answer is not None else None
         name = None if place is None else place.name
         if name not in self._shards:
@@ -62,6 +66,10 @@ class Shards:
 
     def append(self, record: Mapping[str, Any], answer: Answer) -> None:
         """Record an answer.
+
+        Args:
+            record: a trial's line.
+            answer: that it was made of.
 
         Raises:
             OSError: it cannot be written, and that is not tolerated.
@@ -85,6 +93,7 @@ class Shards:
                 )
 
     def paths(self) -> list[Path]:
+        """The files that there are."""
         return [shard.store.path for shard in self._shards.values() if shard.store.path.exists()]
 
     def end(self) -> None:
@@ -98,5 +107,6 @@ class Shards:
             shard.store.require_there()
 
     def close(self) -> None:
+        """Close them all."""
         for shard in self._shards.values():
             shard.store.close()

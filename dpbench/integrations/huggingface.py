@@ -72,7 +72,11 @@ class PrivacyArguments:
         vars(self).update(max_grad_norm=max_grad_norm, generator=generator)
 
     def for_engine(self, max_grad_norm: float) -> dict[str, Any]:
-        """As arguments of `PrivacyEngine`, with this C where none is given here."""
+        """As arguments of `PrivacyEngine`, with this C where none is given here.
+
+        Args:
+            max_grad_norm: C, of TrainingArguments.
+        """
         found = {name: value for name, value in vars(self).items() if name != "pad"}
         return {**found, "max_grad_norm": max_grad_norm if found["max_grad_norm"] is None else found["max_grad_norm"]}
 

@@ -46,7 +46,11 @@ class Pieces:
         self._left: list[Any] = []  # the last piece of a logical batch, drawn before its last turn
 
     def take(self, turn: Turn) -> Iterator[tuple[Any, bool]]:
-        """(piece, is it the last of its logical batch): one at the most, and in the last turn all that are left."""
+        """(piece, is it the last of its logical batch): one at the most, and in the last turn all that are left.
+
+        Args:
+            turn: of the outer loop; it gets what is handed out.
+        """
         while not self._left:
             piece = self._next()
             if self._loader.is_last:
@@ -105,11 +109,19 @@ class HeldLosses:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def add(self, losses: Any) -> None:
-        """A piece that is not the last of its logical batch: it is clipped and added."""
+        """A piece that is not the last of its logical batch: it is clipped and added.
+
+        Args:
+            losses: of the piece, [B] with their graph.
+        """
         self._step(loss=losses)
 
     def hold(self, losses: Tensor | None) -> None:
-        """The last piece's, [B] with their graph; None if it has no samples and the model was not called."""
+        """The last piece's, [B] with their graph; None if it has no samples and the model was not called.
+
+        Args:
+            losses: of the piece.
+        """
         self._losses, self._held = losses, True
 
 
@@ -122,7 +134,11 @@ class Mean:
         self._count = 0
 
     def add(self, losses: Tensor) -> None:
-        """Of the piece that the model has read, [B], before its step."""
+        """Of the piece that the model has read, [B], before its step.
+
+        Args:
+            losses: with a graph or without.
+        """
         mine = plain(losses).detach()[self._engine.mask.to(losses.device)]
         self._sum, self._count = self._sum + mine.sum(), self._count + len(mine)
 
@@ -134,7 +150,12 @@ class Mean:
 
 
 def to_skip(piece: Any, engine: PrivacyEngine) -> bool:
-    """Has this physical batch no samples? Where processes share the parameters, all of them call the model even so."""
+    """Has this physical batch no samples? Where processes share the parameters, all of them call the model even so.
+
+    Args:
+        piece: of the engine's loader.
+        engine: whose model would read it.
+    """
     return any(x.dim() and not len(x) for x in tensors_in(piece)) and not sharded_modules(engine.model)
 
 

@@ -15,7 +15,11 @@ from torch.optim import Optimizer
 
 
 def whole(state: Any) -> Any:
-    """A state dict, its tensors gathered; all processes call this."""
+    """A state dict, its tensors gathered; all processes call this.
+
+    Args:
+        state: tensors in nested dicts and lists.
+    """
     if isinstance(state, Mapping):
         return {name: whole(value) for name, value in state.items()}
     if isinstance(state, list):
@@ -24,7 +28,11 @@ def whole(state: Any) -> Any:
 
 
 def load_whole_weights(model: nn.Module) -> None:
-    """From now on `model.load_state_dict` takes whole tensors, too, of which each process keeps its part."""
+    """From now on `model.load_state_dict` takes whole tensors, too, of which each process keeps its part.
+
+    Args:
+        model: sharded by FSDP2.
+    """
 
     def in_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, p in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
@@ -35,7 +43,11 @@ def load_whole_weights(model: nn.Module) -> None:
 
 
 def load_whole_states(optimizer: Optimizer) -> None:
-    """The same of `optimizer.load_state_dict`."""
+    """The same of `optimizer.load_state_dict`.
+
+    Args:
+        optimizer: over sharded parameters.
+    """
 
     def in_parts(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         mine = [p for group in optimizer.param_groups for p in group["params"]]
@@ -60,5 +72,9 @@ def _part(value: Any, like: Tensor) -> Any:
 
 
 def is_shared(model: torch.nn.Module) -> bool:
-    """Has a process a part of some parameter alone?"""
+    """Has a process a part of some parameter alone?
+
+    Args:
+        model: any module.
+    """
     return any(isinstance(p, DTensor) for p in model.parameters())

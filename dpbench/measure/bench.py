@@ -25,6 +25,10 @@ def open_workload(
     """The model and data of a trial, on its device or on another, in its precision but for TF32.
 
     TF32 is a switch of the whole process: see `dpbench.measure.precision.arithmetic`.
+
+    Args:
+        trial: of one model.
+        device: "cpu" or "cuda"; None for the trial's own.
     """
     wanted = ("image_size", "num_classes", "data", "dtype", "seed")
     settings = {name: getattr(trial, name) for name in wanted if getattr(trial, name, None) is not None}
@@ -79,6 +83,7 @@ class Memory:
     phases: dict[str, int] | None = None
 
     def as_record(self) -> dict[str, Any]:
+        """Its fields by name, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -95,17 +100,29 @@ def tensors_in(*trees: Any) -> list[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind tensors; one that several share counts once, and whole."""
+    """Bytes of the storages behind tensors; one that several share counts once, and whole.
+
+    Args:
+        tensors: with a storage each.
+    """
     return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Scalars in all trainable parameters."""
+    """Scalars in all trainable parameters.
+
+    Args:
+        model: any module.
+    """
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def device_of(name: str) -> torch.device:
-    """The device that `name` stands for, with an index on CUDA."""
+    """The device that `name` stands for, with an index on CUDA.
+
+    Args:
+        name: "cpu", "cuda" or "cuda:1".
+    """
     device = torch.device(name)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())

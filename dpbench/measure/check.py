@@ -50,7 +50,11 @@ class Case:
 
 
 def cases(norms: list[float]) -> list[Case]:
-    """The batches of the module's table, from the norms of the samples 0 .. B-1, B ≥ 2."""
+    """The batches of the module's table, from the norms of the samples 0 .. B-1, B ≥ 2.
+
+    Args:
+        norms: ‖g_i‖ of the samples.
+    """
     everyone = list(range(len(norms)))
     return [
         Case("random", everyone, [1.0] * len(norms), between(norms)),
@@ -61,7 +65,11 @@ def cases(norms: list[float]) -> list[Case]:
 
 
 def between(norms: list[float]) -> float:
-    """A threshold that lies between two of several norms, near the middle; of one norm, half of it."""
+    """A threshold that lies between two of several norms, near the middle; of one norm, half of it.
+
+    Args:
+        norms: at least one.
+    """
     if len(norms) == 1:
         return norms[0] / 2
     ordered = sorted(norms)
@@ -71,6 +79,9 @@ def between(norms: list[float]) -> float:
 
 def run(trial: CheckTrial) -> dict[str, Any]:
     """{"rows": [{"batch", "max_norm_error", "max_grad_error"}, ...], their maxima, "coverage", "tolerance"}.
+
+    Args:
+        trial: what is to be checked.
 
     Raises:
         Mismatch: an error above the tolerance, with all rows.
@@ -112,7 +123,11 @@ def run(trial: CheckTrial) -> dict[str, Any]:
 
 
 def weighted(workload: Workload) -> Workload:
-    """The same model and data, with a weight for each sample's loss: targets become (weights [B], targets)."""
+    """The same model and data, with a weight for each sample's loss: targets become (weights [B], targets).
+
+    Args:
+        workload: model, loss and data.
+    """
 
     def loss_fn(outputs: Any, targets: Any) -> Tensor:
         weights, inner = targets
@@ -127,7 +142,11 @@ def weighted(workload: Workload) -> Workload:
 
 
 def one_by_one(batch: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-    """A batch as batches of one."""
+    """A batch as batches of one.
+
+    Args:
+        batch: (inputs, targets), every tensor [B, ...].
+    """
 
     def only(i: int) -> tuple[Any, Any]:
         inputs, targets = map_tensors(lambda x: x[i : i + 1], batch)
@@ -137,19 +156,36 @@ def one_by_one(batch: tuple[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradient) -> float:
-    """How far the oracle's gradient of a third of a loss is from a third of its gradient of the `whole` loss."""
+    """How far the oracle's gradient of a third of a loss is from a third of its gradient of the `whole` loss.
+
+    Args:
+        workload: of `weighted`.
+        one: a batch of one.
+        whole: the oracle's answer on it.
+    """
     inputs, (weights, targets) = one
     third = verify.oracle(workload, inputs, (weights / 3, targets), clip=Flat(max_grad_norm=math.inf))
     return compare(ClippedGradient({n: 3 * g for n, g in third.grads.items()}, None, third.losses), whole).grad_error
 
 
 def norms_of(samples: list[ClippedGradient]) -> Tensor:
-    """‖g_i‖ of batches of one, as one [B]."""
+    """‖g_i‖ of batches of one, as one [B].
+
+    Args:
+        samples: the oracle's answers on batches of one.
+    """
     return torch.cat([sample.norms for sample in samples if sample.norms is not None])
 
 
 def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: int = 1) -> ClippedGradient:
-    """The definition, from the gradients of single samples with weight 1."""
+    """The definition, from the gradients of single samples with weight 1.
+
+    Args:
+        case: which samples, with which weights.
+        samples: the oracle's answers on batches of one, with weight 1.
+        clip: norms [B] -> factors [B].
+        together: samples whose mean gradient is clipped as one.
+    """
     chosen = [samples[i] for i in case.samples]
     if together > 1:
         weighed = [
@@ -168,12 +204,21 @@ def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: i
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest, and NaN if any is."""
+    """The largest, and NaN if any is.
+
+    Args:
+        errors: at least one.
+    """
     known = list(errors)
     return next((error for error in known if math.isnan(error)), max(known))
 
 
 def arranged(case: Case, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The samples of `case`, taken from a batch of `weighted`, with its weights."""
+    """The samples of `case`, taken from a batch of `weighted`, with its weights.
+
+    Args:
+        case: which samples, with which weights.
+        batch: (inputs, targets) of `weighted`.
+    """
     inputs, (weights, targets) = map_tensors(lambda x: x[case.samples], batch)
     return inputs, (weights.new_tensor(case.weights), targets)

@@ -64,6 +64,9 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
 
     A row: {"backend", "status", "norm_error", "grad_error", "coverage", "reason"}, the status one of
     `dpbench.conformance.coverage.STATUSES`.
+
+    Args:
+        trial: which model, under which backends.
     """
     torch.set_num_threads(1)
     try:
@@ -93,6 +96,9 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
 def opened(trial: CoverageTrial) -> Opened:
     """The model on images of the smallest size, and in the widest dtype, in which it can be trained.
 
+    Args:
+        trial: which model.
+
     Raises:
         ModelError: it does not build, with the reason of the last size.
         Unusable: it cannot be trained.
@@ -114,6 +120,11 @@ def opened(trial: CoverageTrial) -> Opened:
 def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
     """Build the model, and take the gradients of one batch in ordinary training.
 
+    Args:
+        trial: which model.
+        size: of images, in pixels; None for a model that has none.
+        dtype: "float64" or "float32".
+
     Raises:
         ModelError: it does not build.
         Unusable: ordinary training fails, or its gradients are no numbers.
@@ -134,7 +145,13 @@ def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
 
 
 def together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
-    """The gradient of each sample's loss through one forward pass of all; of `share` of the loss, divided by it."""
+    """The gradient of each sample's loss through one forward pass of all; of `share` of the loss, divided by it.
+
+    Args:
+        workload: model, loss and data.
+        batch: (inputs, targets).
+        share: of each loss.
+    """
     inputs, targets = batch
     named = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
     losses = workload.loss_fn(forward(workload.model, inputs), targets)
@@ -151,17 +168,31 @@ def _gradient(loss: Tensor, named: dict[str, Any], share: float) -> ClippedGradi
 
 
 def alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
-    """The gradient of each sample in a batch of its own."""
+    """The gradient of each sample in a batch of its own.
+
+    Args:
+        workload: model, loss and data.
+        batch: (inputs, targets).
+        share: of each loss.
+    """
     return [together(workload, one, share)[0] for one in one_by_one(batch)]
 
 
 def difference(found: list[ClippedGradient], reference: list[ClippedGradient]) -> float:
-    """The largest relative error of samples' gradients."""
+    """The largest relative error of samples' gradients.
+
+    Args:
+        found, reference: one for each sample.
+    """
     return max(compare(a, b).grad_error for a, b in zip(found, reference, strict=True))
 
 
 def is_random(model: Opened) -> bool:
-    """Whether two passes from different seeds give different losses."""
+    """Whether two passes from different seeds give different losses.
+
+    Args:
+        model: with a batch.
+    """
     inputs, targets = model.batch
     workload, losses = model.workload, []
     for number in (1, 2):
@@ -172,7 +203,11 @@ def is_random(model: Opened) -> bool:
 
 
 def seed(number: int) -> None:
-    """Every generator that a model may draw from on a CPU."""
+    """Every generator that a model may draw from on a CPU.
+
+    Args:
+        number: of the seed.
+    """
     torch.default_generator.manual_seed(number)
     random.seed(number)
     try:
@@ -184,7 +219,12 @@ def seed(number: int) -> None:
 
 @contextmanager
 def seeded(workload: Workload, drawn: bool) -> Iterator[None]:
-    """The same seed before every forward pass, if the model is random."""
+    """The same seed before every forward pass, if the model is random.
+
+    Args:
+        workload: whose model it is.
+        drawn: whether the model is random.
+    """
     if not drawn:
         yield
         return
@@ -237,13 +277,22 @@ class Truth:
             yield batch, expected(case, samples, self.clip)
 
     def only(self, chosen: list[int]) -> tuple[Any, Any]:
-        """(inputs, targets) of some samples."""
+        """(inputs, targets) of some samples.
+
+        Args:
+            chosen: positions in the batch.
+        """
         inputs, targets = map_tensors(lambda x: x[chosen], self.batch)
         return inputs, targets
 
 
 def judged(name: str, truth: Truth) -> Row:
-    """The row of one backend."""
+    """The row of one backend.
+
+    Args:
+        name: of the backend.
+        truth: what its answer is held to.
+    """
     row: Row = {
         "backend": name,
         "status": "exact",
@@ -274,5 +323,9 @@ def judged(name: str, truth: Truth) -> Row:
 
 
 def said(error: BaseException) -> str:
-    """Type and text of an error, in one line."""
+    """Type and text of an error, in one line.
+
+    Args:
+        error: of any kind.
+    """
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]

@@ -43,6 +43,9 @@ _PROPERTIES = {
 def run(trial: DeviceTrial) -> dict[str, Any]:
     """{"facts", "versions", "bandwidth", "products", "latency"}, the last three lists of rows; see the module's text.
 
+    Args:
+        trial: which device, and how much of it.
+
     Raises:
         torch.OutOfMemoryError: `copied` bytes, twice, are more than there is.
     """
@@ -57,7 +60,11 @@ def run(trial: DeviceTrial) -> dict[str, Any]:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Name and size of the device; on CUDA its clocks, power and temperature as well, before it has much to do."""
+    """Name and size of the device; on CUDA its clocks, power and temperature as well, before it has much to do.
+
+    Args:
+        device: of the trial.
+    """
     if device.type != "cuda":
         return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
@@ -66,7 +73,11 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Of what computes: None where it is not installed."""
+    """Of what computes: None where it is not installed.
+
+    Args:
+        device: of the trial.
+    """
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "numpy"):
         try:
@@ -79,7 +90,12 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def bandwidth(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"what", "bytes", "seconds", "bytes_per_second"}; `size` is in bytes."""
+    """Rows {"what", "bytes", "seconds", "bytes_per_second"}; `size` is in bytes.
+
+    Args:
+        size: bytes that are copied.
+        device: of the trial.
+    """
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
     passes: list[tuple[str, int, Callable[[], object]]] = [
@@ -100,7 +116,12 @@ def bandwidth(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"size", "precision", "seconds", "flops_per_second"}."""
+    """Rows {"size", "precision", "seconds", "flops_per_second"}.
+
+    Args:
+        size: rows and columns of each matrix.
+        device: of the trial.
+    """
     for precision in ("float32", "tf32", "bfloat16") if device.type == "cuda" else ("float32", "bfloat16"):
         a = torch.randn(size, size, device=device).to(dtype_of(precision))
         b, out = a.t().contiguous(), torch.empty_like(a)
@@ -111,7 +132,11 @@ def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def latency(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"what", "seconds"}, of one operation each."""
+    """Rows {"what", "seconds"}, of one operation each.
+
+    Args:
+        device: of the trial.
+    """
     number = torch.zeros(1, device=device)
 
     def row_of_operations() -> None:

@@ -15,7 +15,11 @@ NOT_READABLE = "not readable"
 
 
 def counter(device: torch.device) -> tuple[str, Callable[[], float] | None]:
-    """What counts ("RAPL", "NVML" or "not readable"), and a function to joules since some moment; None without."""
+    """What counts ("RAPL", "NVML" or "not readable"), and a function to joules since some moment; None without.
+
+    Args:
+        device: of the trial.
+    """
     if device.type == "cuda":
         read = _of_gpu(device)
         return ("NVML", read) if read is not None else (NOT_READABLE, None)

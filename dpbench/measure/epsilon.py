@@ -18,6 +18,9 @@ def run(trial: EpsilonTrial) -> dict[str, Any]:
 
     The times are of this answer, and then of one step more each, as some accountants remember their last answers.
 
+    Args:
+        trial: mechanism, steps, δ and accountant.
+
     Raises:
         accounting.ArgumentError: for a value outside its domain, or an unknown accountant.
         accounting.NoAnswer: if the accountant has none here.
@@ -39,6 +42,9 @@ def calibrate(trial: CalibrationTrial) -> dict[str, Any]:
     """As `run`, of the largest ε within the target; and `value` of the unknown, `steps`, `evaluations`.
 
     A number of steps is exact, a noise multiplier is within 1e-4 of itself.
+
+    Args:
+        trial: the same, with the target and what is unknown.
 
     Raises:
         accounting.ArgumentError: for a value outside its domain, or an unknown accountant.

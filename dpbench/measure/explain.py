@@ -49,6 +49,9 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
 
     A row has the keys of `row_of`. The summary: see `summary_of` and `planned`, and "inputs" (the shape of each, of the
     whole batch), "batch_size", and "real_tensors": None, or why fake ones would not do.
+
+    Args:
+        trial: which model.
     """
     try:
         size, classes = sizes(trial)
@@ -70,7 +73,11 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
 
 
 def sizes(trial: Sized) -> tuple[int, int]:
-    """(image size, number of classes): the trial's, or the model's own."""
+    """(image size, number of classes): the trial's, or the model's own.
+
+    Args:
+        trial: which model.
+    """
     scheme, name = split_reference(trial.model)
     size, classes = NATURAL.get(scheme, _TEXT)
     if trial.image_size is None and scheme == "timm":
@@ -103,7 +110,11 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
 
 
 def planned(found: Explanation) -> dict[str, Any]:
-    """Of the summary: "predicted_peak" ("plan", "ordinary": bytes), "regret" (None, or "formula", "timed": seconds)."""
+    """Of the summary: "predicted_peak" ("plan", "ordinary": bytes), "regret" (None, or "formula", "timed": seconds).
+
+    Args:
+        found: of the model.
+    """
     return {"predicted_peak": {"plan": found.peak, "ordinary": found.ordinary}, "regret": found.regret}
 
 
@@ -111,6 +122,11 @@ def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> di
     """A step by the planner's "plan", and an "ordinary" one.
 
     Each -> {"step_seconds", "peak_bytes", "source", "verification", "coverage"}, the last two as in an `OverheadTrial`.
+
+    Args:
+        workload: model, loss and data.
+        inputs, targets: of one batch.
+        planner: with its plan.
 
     Raises:
         Mismatch: the plan's answer is not the oracle's.
@@ -138,7 +154,11 @@ def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> di
 
 
 def row_of(row: Row) -> dict[str, Any]:
-    """A row as it is printed: figures of one sample and, T, d, p, 2T² and pd, of one group; seconds of the batch."""
+    """A row as it is printed: figures of one sample and, T, d, p, 2T² and pd, of one group; seconds of the batch.
+
+    Args:
+        row: of an explanation.
+    """
     linear = row.positions is not None and row.inputs is not None and row.outputs is not None
     return {
         "parameter": row.parameter,

@@ -19,7 +19,11 @@ _CORE = 0  # nvmlTemperatureSensors_t
 
 
 def sample(device: torch.device) -> dict[str, float | None] | None:
-    """{"sm_mhz", "memory_mhz", "watts", "celsius"} now, None for what the driver does not say; None on a CPU."""
+    """{"sm_mhz", "memory_mhz", "watts", "celsius"} now, None for what the driver does not say; None on a CPU.
+
+    Args:
+        device: of the trial.
+    """
     if device.type != "cuda":
         return None
     found = _handle(device)

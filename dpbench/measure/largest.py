@@ -23,6 +23,9 @@ def run(trial: LargestTrial) -> dict[str, Any]:
     `unused`), "limit" (`max_batch_size` fits), "nothing" (a batch of one does not) or "time". A probe is {"batch_size",
     "fits", "peak_bytes", "seconds"}, in the order in which they were made.
 
+    Args:
+        trial: which model, backend and budget.
+
     Raises:
         UnsupportedModel: the backend refuses the model, or is not available.
         UsageError: the model cannot be built.

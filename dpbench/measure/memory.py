@@ -40,7 +40,7 @@ from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
 from dpbench.trials import PeakTrial
-from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.outcome import OverBudget
 
 _MARK = "dpbench phase: "
@@ -53,6 +53,12 @@ def measured_peak(
 
     On CUDA `holds` is what is reported as the baseline; the peak is the allocator's, whatever else is alive.
     `phases` is what tells of the parts of the step, for their peaks.
+
+    Args:
+        step: runs one step.
+        holds: tensors that live before and after it.
+        device: where they are.
+        phases: tells of the parts of the step; None for no peaks of parts.
     """
     baseline = storage_bytes(holds)
     gc.collect()  # what an earlier step left in reference cycles would be released, and counted, during this one
@@ -129,7 +135,12 @@ def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, 
 
 
 def set_budget(budget: int | None, device: torch.device) -> None:
-    """Hold CUDA's allocator to `budget` bytes from now on; elsewhere there is nothing to set."""
+    """Hold CUDA's allocator to `budget` bytes from now on; elsewhere there is nothing to set.
+
+    Args:
+        budget: bytes, or None.
+        device: of the trial.
+    """
     if budget is not None and device.type == "cuda":
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(device).total_memory
@@ -138,6 +149,10 @@ def set_budget(budget: int | None, device: torch.device) -> None:
 
 def within_budget(result: dict[str, Any], budget: int | None) -> dict[str, Any]:
     """`result`, whose "memory" is a record of `Memory`, if its peak is at most `budget` bytes.
+
+    Args:
+        result: of a body.
+        budget: bytes, or None.
 
     Raises:
         OverBudget: with the result.
@@ -159,6 +174,9 @@ class UnsupportedSimulation(UnsupportedModel):
 
 def run(trial: PeakTrial) -> dict[str, Any]:
     """Body of a `PeakTrial`: {"memory", "budget_bytes", "parameters"}; "memory" has "phases", each with its peak.
+
+    Args:
+        trial: which model, backend and batch.
 
     Raises:
         OverBudget: the step needs more than `trial.memory_budget`.
@@ -212,11 +230,11 @@ def _model_bytes(step: Step) -> int:
 
 @contextmanager
 def _open_step(trial: PeakTrial, device: str, phases: Phases) -> Iterator[Step]:
-    backend_class = available_backend(trial.backend)
+    chosen = backend_class(trial.backend)
     workload = open_workload(trial, device)
     batch = workload.batch(trial.batch_size)
     with (
         phases.watched(workload.model, workload.loss_fn) as loss_fn,
-        backend_class(workload.model, loss_fn, verify=False) as backend,
+        chosen(workload.model, loss_fn, verify=False) as backend,
     ):
         yield Step(backend, *batch)

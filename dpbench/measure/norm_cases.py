@@ -46,7 +46,13 @@ class Case:
     rows: int = 0
 
     def tensors(self, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> list[Tensor]:
-        """The input and the parameters, from N(0, 1), rounded to `dtype`; parameters scaled to keep outputs small."""
+        """The input and the parameters, from N(0, 1), rounded to `dtype`; parameters scaled to keep outputs small.
+
+        Args:
+            generator: of the numbers.
+            device: where they are put.
+            dtype: that they are rounded to.
+        """
 
         def draw(shape: Sequence[int], scale: float = 1.0) -> Tensor:
             return (torch.randn(tuple(shape), generator=generator) * scale).to(device, dtype)
@@ -59,7 +65,12 @@ class Case:
 
 
 def cases(family: str, small: bool) -> list[Case]:
-    """The cases of a family, the same operations for `small` sizes."""
+    """The cases of a family, the same operations for `small` sizes.
+
+    Args:
+        family: one of `dpbench.trials.evidence.FAMILIES`, but "group_norm" and "kernels".
+        small: in miniature.
+    """
     return {
         "linear": _linear,
         "convolution": _convolutions,

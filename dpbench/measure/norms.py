@@ -47,6 +47,9 @@ Row = dict[str, Any]
 def run(trial: NormsTrial) -> dict[str, Any]:
     """{"rows": [{"operation", "sizes", "parameter", "route", "way", "error", "limit", "outcome", "evidence"}]}.
 
+    Args:
+        trial: which family, in which precision.
+
     Raises:
         Mismatch: an error is beyond its limit; with all rows.
         PartlyFailed: a way raised something; with all rows.
@@ -120,7 +123,14 @@ def _ways(rule: Rule) -> list[tuple[bool, str]]:
 
 
 def per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
-    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample after the other."""
+    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample after the other.
+
+    Args:
+        function: of the input and the parameters.
+        x: [n, ...].
+        parameters: of the operation.
+        g: the gradient of its output, [n, ...].
+    """
     wide = [p.double() for p in parameters]
     found: list[list[Tensor]] = []
     for i in range(len(x)):
@@ -224,7 +234,12 @@ def _group_norm_rows(
 
 
 def relative(found: Tensor, norms: Tensor) -> float:
-    """max_i |found_i - norms_i| / norms_i; infinite for what is not finite, or of another shape."""
+    """max_i |found_i - norms_i| / norms_i; infinite for what is not finite, or of another shape.
+
+    Args:
+        found: [n], computed.
+        norms: [n], float64.
+    """
     if found.shape != norms.shape or not bool(found.isfinite().all()):
         return float("inf")
     return float(((found.double() - norms).abs() / norms.clamp(min=1e-30)).max())

@@ -61,6 +61,9 @@ SPARED = 0.05
 def run(trial: OverheadTrial) -> dict[str, Any]:
     """See the module's docstring.
 
+    Args:
+        trial: which model, under which backends.
+
     Raises:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
         NotHere: the device has not this precision.
@@ -71,6 +74,11 @@ def run(trial: OverheadTrial) -> dict[str, Any]:
 
 def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry]) -> dict[str, Any]:
     """All entries on one batch: opened, round after round a turn each, and the memory of each.
+
+    Args:
+        trial: which model.
+        device: of the trial.
+        entries: one for each backend.
 
     Raises:
         PartlyFailed: see `run`.
@@ -101,12 +109,24 @@ def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry
 
 
 def order(entries: Sequence[Any], seed: int, number: int) -> list[Any]:
-    """A permutation of the entries that belongs to the round."""
+    """A permutation of the entries that belongs to the round.
+
+    Args:
+        entries: to be put in order.
+        seed: of the trial.
+        number: of the round.
+    """
     return random.Random(f"{seed}/{number}").sample(entries, len(entries))
 
 
 def rounds_for(turn_seconds: float, rounds: int, max_seconds: float) -> list[int]:
-    """The rounds in which a backend has a turn: all, or evenly spread as many as `max_seconds` holds, but three."""
+    """The rounds in which a backend has a turn: all, or evenly spread as many as `max_seconds` holds, but three.
+
+    Args:
+        turn_seconds: that a turn takes.
+        rounds: of the trial.
+        max_seconds: that its turns may take together.
+    """
     count = min(rounds, max(FEWEST_ROUNDS, int(max_seconds / turn_seconds) if turn_seconds > 0 else rounds))
     return [0] if count == 1 else [round(i * (rounds - 1) / (count - 1)) for i in range(count)]
 
@@ -132,7 +152,12 @@ class Entry:
     _step: Step | None = None
 
     def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
-        """Verify it, and warm it up."""
+        """Verify it, and warm it up.
+
+        Args:
+            workload: model, loss and data.
+            inputs, targets: of one batch.
+        """
         with self._guarded():
             self._opened(workload, inputs, targets)
             assert self._step is not None
@@ -164,7 +189,12 @@ class Entry:
             raise Mismatch({}, wrong)
 
     def turn(self, number: int, position: int) -> None:
-        """Time its steps of one round."""
+        """Time its steps of one round.
+
+        Args:
+            number: of the round.
+            position: within the round, from 0.
+        """
         if self._step is None:
             return
         gc.collect()
@@ -227,7 +257,12 @@ class Entry:
 
 
 def without(others: int, memory: Memory) -> Memory:
-    """A peak of a CUDA device less the bytes that the others have there, which are in all that its allocator counts."""
+    """A peak of a CUDA device less the bytes that the others have there, which are in all that its allocator counts.
+
+    Args:
+        others: bytes.
+        memory: as the device's allocator has it.
+    """
     kinds = ("peak_bytes", "active_bytes", "reserved_bytes")
     own = {kind: size - others for kind in kinds if (size := getattr(memory, kind)) is not None}
     return dataclasses.replace(memory, **own)
@@ -238,6 +273,9 @@ def allocations_that_fail(device: torch.device) -> Iterator[None]:
     """On a CPU: an allocation beyond the memory that is free now fails, where the kernel would kill the process.
 
     So one backend that needs too much is `oom`, and the others are not lost with it.
+
+    Args:
+        device: of the trial.
     """
     if device.type != "cpu":
         yield

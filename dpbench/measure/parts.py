@@ -70,7 +70,11 @@ class Parts:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs meanwhile is this part's."""
+        """What runs meanwhile is this part's.
+
+        Args:
+            name: of the part.
+        """
         self.left(self.inside[-1])
         self.inside.append(name)
         try:
@@ -80,7 +84,12 @@ class Parts:
             self.inside.pop()
 
     def of(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The function, whose calls are this part's."""
+        """The function, whose calls are this part's.
+
+        Args:
+            function: any.
+            name: of the part.
+        """
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -99,6 +108,9 @@ class Whole(NamedTuple):
 
 def run(trial: PartsTrial) -> dict[str, Any]:
     """See the module's text.
+
+    Args:
+        trial: which model and optimizer.
 
     Raises:
         UnsupportedModel: the engine's backend refuses the model.
@@ -129,7 +141,12 @@ def run(trial: PartsTrial) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
-    """The ordinary step: the mean of the losses, backward, the optimizer."""
+    """The ordinary step: the mean of the losses, backward, the optimizer.
+
+    Args:
+        trial: which model and optimizer.
+        device: of the trial.
+    """
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
@@ -148,7 +165,12 @@ def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
 
 @contextlib.contextmanager
 def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
-    """The engine's step, on batches of the caller's: what the loader does is no part of it."""
+    """The engine's step, on batches of the caller's: what the loader does is no part of it.
+
+    Args:
+        trial: which model and optimizer.
+        device: of the trial.
+    """
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
@@ -176,7 +198,13 @@ def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
 
 @contextlib.contextmanager
 def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Attach the engine, and make its parts tell, from outside: the engine itself knows nothing of being watched."""
+    """Attach the engine, and make its parts tell, from outside: the engine itself knows nothing of being watched.
+
+    Args:
+        parts: to tell of.
+        engine: that is not attached yet.
+        optimizer: to attach it to.
+    """
     optimizer.step = parts.of(optimizer.step, "optimizer")  # type: ignore[method-assign]
     with contextlib.ExitStack() as stack:
         engine.attach(optimizer)
@@ -193,7 +221,13 @@ def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) 
 
 
 def entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Counts | None) -> dict[str, Any]:
-    """The entry of one kind of step: of each part its seconds in every step, and of one step what was counted."""
+    """The entry of one kind of step: of each part its seconds in every step, and of one step what was counted.
+
+    Args:
+        names: of the parts.
+        seconds: of each step, part -> seconds.
+        counts: launches and waits by part, or None.
+    """
     parts: dict[str, Any] = {}
     for name in names:
         launches, waits = (None, None) if counts is None else (each[name] / TRACED for each in counts)

@@ -27,7 +27,12 @@ class Phases:
 
     @contextmanager
     def watched(self, model: nn.Module, loss_fn: LossFunction) -> Iterator[LossFunction]:
-        """The loss function to open a backend with; the hook is off the model afterwards."""
+        """The loss function to open a backend with; the hook is off the model afterwards.
+
+        Args:
+            model: whose forward pass is watched.
+            loss_fn: (outputs, targets) -> [B].
+        """
 
         def loss_of(outputs: Any, targets: Any) -> Any:
             losses = loss_fn(outputs, targets)

@@ -30,7 +30,11 @@ OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of parameters and floating inputs."""
+    """The dtype of parameters and floating inputs.
+
+    Args:
+        precision: the name of a profile.
+    """
     dtype = getattr(torch, profile_of(precision).dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -39,6 +43,10 @@ def dtype_of(precision: str) -> torch.dtype:
 @contextmanager
 def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
     """TF32 as the profile has it, while this lasts.
+
+    Args:
+        precision: the name of a profile.
+        device: of the trial.
 
     Raises:
         NotHere: the device cannot, or the environment forbids it: never silently another profile.
@@ -67,6 +75,9 @@ def tf32(on: bool) -> Iterator[None]:
 
     torch has an older and a newer way to say it, and refuses to read one where only the other was set. The older one
     sets both; for what was set before, the newer one alone is sure to be readable.
+
+    Args:
+        on: allowed, or not.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     parts = [matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]
@@ -125,6 +136,11 @@ def facts(precision: str, workload: Workload, inputs: Any, targets: Any) -> dict
     {"profile", "parameters": [dtypes], "computed": [dtypes], "tf32": {"cublas", "cudnn"}, "matmul", "override"}: "tf32"
     has torch's words ("ieee" and "none" are in full), "matmul" its `float32_matmul_precision`, which is a CPU's switch
     as well, "override" the environment's NVIDIA_TF32_OVERRIDE or None.
+
+    Args:
+        precision: the name of a profile.
+        workload: model, loss and data.
+        inputs, targets: of one batch.
     """
     few, target = map_tensors(lambda x: x[:2], (inputs, targets))
     with torch.enable_grad():

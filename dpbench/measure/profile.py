@@ -20,7 +20,7 @@ from dpbench.measure.bench import Step, device_of, open_workload, parameter_coun
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.traces import Trace, traced
 from dpbench.models.workload import Workload
-from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.evidence import ProfileTrial
 from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 
@@ -31,6 +31,9 @@ WARM = 4
 
 def run(trial: ProfileTrial) -> dict[str, Any]:
     """See the module's text.
+
+    Args:
+        trial: which model, under which backends.
 
     Raises:
         PartlyFailed: a backend's entry is an `error`; with the whole result.
@@ -56,7 +59,7 @@ def _entry(
 ) -> dict[str, Any]:
     entry: dict[str, Any] = {"outcome": Outcome.OK, "evidence": None}
     try:
-        with available_backend(name)(
+        with backend_class(name)(
             workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False
         ) as backend:
             step = Step(backend, *workload.batch(trial.batch_size))
@@ -77,7 +80,13 @@ def _entry(
 
 
 def summary(trace: Trace, steps: int, device: torch.device) -> dict[str, Any]:
-    """What an entry says of a trace, each number of one step."""
+    """What an entry says of a trace, each number of one step.
+
+    Args:
+        trace: of the steps.
+        steps: how many.
+        device: of the trial.
+    """
     cuda = device.type == "cuda"
     operations = trace.operations()
     seconds = sum(operation.seconds for operation in operations)

@@ -30,6 +30,9 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
     """{"parameters", "precision", "inputs", "backends"}: as an overhead trial, and the shape of each input.
 
     Of a model that cannot be built: {"usage": line}.
+
+    Args:
+        trial: which model, under which backends.
     """
     begin = time.monotonic()
     device = device_of(trial.device)

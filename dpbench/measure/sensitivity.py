@@ -64,7 +64,11 @@ class Autocast(nn.Module):
 
 
 def run(trial: SensitivityTrial) -> dict[str, Any]:
-    """{"rows": one for each case, with the fields of a `Found`}."""
+    """{"rows": one for each case, with the fields of a `Found`}.
+
+    Args:
+        trial: which backend, in which dtype.
+    """
     torch.set_num_threads(1)
     backend = backend_class(trial.backend)
     return {"rows": [asdict(found) for found in sensitivity(backend, trial.dtype, trial.device)]}
@@ -73,7 +77,14 @@ def run(trial: SensitivityTrial) -> dict[str, Any]:
 def sensitivity(
     backend: type[Backend], dtype: str = "float32", device: str = "cpu", cases: Iterable[HardRecord] = RECORDS
 ) -> Iterator[Found]:
-    """What every case comes to that makes sense in `dtype`, one of `dpbench.conformance.sensitivity.DTYPES`."""
+    """What every case comes to that makes sense in `dtype`, one of `dpbench.conformance.sensitivity.DTYPES`.
+
+    Args:
+        backend: which one.
+        dtype: one of `DTYPES`.
+        device: "cpu" or "cuda".
+        cases: of hard records.
+    """
     for case in cases:
         if dtype in case.dtypes:
             with torch.random.fork_rng(devices=[]):
@@ -82,7 +93,14 @@ def sensitivity(
 
 
 def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str = "cpu") -> Found:
-    """The worst that the records of a case do to one backend."""
+    """The worst that the records of a case do to one backend.
+
+    Args:
+        case: of hard records.
+        backend: which one.
+        dtype: one of `DTYPES`.
+        device: "cpu" or "cuda".
+    """
     if backend.together > 1:
         return Found(case.name, "unsupported", reason="it clips means of several samples, which is another mechanism")
     own = torch.float32 if dtype.endswith(AUTOCAST) else getattr(torch, dtype)
@@ -123,6 +141,13 @@ class Move:
 def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: str, limit: float) -> Iterator[Move]:
     """One for each record.
 
+    Args:
+        backend: opened on the problem's model.
+        problem: batches, and records to add to them.
+        dtype: of inputs and weights.
+        device: "cpu" or "cuda".
+        limit: what the backend states, in units of C.
+
     Raises:
         UnsupportedModel: the batch without any of the records is refused.
         Unusable: it raises an error, or its sum is no number.
@@ -160,31 +185,61 @@ def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: st
 
 
 def stated(backend: Backend, batch_size: int) -> float:
-    """What the backend says that one record can move the sum by; other libraries say nothing."""
+    """What the backend says that one record can move the sum by; other libraries say nothing.
+
+    Args:
+        backend: of ours, or another library's.
+        batch_size: B.
+    """
     bound = getattr(backend, "sensitivity_bound", None)
     return math.inf if bound is None else float(bound(batch_size))
 
 
 def names_place(said: str, place: int) -> bool:
-    """Whether an error says which record it is about, by its position in the batch."""
+    """Whether an error says which record it is about, by its position in the batch.
+
+    Args:
+        said: the error's words.
+        place: the position.
+    """
     return re.search(rf"\b(record|sample)s?\b.*\b{place}\b", said, re.DOTALL) is not None
 
 
 def between(batch: Tensor, one: Tensor, place: int) -> Tensor:
-    """The batch with one sample more, at `place`."""
+    """The batch with one sample more, at `place`.
+
+    Args:
+        batch: [B, ...].
+        one: [1, ...].
+        place: where it comes to stand.
+    """
     return torch.cat([batch[:place], one, batch[place:]])
 
 
 def finite(grads: Grads) -> bool:
+    """Whether all of a sum is finite.
+
+    Args:
+        grads: parameter name -> its part of the sum.
+    """
     return all(bool(torch.isfinite(grad).all()) for grad in grads.values())
 
 
 def distance(first: Grads, second: Grads) -> float:
-    """L2, over all parameters together, in float64."""
+    """L2, over all parameters together, in float64.
+
+    Args:
+        first, second: parameter name -> its part of the sum.
+    """
     apart = [torch.linalg.vector_norm(grad.double() - second[name].double()) for name, grad in first.items()]
     return float(torch.linalg.vector_norm(torch.stack(apart)))
 
 
 def one_line(error: Exception) -> str:
+    """An error's words, with its type unless it is a refusal.
+
+    Args:
+        error: of any kind.
+    """
     said = " ".join(str(error).split())
     return said if isinstance(error, (UnsupportedModel, Unusable)) else f"{type(error).__name__}: {said}"[:300]

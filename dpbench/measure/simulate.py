@@ -58,7 +58,8 @@ class SimulatedStep(Protocol):
 
     def __call__(self) -> object: ...
 
-    def holds(self) -> list[Tensor]: ...
+    def holds(self) -> list[Tensor]:
+        """Tensors that live before and after the step."""
 
 
 OpenStep = Callable[[], AbstractContextManager[SimulatedStep]]
@@ -102,7 +103,11 @@ class StorageLifetimes(TorchDispatchMode):
         return result
 
     def watch(self, tensor: Tensor) -> None:
-        """Count the storage of `tensor` from now to its death, unless it is counted already."""
+        """Count the storage of `tensor` from now to its death, unless it is counted already.
+
+        Args:
+            tensor: real or fake.
+        """
         if tensor.layout is not torch.strided:
             return  # a sparse tensor has no storage of its own; the indices and values it is made of are seen
         storage = tensor.untyped_storage()
@@ -133,7 +138,11 @@ class StorageLifetimes(TorchDispatchMode):
         self.peaks[self.phase] = peak
 
     def enter(self, phase: str) -> None:
-        """Another part of the step begins, or goes on."""
+        """Another part of the step begins, or goes on.
+
+        Args:
+            phase: its name.
+        """
         self._settle()
         self.phase = phase
         self.peak = max(self.peaks.get(phase, 0), self.alive)
@@ -286,5 +295,8 @@ def simulated_device(name: str) -> str:
     """Where fake tensors say they are: on `name`, or on the CPU where this machine has no such device.
 
     (Autograd asks the device's driver for its streams, fake or not.) Backends that choose by device choose alike.
+
+    Args:
+        name: "cpu" or "cuda".
     """
     return "cpu" if torch.device(name).type == "cuda" and not torch.cuda.is_available() else name

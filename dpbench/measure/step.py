@@ -19,7 +19,7 @@ from dpbench.measure.memory import measured_peak, set_budget, within_budget
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import stopwatch_for, time_steps
 from dpbench.trials import StepTrial
-from dpbench.trials.backend_classes import available_backend
+from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.outcome import Mismatch
 
 
@@ -28,6 +28,9 @@ def run(trial: StepTrial) -> dict[str, Any]:
 
     "precision": what torch's switches were (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power
     and temperature as the last timed step ended.
+
+    Args:
+        trial: which model, backend and batch.
 
     Raises:
         Mismatch: the answer on the first samples is not the oracle's; nothing was timed.
@@ -41,11 +44,11 @@ def run(trial: StepTrial) -> dict[str, Any]:
 
 
 def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
-    backend_class = available_backend(trial.backend)
+    chosen = backend_class(trial.backend)
     workload = open_workload(trial)
     inputs, targets = workload.batch(trial.batch_size)
     clip = Flat(max_grad_norm=trial.max_grad_norm)
-    with backend_class(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
+    with chosen(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
         record, wrong = verify.verified(backend, inputs, targets, trial.precision)
         result: dict[str, Any] = {
             "parameters": parameter_count(workload.model),

@@ -45,6 +45,12 @@ def time_steps(step: Callable[[], object], *, stopwatch: Stopwatch, steps: int, 
 
     After `max_seconds` of timing no further step is begun, but two are always timed. Steps so short that `steps` of
     them take less than half a second are timed more often.
+
+    Args:
+        step: runs one step.
+        stopwatch: of the device.
+        steps: how many, at least.
+        max_seconds: of timing.
     """
     warmup = warm_up(step, stopwatch=stopwatch, max_seconds=max_seconds / 2)
     gc.collect()
@@ -54,7 +60,13 @@ def time_steps(step: Callable[[], object], *, stopwatch: Stopwatch, steps: int, 
 
 
 def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: float) -> list[float]:
-    """Seconds of each step run until two windows agree, or `max_seconds` or MAX_WINDOWS are spent."""
+    """Seconds of each step run until two windows agree, or `max_seconds` or MAX_WINDOWS are spent.
+
+    Args:
+        step: runs one step.
+        stopwatch: of the device.
+        max_seconds: of warming up.
+    """
     seconds = stopwatch(step, 1, math.inf)
     previous = math.inf
     for _ in range(MAX_WINDOWS):
@@ -69,11 +81,22 @@ def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: fl
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The clock of a device."""
+    """The clock of a device.
+
+    Args:
+        device: of the trial.
+    """
     return cuda_stopwatch if device.type == "cuda" else cpu_stopwatch
 
 
 def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
+    """Seconds of each step, on the host's clock.
+
+    Args:
+        step: runs one step.
+        count: how many steps.
+        max_seconds: after which no further one is begun.
+    """
     seconds: list[float] = []
     begin = time.perf_counter()
     for _ in range(count):
@@ -87,7 +110,13 @@ def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) ->
 
 
 def cuda_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
-    """As the device saw it: from the end of the step before to the end of this one."""
+    """As the device saw it: from the end of the step before to the end of this one.
+
+    Args:
+        step: runs one step.
+        count: how many steps.
+        max_seconds: after which no further one is begun.
+    """
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True)]
     events[0].record()

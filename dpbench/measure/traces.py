@@ -67,7 +67,11 @@ class Trace:
         return any(event.get("cat") in _ON_DEVICE for event in self.events)
 
     def times_of(self, pattern: re.Pattern[str]) -> list[float]:
-        """When the host called what matches, in the trace's microseconds."""
+        """When the host called what matches, in the trace's microseconds.
+
+        Args:
+            pattern: of the operation's name, from its beginning.
+        """
         return sorted(e["ts"] for e in self.events if e.get("cat") in _OF_HOST and pattern.match(e["name"]))
 
     def launches(self) -> list[float]:
@@ -79,7 +83,11 @@ class Trace:
         return self.times_of(_WAIT)
 
     def marks(self, prefix: str) -> list[tuple[float, str]]:
-        """(when, the rest of the name) of our own annotations that begin with `prefix`."""
+        """(when, the rest of the name) of our own annotations that begin with `prefix`.
+
+        Args:
+            prefix: of the annotation's name.
+        """
         found = (e for e in self.events if e.get("cat") == "user_annotation" and e["name"].startswith(prefix))
         return sorted((e["ts"], e["name"].removeprefix(prefix)) for e in found)
 
@@ -122,6 +130,11 @@ class Trace:
 def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trace:
     """The trace of `steps` steps; on CUDA after one that starts the profiler up, and with all that they launched.
 
+    Args:
+        step: runs one step.
+        device: of the trial.
+        steps: how many.
+
     Raises:
         NotHere: on CUDA, where the profiler saw nothing of the device.
     """
@@ -152,5 +165,10 @@ def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trac
 
 
 def within(times: Iterable[float], begin: float, end: float) -> int:
-    """How many times lie in an interval, its end excluded."""
+    """How many times lie in an interval, its end excluded.
+
+    Args:
+        times: in any unit.
+        begin, end: of the interval.
+    """
     return sum(begin <= time < end for time in times)

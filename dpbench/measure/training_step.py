@@ -38,6 +38,9 @@ STEPS = 100
 def run(trial: TrainingStepTrial) -> dict[str, Any]:
     """See the module's docstring.
 
+    Args:
+        trial: which model, by which engines.
+
     Raises:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
         NotHere: the device has not this precision.
@@ -130,15 +133,23 @@ def _losses(workload: Workload, model: nn.Module, inputs: Any, targets: Any) -> 
     return workload.loss_fn(forward(model, inputs), targets)
 
 
-def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _by_backward(
+    workload: Workload, model: nn.Module, optimizer: Any, inputs: Any, targets: Any
+) -> Callable[[], Tensor]:
+    """A step as ordinary loops have it."""
+
     def take() -> Tensor:
-        losses = _losses(workload, workload.model, inputs, targets)
+        losses = _losses(workload, model, inputs, targets)
         losses.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         return losses.detach()
 
-    return take, _nothing
+    return take
+
+
+def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    return _by_backward(workload, workload.model, optimizer, inputs, targets), _nothing
 
 
 def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
@@ -174,14 +185,7 @@ def _opacus_hooks(_: str, workload: Workload, optimizer: torch.optim.Optimizer, 
     model = GradSampleModule(_not_in_place(workload.model), loss_reduction="mean")
     private = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets))
 
-    def take() -> Tensor:
-        losses = _losses(workload, model, inputs, targets)
-        losses.mean().backward()
-        private.step()
-        private.zero_grad()
-        return losses.detach()
-
-    return take, model.to_standard_module
+    return _by_backward(workload, model, private, inputs, targets), model.to_standard_module
 
 
 def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
@@ -248,14 +252,7 @@ def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs
     )
     engine.attach(optimizer)
 
-    def take() -> Tensor:
-        losses = _losses(workload, workload.model, inputs, targets)
-        losses.mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return losses.detach()
-
-    return take, engine.detach
+    return _by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach
 
 
 def _nothing() -> None:

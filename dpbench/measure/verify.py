@@ -29,13 +29,24 @@ SAMPLES = 2
 
 
 def oracle(workload: Workload, inputs: Any, targets: Any, clip: ClipFunction) -> ClippedGradient:
-    """The answer of one sample after the other."""
+    """The answer of one sample after the other.
+
+    Args:
+        workload: model, loss and data.
+        inputs, targets: of one batch.
+        clip: norms [B] -> factors [B].
+    """
     with tf32(False), load_backend("microbatch")(workload.model, workload.loss_fn, clip=clip) as microbatch:
         return microbatch(inputs, targets)
 
 
 def against_oracle(backend: Backend, inputs: Any, targets: Any) -> tuple[Agreement, Limit, int]:
-    """How far the backend is from the oracle on the first samples of a batch, what rounding explains, and how many."""
+    """How far the backend is from the oracle on the first samples of a batch, what rounding explains, and how many.
+
+    Args:
+        backend: to be verified.
+        inputs, targets: of one batch.
+    """
     samples = min(SAMPLES * backend.together, leading_dimension(inputs, targets))
     with tf32(False):
         return *agreement_with_oracle(backend, inputs, targets, SAMPLES), samples
@@ -63,13 +74,25 @@ def verified(backend: Backend, inputs: Any, targets: Any, precision: str) -> tup
 
 
 def agreement(backend: Backend, inputs: Any, targets: Any, reference: ClippedGradient) -> Agreement:
-    """How far the backend's answer is from the reference."""
+    """How far the backend's answer is from the reference.
+
+    Args:
+        backend: to be verified.
+        inputs, targets: of one batch.
+        reference: the oracle's answer on it.
+    """
     with tf32(False):
         return compare(backend(inputs, targets), reference)
 
 
 def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[str, Any]:
-    """The record of a verification; raises nothing."""
+    """The record of a verification; raises nothing.
+
+    Args:
+        found: how far the backend is off.
+        limit: what rounding explains.
+        samples: how many were compared.
+    """
     return {
         "samples": samples,
         "max_norm_error": found.norm_error,
@@ -80,12 +103,27 @@ def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[st
 
 
 def mismatch(backend: str, found: Agreement, limit: Limit, result: dict[str, Any], where: str = "") -> Mismatch:
-    """The exception that says by how much, and at which parameter, the answer is wrong."""
+    """The exception that says by how much, and at which parameter, the answer is wrong.
+
+    Args:
+        backend: its name.
+        found: how far it is off.
+        limit: what rounding explains.
+        result: of the trial.
+        where: on which batch, in words.
+    """
     return Mismatch(result, difference(backend, found, limit, where))
 
 
 def difference(backend: str, found: Agreement, limit: Limit, where: str = "") -> str:
-    """By how much, and at which parameter, the answer is wrong."""
+    """By how much, and at which parameter, the answer is wrong.
+
+    Args:
+        backend: its name.
+        found: how far it is off.
+        limit: what rounding explains.
+        where: on which batch, in words.
+    """
     return (
         f"{backend} differs from the microbatch oracle{where}: relative error {found.norm_error:.1e} in the norms and "
         f"{found.grad_error:.1e} in the gradient of {found.parameter!r}, expected at most {limit}"
@@ -93,5 +131,9 @@ def difference(backend: str, found: Agreement, limit: Limit, where: str = "") ->
 
 
 def tolerance_of(dtype: str) -> Limit:
-    """The largest relative errors that rounding in `dtype` explains."""
+    """The largest relative errors that rounding in `dtype` explains.
+
+    Args:
+        dtype: its name in torch.
+    """
     return limit_of([getattr(torch, dtype)])

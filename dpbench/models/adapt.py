@@ -23,6 +23,9 @@ MAX_GROUPS = 32  # Wu & He 2018, arXiv:1803.08494
 def group_norm(channels: int) -> nn.GroupNorm:
     """GroupNorm in min(32, channels) groups, for the built-in models.
 
+    Args:
+        channels: of what is normalised.
+
     Raises:
         ValueError: channels is above 32 and no multiple of it.
     """
@@ -37,6 +40,9 @@ def replace_batch_norm(model: nn.Module) -> nn.Module:
     at 1 and 0, never at the old values: a BatchNorm that starts at zero, as the last one of a residual branch often
     does, gives that branch zero gradients, on which no check could fail. A subclass that also drops out and activates
     (timm's BatchNormAct2d) keeps doing so. A module used twice stays one module.
+
+    Args:
+        model: any module.
     """
     replaced: dict[int, nn.Module] = {}
 
@@ -74,6 +80,9 @@ def remove_dropout(model: nn.Module) -> None:
     """Set the probability of every dropout and stochastic-depth module to 0, in place.
 
     Knows torch's Dropout* and MultiheadAttention, and what timm, torchvision and transformers hand to F.dropout.
+
+    Args:
+        model: any module.
     """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "StochasticDepth":
@@ -85,6 +94,9 @@ def remove_dropout(model: nn.Module) -> None:
 
 def adapt(model: nn.Module) -> nn.Module:
     """Both changes, and train mode. Referenced models all pass through here; the built-in ones need no change.
+
+    Args:
+        model: any module, changed in place.
 
     Raises:
         ModelError: a lazy module, whose parameters do not exist yet.
@@ -102,6 +114,10 @@ def to_fake(model: nn.Module, mode: object) -> nn.Module:
 
     For models that have to be built of real tensors even under FakeTensorMode: the constructors of timm and others
     read values (`torch.linspace(...).tolist()`), which fake tensors have not.
+
+    Args:
+        model: of real tensors.
+        mode: the fake mode that was left to build it, or None.
     """
     if isinstance(mode, FakeTensorMode):
         with unset_fake_temporarily():
@@ -110,7 +126,13 @@ def to_fake(model: nn.Module, mode: object) -> nn.Module:
 
 
 def place(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
-    """model.to(device, dtype), which also does for fake tensors (torch's own refuses to change their device)."""
+    """model.to(device, dtype), which also does for fake tensors (torch's own refuses to change their device).
+
+    Args:
+        model: of real or of fake tensors.
+        device: "cpu" or "cuda".
+        dtype: of all parameters and floating-point buffers.
+    """
     if not any(isinstance(p, FakeTensor) for p in model.parameters()):
         return model.to(device, dtype)
     _exchange(model, lambda t: t.to(device, dtype if t.is_floating_point() else t.dtype))

@@ -15,6 +15,10 @@ from dpbench.models.workload import ModelError
 def cnn(*, num_classes: int = 10, image_size: int = 32) -> nn.Module:
     """Images [B, 3, S, S] -> logits [B, num_classes]. The first linear layer reads the 128 x (S/8) x (S/8) features.
 
+    Args:
+        num_classes: logits.
+        image_size: S, in pixels.
+
     Raises:
         ModelError: image_size is below 8, which three poolings need.
     """

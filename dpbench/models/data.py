@@ -57,6 +57,9 @@ class ImageSet:
 def validate_data(spec: str) -> None:
     """Check what can be checked of `data` without torch: the name, and that ROOT is a folder.
 
+    Args:
+        spec: KIND or KIND:ROOT, as a trial has it.
+
     Raises:
         UsageError: one line.
     """
@@ -66,7 +69,12 @@ def validate_data(spec: str) -> None:
 
 
 def refuse_images(spec: str, reader: str) -> None:
-    """Raise a UsageError if `spec` names images that a person has to have asked for; `digits` is only the default."""
+    """Raise a UsageError if `spec` names images that a person has to have asked for; `digits` is only the default.
+
+    Args:
+        spec: KIND or KIND:ROOT, as a trial has it.
+        reader: the model, in words.
+    """
     if spec not in ("digits", "synthetic"):
         raise UsageError(f"data 'synthetic' for {reader}, which reads seeded random tokens", spec)
 
@@ -75,6 +83,14 @@ def images(
     spec: str, *, image_size: int, num_classes: int, device: str, dtype: torch.dtype, seed: int
 ) -> Callable[[int], tuple[Tensor, Tensor]]:
     """batch(B) -> (images [B, 3, S, S] of `dtype`, labels [B] int64), both on `device`.
+
+    Args:
+        spec: KIND or KIND:ROOT, as a trial has it.
+        image_size: S, in pixels.
+        num_classes: labels are below it.
+        device: "cpu" or "cuda".
+        dtype: of the images.
+        seed: of what is drawn.
 
     Raises:
         UsageError: the data set is missing or truncated (also in batch(B), for images that are read then).
@@ -115,6 +131,10 @@ def split(spec: str, *, image_size: int) -> tuple[tuple[Tensor, Tensor], tuple[T
     CIFAR has a test set of its own. Of any other data a fifth is held out, by a permutation that is always the same;
     of `synthetic` there are 1000.
 
+    Args:
+        spec: KIND or KIND:ROOT, as a trial has it.
+        image_size: S, in pixels.
+
     Raises:
         UsageError: the data set is missing or truncated.
     """
@@ -143,6 +163,13 @@ def tokens(
 
     Targets are labels [B] below `num_classes`, or, where that is None, the next tokens [B, length]. The first ten ids
     are left out: padding is among them, and tokenizers' other special marks.
+
+    Args:
+        vocabulary: ids are below it.
+        length: of a sequence, in tokens.
+        num_classes: labels are below it; None for the next tokens.
+        device: "cpu" or "cuda".
+        seed: of what is drawn.
     """
     import torch
 

@@ -40,6 +40,11 @@ class Classifier:
 def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
     """`timm.create_model` of NAME?options, with random weights; img_size is passed to the architectures that take one.
 
+    Args:
+        reference: NAME?options.
+        num_classes: logits.
+        image_size: S, in pixels.
+
     Raises:
         ModelError: timm is missing, has no such model or no such option, or cannot build it for such images.
     """
@@ -63,6 +68,11 @@ def timm_model(reference: str, *, num_classes: int, image_size: int) -> Classifi
 
 def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> Classifier:
     """A classification model of torchvision, NAME?options, with random weights.
+
+    Args:
+        reference: NAME?options.
+        num_classes: logits.
+        image_size: S, in pixels.
 
     Raises:
         ModelError: torchvision is missing, has no such model or no such option, or cannot build it for such images.
@@ -95,6 +105,11 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
 
     The file can import its neighbours. A model with fewer than `num_classes` logits gets labels below their number.
 
+    Args:
+        ref: ``path/file.py:factory``.
+        num_classes: logits, at most.
+        image_size: S, in pixels.
+
     Raises:
         ModelError: no such function; the file or the function raises, or returns something else.
     """
@@ -122,6 +137,13 @@ def classifier(
     ref: str, make: Callable[[], nn.Module], options: Collection[str] = (), *, num_classes: int, image_size: int
 ) -> Classifier:
     """Build with make(), adapt, and try on one image. `make` runs on real tensors even under FakeTensorMode.
+
+    Args:
+        ref: the reference, for errors.
+        make: builds the model.
+        options: names of those that the reference gave.
+        num_classes: logits.
+        image_size: S, in pixels.
 
     Raises:
         ModelError: it cannot be built, knows one of the `options` not, or fails on an image of this size.
@@ -152,7 +174,11 @@ def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
 
 @contextmanager
 def needs(package: str) -> Iterator[None]:
-    """Say in one line that `package` is missing, and how to have it, if the body cannot import it."""
+    """Say in one line that `package` is missing, and how to have it, if the body cannot import it.
+
+    Args:
+        package: its name to import.
+    """
     try:
         yield
     except ImportError as error:
@@ -177,7 +203,11 @@ def _one_line(expected: str, path: Path | None = None) -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an error."""
+    """Type and first line of an error.
+
+    Args:
+        error: of any kind.
+    """
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 

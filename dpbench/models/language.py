@@ -57,6 +57,11 @@ class TextModel:
 def transformers_model(reference: str, *, num_classes: int, image_size: int) -> TextModel | Classifier:
     """Build NAME, or NAME@T for sequences of T tokens; options between the two are fields of its configuration.
 
+    Args:
+        reference: NAME?options@T.
+        num_classes: labels of a model that reads text to classify it.
+        image_size: S, in pixels, of a model that reads images.
+
     Raises:
         ModelError: transformers is missing or does not know the name or an option; the model is an encoder-decoder, or
             of another modality, or larger than `MAX_PARAMETERS`; T is no length that it can read.
@@ -112,6 +117,9 @@ def without_dropout(config: Any) -> None:
     """Every probability of dropping something, whatever the type calls it (attn_pdrop, layerdrop, ...).
 
     Some types read it from the configuration in each forward pass, where `remove_dropout` does not see it.
+
+    Args:
+        config: a configuration, changed in place.
     """
     for key, value in config.to_dict().items():
         if "drop" in key and isinstance(value, float):
@@ -120,7 +128,11 @@ def without_dropout(config: Any) -> None:
 
 @contextmanager
 def built(name: str) -> Iterator[None]:
-    """What the body raises about a configuration, in one line."""
+    """What the body raises about a configuration, in one line.
+
+    Args:
+        name: of the model, for the error.
+    """
     try:
         yield
     except (ModelError, MemoryError, torch.OutOfMemoryError):

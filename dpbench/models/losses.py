@@ -16,7 +16,12 @@ def _logits(outputs: Any) -> Tensor:
 
 
 def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """Cross entropy of each sample: logits [B, K] (or an object that has them as `logits`), labels [B] -> [B]."""
+    """Cross entropy of each sample: logits [B, K] (or an object that has them as `logits`), labels [B] -> [B].
+
+    Args:
+        outputs: of the model.
+        targets: labels, int64.
+    """
     return F.cross_entropy(_logits(outputs), targets, reduction="none")
 
 
@@ -25,6 +30,10 @@ def token_loss(outputs: Any, targets: Tensor) -> Tensor:
 
     The mean, not the sum, as in ordinary training: the clipping norm then does not depend on T. Of a model that reads
     more or fewer places, those that have both logits and a token.
+
+    Args:
+        outputs: of the model.
+        targets: tokens, int64.
     """
     logits = _logits(outputs)
     if logits.shape[1] != targets.shape[1]:
@@ -35,7 +44,12 @@ def token_loss(outputs: Any, targets: Tensor) -> Tensor:
 
 
 def alignment_loss(outputs: Any, targets: Tensor) -> Tensor:
-    """-log of the probability of the labels under every alignment: logits [B, T, V], targets [B, L] -> [B]."""
+    """-log of the probability of the labels under every alignment: logits [B, T, V], targets [B, L] -> [B].
+
+    Args:
+        outputs: of the model.
+        targets: labels, int64, none of them 0, the blank.
+    """
     logits = _logits(outputs)
     frames, labels = (torch.full((len(logits),), length) for length in (logits.shape[1], targets.shape[1]))
     return F.ctc_loss(F.log_softmax(logits, -1).transpose(0, 1), targets, frames, labels, reduction="none")

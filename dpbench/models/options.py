@@ -19,6 +19,9 @@ _WORDS = {"true": True, "false": False, "none": None}
 def split_options(name: str) -> tuple[str, dict[str, Any]]:
     """(name without its options, the options in order): ``a?x=1@T`` -> (``a@T``, {"x": 1}).
 
+    Args:
+        name: of a model, with its options.
+
     Raises:
         ModelError: an option without a name or a value, or named twice.
     """
@@ -38,7 +41,11 @@ def split_options(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_value(text: str) -> Any:
-    """A number, a truth value, None, a tuple of such, or the text itself."""
+    """A number, a truth value, None, a tuple of such, or the text itself.
+
+    Args:
+        text: of one option, not empty.
+    """
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if text[0] in "([" and text[-1] in ")]":
@@ -54,6 +61,11 @@ def parse_value(text: str) -> Any:
 def refuse_taken(model: str, options: Collection[str], taken: Collection[str]) -> None:
     """Refuse options that the harness sets itself: the `taken` ones, and every dropout, which is off in all models.
 
+    Args:
+        model: its name, for the error.
+        options: names of those that were given.
+        taken: names of those that the trial sets.
+
     Raises:
         ModelError: naming the first.
     """
@@ -66,6 +78,11 @@ def refuse_taken(model: str, options: Collection[str], taken: Collection[str]) -
 
 def refuse_unknown(model: str, error: TypeError, options: Collection[str]) -> None:
     """Say in one line what a constructor says of an option that it does not take; return if `error` is of another kind.
+
+    Args:
+        model: its name, for the error.
+        error: what the constructor raised.
+        options: names of those that were given.
 
     Raises:
         ModelError: naming the option.

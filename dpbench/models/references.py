@@ -33,6 +33,9 @@ _FORMS = f"timm:NAME, torchvision:NAME, transformers:NAME, tiny:HEAD/TYPE or {FA
 def split_reference(ref: str) -> tuple[str, str]:
     """(scheme, name) of a reference: scheme is "builtin", "timm", "torchvision", "transformers" or "file".
 
+    Args:
+        ref: of a model.
+
     Raises:
         UsageError: an unknown built-in or scheme, with the nearest known name.
     """
@@ -55,6 +58,9 @@ def split_reference(ref: str) -> tuple[str, str]:
 def split_builtin(ref: str) -> tuple[str, dict[str, bool]]:
     """(name, options) of a built-in. All but cnn, which has no ReLU, know ``in_place``: whether their ReLUs work so.
 
+    Args:
+        ref: of a built-in model.
+
     Raises:
         ModelError: another option, or a value that is neither true nor false.
     """
@@ -72,6 +78,9 @@ def validate_reference(ref: str) -> None:
 
     Whether timm, torchvision or transformers know the name and the options, and whether the file has such a function,
     shows when the model is built (`dpbench.models.loading.load_workload`).
+
+    Args:
+        ref: of a model.
 
     Raises:
         UsageError: with the nearest known name where there is one.

@@ -140,37 +140,65 @@ def _resnet(
 
 
 def resnet18(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """11,173,962 parameters with ten classes. Every image_size will do, here and below."""
+    """11,173,962 parameters with ten classes. Every image_size will do, here and below.
+
+    Args:
+        num_classes, image_size, in_place: logits; S, in pixels; whether ReLUs work in place.
+    """
     return _resnet(BasicBlock, (2, 2, 2, 2), num_classes, in_place)
 
 
 def resnet34(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """21,282,122 parameters with ten classes."""
+    """21,282,122 parameters with ten classes.
+
+    Args:
+        num_classes, image_size, in_place: as those of `resnet18`.
+    """
     return _resnet(BasicBlock, (3, 4, 6, 3), num_classes, in_place)
 
 
 def resnet50(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """23,520,842 parameters with ten classes."""
+    """23,520,842 parameters with ten classes.
+
+    Args:
+        num_classes, image_size, in_place: as those of `resnet18`.
+    """
     return _resnet(Bottleneck, (3, 4, 6, 3), num_classes, in_place)
 
 
 def resnet101(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """42,512,970 parameters with ten classes."""
+    """42,512,970 parameters with ten classes.
+
+    Args:
+        num_classes, image_size, in_place: as those of `resnet18`.
+    """
     return _resnet(Bottleneck, (3, 4, 23, 3), num_classes, in_place)
 
 
 def resnet152(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """58,156,618 parameters with ten classes."""
+    """58,156,618 parameters with ten classes.
+
+    Args:
+        num_classes, image_size, in_place: as those of `resnet18`.
+    """
     return _resnet(Bottleneck, (3, 8, 36, 3), num_classes, in_place)
 
 
 def wide_resnet(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> WideResNet:
-    """WRN-16-4."""
+    """WRN-16-4.
+
+    Args:
+        num_classes, image_size, in_place: as those of `resnet18`.
+    """
     return WideResNet(16, 4, num_classes, in_place)
 
 
 def resnext(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> ResNet:
-    """ResNeXt-29 32x4d: widths 128, 256, 512 in 32 groups, doubled by the last 1x1 convolution."""
+    """ResNeXt-29 32x4d: widths 128, 256, 512 in 32 groups, doubled by the last 1x1 convolution.
+
+    Args:
+        num_classes, image_size, in_place: as those of `resnet18`.
+    """
 
     def block(inputs: int, width: int, stride: int, in_place: bool) -> Bottleneck:
         return Bottleneck(inputs, width, stride, in_place, expansion=2, groups=32)

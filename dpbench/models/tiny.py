@@ -56,6 +56,10 @@ OF_TOKENS = ("causal", "masked", "seq2seq")
 def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload:
     """The model and its batches, of HEAD/TYPE. `num_classes` and `image_size` are its own.
 
+    Args:
+        reference: HEAD/TYPE?options.
+        num_classes, image_size: not looked at.
+
     Raises:
         ModelError: transformers is missing, no such head or type, it does not build, or does not take a batch.
     """
@@ -91,6 +95,11 @@ def tiny_model(reference: str, *, num_classes: int, image_size: int) -> Workload
 def taken(reference: str, head: str, model: nn.Module) -> Callable[[int], tuple[Any, Any]]:
     """batch(B) of the first form of inputs that the model takes.
 
+    Args:
+        reference: of the model, for the error.
+        head: one of `HEADS`.
+        model: to be tried.
+
     Raises:
         ModelError: it takes none; the reason is that of the first form.
     """
@@ -118,7 +127,12 @@ Inputs = Callable[[int, torch.Generator], dict[str, Tensor]]
 
 
 def forms(head: str, model: nn.Module) -> Iterator[Inputs]:
-    """The forms that a model's inputs may have, the likeliest first."""
+    """The forms that a model's inputs may have, the likeliest first.
+
+    Args:
+        head: one of `HEADS`.
+        model: of transformers.
+    """
     if head == "image":
         yield from of_images(model)
     elif head in ("audio", "ctc"):
@@ -128,7 +142,12 @@ def forms(head: str, model: nn.Module) -> Iterator[Inputs]:
 
 
 def of_text(head: str, model: nn.Module) -> Inputs:
-    """Tokens; the last one is the mark of the end where a label is read from it, and the decoder has as many."""
+    """Tokens; the last one is the mark of the end where a label is read from it, and the decoder has as many.
+
+    Args:
+        head: one of `HEADS`.
+        model: of transformers.
+    """
     name = "input_ids" if "input_ids" in parameters_of(model) else "inputs"
 
     def inputs(b: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -143,7 +162,11 @@ def of_text(head: str, model: nn.Module) -> Inputs:
 
 
 def of_images(model: nn.Module) -> Iterator[Inputs]:
-    """Pixels; patches, where a model cuts none itself; or a token for each pixel."""
+    """Pixels; patches, where a model cuts none itself; or a token for each pixel.
+
+    Args:
+        model: of transformers.
+    """
     taken: Any = parameters_of(model)
     vision = getattr(model.config, "vision_config", model.config)
     name = next((name for name in ("pixel_values", "inputs") if name in taken), "input_ids")
@@ -164,7 +187,11 @@ def of_images(model: nn.Module) -> Iterator[Inputs]:
 
 
 def of_sound(model: nn.Module) -> Iterator[Inputs]:
-    """A wave, or a spectrum in one of three shapes."""
+    """A wave, or a spectrum in one of three shapes.
+
+    Args:
+        model: of transformers.
+    """
     config: Any = model.config
     name = str(model.main_input_name)
     bands = getattr(config, "num_mel_bins", getattr(getattr(config, "encoder_config", config), "num_mel_bins", 80))
@@ -177,22 +204,42 @@ def of_sound(model: nn.Module) -> Iterator[Inputs]:
 
 
 def noise(name: str, *shape: int) -> Inputs:
-    """Normal values [B, *shape]."""
+    """Normal values [B, *shape].
+
+    Args:
+        name: of the argument.
+        shape: of one sample.
+    """
     return lambda b, generator: {name: torch.randn(b, *shape, generator=generator)}
 
 
 def tokens(b: int, generator: torch.Generator) -> Tensor:
-    """[b, LENGTH], none of them a mark."""
+    """[b, LENGTH], none of them a mark.
+
+    Args:
+        b: how many sequences.
+        generator: of the ids.
+    """
     return torch.randint(FIRST_TOKEN, VOCABULARY, (b, LENGTH), generator=generator)
 
 
 def parameters_of(model: nn.Module) -> Container[str]:
-    """The names of what its forward takes."""
+    """The names of what its forward takes.
+
+    Args:
+        model: any module.
+    """
     return inspect.signature(model.forward).parameters
 
 
 def targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
-    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] that a blank (0) is not among."""
+    """Tokens [B, T], labels [B] of `CLASSES`, or two labels [B, 2] that a blank (0) is not among.
+
+    Args:
+        head: one of `HEADS`.
+        batch_size: B.
+        generator: of the labels.
+    """
     if head in OF_TOKENS:
         return tokens(batch_size, generator)
     if head == "ctc":
@@ -201,5 +248,9 @@ def targets(head: str, batch_size: int, generator: torch.Generator) -> Tensor:
 
 
 def loss_of(head: str) -> Callable[[Any, Any], Tensor]:
-    """loss_fn(outputs, targets) -> [B] of the head; see the module's docstring."""
+    """loss_fn(outputs, targets) -> [B] of the head; see the module's docstring.
+
+    Args:
+        head: one of `HEADS`.
+    """
     return token_loss if head in OF_TOKENS else alignment_loss if head == "ctc" else classification_loss

@@ -192,12 +192,21 @@ FITTING: dict[str, dict[str, Any]] = {
 
 
 def shrunk(default: Any, **fixed: Any) -> Any:
-    """The configuration of the same type with small fields; `fixed` ones as they are given."""
+    """The configuration of the same type with small fields; `fixed` ones as they are given.
+
+    Args:
+        default: a configuration of transformers.
+        fixed: field -> value.
+    """
     return type(default)(**changes(default) | fixed)
 
 
 def changes(default: Any) -> dict[str, Any]:
-    """What differs from `default`: field -> value."""
+    """What differs from `default`: field -> value.
+
+    Args:
+        default: a configuration of transformers.
+    """
     from transformers.configuration_utils import PreTrainedConfig
 
     fields = vars(default)
@@ -221,14 +230,22 @@ def changes(default: Any) -> dict[str, Any]:
 
 
 def divided(widths: Sequence[int]) -> list[int]:
-    """Widths in the same proportion, multiples of 8 and the smallest at least 16, where they allow it."""
+    """Widths in the same proportion, multiples of 8 and the smallest at least 16, where they allow it.
+
+    Args:
+        widths: of the stages of a model.
+    """
     fits = (d for d in (16, 8, 4, 2) if min(widths) // d >= 16 and all(w % (8 * d) == 0 for w in widths))
     by = next(fits, 1)
     return [w // by for w in widths]
 
 
 def marks(default: Any) -> dict[str, Any]:
-    """Padding, beginning, end: 0, 1, 2; every other mark from 3 on, below `FIRST_TOKEN`."""
+    """Padding, beginning, end: 0, 1, 2; every other mark from 3 on, below `FIRST_TOKEN`.
+
+    Args:
+        default: a configuration of transformers.
+    """
     usual = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     found = {key: value for key, value in usual.items() if hasattr(default, key)}
     others = [k for k, v in vars(default).items() if k.endswith(("_token_id", "_token_index")) and isinstance(v, int)]

@@ -42,20 +42,36 @@ def _vgg(name: str, depths: tuple[int, ...], num_classes: int, image_size: int, 
 
 
 def vgg11(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration A: 8 convolutions."""
+    """Configuration A: 8 convolutions.
+
+    Args:
+        num_classes, image_size, in_place: logits; S, in pixels; whether ReLUs work in place.
+    """
     return _vgg("vgg11", (1, 1, 2, 2, 2), num_classes, image_size, in_place)
 
 
 def vgg13(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration B: 10 convolutions."""
+    """Configuration B: 10 convolutions.
+
+    Args:
+        num_classes, image_size, in_place: as those of `vgg11`.
+    """
     return _vgg("vgg13", (2, 2, 2, 2, 2), num_classes, image_size, in_place)
 
 
 def vgg16(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration D: 13 convolutions."""
+    """Configuration D: 13 convolutions.
+
+    Args:
+        num_classes, image_size, in_place: as those of `vgg11`.
+    """
     return _vgg("vgg16", (2, 2, 3, 3, 3), num_classes, image_size, in_place)
 
 
 def vgg19(*, num_classes: int = 10, image_size: int = 32, in_place: bool = True) -> VGG:
-    """Configuration E: 16 convolutions."""
+    """Configuration E: 16 convolutions.
+
+    Args:
+        num_classes, image_size, in_place: as those of `vgg11`.
+    """
     return _vgg("vgg19", (2, 2, 4, 4, 4), num_classes, image_size, in_place)

@@ -30,6 +30,12 @@ def run_in_child(trial: Trial, server: int, answer: int, log: int, inherited: Se
     """Run `trial` in this process, just forked from `server`; write its answer to `answer`, all output to `log`.
 
     Closes the `inherited` descriptors of the server. Never returns into its code, which must not run twice.
+
+    Args:
+        trial: to be run.
+        server: the process that forked this one.
+        answer, log: descriptors to write to.
+        inherited: descriptors to close.
     """
     code = 1
     try:
@@ -84,7 +90,12 @@ def _set_threads(trial: Trial) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all of it, however little a pipe takes at a time."""
+    """Write all of it, however little a pipe takes at a time.
+
+    Args:
+        descriptor: of a file or a pipe.
+        data: bytes.
+    """
     left = memoryview(data)
     while left:
         left = left[os.write(descriptor, left) :]

@@ -19,7 +19,12 @@ _SWEEPS = 20
 
 
 def die_with_parent(parent: int, signum: int) -> None:
-    """Have the kernel send this process `signum` when the process `parent` ends, however it ends."""
+    """Have the kernel send this process `signum` when the process `parent` ends, however it ends.
+
+    Args:
+        parent: its number, taken before the fork.
+        signum: a signal.
+    """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:  # it ended before we asked
         os._exit(1)
@@ -43,6 +48,7 @@ class CpuTime:
 
     @classmethod
     def now(cls) -> CpuTime:
+        """What all CPUs have had since the machine started; zeros where that is not told."""
         try:
             with open("/proc/stat") as file:
                 user, nice, system, _, _, interrupt, soft, stolen = map(int, file.readline().split()[1:9])
@@ -51,7 +57,11 @@ class CpuTime:
         return cls(user + nice + system + interrupt + soft, stolen)
 
     def stolen_since(self, before: CpuTime) -> float | None:
-        """Of the time that there was something to run, the share that others had; None if there was nothing."""
+        """Of the time that there was something to run, the share that others had; None if there was nothing.
+
+        Args:
+            before: an earlier time.
+        """
         stolen, busy = self.stolen - before.stolen, self.busy - before.busy
         return round(stolen / (busy + stolen), 4) if busy > 0 else None
 
@@ -91,11 +101,22 @@ def processes() -> list[Process]:
 
 
 def kill(pid: int, signum: int = signal.SIGKILL) -> None:
+    """Send a signal to a process, which may be gone.
+
+    Args:
+        pid: its number.
+        signum: the signal.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signum)
 
 
 def kill_group(leader: int) -> None:
+    """Kill a group of processes, which may be gone.
+
+    Args:
+        leader: the number of its first process.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
 
@@ -105,6 +126,10 @@ def kill_session(leader: int, *, and_adopted_except: set[int] | None = None) -> 
 
     With `and_adopted_except`, also kill every child of this process that is not among those: what began a session of
     its own and lost its parent was adopted by us, and belongs to nobody else.
+
+    Args:
+        leader: the number of its first process.
+        and_adopted_except: children to leave alone; None to leave all alone.
     """
     kill_group(leader)
     me = os.getpid()

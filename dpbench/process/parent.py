@@ -31,7 +31,8 @@ def our_path() -> str:
 class Sendable(Protocol):
     """A trial, or what it was sent as."""
 
-    def to_wire(self) -> dict[str, Any]: ...
+    def to_wire(self) -> dict[str, Any]:
+        """As `dpbench.trials.Trial.to_wire` has it."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,10 @@ class Isolation:
         """Start `trial`; its answer will carry the key that is returned.
 
         `until`: when it is ended if it still runs, by `time.monotonic`, though its own time is not up.
+
+        Args:
+            trial: to be run.
+            until: by `time.monotonic`; None for its own time alone.
         """
         server = self._server or self._start()
         self._keys += 1
@@ -90,14 +95,22 @@ class Isolation:
         return self._keys
 
     def pin(self, cpus: Collection[int] | None) -> None:
-        """Leave the trials that are submitted from now on these CPUs; None: as many as this process has."""
+        """Leave the trials that are submitted from now on these CPUs; None: as many as this process has.
+
+        Args:
+            cpus: their numbers, or None.
+        """
         server = self._server or self._start()
         if hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(ProcessLookupError):  # it is gone: `wait` says so
                 os.sched_setaffinity(server.pid, os.sched_getaffinity(0) if cpus is None else cpus)
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
-        """The answers that arrive within `timeout` seconds (None: until there is one); empty if none does."""
+        """The answers that arrive within `timeout` seconds (None: until there is one); empty if none does.
+
+        Args:
+            timeout: seconds; None: until there is one.
+        """
         server = self._server
         if server is None or not self._in_flight:
             return []
@@ -118,7 +131,11 @@ class Isolation:
         return [self._answered(**json.loads(line)) for line in lines]
 
     def run(self, trial: Sendable) -> Answer:
-        """Run one trial and wait for it."""
+        """Run one trial and wait for it.
+
+        Args:
+            trial: to be run.
+        """
         key = self.submit(trial)
         while True:
             for answer in self.wait(_LOOK_UP):

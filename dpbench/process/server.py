@@ -66,6 +66,7 @@ class Running:
                 self.received += chunk
 
     def log_tail(self) -> str:
+        """The last lines that the trial wrote, without empty ones."""
         size = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, size - _EVIDENCE_BYTES))
         lines = self.log.read().decode(errors="replace").splitlines()
@@ -194,7 +195,12 @@ class Server:
 
 
 def verdict(running: Running, status: int) -> tuple[str, str | None, Any]:
-    """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal)."""
+    """(outcome, evidence, result) of a trial that ended with exit `status` (negative: a signal).
+
+    Args:
+        running: the trial that ended.
+        status: of its exit.
+    """
     if status == 0 and running.received:
         with contextlib.suppress(ValueError, RecursionError):
             answer = json.loads(running.received)
@@ -221,7 +227,11 @@ def _exit_in_words(status: int) -> str:
 
 
 def preload(trial: Trial) -> None:
-    """Import what the trial will need, so that the next one has it at once."""
+    """Import what the trial will need, so that the next one has it at once.
+
+    Args:
+        trial: that is to be forked.
+    """
     for module in (*trial.modules(), trial.body.rpartition(":")[0]):
         with contextlib.suppress(Exception):  # the trial imports it again, and there it becomes its record
             load_module(module)
@@ -242,6 +252,11 @@ def _end(server: Server) -> NoReturn:
 
 
 def main(parent: int) -> None:
+    """Serve until the parent ends: fork a trial for each request on standard input, and answer on standard output.
+
+    Args:
+        parent: the number of its process.
+    """
     answers = os.dup(1)
     os.dup2(2, 1)  # what an imported library prints must not come between the answers
     server = Server(0, answers)

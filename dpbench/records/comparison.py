@@ -58,6 +58,7 @@ class Row:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
+        """Its fields by name."""
         return asdict(self)
 
 
@@ -84,7 +85,12 @@ class Cell:
 def compare_records(
     a: Sequence[Record], b: Sequence[Record], left_out: LeftOut
 ) -> tuple[list[Row], list[str], list[str]]:
-    """(rows of the cells that both have, names of those that a alone has, and b alone)."""
+    """(rows of the cells that both have, names of those that a alone has, and b alone).
+
+    Args:
+        a, b: records of both sides.
+        left_out: counts, by reason, what takes no part; changed in place.
+    """
     sides = [cells_of(records, left_out) for records in (a, b)]
     rows: list[Row] = []
     for key, first in sides[0].items():
@@ -96,7 +102,12 @@ def compare_records(
 
 
 def cells_of(records: Sequence[Record], left_out: LeftOut) -> dict[str, Cell]:
-    """The cells of one side by their key; of each, the newest records of the newest version of what they measure."""
+    """The cells of one side by their key; of each, the newest records of the newest version of what they measure.
+
+    Args:
+        records: of one side.
+        left_out: counts, by reason, what takes no part; changed in place.
+    """
     known = [r for r in records if r.kind in KINDS]
     left_out["of kinds that hold no time and no memory"] += len(records) - len(known)
     latest = newest(known, left_out)
@@ -139,6 +150,11 @@ def _add(cell: Cell, record: Record) -> None:
 
 
 def name_of(cell: Cell) -> str:
+    """A cell's kind, model, backend and batch size, as far as it has them.
+
+    Args:
+        cell: of one side.
+    """
     known = (cell.identity.get(name) for name in ("kind", "model", "backend", "batch_size"))
     return " ".join(str(value) for value in known if value is not None)
 
@@ -209,6 +225,10 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def counts(rows: Iterable[Row]) -> dict[str, int]:
-    """Verdict -> how many rows, in the order of `VERDICTS`."""
+    """Verdict -> how many rows, in the order of `VERDICTS`.
+
+    Args:
+        rows: of a comparison.
+    """
     found = Counter(row.verdict for row in rows)
     return {verdict: found[verdict] for verdict in VERDICTS if found[verdict]}

@@ -49,7 +49,11 @@ Difference = tuple[str, str, str]
 
 
 def overload(load: float | None, cpus: int | None) -> str | None:
-    """What is wrong if the load average exceeds the CPUs by a quarter; None if it does not, or is not known."""
+    """What is wrong if the load average exceeds the CPUs by a quarter; None if it does not, or is not known.
+
+    Args:
+        load, cpus: the load average, and how many CPUs there are; None where not known.
+    """
     if load is None or not cpus or load <= LOAD_MARGIN * cpus:
         return None
     return (
@@ -59,7 +63,11 @@ def overload(load: float | None, cpus: int | None) -> str | None:
 
 
 def theft(stolen: float | None) -> str | None:
-    """What is wrong if a host kept its CPUs from this virtual machine; None if it did not, or is not known."""
+    """What is wrong if a host kept its CPUs from this virtual machine; None if it did not, or is not known.
+
+    Args:
+        stolen: a share of the CPUs' time, or None.
+    """
     if stolen is None or stolen <= MUCH_STOLEN:
         return None
     return (
@@ -70,7 +78,11 @@ def theft(stolen: float | None) -> str | None:
 
 
 def gpu_trouble(environment: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the GPU as the run found it: throttled, or shared."""
+    """What is wrong with the GPU as the run found it: throttled, or shared.
+
+    Args:
+        environment: of a run.
+    """
     found = []
     if reasons := _throttles(environment):
         found.append(
@@ -103,6 +115,9 @@ def series_of(record: Record) -> dict[str, Series]:
     """Backend -> round -> seconds of its steps, as far as a `step` or `overhead` record has them.
 
     The rounds of an overhead record are (round of the run, round within the trial).
+
+    Args:
+        record: of any kind.
     """
     if record.kind == "step":
         seconds = record.result.get("step_seconds")
@@ -120,7 +135,11 @@ def series_of(record: Record) -> dict[str, Series]:
 
 
 def drift_of(records: Sequence[Record]) -> dict[Any, float]:
-    """Round -> by which factor its times stand above those of the other rounds, over all cells that `records` time."""
+    """Round -> by which factor its times stand above those of the other rounds, over all cells that `records` time.
+
+    Args:
+        records: of one run.
+    """
     cells: dict[tuple[str, str], dict[Any, Any]] = {}
     for record in records:
         if record.outcome == "ok" or record.kind in PAIRED:  # there each backend has an outcome of its own
@@ -138,7 +157,11 @@ def _drift(records: Sequence[Record]) -> tuple[float, Any] | None:
 
 
 def drifting(seconds: Sequence[float]) -> str | None:
-    """What is wrong if the steps of one trial grow or shrink from its first half to its second; None if they do not."""
+    """What is wrong if the steps of one trial grow or shrink from its first half to its second; None if they do not.
+
+    Args:
+        seconds: of its steps, in order.
+    """
     if abs(by := trend(seconds)) <= MUCH_DRIFT:
         return None
     middle = len(seconds) // 2
@@ -152,13 +175,20 @@ def warnings(records: Sequence[Record]) -> list[str]:
     """What a reader of these records must be told of how they were taken: a sentence for each kind of trouble.
 
     It says how often the trouble was met and where it was worst, what holds all the same, and what to do.
+
+    Args:
+        records: of one device.
     """
     timed = [r for r in records if series_of(r)]
     return [*shared_warnings(timed), *_gpu_warnings(timed), *_round_warnings(timed), *_turn_warnings(timed)]
 
 
 def shared_warnings(timed: Sequence[Record]) -> list[str]:
-    """What a reader must be told of who else had the CPUs while these records were taken: programs, or other guests."""
+    """What a reader must be told of who else had the CPUs while these records were taken: programs, or other guests.
+
+    Args:
+        timed: records that hold times.
+    """
     return _load_warnings(timed) + _theft_warnings(timed)
 
 
@@ -286,7 +316,11 @@ class Watch:
             self._say(f"warning: before the first trial {wrong}")
 
     def ended(self, line: Mapping[str, Any], label: str) -> None:
-        """A trial that must run alone has ended with this record."""
+        """A trial that must run alone has ended with this record.
+
+        Args:
+            line, label: the record, as it is stored, and the trial in words.
+        """
         record = from_line(line, self._environment, "")
         self._records.append(record)
         series = [seconds for cell in series_of(record).values() for seconds in cell.values()]
@@ -329,7 +363,11 @@ def _round(number: Any, numbers: Iterable[Any]) -> str:
 
 
 def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
-    """(fact, in a, in b) for all in which the environments of two sets of records differ; 'none' where not known."""
+    """(fact, in a, in b) for all in which the environments of two sets of records differ; 'none' where not known.
+
+    Args:
+        a, b: records of both sets.
+    """
     sides = [_facts(records) for records in (a, b)]
     names = sorted(set(sides[0]) | set(sides[1]))
     told = [(name, *(", ".join(sorted(side.get(name, {"none"}))) for side in sides)) for name in names]
@@ -337,7 +375,11 @@ def differences(a: Iterable[Record], b: Iterable[Record]) -> list[Difference]:
 
 
 def pooled(records: Iterable[Record]) -> list[tuple[str, str]]:
-    """(fact, its values) for all in which the runs differ that these records come from."""
+    """(fact, its values) for all in which the runs differ that these records come from.
+
+    Args:
+        records: of one device.
+    """
     return [(name, ", ".join(sorted(values))) for name, values in sorted(_facts(records).items()) if len(values) > 1]
 
 

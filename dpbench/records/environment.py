@@ -64,6 +64,9 @@ def server_variables(device: str) -> dict[str, str]:
     On CUDA, unless a person has said how memory is to be allocated: in segments that grow where they lie. A budget is
     on what the allocator has reserved. Cut from segments of fixed sizes, that has holes which no later tensor fits in,
     and the largest batch would be that of the holes.
+
+    Args:
+        device: "cpu" or "cuda".
     """
     if device == "cpu":
         return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
@@ -85,7 +88,11 @@ class TorchFacts(Trial):
 
 
 def torch_facts(trial: TorchFacts) -> dict[str, Any]:
-    """The body of `TorchFacts`; takes a CUDA context if `device` is cuda and there is one."""
+    """The body of `TorchFacts`; takes a CUDA context if `device` is cuda and there is one.
+
+    Args:
+        trial: which asks.
+    """
     import torch
 
     facts: dict[str, Any] = {
@@ -121,6 +128,11 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
 def gather(device: str, isolation: Isolation, *, with_torch: bool = True) -> dict[str, Any]:
     """The environment of a run on `device` ("cpu" or "cuda"); `with_torch`: of one that uses torch.
 
+    Args:
+        device: "cpu" or "cuda".
+        isolation: where torch is asked.
+        with_torch: whether it is asked.
+
     Raises:
         UsageError: cuda is asked for, and torch finds none; or torch cannot be used at all.
     """
@@ -139,7 +151,11 @@ def _checked(device: str, answer: Answer) -> dict[str, Any]:
 
 
 def host_facts(device: str) -> dict[str, Any]:
-    """What can be known without torch."""
+    """What can be known without torch.
+
+    Args:
+        device: "cpu" or "cuda".
+    """
     facts: dict[str, Any] = {
         "utc": utc_now(),
         "dpbench": VERSION,
@@ -170,6 +186,9 @@ def host_facts(device: str) -> dict[str, Any]:
 def resolve_device(asked: str) -> str:
     """ "cpu" or "cuda" for "auto", by what lies in /proc: at once, and without touching the device.
 
+    Args:
+        asked: "auto", "cpu" or "cuda".
+
     Raises:
         UsageError: cuda is asked for, and there is no GPU.
     """
@@ -180,28 +199,47 @@ def resolve_device(asked: str) -> str:
 
 
 def device_name(device: str) -> str:
-    """The GPU's name, or the CPU's with the number of CPUs that may be used: "AMD EPYC, 2 CPUs"."""
+    """The GPU's name, or the CPU's with the number of CPUs that may be used: "AMD EPYC, 2 CPUs".
+
+    Args:
+        device: "cpu" or "cuda".
+    """
     return (_gpu_name() or "unknown GPU") if device == "cuda" else f"{_cpu_name()}, {available_cpus()} CPUs"
 
 
 def device_label(environment: Mapping[str, Any]) -> str:
-    """What the figures of a device are named after, and its records kept together by: "cpu AMD EPYC, 2 CPUs"."""
+    """What the figures of a device are named after, and its records kept together by: "cpu AMD EPYC, 2 CPUs".
+
+    Args:
+        environment: of a run.
+    """
     return f"{environment['device']} {environment['device_name']}"
 
 
 def seal(sources: Mapping[str, str], versions: Mapping[str, str | None], *machine: str) -> str:
-    """16 hex digits over the sources' hashes, what the machine is called, and the versions of the libraries."""
+    """16 hex digits over the sources' hashes, what the machine is called, and the versions of the libraries.
+
+    Args:
+        sources: glob or path -> hash.
+        versions: library -> version.
+        machine: its names.
+    """
     parts = [*sources.values(), *machine, *(f"{name} {version}" for name, version in sorted(versions.items()))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def sources_of(trial: Trial) -> dict[str, str]:
-    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each."""
-    files = list(trial.sources)
-    for name in (type(trial).__module__, str(getattr(trial, "model", "")).rpartition(":")[0]):
-        if name.endswith(".py"):
-            files.append(str(Path(name).resolve()))
-    return hashes_of(files)
+    """What the trial measures, as globs under the project's root or absolute paths of files -> the hash of each.
+
+    A trial, a body, a model or a backend of one's own is a file beside the project's.
+
+    Args:
+        trial: to be measured.
+    """
+    backends = (getattr(trial, "backend", ""), *getattr(trial, "backends", ()))
+    named = (str(each).rpartition(":")[0] for each in (trial.body, getattr(trial, "model", ""), *backends))
+    own = {str(Path(name).resolve()) for name in (type(trial).__module__, *named) if name.endswith(".py")}
+    return hashes_of([*trial.sources, *sorted(own)])
 
 
 #: In a job of a cluster: the hashes where the run was started. A node whose sources differ answers with an error.
@@ -209,12 +247,19 @@ _given: dict[str, str] = {}
 
 
 def take_sources(hashes: Mapping[str, str]) -> None:
-    """Have fingerprints made of these hashes, and not of what the files of this machine have."""
+    """Have fingerprints made of these hashes, and not of what the files of this machine have.
+
+    Args:
+        hashes: glob or path -> hash.
+    """
     _given.update(hashes)
 
 
 def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
     """The hash of what each glob or path stands for.
+
+    Args:
+        patterns: globs under the project's root, and absolute paths.
 
     Raises:
         OSError: a file cannot be read.
@@ -223,20 +268,33 @@ def hashes_of(patterns: Iterable[str]) -> dict[str, str]:
 
 
 def libraries_of(trial: Trial) -> set[str]:
-    """The libraries whose versions make a measurement of this trial another one."""
+    """The libraries whose versions make a measurement of this trial another one.
+
+    Args:
+        trial: to be measured.
+    """
     kernels = [KERNELS] if any(source.endswith(".c") for source in trial.sources) else []
     return {"torch", *kernels, *(module.partition(".")[0] for module in trial.modules())}
 
 
 def kernels_missing(device: str, trials: Iterable[Trial]) -> str | None:
-    """Why trials that would use the kernels in C go without, in a line; None if they have them, or no use for them."""
+    """Why trials that would use the kernels in C go without, in a line; None if they have them, or no use for them.
+
+    Args:
+        device: "cpu" or "cuda".
+        trials: to be measured.
+    """
     uses = device == "cpu" and any(KERNELS in libraries_of(trial) for trial in trials)
     return library.trouble() if uses else None
 
 
 @functools.cache
 def version_of(distribution: str) -> str | None:
-    """The version installed; None if it is not. Imports nothing of it. Kernels in C are compiled, if need be."""
+    """The version installed; None if it is not. Imports nothing of it. Kernels in C are compiled, if need be.
+
+    Args:
+        distribution: its name, or `KERNELS`.
+    """
     if distribution == KERNELS:
         return library.version()
     try:
@@ -247,7 +305,11 @@ def version_of(distribution: str) -> str | None:
 
 @functools.cache
 def hash_of(pattern: str) -> str:
-    """Of the files that match a glob under the project's root, or of one absolute path."""
+    """Of the files that match a glob under the project's root, or of one absolute path.
+
+    Args:
+        pattern: a glob under the project's root, or an absolute path.
+    """
     path = Path(pattern)
     files = [path] if path.is_absolute() else sorted(ROOT.glob(pattern))
     digest = hashlib.sha256()

@@ -72,6 +72,7 @@ class Record:
 
     @property
     def kind(self) -> str:
+        """Of the trial: "step", "epsilon" and so on."""
         return str(self.trial["kind"])
 
     @property
@@ -80,7 +81,11 @@ class Record:
         return self.trial["model"], self.trial["backend"]
 
     def setting(self, name: str) -> Any:
-        """A field of the trial, or what the run made of it where the trial left it open; None where it has none."""
+        """A field of the trial, or what the run made of it where the trial left it open; None where it has none.
+
+        Args:
+            name: of a field.
+        """
         if name == "experiment":
             return self.experiment
         if name == "threads":
@@ -89,7 +94,11 @@ class Record:
 
 
 def read(source: Path) -> list[Record]:
-    """All records of a file or below a folder; smoke runs (in folders ``*-smoke``) count only if it is one itself."""
+    """All records of a file or below a folder; smoke runs (in folders ``*-smoke``) count only if it is one itself.
+
+    Args:
+        source: a folder or a file.
+    """
     if source.is_file():
         return _records(read_runs(source))
     folders = {path.parent for path in source.rglob("*.jsonl")}
@@ -104,7 +113,13 @@ def _records(runs: Iterable[Run]) -> list[Record]:
 
 
 def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str) -> Record:
-    """A trial's line as a `Record`."""
+    """A trial's line as a `Record`.
+
+    Args:
+        line: a trial's, of today's schema.
+        environment: of its run.
+        run: the name of its file.
+    """
     return Record(
         device=device_label(environment),
         experiment=line["experiment"],
@@ -128,6 +143,10 @@ def from_line(line: Mapping[str, Any], environment: Mapping[str, Any], run: str)
 def locate(text: str, results: Path = Path("results")) -> Path:
     """Where the records lie that a person means: those of an experiment in `results`, or a folder or file of records.
 
+    Args:
+        text: what was typed.
+        results: where experiments have their folders.
+
     Raises:
         UsageError: in one line, if there are none.
     """
@@ -147,14 +166,23 @@ def locate(text: str, results: Path = Path("results")) -> Path:
 
 
 def by_device(records: Iterable[Record]) -> dict[str, list[Record]]:
-    """Records by device label, the one that was measured last first: a CPU's and a GPU's never share a figure."""
+    """Records by device label, the one that was measured last first: a CPU's and a GPU's never share a figure.
+
+    Args:
+        records: of any devices.
+    """
     groups = grouped(records, lambda record: record.device)
     newest_first = sorted(groups, key=lambda device: (max(r.utc for r in groups[device]), device), reverse=True)
     return {device: groups[device] for device in newest_first}
 
 
 def newest(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
-    """The newest record of each (trial id, round); the file's order decides between equal times."""
+    """The newest record of each (trial id, round); the file's order decides between equal times.
+
+    Args:
+        records: in the files' order.
+        left_out: counts, by reason, what takes no part; changed in place.
+    """
     kept: dict[tuple[str, int], Record] = {}
     for record in records:
         old = kept.get((record.id, record.round))
@@ -168,6 +196,11 @@ def newest_version(records: Sequence[Record], cell: Callable[[Record], Hashable]
     """Of each cell, the records that come from the source version of its newest one.
 
     A cell whose rounds or probes come from two versions of the code is no measurement of either.
+
+    Args:
+        records: of any cells.
+        cell: from a record to what it belongs to.
+        left_out: counts, by reason, what takes no part; changed in place.
     """
     kept = []
     for group in grouped(records, cell).values():
@@ -181,6 +214,9 @@ def entries(records: Iterable[Record]) -> list[Record]:
     """Records of several backends as records of one each, with its outcome, evidence and result; others as they are.
 
     A trial that ended as a whole (a timeout, a crash) ended so for each of its backends.
+
+    Args:
+        records: of any kinds.
     """
     found = []
     for record in records:
@@ -196,7 +232,12 @@ def entries(records: Iterable[Record]) -> list[Record]:
 
 
 def newest_trial(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
-    """Of the records of one cell, the rounds of the trial that was measured last."""
+    """Of the records of one cell, the rounds of the trial that was measured last.
+
+    Args:
+        records: of one cell.
+        left_out: counts, by reason, what takes no part; changed in place.
+    """
     latest = max(records, key=lambda record: record.utc).id
     kept = [record for record in records if record.id == latest]
     left_out["of an older declaration of the same cell"] += len(records) - len(kept)
@@ -204,7 +245,12 @@ def newest_trial(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
 
 
 def grouped(records: Iterable[Record], key: Callable[[Record], K]) -> dict[K, list[Record]]:
-    """Records by `key(record)`, in the order of first appearance."""
+    """Records by `key(record)`, in the order of first appearance.
+
+    Args:
+        records: to be sorted into groups.
+        key: of a record's group.
+    """
     groups: dict[K, list[Record]] = {}
     for record in records:
         groups.setdefault(key(record), []).append(record)

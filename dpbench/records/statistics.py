@@ -76,7 +76,11 @@ class Comparison:
 
 
 def level(series: Series) -> float:
-    """The median of the medians of the rounds."""
+    """The median of the medians of the rounds.
+
+    Args:
+        series: round -> samples.
+    """
     return median(median(samples) for samples in series.values())
 
 
@@ -94,6 +98,11 @@ def compare_paired(
     a: Series, a_base: Series, b: Series, b_base: Series, *, processes: tuple[int, int] | None = None
 ) -> Comparison:
     """Times of two runs, each beside a base that was measured in the same rounds: drift of a round cancels.
+
+    Args:
+        a, b: of the two runs: round -> samples, in seconds.
+        a_base, b_base: of their bases, likewise.
+        processes: in how many each was measured; None for as many as rounds.
 
     Raises:
         ValueError: a side has no round in common with its base.
@@ -118,7 +127,11 @@ def compare_paired(
 
 
 def compare_exact(a: Sequence[float], b: Sequence[float]) -> Comparison:
-    """Numbers that do not scatter, such as bytes: the range is the interval, and one round is enough."""
+    """Numbers that do not scatter, such as bytes: the range is the interval, and one round is enough.
+
+    Args:
+        a, b: of the two runs, at least one each, above 0.
+    """
     low, high = min(b) / max(a), max(b) / min(a)
     levels = median(a), median(b)
     ratio = levels[1] / levels[0]
@@ -216,6 +229,9 @@ def outliers(series: Series) -> int:
     """How many samples lie far out: beyond three interquartile ranges of the box, all rounds brought to one median.
 
     They are counted, and stay.
+
+    Args:
+        series: round -> samples.
     """
     values = np.concatenate([np.asarray(samples) / median(samples) for samples in series.values()])
     if len(values) < 4:
@@ -226,7 +242,11 @@ def outliers(series: Series) -> int:
 
 
 def shared_drift(cells: Sequence[Series]) -> dict[Hashable, float]:
-    """Round -> the factor by which its times stand above the cells' own levels, as the median over the cells."""
+    """Round -> the factor by which its times stand above the cells' own levels, as the median over the cells.
+
+    Args:
+        cells: of each, round -> samples.
+    """
     found: dict[Hashable, list[float]] = {}
     for series in cells:
         if len(series) > 1:
@@ -237,6 +257,10 @@ def shared_drift(cells: Sequence[Series]) -> dict[Hashable, float]:
 
 
 def trend(samples: Sequence[float]) -> float:
-    """By which share the later half of the samples is above the earlier one, by their medians; 0 for fewer than six."""
+    """By which share the later half of the samples is above the earlier one, by their medians; 0 for fewer than six.
+
+    Args:
+        samples: in order.
+    """
     half = len(samples) // 2
     return median(samples[-half:]) / median(samples[:half]) - 1 if half >= 3 else 0.0

@@ -68,7 +68,11 @@ def utc_now() -> str:
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file's name: lower case, with hyphens, no way to another folder, and not too long for one."""
+    """`text` as part of a file's name: lower case, with hyphens, no way to another folder, and not too long for one.
+
+    Args:
+        text: any.
+    """
     name = re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
     if len(name) > _LONGEST_NAME:
         name = f"{name[: _LONGEST_NAME - 17]}-{hashlib.sha256(text.encode(errors='replace')).hexdigest()[:16]}"
@@ -98,6 +102,9 @@ class Store:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one trial's record, or a line with a `type` of its own; when this returns, it is on the disk.
+
+        Args:
+            record: of today's schema.
 
         Raises:
             OSError: it cannot be written.
@@ -170,6 +177,7 @@ class Store:
         os.fsync(self._file)
 
     def close(self) -> None:
+        """Close the file, if one was written."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -203,6 +211,10 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
 
     A torn last line is what a killed run leaves, and is passed over. Anything else that is no record of a schema known
     here is passed over too, with a warning that names file and line.
+
+    Args:
+        source: a folder or a file.
+        warn: told what is passed over.
     """
     runs = []
     for path in [source] if source.is_file() else sorted(source.glob("*.jsonl")):
@@ -223,7 +235,12 @@ def read_runs(source: Path, warn: Callable[[str], None] = _say) -> list[Run]:
 
 
 def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]:
-    """The trial lines of all runs in `folder`, oldest file first."""
+    """The trial lines of all runs in `folder`, oldest file first.
+
+    Args:
+        folder: of one experiment.
+        warn: told what is passed over.
+    """
     return [record for run in read_runs(folder, warn) for record in run.records]
 
 

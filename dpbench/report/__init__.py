@@ -4,6 +4,12 @@ For each device, each kind of figure and each setting (precision, input size, bu
 PNG, SVG and PDF, and the table behind it as CSV (base units), Markdown (for people, with the caption) and LaTeX; and
 one page, ``report.html``, has them all. The same records give the same bytes, so that committed figures change only
 when what was measured does.
+
+Functions take:
+    records, record, timed: of one device, after those that are left out; one of them; those that hold times.
+    left_out: counts, by reason, what has no part in the numbers; changed in place.
+    frame: the numbers, a row each, in base units: seconds, bytes, ε.
+    caption: what stands below the picture, a paragraph a line.
 """
 
 from __future__ import annotations

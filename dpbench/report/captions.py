@@ -92,7 +92,14 @@ def unfinished(frame: pd.DataFrame) -> pd.Series[bool]:
 
 
 def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setting: bool = True) -> str:
-    """What was said of the numbers, and then of all figures alike: the device, what is left out, what is mixed."""
+    """What was said of the numbers, and then of all figures alike: the device, what is left out, what is mixed.
+
+    Args:
+        said: sentences and lines.
+        records: of one device.
+        left_out: counts, by reason, what has no part; changed in place.
+        setting: whether torch, threads and precision matter to the numbers.
+    """
     where = [records[0].device]
     if len(nodes := _distinct(r.node for r in records)) > 1:
         where.append(f"on {len(nodes)} nodes ({_join(nodes)}), every ratio within one of them")

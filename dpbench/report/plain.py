@@ -18,7 +18,11 @@ _NO_SETTING = ("kind", "timeout")
 
 
 def kind_of(kind: str) -> FigureKind:
-    """How the table of all trials of `kind` is made."""
+    """How the table of all trials of `kind` is made.
+
+    Args:
+        kind: of trial.
+    """
     return FigureKind(
         doc=f"every trial of kind {kind}: its settings and what came out",
         kinds=(kind,),

@@ -161,12 +161,14 @@ _KINDS_SAID = (
 
 
 def sweeps_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What is swept, and what is held."""
     base = " ".join(f"{sign} = {style.plain(_common(frame[name]))}," for name, sign in _SIGNS.items())[:-1]
     said = [f"ε along one of σ, q and δ, and its ratio to the certified lower bound; the others: {base}.", _POISSON]
     return caption([*said, _KINDS_SAID], records, left_out, setting=False)
 
 
 def schemes_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """How batches are drawn, and what the marks are."""
     first = frame.iloc[0]
     said = [
         f"ε at δ = {style.plain(first.delta)} after {first.steps:,} steps at q = {first.sample_rate:.4g}; right, the "
@@ -179,6 +181,7 @@ def schemes_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
 
 
 def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What is allowed or asked for, beside what."""
     first = records[0].trial
     said = [
         f"What an accountant allows or asks for at a target ε, q = {style.plain(first['sample_rate'])}, "
@@ -191,6 +194,7 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Lef
 
 
 def map_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What each cell of a map is."""
     said = [
         f"Over T of {_several(frame.steps)} and δ of {_several(frame.delta)}, at each σ and q: the largest ε over the "
         "certified lower bound, and the longest time. ✕: settings without an answer. Red: below it somewhere.",

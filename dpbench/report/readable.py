@@ -30,7 +30,11 @@ def markdown(frame: pd.DataFrame) -> str:
 
 
 def no_html(text: str) -> str:
-    """Text for Markdown, in which no tag and no entity stands: what a record says of its machine is shown, not done."""
+    """Text for Markdown, in which no tag and no entity stands: what a record says of its machine is shown, not done.
+
+    Args:
+        text: any.
+    """
     return _MARKUP.sub(lambda sign: "&lt;" if sign[0] == "<" else "&amp;", text)
 
 
@@ -76,7 +80,12 @@ def memory_speed(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd.DataFrame:
-    """`overhead.table` and `growth.table` for people; `sizes` are the columns between the model and the backend."""
+    """`overhead.table` and `growth.table` for people; `sizes` are the columns between the model and the backend.
+
+    Args:
+        frame: the numbers, a row each.
+        sizes: name of a column -> its text of a row.
+    """
     columns: dict[str, Callable[[Any], str]] = {
         "Model": _NAMES["Model"],
         **sizes,
@@ -116,7 +125,11 @@ def epsilon(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def max_batch(row: Any) -> str:
-    """'1,500', '≥ 16,384, not limited by memory up to there', or the reason why there is no number."""
+    """'1,500', '≥ 16,384, not limited by memory up to there', or the reason why there is no number.
+
+    Args:
+        row: of the table.
+    """
     if missing(row.max_batch_size):
         return _or(row.max_batch_note, str, "–")
     sign = "≥ " if missing(row.fails_at) else ""
@@ -130,6 +143,12 @@ _NAMES: dict[str, Callable[[Any], str]] = {
 
 
 def texts(frame: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> pd.DataFrame:
+    """A table of texts.
+
+    Args:
+        frame: the numbers, a row each.
+        columns: name -> its text of a row.
+    """
     rows = list(frame.itertuples(index=False))
     return pd.DataFrame({header: [text(row) for row in rows] for header, text in columns.items()}, dtype=object)
 
@@ -162,7 +181,12 @@ _EXACTNESS: dict[str, Callable[[Any], str]] = {
 
 
 def rounded_epsilon(value: float, kind: str) -> str:
-    """Four digits; an upper bound is rounded up, or it would be none."""
+    """Four digits; an upper bound is rounded up, or it would be none.
+
+    Args:
+        value: ε.
+        kind: of the accountant's answer.
+    """
     rounding = decimal.ROUND_CEILING if kind == "upper_bound" else decimal.ROUND_HALF_EVEN
     return f"{decimal.Context(prec=4, rounding=rounding).create_decimal(value):g}" if math.isfinite(value) else "inf"
 

@@ -117,6 +117,9 @@ def backend(name: str) -> Look:
     """The look of a backend; one that is not known is black under its own name.
 
     A variant, ``base:variant``, has the marker of its base and a shade of its colour.
+
+    Args:
+        name: as trials have it.
     """
     if name in BACKENDS:
         return BACKENDS[name]
@@ -131,7 +134,11 @@ def backend(name: str) -> Look:
 
 
 def is_other_mechanism(name: str) -> bool:
-    """Whether a backend clips anything else than each sample's gradient."""
+    """Whether a backend clips anything else than each sample's gradient.
+
+    Args:
+        name: as trials have it.
+    """
     return name.partition(":")[0] in OTHER_MECHANISMS
 
 
@@ -147,7 +154,11 @@ def _shade(color: str, amount: float) -> str:
 
 
 def accountant(name: str) -> Look:
-    """The look of an accountant; one that is not known is black under its own name."""
+    """The look of an accountant; one that is not known is black under its own name.
+
+    Args:
+        name: as trials have it.
+    """
     return ACCOUNTANTS.get(name) or Look(name, *_UNKNOWN)
 
 
@@ -155,6 +166,9 @@ def model(reference: str) -> str:
     """'resnet18' -> 'ResNet18', 'timm:vit_tiny' -> 'vit_tiny', 'my/net.py:make' -> 'net.py:make', and `MODELS`.
 
     The length of a text model's sequences comes after: 'gpt2, T=128'.
+
+    Args:
+        reference: as trials have it.
     """
     builtin = re.fullmatch(r"([a-z_]+?)(\d*)", reference)
     if builtin and builtin[1] in _FAMILIES:
@@ -165,7 +179,11 @@ def model(reference: str) -> str:
 
 
 def without_length(reference: str) -> tuple[str, int | None]:
-    """(the reference without the length of its sequences, that length): what stays the same when the text grows."""
+    """(the reference without the length of its sequences, that length): what stays the same when the text grows.
+
+    Args:
+        reference: as trials have it.
+    """
     plain, _, tokens = reference.partition("@") if reference.startswith("transformers:") else (reference, "", "")
     if not tokens.isdecimal():
         return reference, None
@@ -174,14 +192,22 @@ def without_length(reference: str) -> tuple[str, int | None]:
 
 
 def model_key(reference: str) -> tuple[object, ...]:
-    """Sorts models: the built-in ones first, by family and then by size: ResNet18 before ResNet101."""
+    """Sorts models: the built-in ones first, by family and then by size: ResNet18 before ResNet101.
+
+    Args:
+        reference: as trials have it.
+    """
     plain, tokens = without_length(reference)
     parts = tuple((part.isdigit(), int(part) if part.isdigit() else part) for part in re.split(r"(\d+)", plain))
     return (":" in reference, parts, tokens or 0)
 
 
 def backend_key(name: str) -> tuple[int, int, str]:
-    """Sorts backends in the order of `BACKENDS`, each before its variants; unknown ones next, other mechanisms last."""
+    """Sorts backends in the order of `BACKENDS`, each before its variants; unknown ones next, other mechanisms last.
+
+    Args:
+        name: as trials have it.
+    """
     base = name.partition(":")[0]
     place = list(BACKENDS).index(base) if base in BACKENDS else len(BACKENDS) + is_other_mechanism(name)
     size = name.partition(":")[2]
@@ -189,12 +215,20 @@ def backend_key(name: str) -> tuple[int, int, str]:
 
 
 def missing(value: object) -> bool:
-    """Whether a table's cell holds nothing: None, NaN, NA or the empty string."""
+    """Whether a table's cell holds nothing: None, NaN, NA or the empty string.
+
+    Args:
+        value: of a table's cell.
+    """
     return value is None or value is pd.NA or value == "" or (isinstance(value, float) and math.isnan(value))
 
 
 def size(count: float) -> str:
-    """Bytes for people: '16 GiB', '312 MiB'."""
+    """Bytes for people: '16 GiB', '312 MiB'.
+
+    Args:
+        count: bytes.
+    """
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= factor:
             return f"{count / factor:.3g} {unit}" if count < 1000 * factor else f"{count / factor:.0f} {unit}"
@@ -202,7 +236,11 @@ def size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: '1.52 s', '612 ms', '85 µs'."""
+    """Seconds for people: '1.52 s', '612 ms', '85 µs'.
+
+    Args:
+        seconds: of time.
+    """
     for unit, factor in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= factor:
             return number(seconds / factor) + " " + unit
@@ -210,17 +248,29 @@ def duration(seconds: float) -> str:
 
 
 def number(value: float) -> str:
-    """Three significant digits, thousands set apart: '1,500', '12.3', '0.0123'."""
+    """Three significant digits, thousands set apart: '1,500', '12.3', '0.0123'.
+
+    Args:
+        value: any number.
+    """
     if value and abs(value) < 1000:
         return f"{value:.3g}" if abs(value) < 1e-3 else f"{value:.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
     return f"{value:,.0f}"
 
 
 def times(ratio: float) -> str:
-    """A ratio for people: '1.52×'."""
+    """A ratio for people: '1.52×'.
+
+    Args:
+        ratio: any number.
+    """
     return f"{ratio:.2f}×" if ratio < 9.995 else f"{ratio:.1f}×" if ratio < 99.95 else f"{ratio:.0f}×"
 
 
 def plain(value: float) -> str:
-    """A parameter as it was typed: '0.01', '1e-5'."""
+    """A parameter as it was typed: '0.01', '1e-5'.
+
+    Args:
+        value: any number.
+    """
     return f"{value:g}".replace("e-0", "e-")

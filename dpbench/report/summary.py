@@ -92,12 +92,21 @@ _KINDS = {"upper_bound": "valid upper bound", "lower_bound": "lower bound"}
 
 
 def several(count: int, what: str) -> str:
-    """'1 model', '1,200 models'."""
+    """'1 model', '1,200 models'.
+
+    Args:
+        count: how many.
+        what: one of them.
+    """
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def join(words: Iterable[str]) -> str:
-    """'a', 'a and b', 'a, b and c'."""
+    """'a', 'a and b', 'a, b and c'.
+
+    Args:
+        words: at least one.
+    """
     *first, last = list(words)
     return f"{', '.join(first)} and {last}" if first else last
 

@@ -66,6 +66,9 @@ class Seen(NamedTuple):
 def run(trial: AuditTrial) -> dict[str, Any]:
     """What is claimed, what is certified from below, the p-values, and which tests refute the claim.
 
+    Args:
+        trial: of one engine, with a fault or without.
+
     Raises:
         Mismatch: an engine that is less private than it says, or a seeded fault that was not found.
     """

@@ -103,7 +103,11 @@ class Target:
         return found
 
     def released(self, coins: Flags) -> Release:
-        """All that the next logical batch moves."""
+        """All that the next logical batch moves.
+
+        Args:
+            coins: which canaries are in.
+        """
         steps, drawn, moved = zip(*self.releases(coins, 1), strict=True)
         return Release(steps[0], np.logical_or.reduce(drawn), np.sum(moved, axis=0))
 
@@ -112,12 +116,21 @@ class Target:
         return self.engine.state_dict(), copy.deepcopy(self._optimizer.state_dict())
 
     def go_on(self, checkpoint: Any, *, replay: bool = False) -> None:
-        """From a checkpoint, with fresh noise or the same again."""
+        """From a checkpoint, with fresh noise or the same again.
+
+        Args:
+            checkpoint: of another target.
+            replay: draw the checkpoint's noise again.
+        """
         self._optimizer.load_state_dict(checkpoint[1])
         self.engine.load_state_dict(checkpoint[0], replay=replay)
 
     def of_shards(self, processes: int) -> Array:
-        """[processes, PARAMETERS * m], the noise that processes with one key add to shards of the model, over σC."""
+        """[processes, PARAMETERS * m], the noise that processes with one key add to shards of the model, over σC.
+
+        Args:
+            processes: how many.
+        """
         engine, step = self.engine, self.engine.steps + 1
         deviation = engine.noise_multiplier * engine.clip.sensitivity
         empty = torch.zeros(1, engine.settings.sample_size)

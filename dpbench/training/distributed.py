@@ -67,6 +67,9 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
 
     A turn is {"round", "position", "step_seconds"}, of the first process; memory is a list, of each process.
 
+    Args:
+        trial: of one model and number of processes.
+
     Raises:
         Mismatch: the summed clipped gradient is not that of one process.
         RankFailed: a process went away, or raised.
@@ -206,14 +209,23 @@ def _of_the_first(number: float) -> float:
 
 
 def workload_of(trial: DistributedTrial) -> Workload:
-    """The same model in every process."""
+    """The same model in every process.
+
+    Args:
+        trial: of one model.
+    """
     settings = {"image_size": trial.image_size, "num_classes": trial.num_classes}
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     return load_workload(trial.model, device=trial.device, data=trial.data, dtype="float32", seed=trial.seed, **given)
 
 
 def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
-    """The model as the trial has it spread: wrapped, or sharded in place, block by block."""
+    """The model as the trial has it spread: wrapped, or sharded in place, block by block.
+
+    Args:
+        model: of this process.
+        trial: that says how.
+    """
     if trial.spread == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -227,7 +239,11 @@ def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together: the outermost members of module lists, unless they share parameters with the rest."""
+    """What is gathered together: the outermost members of module lists, unless they share parameters with the rest.
+
+    Args:
+        model: to be sharded.
+    """
     found = []
 
     def look(module: nn.Module) -> None:

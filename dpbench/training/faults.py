@@ -2,6 +2,9 @@
 
 Each is a function that changes the parts of an attached engine; the first line of its docstring says what is wrong. An
 audit is to find each of them. No torch here: the parent reads the descriptions.
+
+Functions take:
+    engine: that is attached, and changed for good.
 """
 
 from __future__ import annotations

@@ -20,7 +20,12 @@ MODELS = ("linear", "cnn")
 
 
 def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone."""
+    """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone.
+
+    Args:
+        trial: of one setting.
+        dtype: of model and images.
+    """
     (x, y), (test_x, test_y) = data_of(trial)
     x, test_x = x.to(dtype), test_x.to(dtype)
     model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device, dtype)
@@ -88,14 +93,24 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
 
 
 def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(images, labels) to train on, and to test on: the same split for every trial of the same data."""
+    """(images, labels) to train on, and to test on: the same split for every trial of the same data.
+
+    Args:
+        trial: that names the data.
+    """
     (x, y), (test_x, test_y) = split(trial.data, image_size=8 if trial.data == "digits" else 32)
     on = torch.device(trial.device)
     return (x.to(on), y.to(on)), (test_x.to(on), test_y.to(on))
 
 
 def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
-    """A linear model on pixels, or two convolutions with GroupNorm and tanh, and a linear layer."""
+    """A linear model on pixels, or two convolutions with GroupNorm and tanh, and a linear layer.
+
+    Args:
+        name: one of `MODELS`.
+        shape: of an image.
+        seed: of the weights.
+    """
     one_of("a model", name, MODELS)
     channels, height, width = shape
     state = torch.random.get_rng_state()
@@ -120,7 +135,13 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
 
 
 def tested(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
-    """Accuracy and mean loss."""
+    """Accuracy and mean loss.
+
+    Args:
+        model: from images to logits.
+        x: images.
+        y: labels.
+    """
     model.eval()
     with torch.no_grad():
         outputs = torch.cat([model(part) for part in x.split(1000)])

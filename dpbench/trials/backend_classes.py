@@ -23,37 +23,28 @@ class UnavailableBackend(NotHere):
         super().__init__(f"{backend} is not available here: {reason}")
 
 
-def available_backend(name: str) -> type[Backend]:
-    """The class of a backend.
-
-    Raises:
-        UnavailableBackend: with the reason that the backend gives.
-    """
-    backend_class = load_backend(name)
-    reason = backend_class.unavailable()
-    if reason is not None:
-        raise UnavailableBackend(name, reason)
-    return backend_class
-
-
 def backend_class(ref: str) -> type[Backend]:
     """The class that `ref` stands for, which can run here.
+
+    Args:
+        ref: a name, or ``path/file.py:Class``.
 
     Raises:
         UsageError: the file cannot be imported, has no such class, or it is no backend.
         UnavailableBackend: a package that it needs is missing.
     """
-    if not is_file(ref):
-        return available_backend(ref)
-    found = _from_file(ref)
-    reason = found.unavailable()
-    if reason is not None:
-        raise UnavailableBackend(found.name, reason)
+    found = _from_file(ref) if is_file(ref) else load_backend(ref)
+    if (reason := found.unavailable()) is not None:
+        raise UnavailableBackend(found.name if is_file(ref) else ref, reason)
     return found
 
 
 def run(trial: ResolveTrial) -> dict[str, Any]:
-    """{"usage": None, or what is wrong with the reference in one line}."""
+    """{"usage": None, or what is wrong with the reference in one line}.
+
+    Args:
+        trial: whose `backend` is a file's class.
+    """
     try:
         _from_file(trial.backend)
     except UsageError as error:

@@ -55,12 +55,19 @@ class UnusableBackend(UsageError):
 
 
 def is_file(ref: str) -> bool:
-    """Whether `ref` means a file, and not a name."""
+    """Whether `ref` means a file, and not a name.
+
+    Args:
+        ref: a name, or ``path/file.py:Class``.
+    """
     return ref.endswith(".py") or ".py:" in ref
 
 
 def validate_backend(ref: str) -> None:
     """Check what can be checked without importing anything.
+
+    Args:
+        ref: a name, or ``path/file.py:Class``.
 
     Raises:
         UsageError: an unknown name, with the nearest; a file without a class, or none.

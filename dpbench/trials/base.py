@@ -23,6 +23,9 @@ from dpbench.trials.reference import load_object, reference_to
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal texts.
 
+    Args:
+        value: of dicts, lists, texts, numbers, truth values and None.
+
     Raises:
         ValueError: for a float that is not finite, which JSON does not know.
     """
@@ -79,7 +82,11 @@ class Trial:
 
     @staticmethod
     def from_wire(message: Mapping[str, Any]) -> Trial:
-        """The inverse of `to_wire`."""
+        """The inverse of `to_wire`.
+
+        Args:
+            message: what `to_wire` gave.
+        """
         trial = load_object(message["class"])(**message["fields"])
         assert isinstance(trial, Trial)
         return trial

@@ -29,7 +29,9 @@ class DeviceTrial(Trial):
 
     kind: ClassVar[str] = "device"
     body: ClassVar[str] = "dpbench.measure.device:run"
-    sources: ClassVar[tuple[str, ...]] = ("dpbench/measure/device.py", "dpbench/measure/timing.py")
+    sources: ClassVar[tuple[str, ...]] = tuple(
+        f"dpbench/measure/{name}.py" for name in ("device", "bench", "gpu", "precision", "timing")
+    )
     device: str = "cpu"
     sizes: Sequence[int] = (1024, 4096, 8192)
     copied: int = 2**30

@@ -16,6 +16,9 @@ def to_json(value: Any) -> str:
     """One line of strict JSON; floats that are not finite become the strings "inf", "-inf" and "nan".
 
     What is no character (half of a pair, or a byte of a path that is not UTF-8) becomes its escape, to be read.
+
+    Args:
+        value: of dicts, lists, texts, numbers, truth values and None.
     """
     text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
     return text if text.isascii() else _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)

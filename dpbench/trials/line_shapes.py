@@ -299,14 +299,23 @@ _RESULTS: Mapping[str, Shape] = {
 
 
 def flaw_of_result(kind: str, result: Any) -> str | None:
-    """What a result of a trial that ended well lacks of what its kind has; None if it is whole."""
+    """What a result of a trial that ended well lacks of what its kind has; None if it is whole.
+
+    Args:
+        kind: of the trial.
+        result: what its body gave.
+    """
     if too_deep(result):
         return "result: nested too deeply"
     return flaw(result, _RESULTS.get(kind, Each(ANY)), "result")
 
 
 def flaw_of_line(line: Any) -> str | None:
-    """Why a line, in the schema of today, is no whole record, in words; None if it is one."""
+    """Why a line, in the schema of today, is no whole record, in words; None if it is one.
+
+    Args:
+        line: as read from a file of records.
+    """
     if too_deep(line):
         return "nested too deeply"
     kind_of_line = line.get("type") if isinstance(line, Mapping) else None
@@ -324,7 +333,11 @@ def flaw_of_line(line: Any) -> str | None:
 
 
 def flaw_of_trial(trial: Any) -> str | None:
-    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole."""
+    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole.
+
+    Args:
+        trial: as a record describes it.
+    """
     if too_deep(trial):
         return "trial: nested too deeply"
     return flaw(trial, {"kind": TEXT}, "trial") or _flaw_of_trial(trial)

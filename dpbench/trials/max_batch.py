@@ -53,7 +53,11 @@ class Forecast:
 
     @classmethod
     def through(cls, points: Mapping[int, int]) -> Forecast | None:
-        """The line through the two largest of (batch size -> peak in bytes); None if they say of no growth."""
+        """The line through the two largest of (batch size -> peak in bytes); None if they say of no growth.
+
+        Args:
+            points: of probes that have ended.
+        """
         if len(points) < 2:
             return None
         (size_a, peak_a), (size_b, peak_b) = sorted(points.items())[-2:]
@@ -62,7 +66,11 @@ class Forecast:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any] | None) -> Forecast | None:
-        """What a trial of kind `largest` has found; None if it has not ended, or not well."""
+        """What a trial of kind `largest` has found; None if it has not ended, or not well.
+
+        Args:
+            record: of the trial, or None.
+        """
         if record is None or record["outcome"] != "ok":
             return None
         probes = record["result"].get("probes", [])
@@ -87,26 +95,48 @@ class MaxBatch:
     tolerance: float = 0.02
 
     def probe_at(self, batch_size: int) -> PeakTrial:
+        """The probe of a batch size.
+
+        Args:
+            batch_size: to be tried.
+        """
         return self.probe.replace(batch_size=batch_size)
 
     def then_at(self, batch_size: int) -> StepTrial | None:
+        """The trial that follows at the largest batch size; None if there is none.
+
+        Args:
+            batch_size: that was found.
+        """
         return None if self.then is None else self.then.replace(batch_size=batch_size)
 
     def bounds(self, seen: Mapping[int, Probe]) -> tuple[int, int | None]:
         """(largest that fits, or 0; smallest that does not, or None).
 
         Where a larger batch fitted although a smaller one did not, the smaller one counts: what fits, fits always.
+
+        Args:
+            seen: batch size -> its probe.
         """
         high = min((size for size, probe in seen.items() if not probe.fits), default=None)
         low = max((size for size, probe in seen.items() if probe.fits and (high is None or size < high)), default=0)
         return low, high
 
     def answer(self, seen: Mapping[int, Probe]) -> int:
-        """The largest batch size known to fit; 0 if none does."""
+        """The largest batch size known to fit; 0 if none does.
+
+        Args:
+            seen: batch size -> its probe.
+        """
         return self.bounds(seen)[0]
 
     def next_batch_size(self, seen: Mapping[int, Probe], forecast: Forecast | None = None) -> int | None:
-        """The batch size to probe next, never one already seen; None when the search has ended."""
+        """The batch size to probe next, never one already seen; None when the search has ended.
+
+        Args:
+            seen: batch size -> its probe.
+            forecast: what simulations say of larger batches, if they do.
+        """
         low, high = self.bounds(seen)
         predicted = self._predict(seen, low, high, forecast) if len(seen) < PATIENCE else None
         if not seen:

@@ -80,6 +80,9 @@ def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]
     """Name what a trial's body raised: (outcome, evidence, result or None).
 
     Imports nothing: what the body can raise it has imported.
+
+    Args:
+        error: what the body raised.
     """
     if isinstance(error, TrialFailure):
         return error.outcome, str(error), error.result

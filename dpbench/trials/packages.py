@@ -17,12 +17,20 @@ SCHEMES: dict[str, tuple[str, ...]] = {
 
 
 def required_modules(ref: str) -> tuple[str, ...]:
-    """Modules that are worth importing before a trial with this model is forked; () for built-ins and files."""
+    """Modules that are worth importing before a trial with this model is forked; () for built-ins and files.
+
+    Args:
+        ref: of a model.
+    """
     is_file = (ref.rpartition(":")[0] or ref).endswith(".py")
     return () if is_file else SCHEMES.get(ref.partition(":")[0], ())
 
 
 def modules_of_backends(names: Iterable[str]) -> tuple[str, ...]:
-    """The same of backends: what the rows of `clipping.registry` say."""
+    """The same of backends: what the rows of `clipping.registry` say.
+
+    Args:
+        names: of backends; those of files have no row.
+    """
     known = (BACKENDS[name] for name in names if name in BACKENDS)
     return tuple(dict.fromkeys(module for info in known for module in info.modules))

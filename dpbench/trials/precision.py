@@ -55,6 +55,9 @@ STEPS = ("step", "overhead", "recommend", "peak", "largest")
 def profile_of(name: str) -> Profile:
     """The profile of this name.
 
+    Args:
+        name: as a trial has it.
+
     Raises:
         UsageError: in one line, if there is none.
     """
@@ -65,6 +68,9 @@ def with_profile(trial: Mapping[str, Any]) -> Mapping[str, Any]:
     """A trial's fields with its profile, where it was recorded before there were any, and says a dtype instead.
 
     On CUDA float32 then ran with TF32 as torch has it by default, in convolutions alone: that is no profile.
+
+    Args:
+        trial: as a record describes it.
     """
     if trial["kind"] not in STEPS or "dtype" not in trial:
         return trial

@@ -20,6 +20,9 @@ from dpbench.errors import UsageError
 def load_module(name: str) -> ModuleType:
     """Import a module by its dotted name, or by the path of its ``.py`` file.
 
+    Args:
+        name: ``package.module``, or a path that ends in ``.py``.
+
     Raises:
         ImportError: if there is none; whatever the module itself raises on import passes through.
     """
@@ -42,13 +45,21 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_object(reference: str) -> Any:
-    """The object that ``module:name`` or ``file.py:name`` refers to."""
+    """The object that ``module:name`` or ``file.py:name`` refers to.
+
+    Args:
+        reference: ``module:name`` or ``file.py:name``.
+    """
     module, _, name = reference.rpartition(":")
     return getattr(load_module(module), name)
 
 
 def split_file(ref: str, expected: str) -> tuple[Path, str]:
     """(path, name) of ``path/file.py:name``, such as was `expected`: "path/file.py:Class".
+
+    Args:
+        ref: what was typed.
+        expected: what was to be typed, for the error.
 
     Raises:
         UsageError: nothing is named, or there is no such file.
@@ -63,5 +74,9 @@ def split_file(ref: str, expected: str) -> tuple[Path, str]:
 
 
 def reference_to(obj: Any) -> str:
-    """The reference of a function or class at the top level of its module."""
+    """The reference of a function or class at the top level of its module.
+
+    Args:
+        obj: with a module and a qualified name.
+    """
     return f"{obj.__module__}:{obj.__qualname__}"

@@ -100,11 +100,22 @@ FILE_NAME = Is(
 
 
 def one_of(*names: str) -> Is:
+    """The shape of a text that is one of these.
+
+    Args:
+        names: the texts.
+    """
     return Is(f"one of {', '.join(names)}", lambda value: isinstance(value, str) and value in names)
 
 
 def flaw(value: Any, shape: Shape, where: str = "") -> str | None:
-    """Where and how `value` first differs from `shape`, in words; None if it does not."""
+    """Where and how `value` first differs from `shape`, in words; None if it does not.
+
+    Args:
+        value: as read from JSON.
+        shape: that it is to have.
+        where: the way to it, for the words.
+    """
     found = _difference(value, shape)
     if found is None:
         return None
@@ -164,7 +175,12 @@ def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
 
 
 def too_deep(value: Any, left: int = DEPTH) -> bool:
-    """Whether lists and objects lie in each other more than `DEPTH` deep."""
+    """Whether lists and objects lie in each other more than `DEPTH` deep.
+
+    Args:
+        value: as read from JSON.
+        left: levels that there may still be.
+    """
     if not isinstance(value, dict | list):
         return False
     if not left:

@@ -30,7 +30,13 @@ class ModelTrial(Trial):
 
 
 def modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple[str, ...]:
-    """The packages that a step of `model` under `backends` imports."""
+    """The packages that a step of `model` under `backends` imports.
+
+    Args:
+        trial: whose data and device count, if it has them.
+        model: a reference.
+        backends: names, or references to files.
+    """
     digits = ("sklearn.datasets",) if getattr(trial, "data", None) == "digits" else ()
     # torch's profiler, which watches the memory on a CPU, looks for torch._inductor, and so imports it: two seconds
     profiler = ("torch._inductor",) if getattr(trial, "device", None) == "cpu" else ()
@@ -200,6 +206,7 @@ class ExplainTrial(Trial):
 
     kind: ClassVar[str] = "explain"
     body: ClassVar[str] = "dpbench.measure.explain:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
     model: str
     batch_size: int
     image_size: int | None = None

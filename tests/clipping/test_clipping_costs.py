@@ -62,10 +62,10 @@ def test_a_disturbed_turn_is_not_on_record(monkeypatch):
 
 
 def test_what_is_written_down_is_read_again(folder):
-    notebook = CostCache(CPU)
-    assert notebook.get("a") is None and not folder.exists()
-    notebook.add({"a": COSTS})
-    notebook.add({"b": OTHER})
+    cache = CostCache(CPU)
+    assert cache.get("a") is None and not folder.exists()
+    cache.add({"a": COSTS})
+    cache.add({"b": OTHER})
     again = CostCache(CPU)
     assert (again.get("a"), again.get("b"), again.get("c")) == (COSTS, OTHER, None)
     assert the_file(folder).name.startswith("routes-cpu-") and set(json.loads(the_file(folder).read_text())) == {
@@ -92,9 +92,9 @@ def test_what_is_written_down_is_read_again(folder):
 def test_a_torn_or_foreign_file_is_measured_again(folder, text):
     CostCache(CPU).add({"a": COSTS})
     the_file(folder).write_text(text)
-    notebook = CostCache(CPU)
-    assert notebook.get("a") is None
-    notebook.add({"b": OTHER})
+    cache = CostCache(CPU)
+    assert cache.get("a") is None
+    cache.add({"b": OTHER})
     assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
 
 
@@ -108,9 +108,9 @@ def test_a_folder_that_cannot_be_written_to_is_done_without(tmp_path, monkeypatc
     """A file stands where the folder would be: no permission is asked, root has them all."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DPBENCH_CACHE", str(tmp_path / "file" / "cache"))
-    notebook = CostCache(CPU)
-    notebook.add({"a": COSTS})
-    assert notebook.get("a") == COSTS
+    cache = CostCache(CPU)
+    cache.add({"a": COSTS})
+    assert cache.get("a") == COSTS
     assert CostCache(CPU).get("a") is None
 
 
@@ -118,17 +118,17 @@ def test_off_keeps_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in (("HOME", str(tmp_path)), ("XDG_CACHE_HOME", str(tmp_path)), ("DPBENCH_CACHE", "off")):
         monkeypatch.setenv(name, value)
-    notebook = CostCache(CPU)
-    notebook.add({"a": COSTS})
-    assert notebook.get("a") == COSTS and not list(tmp_path.iterdir())
+    cache = CostCache(CPU)
+    cache.add({"a": COSTS})
+    assert cache.get("a") == COSTS and not list(tmp_path.iterdir())
     assert CostCache(CPU).get("a") is None
 
 
-def test_a_notebook_of_this_process_alone_leaves_the_file(folder):
+def test_a_cache_of_this_process_alone_leaves_the_file(folder):
     CostCache(CPU).add({"a": COSTS})
-    notebook = CostCache(CPU, file=False)
-    assert notebook.get("a") is None
-    notebook.add({"b": OTHER})
+    cache = CostCache(CPU, file=False)
+    assert cache.get("a") is None
+    cache.add({"b": OTHER})
     assert CostCache(CPU).get("b") is None
 
 

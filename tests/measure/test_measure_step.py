@@ -52,6 +52,16 @@ def backends(monkeypatch):
         monkeypatch.setitem(clipping.BACKENDS, backend.name, info)
 
 
+def test_a_backend_in_a_file_of_ones_own_is_timed_and_its_memory_taken(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from clipping.oracle import Microbatch\n\n\nclass Own(Microbatch):\n    'Ours.'\n\n    name = 'own'\n"
+    )
+    assert step.run(TRIAL.replace(backend=f"{file}:Own"))["step_seconds"]
+    peak = PeakTrial(model="cnn", backend=f"{file}:Own", batch_size=2, image_size=16, simulated=True)
+    assert memory.run(peak)["memory"]["peak_bytes"] > 0
+
+
 def test_the_record_of_a_step():
     result = step.run(TRIAL)
     assert set(result) == {

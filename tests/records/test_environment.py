@@ -14,7 +14,7 @@ from dpbench.execution import machines
 from dpbench.execution.machines import FolderName, Machines
 from dpbench.process.parent import Isolation
 from dpbench.records import environment
-from dpbench.trials import EpsilonTrial, StepTrial
+from dpbench.trials import EpsilonTrial, OverheadTrial, StepTrial
 
 STEP = StepTrial(model="cnn", backend="ghost", batch_size=8)
 EPSILON = EpsilonTrial(accountant="moments", sample_rate=0.01, noise_multiplier=4.0, steps=10, delta=1e-5)
@@ -158,10 +158,17 @@ def test_the_version_of_opacus_matters_to_opacus_alone(monkeypatch):
     assert fingerprint(peer, "cpu") != before[1]
 
 
-def test_the_file_of_a_model_of_ones_own_is_measured_too(tmp_path):
-    file = tmp_path / "model.py"
+@pytest.mark.parametrize("part", ["model", "backend", "backends", "body"])
+def test_a_file_of_ones_own_is_measured_too(part, tmp_path, monkeypatch):
+    file = tmp_path / "own.py"
     file.write_text("x = 1\n")
-    trial = STEP.replace(model=f"{file}:factory")
+    if part == "backends":
+        trial = OverheadTrial(model="cnn", backends=("nonprivate", f"{file}:Own"), batch_size=4)
+    elif part == "body":
+        trial = STEP
+        monkeypatch.setattr(StepTrial, "body", f"{file}:run")
+    else:
+        trial = STEP.replace(**{part: f"{file}:Own"})
     before = fingerprint(trial, "cpu")
     file.write_text("x = 2\n")
     environment.hash_of.cache_clear()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from dpbench import __version__
+from dpbench.trials.reference import load_object
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
@@ -209,23 +209,21 @@ def test_the_version_is_said_once():
     assert PROJECT["project"]["version"] == __version__
 
 
-def documented(function: ast.FunctionDef) -> set[str]:
-    """The names that its ``Args:`` describe, several to a line among them; empty without such a section."""
-    text = ast.get_docstring(function) or ""
-    _, found, after = text.partition("\nArgs:\n")
-    section = re.split(r"\n(?=\S)", after)[0] if found else ""
-    lines = [line for line in section.splitlines() if re.match(r" {4}\S", line)]
-    return {name.strip(" *`") for line in lines for name in line.partition(":")[0].split(",")}
+#: What a trial can measure: a change in one of these rooms can change a number. The others carry numbers about.
+MEASURED = ("clipping", "accounting", *(f"dpbench.{room}" for room in ("measure", "models", "engine", "training")))
+KINDS = [
+    f"{name}:{node.name}"
+    for name in NAMES
+    for node in ast.parse(NAMES[name].read_text()).body
+    if isinstance(node, ast.ClassDef) and node.name.endswith("Trial") and "body: ClassVar[str] = " in ast.unparse(node)
+]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_args_that_are_described_are_all_described(path):
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
-    missing = {}
-    for function in functions:
-        given = function.args
-        names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self", "cls"}
-        known = documented(function)
-        if known and not function.name.startswith("_") and names - known:
-            missing[function.name] = sorted(names - known)
-    assert missing == {}
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fingerprint_covers_what_a_trials_body_imports(kind):
+    """An edit there must not leave old records "done": the body's own module, and what that imports by itself."""
+    trial = load_object(kind)
+    body = trial.body.partition(":")[0]
+    reached = [name for name in (body, *IMPORTED[body]) if name.startswith(MEASURED)]
+    covered = {path for pattern in trial.sources for path in ROOT.glob(pattern)}
+    assert [name for name in reached if NAMES[name] not in covered and NAMES[name].name != "__init__.py"] == []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dpbench.integrations import sharp_edges
 
@@ -58,6 +59,21 @@ def test_the_accounting_example_gives_the_numbers_beside_it():
         expression, found, number = line.partition("  # ")
         if found:
             assert abs(eval(expression, names) - float(number)) < 0.001, line
+
+
+def test_the_example_of_a_backend_clips():
+    model = torch.nn.Linear(3, 2)
+    names = {
+        "model": model,
+        "loss_fn": lambda outputs, targets: ((outputs - targets) ** 2).sum(1),
+        "inputs": 10 * torch.ones(4, 3),
+        "targets": torch.zeros(4, 2),
+    }
+    exec(program("load_backend"), names)
+    out = names["out"]
+    assert out.norms.shape == out.losses.shape == (4,) and out.norms.min() > 1
+    length = sum(float(grad.square().sum()) for grad in out.grads.values()) ** 0.5
+    assert abs(length - 4.0) < 1e-2  # four records that are alike, each clipped to 1
 
 
 def test_every_sharp_edge_names_a_test_that_there_is():

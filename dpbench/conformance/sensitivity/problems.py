@@ -69,45 +69,87 @@ class HardRecord:
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
-    """Σ output·weight of each sample, [B]: the gradient of an output is its weight."""
+    """Σ output·weight of each sample, [B]: the gradient of an output is its weight.
+
+    Args:
+        outputs: [B, ...].
+        weights: of the same shape.
+    """
     return (outputs * weights).flatten(1).sum(1)
 
 
 def drawn(seed: int) -> torch.Generator:
-    """Random numbers that are the same on every machine."""
+    """Random numbers that are the same on every machine.
+
+    Args:
+        seed: of the numbers.
+    """
     return torch.Generator().manual_seed(seed)
 
 
 def normal(*shape: int, seed: int) -> Tensor:
-    """N(0, 1) in float64."""
+    """N(0, 1) in float64.
+
+    Args:
+        shape: of the numbers.
+        seed: of the numbers.
+    """
     return torch.randn(*shape, generator=drawn(seed), dtype=torch.float64)
 
 
 def ordinary(inputs: tuple[int, ...], outputs: tuple[int, ...], records: Iterable[Record]) -> Batch:
-    """An ordinary batch of samples of these shapes, N(0, 1), for the records to come to."""
+    """An ordinary batch of samples of these shapes, N(0, 1), for the records to come to.
+
+    Args:
+        inputs, outputs: shapes of one sample.
+        records: that come to the batch.
+    """
     return Batch(normal(ORDINARY, *inputs, seed=101), normal(ORDINARY, *outputs, seed=102), records)
 
 
 def cancelling(positions: int, channels: int, seed: int) -> Tensor:
-    """Weights [1, T, p] that sum to exactly zero over positions: whole numbers that every dtype holds."""
+    """Weights [1, T, p] that sum to exactly zero over positions: whole numbers that every dtype holds.
+
+    Args:
+        positions: T.
+        channels: p.
+        seed: of the numbers.
+    """
     whole = torch.randint(-7, 8, (1, positions, channels), generator=drawn(seed)).double()
     whole[:, -1] = -whole[:, :-1].sum(1)
     return whole
 
 
 def centred(positions: int, channels: int, seed: int) -> Tensor:
-    """N(0, 1) [1, T, p] less its mean over positions: the sum is what rounding leaves."""
+    """N(0, 1) [1, T, p] less its mean over positions: the sum is what rounding leaves.
+
+    Args:
+        positions: T.
+        channels: p.
+        seed: of the numbers.
+    """
     whole = normal(1, positions, channels, seed=seed)
     return whole - whole.mean(1, keepdim=True)
 
 
 def nearly_alike(spread: float, *shape: int, seed: int) -> Tensor:
-    """1 + spread·N(0, 1)."""
+    """1 + spread·N(0, 1).
+
+    Args:
+        spread: how far from 1.
+        shape: of the numbers.
+        seed: of the numbers.
+    """
     return 1 + spread * normal(*shape, seed=seed)
 
 
 def as_image(rows: Tensor, *size: int) -> Tensor:
-    """[1, T, p] to [1, p, *size]: channels first."""
+    """[1, T, p] to [1, p, *size]: channels first.
+
+    Args:
+        rows: [1, T, p].
+        size: of the image; its product is T.
+    """
     return rows.transpose(1, 2).reshape(1, rows.shape[2], *size)
 
 
@@ -150,5 +192,10 @@ class Bias(nn.Module):
 
 
 def power_of_two(numbers: torch.finfo, share: float) -> float:
-    """2^k, at `share` of the way (in exponents) from 1 to the largest number."""
+    """2^k, at `share` of the way (in exponents) from 1 to the largest number.
+
+    Args:
+        numbers: of the dtype.
+        share: 0 for 1, 1 for the largest number.
+    """
     return 2.0 ** math.floor(share * math.log2(numbers.max))

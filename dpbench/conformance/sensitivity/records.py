@@ -54,7 +54,13 @@ def sizes(numbers: torch.finfo) -> tuple[float, float, float]:
 
 
 def rows(numbers: torch.finfo, positions: int, d: int, p: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(words, inputs [1, T, d] nearly alike, weights [1, T, p] that sum to zero over positions)."""
+    """(words, inputs [1, T, d] nearly alike, weights [1, T, p] that sum to zero over positions).
+
+    Args:
+        numbers: of the dtype.
+        positions: T.
+        d, p: channels of the inputs and of the weights.
+    """
     size, weight, little = sizes(numbers)
     for spread, seed in itertools.product(SPREADS, SEEDS):
         inputs = size * nearly_alike(spread * little, 1, positions, d, seed=seed)
@@ -63,7 +69,12 @@ def rows(numbers: torch.finfo, positions: int, d: int, p: int) -> Iterator[tuple
 
 
 def over_tokens(positions: int, layer: Callable[[], nn.Module]) -> Make:
-    """Of a layer from D to P channels."""
+    """Of a layer from D to P channels.
+
+    Args:
+        positions: T.
+        layer: makes the layer.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         records = (Record(*found) for found in rows(numbers, positions, D, P))
@@ -73,7 +84,13 @@ def over_tokens(positions: int, layer: Callable[[], nn.Module]) -> Make:
 
 
 def over_pixels(layer: Callable[[], nn.Module], channels: int, size: int, out: tuple[int, int, int]) -> Make:
-    """Of a convolution: images that are nearly constant."""
+    """Of a convolution: images that are nearly constant.
+
+    Args:
+        layer: makes the convolution.
+        channels, size: of an image.
+        out: channels, rows and columns of the output.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         def records() -> Iterator[Record]:
@@ -103,7 +120,12 @@ def over_uses(numbers: torch.finfo) -> Problem:
 
 
 def of_one_id(model: Callable[[], nn.Module], out: int) -> Make:
-    """Ids are the same at all positions; their gradients are large, and sum to what rounding leaves."""
+    """Ids are the same at all positions; their gradients are large, and sum to what rounding leaves.
+
+    Args:
+        model: makes the model.
+        out: channels of the output.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         def records() -> Iterator[Record]:
@@ -123,14 +145,25 @@ def of_a_bias(numbers: torch.finfo) -> Problem:
 
 
 def large(numbers: torch.finfo, positions: int, channels: int) -> Iterator[tuple[str, Tensor]]:
-    """(words, weights [1, T, p] of several sizes whose sum over positions is what rounding leaves)."""
+    """(words, weights [1, T, p] of several sizes whose sum over positions is what rounding leaves).
+
+    Args:
+        numbers: of the dtype.
+        positions: T.
+        channels: p.
+    """
     sizes = dict.fromkeys(min(share / numbers.eps, numbers.max / 64) for share in (1.0, 1e3, 1e6))
     for size, seed in itertools.product(sizes, SEEDS):
         yield f"weights of {size:.2g} less their mean, seed {seed}", size * centred(positions, channels, seed)
 
 
 def one_sample(scales: Callable[[torch.finfo], list[tuple[float, float]]], layer: Callable[[], nn.Module]) -> Make:
-    """A dense layer's sample with inputs and weights of given sizes."""
+    """A dense layer's sample with inputs and weights of given sizes.
+
+    Args:
+        scales: from numbers to (size of the inputs, size of the weights).
+        layer: makes the layer.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         def records() -> Iterator[Record]:
@@ -144,6 +177,7 @@ def one_sample(scales: Callable[[torch.finfo], list[tuple[float, float]]], layer
 
 
 def dense() -> nn.Module:
+    """A linear layer from 16 features to 16."""
     return nn.Linear(16, 16)
 
 
@@ -161,7 +195,11 @@ def apart(numbers: torch.finfo) -> list[tuple[float, float]]:
 
 
 def small(positions: bool) -> Make:
-    """Under a function that divides by the norm. The squares of some entries vanish, those of others do not."""
+    """Under a function that divides by the norm. The squares of some entries vanish, those of others do not.
+
+    Args:
+        positions: whether a sample has several positions.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         shape = (4,) if positions else ()
@@ -181,7 +219,11 @@ def small(positions: bool) -> Make:
 
 
 def with_entry(value: float) -> Make:
-    """An image with one entry that is no number."""
+    """An image with one entry that is no number.
+
+    Args:
+        value: that is no number.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         image = normal(1, 3, 6, 6, seed=3)
@@ -236,7 +278,12 @@ def in_order(numbers: torch.finfo) -> Problem:
 
 
 def constant(layer: Callable[[], nn.Module], *shape: int) -> Make:
-    """Inputs that are constant but for little, or for nothing, before a normalisation that is trained."""
+    """Inputs that are constant but for little, or for nothing, before a normalisation that is trained.
+
+    Args:
+        layer: makes the normalisation.
+        shape: of a sample.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         def records() -> Iterator[Record]:
@@ -260,11 +307,16 @@ def plain(numbers: torch.finfo) -> Problem:
 
 
 def linear() -> nn.Module:
+    """A linear layer from D features to P, without a bias."""
     return nn.Linear(D, P, bias=False)
 
 
 def found(kind: str) -> Make:
-    """What a search has found to be worst, of one kind."""
+    """What a search has found to be worst, of one kind.
+
+    Args:
+        kind: of the search's model.
+    """
 
     def make(numbers: torch.finfo) -> Problem:
         problems = [point.problem(numbers) for point in FOUND if point.kind == kind]

@@ -16,30 +16,52 @@ FIELDS = ("case", "backend", "dtype", "outcome", "excess", "limit", "batch_size"
 
 
 def as_row(backend: str, dtype: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """One case's fields (`dpbench.measure.sensitivity.Found`), with the backend and the dtype."""
+    """One case's fields (`dpbench.measure.sensitivity.Found`), with the backend and the dtype.
+
+    Args:
+        backend: its name.
+        dtype: one of `DTYPES`.
+        found: of the case.
+    """
     row = {"backend": backend, "dtype": dtype} | dict(found)
     return {name: row.get(name) for name in FIELDS}
 
 
 def failed(row: Mapping[str, Any]) -> bool:
-    """Whether a record moved the sum too far, made it no number, or met an error that does not name it."""
+    """Whether a record moved the sum too far, made it no number, or met an error that does not name it.
+
+    Args:
+        row: of `as_row`.
+    """
     return row["outcome"] in FAILURES
 
 
 def worst(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The row whose record moved the sum furthest; None if none is a number."""
+    """The row whose record moved the sum furthest; None if none is a number.
+
+    Args:
+        rows: of `as_row`.
+    """
     known = [row for row in rows if row["excess"] is not None]
     return max(known, key=lambda row: float(row["excess"]), default=None)
 
 
 def count(rows: Iterable[Mapping[str, Any]]) -> str:
-    """ "3 exceeds, 20 within"."""
+    """ "3 exceeds, 20 within".
+
+    Args:
+        rows: of `as_row`.
+    """
     counted = Counter(row["outcome"] for row in rows)
     return ", ".join(f"{counted[outcome]} {outcome}" for outcome in OUTCOMES if counted[outcome])
 
 
 def in_units(excess: float | None) -> str:
-    """'1.003 C', '11,000 C', '77 million C', '9.6e+13 C'; "-" where there is no number."""
+    """'1.003 C', '11,000 C', '77 million C', '9.6e+13 C'; "-" where there is no number.
+
+    Args:
+        excess: in units of C, or None.
+    """
     if excess is None:
         return "-"
     value = float(f"{float(excess):.2g}") if excess >= 10 else float(excess)
@@ -50,7 +72,12 @@ def in_units(excess: float | None) -> str:
 
 
 def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[list[str]]:
-    """For a table with a column a backend: a line for each dtype, of how far the furthest record moves the sum."""
+    """For a table with a column a backend: a line for each dtype, of how far the furthest record moves the sum.
+
+    Args:
+        rows: of `as_row`.
+        backends: the columns.
+    """
     rows = list(rows)
     dtypes = [dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows)]
     found = []
@@ -61,7 +88,11 @@ def lines(rows: Iterable[Mapping[str, Any]], backends: Sequence[str]) -> list[li
 
 
 def text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows for a person, and under them how many of each backend met what."""
+    """The rows for a person, and under them how many of each backend met what.
+
+    Args:
+        rows: of `as_row`.
+    """
     told = [
         [
             row["case"],

@@ -69,6 +69,7 @@ class Point:
         return HardRecord(f"found, {self.kind}", "a search has found it", self.problem)
 
     def layer(self) -> nn.Module:
+        """The layer that it is about."""
         if self.kind == "twice":
             return Twice(CHANNELS, CHANNELS)
         if self.kind == "linear":

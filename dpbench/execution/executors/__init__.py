@@ -60,7 +60,12 @@ class Cluster:
 
 
 def refuse_options_of_others(name: str, options: dict[str, object]) -> None:
-    """
+    """See that an executor takes the options that were given.
+
+    Args:
+        name: of the executor.
+        options: option -> value; None for one that was not given.
+
     Raises:
         UsageError: an option is given that this executor does not take.
     """
@@ -71,7 +76,12 @@ def refuse_options_of_others(name: str, options: dict[str, object]) -> None:
 
 
 def missing(package: str, extra: str) -> UsageError:
-    """What is said where the package of an executor is not installed."""
+    """What is said where the package of an executor is not installed.
+
+    Args:
+        package: its name.
+        extra: of dpbench, which brings it; the executor has the same name.
+    """
     return UsageError(
         f"the package {package} for --executor {extra} (python -m pip install 'dpbench[{extra}]')", "none"
     )

@@ -26,7 +26,11 @@ class Block:
 
 
 def key_of(cell: Cell) -> tuple[str, bool]:
-    """(the name of the block that a cell belongs to, whether that must stay on one node)."""
+    """(the name of the block that a cell belongs to, whether that must stay on one node).
+
+    Args:
+        cell: a trial, or a search.
+    """
     trial: Trial = cell.probe if isinstance(cell, MaxBatch) else cell
     timed = cell.then is not None or trial.alone if isinstance(cell, MaxBatch) else trial.alone
     described = trial.describe()
@@ -41,6 +45,13 @@ def blocks_of(
     """The blocks of an experiment, in the order of their first cells; together they are its schedule.
 
     `in_order`: as `Schedule` takes it, in each of them.
+
+    Args:
+        name: of the experiment.
+        cells: of it.
+        rounds: of each cell.
+        history: what is recorded.
+        in_order: trials run as they are declared.
     """
     found: dict[tuple[str, bool], list[Cell]] = {}
     for cell in cells:

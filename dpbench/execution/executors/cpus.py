@@ -18,6 +18,9 @@ def own_cpus(count: int | None) -> Iterator[Collection[int] | None]:
     """So many CPUs that no other trial has that asked in this way; None if all of the machine's are meant.
 
     Held by a lock on a file, which goes with the process that has it, however it ends.
+
+    Args:
+        count: how many; None for all.
     """
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if count is None or count >= len(allowed):

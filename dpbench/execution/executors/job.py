@@ -19,6 +19,9 @@ from dpbench.records.host import host_name
 def run_blocks(spec: Mapping[str, Any]) -> dict[str, Any]:
     """Run what remains of the blocks that `spec` names.
 
+    Args:
+        spec: what the driver wrote for this job.
+
     Returns:
         `error`: in one line, why the job ended before its part was done; None if it did not, or was told to end.
     """

@@ -41,6 +41,10 @@ _BLOCKS_FOR_A_CPU = 2
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains of `request` on a Ray cluster.
 
+    Args:
+        request: what is to be run.
+        progress: told of each trial.
+
     Raises:
         UsageError: ray is not installed, the cluster does not answer, or has not what is asked of it.
         OSError: the results folder cannot be written to.
@@ -122,6 +126,12 @@ class OnRay:
         self._keys, self._dead = 0, False
 
     def submit(self, trial: Trial, block: Block) -> int:
+        """Have a trial run on a node that its block has, or is given; its answer will carry the key that is returned.
+
+        Args:
+            trial: to be run.
+            block: that it belongs to.
+        """
         job = Job(
             trial=trial.to_wire(),
             sources=environment.sources_of(trial),
@@ -179,6 +189,11 @@ class OnRay:
         return asked
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
+        """The answers that come within a time.
+
+        Args:
+            timeout: seconds; None: until there is one.
+        """
         if not self._flying:
             return []
         with self._alive():
@@ -208,6 +223,11 @@ class OnRay:
         return Answer(flight.key, Outcome(told.pop("outcome")), place=place, **told)
 
     def release(self, block: Block) -> None:
+        """Give the block's node back.
+
+        Args:
+            block: of which nothing more will be submitted.
+        """
         group = self._groups.pop(block.key, None)
         if group is not None:
             self._ray.util.remove_placement_group(group)

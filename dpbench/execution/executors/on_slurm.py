@@ -37,6 +37,10 @@ _TICK = 0.5
 def run(request: Request, progress: Progress) -> Report:
     """Run what remains of `request` by jobs of a SLURM cluster.
 
+    Args:
+        request: what is to be run.
+        progress: told of each trial.
+
     Raises:
         UsageError: submitit or SLURM is not there, or refuses the jobs; the experiment has no name to be found by.
         OSError: the results folder cannot be written to.

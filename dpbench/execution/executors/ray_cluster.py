@@ -21,6 +21,9 @@ ANSWERS_WITHIN, JOINS_WITHIN = 3.0, 30.0
 def connect(address: str | None) -> Any:
     """The module ray, joined to a cluster; of this machine's own if there is no address.
 
+    Args:
+        address: HOST:PORT, or None.
+
     Raises:
         UsageError: it is not installed, or nothing at the address answers as a Ray cluster does, and soon.
     """
@@ -70,6 +73,10 @@ def _must_listen(address: str, expected: str) -> None:
 def device_of(asked: str, nodes: list[dict[str, float]]) -> str:
     """ "cpu" or "cuda" for "auto": by what the nodes have, and not this machine.
 
+    Args:
+        asked: "auto", "cpu" or "cuda".
+        nodes: the resources of each.
+
     Raises:
         UsageError: cuda is asked for, and no node has a GPU.
     """
@@ -81,6 +88,12 @@ def device_of(asked: str, nodes: list[dict[str, float]]) -> str:
 
 def cpus_of(cluster: Cluster, device: str, nodes: list[dict[str, float]], say: Callable[[str], None]) -> int:
     """How many CPUs a bundle has: a whole node's without GPU, else a GPU's share of its node.
+
+    Args:
+        cluster: what was asked for.
+        device: "cpu" or "cuda".
+        nodes: the resources of each.
+        say: told what a person should know.
 
     Raises:
         UsageError: no node has what is asked for.

@@ -65,7 +65,11 @@ class Queue:
         self._asked_at = 0.0
 
     def submit(self, specs: list[dict[str, Any]]) -> None:
-        """SLURM has them all at once; on this machine one follows another, or what is timed would run beside more."""
+        """SLURM has them all at once; on this machine one follows another, or what is timed would run beside more.
+
+        Args:
+            specs: one for each job.
+        """
         self._waiting = specs
         if not self.local:
             self._start(len(specs))
@@ -108,7 +112,11 @@ class Queue:
         return asked
 
     def busy(self, say: Callable[[str], None]) -> bool:
-        """Whether a job goes on, or is still to be started; says what a job that ended has to say of its end."""
+        """Whether a job goes on, or is still to be started; says what a job that ended has to say of its end.
+
+        Args:
+            say: told of ends that were none.
+        """
         for job in list(self._jobs):
             if not job.paths.result_pickle.exists():
                 continue

@@ -39,6 +39,7 @@ class Job:
     executor: Mapping[str, Any] = field(default_factory=dict)
 
     def to_wire(self) -> dict[str, Any]:
+        """As `Trial.to_wire` gave it."""
         return dict(self.trial)
 
 
@@ -68,6 +69,10 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
     """Run the trial of `job`; what `Answer` and `Place` hold, as plain values. `node`: what the cluster calls this one.
 
     A trial whose sources are not here as they are where the run was started is answered with an error that says so.
+
+    Args:
+        job: sent by the driver.
+        node: its name in the cluster.
     """
     global _node
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -98,12 +103,21 @@ def run_trial(job: Job, node: str = "") -> dict[str, Any]:
 
 
 def refusal(key: int, trouble: str) -> Answer:
-    """The answer to a trial that this node cannot run."""
+    """The answer to a trial that this node cannot run.
+
+    Args:
+        key: of the answer.
+        trouble: why, in a line.
+    """
     return Answer(key, Outcome.ERROR, f"node {host_name()}: {trouble}", None, 0.0)
 
 
 def different(sources: Mapping[str, str]) -> str | None:
-    """Why what a trial measures is not here as it is where the run was started; None if it is."""
+    """Why what a trial measures is not here as it is where the run was started; None if it is.
+
+    Args:
+        sources: glob or path -> its hash where the run was started.
+    """
     for name, digest in sources.items():
         try:
             here = environment.hash_of(name)

@@ -68,9 +68,19 @@ _RIVALS = 3
 class Runner(Protocol):
     """What runs trials: `dpbench.process.parent.Isolation`."""
 
-    def submit(self, trial: Trial) -> int: ...
+    def submit(self, trial: Trial) -> int:
+        """Start a trial; its answer will carry the key that is returned.
 
-    def wait(self, timeout: float | None = None) -> list[Answer]: ...
+        Args:
+            trial: to be run.
+        """
+
+    def wait(self, timeout: float | None = None) -> list[Answer]:
+        """The answers that come within a time.
+
+        Args:
+            timeout: seconds; None: until there is one.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +151,11 @@ class Agenda:
             self._settled = rivals
 
     def time(self, group: Group) -> None:
-        """Time and memory of a group beside ordinary training."""
+        """Time and memory of a group beside ordinary training.
+
+        Args:
+            group: backends that take turns.
+        """
         within = group.share * self.left()
         if within < _LEAST:
             return
@@ -177,7 +191,12 @@ class Agenda:
             end_as(self.findings[name], answer.outcome, answer.evidence)
 
     def search(self, names: Sequence[str], share: float) -> None:
-        """The largest batch of each that has none yet, as many beside each other as there are CPUs."""
+        """The largest batch of each that has none yet, as many beside each other as there are CPUs.
+
+        Args:
+            names: of backends.
+            share: of the time that is left, at most.
+        """
         due = [self.findings[name] for name in names if self.findings[name].largest is None]
         due = [found for found in due if found.status == "ok"]
         until = self.left() * (1 - share)

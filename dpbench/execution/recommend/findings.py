@@ -65,11 +65,20 @@ class Finding:
         return math.exp(middle - half), math.exp(middle + half)
 
     def too_large(self, batch_size: int) -> bool:
-        """Whether the batch is known not to fit in the budget."""
+        """Whether the batch is known not to fit in the budget.
+
+        Args:
+            batch_size: that was asked for.
+        """
         return self.largest is not None and self.largest_ended != "time" and self.largest < batch_size
 
     def predicted_batch(self, batch_size: int, budget: int) -> int:
-        """Where the budget is reached if what the step took beyond its baseline grows with the batch; at least 1."""
+        """Where the budget is reached if what the step took beyond its baseline grows with the batch; at least 1.
+
+        Args:
+            batch_size: of the step that was measured.
+            budget: bytes.
+        """
         if self.peak_bytes is None or self.baseline_bytes is None or self.peak_bytes <= self.baseline_bytes:
             return batch_size
         step = self.peak_bytes - self.baseline_bytes
@@ -99,7 +108,12 @@ class Finding:
 
 
 def take_group(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[str, Any]]) -> None:
-    """Enter what one process has measured: the entries of a `RecommendTrial`, ordinary training among them."""
+    """Enter what one process has measured: the entries of a `RecommendTrial`, ordinary training among them.
+
+    Args:
+        findings: backend -> what is known of it, changed in place.
+        backends: backend -> its entry.
+    """
     base = backends.get(ORDINARY, {})
     turns = {turn["round"]: median(turn["step_seconds"]) for turn in base.get("turns", [])}
     peak = (base.get("memory") or {}).get("peak_bytes")
@@ -128,7 +142,13 @@ def _take(found: Finding, entry: Mapping[str, Any], turns: Mapping[int, float], 
 
 
 def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
-    """Name how its measurement ended: of a traceback what was raised, of all else the first line."""
+    """Name how its measurement ended: of a traceback what was raised, of all else the first line.
+
+    Args:
+        found: of one backend, changed in place.
+        outcome: of its trial.
+        evidence: of its trial.
+    """
     lines = [line.strip() for line in (evidence or "").splitlines() if line.strip()]
     said = (lines[-1] if outcome == Outcome.ERROR else lines[0]) if lines else ""
     found.status, found.reason = outcome, said
@@ -140,7 +160,14 @@ def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
 
 
 def take_search(found: Finding, outcome: str, evidence: str | None, result: Mapping[str, Any] | None) -> None:
-    """Enter what a `LargestTrial` came to."""
+    """Enter what a `LargestTrial` came to.
+
+    Args:
+        found: of one backend, changed in place.
+        outcome: of the search.
+        evidence: of the search.
+        result: of the search, if it ended well.
+    """
     if outcome == Outcome.OK and result is not None:
         found.largest, found.largest_ended = result["batch_size"], result["ended"]
         found.largest_note = NOTES[result["ended"]]
@@ -153,5 +180,9 @@ def take_search(found: Finding, outcome: str, evidence: str | None, result: Mapp
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Ordinary training, then what was timed from fast to slow, then the rest."""
+    """Ordinary training, then what was timed from fast to slow, then the rest.
+
+    Args:
+        findings: of all backends.
+    """
     return sorted(findings, key=lambda f: (f.backend != ORDINARY, f.status != "ok", f.time_ratio or math.inf))

@@ -28,7 +28,8 @@ class Verdict(NamedTuple):
 
 
 def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verdict:
-    """
+    """Which backend to take, and why.
+
     Args:
         findings: of all backends.
         batch_size: that times and memory were measured at.
@@ -67,18 +68,30 @@ def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verd
 
 
 def fastest_first(findings: Collection[Finding]) -> list[Finding]:
-    """What is exact and timed, by the time that it takes at the worst."""
+    """What is exact and timed, by the time that it takes at the worst.
+
+    Args:
+        findings: of all backends.
+    """
     return sorted((f for f in findings if f.candidate), key=lambda f: f.interval()[1])
 
 
 def contenders(findings: Collection[Finding]) -> list[Finding]:
-    """The fastest exact one, and all that may be as fast for all that is known, whatever the noise."""
+    """The fastest exact one, and all that may be as fast for all that is known, whatever the noise.
+
+    Args:
+        findings: of all backends.
+    """
     exact = fastest_first(findings)
     return [f for f in exact if f.interval()[0] <= exact[0].interval()[1]]
 
 
 def tied(a: Finding, b: Finding) -> bool:
-    """Whether their times cannot be told apart."""
+    """Whether their times cannot be told apart.
+
+    Args:
+        a, b: of two backends that were timed.
+    """
     (low_a, high_a), (low_b, high_b) = a.interval(), b.interval()
     return low_a <= high_b and low_b <= high_a and max(_time(a), _time(b)) <= FAR * min(_time(a), _time(b))
 

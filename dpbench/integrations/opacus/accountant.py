@@ -59,6 +59,10 @@ class Accountant:
     def get_epsilon(self, delta: float, **options: Any) -> float:
         """ε at δ of all steps so far, as the engine's `privacy_spent` says it; 0 before the first.
 
+        Args:
+            delta: in [0, 1].
+            options: Opacus' own; they change nothing here.
+
         Raises:
             TypeError: an option that no accountant of Opacus' has.
             NoAnswer: no bound is known.
@@ -78,6 +82,10 @@ class Accountant:
     def get_privacy_spent(self, *, delta: float, alphas: Any = None) -> tuple[float, float]:
         """(ε, the Rényi order that it has it at), by "rdp"; `alphas` is ignored: all orders are tried.
 
+        Args:
+            delta: in [0, 1].
+            alphas: Opacus' orders.
+
         Raises:
             Misuse: another accountant.
         """
@@ -92,19 +100,29 @@ class Accountant:
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Never the caller's.
 
+        Args:
+            noise_multiplier, sample_rate: Opacus' arguments.
+
         Raises:
             Misuse: always.
         """
         raise Misuse("expected no accountant.step(): the engine counts every optimizer.step() itself")
 
     def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus' has it: "history" and "mechanism"."""
+        """As Opacus' has it: "history" and "mechanism".
+
+        Args:
+            destination: a dict to put it into; None for a new one.
+        """
         found = OrderedDict() if destination is None else destination
         found["history"], found["mechanism"] = self.history, self._name
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Account for the steps of an earlier training, too: of Opacus', or of this package's.
+
+        Args:
+            state_dict: what `state_dict` gave, here or in Opacus.
 
         Raises:
             ValueError: a state that is none, or of another accountant.

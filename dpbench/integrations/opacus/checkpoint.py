@@ -33,6 +33,15 @@ def save(
     """Write module, accountant, and what else is given, to `path`; arguments as Opacus' have them.
 
     The file holds the keys of the noise and of the sampling: as secret as the data.
+
+    Args:
+        private: the optimizer that was made private.
+        accountant: of the same engine.
+        path: a path or a file, as `torch.save` takes it.
+        module: whose parameters are saved.
+        optimizer, noise_scheduler, grad_clip_scheduler: what else is saved, if given.
+        checkpoint_dict: the caller's own entries.
+        module_state_dict_kwargs, torch_save_kwargs: of `module.state_dict` and `torch.save`.
     """
     state = dict(checkpoint_dict or {})
     state["module_state_dict"] = module.state_dict(**(module_state_dict_kwargs or {}))
@@ -63,6 +72,14 @@ def load(
     """Read what `save` wrote, or Opacus' own `save_checkpoint`, whose steps are accounted; returns the rest.
 
     Noise and norm that a scheduler had moved are restored where the scheduler is given.
+
+    Args:
+        private: the optimizer that was made private.
+        accountant: of the same engine.
+        path: a path or a file, as `torch.load` takes it.
+        module: which takes the saved parameters.
+        optimizer, noise_scheduler, grad_clip_scheduler: what else is restored, if given.
+        module_load_dict_kwargs, torch_load_kwargs: of `module.load_state_dict` and `torch.load`.
 
     Raises:
         ValueError: a setting that differs from the checkpoint's.

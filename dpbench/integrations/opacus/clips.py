@@ -34,9 +34,15 @@ class PerTensor:
 
     @property
     def sensitivity(self) -> float:
+        """√(Σ C_l²), of the thresholds C_l."""
         return math.hypot(*self.thresholds)
 
     def factors(self, norms: Tensor) -> Tensor:
+        """min(1, C_l / (‖g_{l,i}‖ + stabiliser)) for each norm; per layer at C/√L where there are other layers.
+
+        Args:
+            norms: [L, B], a row for each tensor.
+        """
         if len(norms) != len(self.thresholds):
             return PerLayer(max_grad_norm=self.sensitivity, stabiliser=STABILISER).factors(norms)
         parts = [
@@ -94,7 +100,11 @@ class Clips:
         self.norm = float(max_grad_norm)
 
     def at(self, norm: float) -> ClipFunction:
-        """The function of this norm."""
+        """The function of this norm.
+
+        Args:
+            norm: C.
+        """
         if self.quantile is not None:
             return self.quantile.clip(norm, self.noise_multiplier)
         if self._shares is not None:

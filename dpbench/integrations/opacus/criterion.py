@@ -41,7 +41,11 @@ class Backward(Watch):
         return self._losses is not None
 
     def arrived(self, losses: Tensor) -> None:
-        """`backward()` of these [B]: the gradients come with the step."""
+        """`backward()` of these [B]: the gradients come with the step.
+
+        Args:
+            losses: with their graph.
+        """
         if self._losses is not None:
             raise Misuse(f"{ACCUMULATION}; several losses of one batch are added first: (loss_a + loss_b).backward()")
         self._losses = losses
@@ -89,10 +93,12 @@ class DPTensor:
         self.loss_per_sample, self.loss_reduction, self._backward = losses, reduction, backward
 
     def detach(self) -> Tensor:
+        """The mean or the sum of the losses, as the criterion has it, without a graph."""
         losses = self.loss_per_sample.detach()
         return losses.mean() if self.loss_reduction == "mean" else losses.sum()
 
     def item(self) -> float:
+        """The same as a number."""
         return float(self.detach())
 
     __float__ = item

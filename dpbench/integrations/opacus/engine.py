@@ -161,6 +161,13 @@ class PrivacyEngine:
     ) -> tuple[Any, ...]:
         """As `make_private` with the noise for which `epochs` passes over the loader have this ε at this δ.
 
+        Args:
+            data_loader: an ordinary one, whose batch size and data set count.
+            target_epsilon, target_delta: to be reached at the end.
+            epochs: passes over the loader.
+            poisson_sampling: draw Poisson samples; else batches are as the loader has them, at a larger ε.
+            arguments: all else that `make_private` takes.
+
         Raises:
             NoAnswer: no noise meets the target.
             Misuse: steps that were released before count beside those, and are not in the target.
@@ -191,15 +198,29 @@ class PrivacyEngine:
             self.engine.detach()
 
     def get_epsilon(self, delta: float) -> float:
-        """ε at δ of all steps so far."""
+        """ε at δ of all steps so far.
+
+        Args:
+            delta: in [0, 1].
+        """
         return self.accountant.get_epsilon(delta)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Can the module be trained privately, as far as can be told before it is run?"""
+        """Can the module be trained privately, as far as can be told before it is run?
+
+        Args:
+            module: to be trained.
+            optimizer, data_loader: Opacus' arguments; not looked at.
+        """
         return batch_norm_problem(batch_norms(unwrapped(module))) is None
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raise an UnsupportedModel if it cannot."""
+        """Raise an UnsupportedModel if it cannot.
+
+        Args:
+            module: to be trained.
+            optimizer, data_loader: Opacus' arguments; not looked at.
+        """
         problem = batch_norm_problem(batch_norms(unwrapped(module)))
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
@@ -207,6 +228,9 @@ class PrivacyEngine:
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
         """The module with what mixes samples replaced, by Opacus' ModuleValidator.
+
+        Args:
+            module: to be trained.
 
         Raises:
             ModuleNotFoundError: Opacus is not installed, and the module has something to replace.
@@ -219,11 +243,19 @@ class PrivacyEngine:
         return fixed
 
     def save_checkpoint(self, *, path: Any, module: nn.Module, **more: Any) -> None:
-        """See `dpbench.integrations.opacus.checkpoint.save`."""
+        """See `dpbench.integrations.opacus.checkpoint.save`.
+
+        Args:
+            path, module, more: as those of `save`.
+        """
         checkpoint.save(self._made_private(), self.accountant, path=path, module=module, **more)
 
     def load_checkpoint(self, *, path: Any, module: nn.Module, **more: Any) -> dict[str, Any]:
-        """See `dpbench.integrations.opacus.checkpoint.load`."""
+        """See `dpbench.integrations.opacus.checkpoint.load`.
+
+        Args:
+            path, module, more: as those of `load`.
+        """
         return checkpoint.load(self._made_private(), self.accountant, path=path, module=module, **more)
 
     def _made_private(self) -> DPOptimizer:

@@ -56,7 +56,12 @@ class LossInside(TorchFunctionMode):
 
 
 def depends_on(x: Tensor, anchors: set[int]) -> bool:
-    """Does a gradient of `x` end at these tensors, by their identities, and nowhere else?"""
+    """Does a gradient of `x` end at these tensors, by their identities, and nowhere else?
+
+    Args:
+        x: with a graph, or without.
+        anchors: identities of tensors without a graph of their own.
+    """
     found, to_go = {x.grad_fn}, [x.grad_fn]
     while to_go:
         node = to_go.pop()

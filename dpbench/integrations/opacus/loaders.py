@@ -77,10 +77,16 @@ class Epochs:
         self._engine, self._counted = engine, False
 
     def of(self, loader: Any) -> Iterator[Any]:
+        """The batches of a loader; the first step within them begins an epoch.
+
+        Args:
+            loader: of the caller's.
+        """
         self._counted = False
         yield from loader
 
     def stepped(self) -> None:
+        """A step was made: the first of an epoch counts the batches of those before as handed out."""
         if not self._counted:
             length = self._engine.settings.steps_per_epoch
             before = -(-max(self._engine.drawn, self._engine.steps - 1) // length)
@@ -133,7 +139,11 @@ class _Pieces:
 
 
 def options(source: DataLoader[Any]) -> dict[str, Any]:
-    """What the private copy of a loader has from it."""
+    """What the private copy of a loader has from it.
+
+    Args:
+        source: the caller's loader.
+    """
     found = {name: getattr(source, name) for name in KEPT}
     if source.num_workers:
         found["prefetch_factor"] = source.prefetch_factor
@@ -142,6 +152,9 @@ def options(source: DataLoader[Any]) -> dict[str, Any]:
 
 def scheme_of(source: DataLoader[Any]) -> str:
     """How a loader draws its batches: "shuffled" or "one_pass".
+
+    Args:
+        source: the caller's loader.
 
     Raises:
         Misuse: in a way that there is no accounting for.

@@ -88,6 +88,9 @@ def _nothing() -> None:
 def unwrapped(module: nn.Module) -> nn.Module:
     """The model under one of ours.
 
+    Args:
+        module: a model, wrapped or not.
+
     Raises:
         TypeError: one of Opacus' own wrappers, whose hooks are on the model.
     """

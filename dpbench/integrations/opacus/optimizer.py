@@ -97,6 +97,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def accumulated_iterations(self) -> int:
+        """Always 1: pieces of a logical batch are the loader's affair."""
         return 1
 
     @property
@@ -113,6 +114,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer beneath."""
         return self.original_optimizer.param_groups
 
     @param_groups.setter
@@ -121,6 +123,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
+        """That of the optimizer beneath."""
         return self.original_optimizer.state
 
     @state.setter
@@ -129,6 +132,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """Those of the optimizer beneath."""
         return self.original_optimizer.defaults
 
     @defaults.setter
@@ -139,11 +143,17 @@ class DPOptimizer(Optimizer):
         """`fn(optimizer)` runs with the noisy gradients in `.grad`, before each step of the parameters.
 
         It takes the place of an earlier one. Accounting is the engine's, and goes on whatever it does.
+
+        Args:
+            fn: called with this optimizer.
         """
         self.step_hook = fn
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """BatchMemoryManager's own.
+
+        Args:
+            do_skip: Opacus' argument.
 
         Raises:
             Misuse: always.

@@ -59,7 +59,11 @@ class Cut:
         self._done = False
 
     def take(self, x: Tensor) -> Tensor:
-        """The same numbers with a graph of their own."""
+        """The same numbers with a graph of their own.
+
+        Args:
+            x: an output of the model, [B, ...].
+        """
         self.outputs.append(x)
         self.gradients.append(None)
         place = len(self.outputs) - 1
@@ -87,7 +91,11 @@ class Cut:
         return {id(anchor) for anchor in self._leaves}
 
     def losses(self, scale: float) -> Tensor:
-        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩. Nothing arrives any more."""
+        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩. Nothing arrives any more.
+
+        Args:
+            scale: of the gradients.
+        """
         self._done = True
         found = [
             (output * (gradient * scale).to(output.dtype)).reshape(self.batch_size, -1).sum(1)
@@ -211,7 +219,12 @@ class Outputs(Watch):
 
 
 def barred(args: Any, kwargs: Any, output: Any) -> Any:
-    """The output of a model, whose scalars refuse a backward pass: they are losses of the whole batch."""
+    """The output of a model, whose scalars refuse a backward pass: they are losses of the whole batch.
+
+    Args:
+        args, kwargs: what the model was called with.
+        output: what it gave.
+    """
     size = leading_dimension(args, kwargs)
     return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size))[0], output)
 

@@ -46,6 +46,11 @@ class BesideCount:
     per_layer = False
 
     def factors(self, norms: Tensor) -> Tensor:
+        """min(1, C / (‖g_i‖ + stabiliser)) for each norm.
+
+        Args:
+            norms: [B], of float32 or wider.
+        """
         return Flat(max_grad_norm=self.max_grad_norm, stabiliser=STABILISER).factors(norms)
 
 
@@ -85,6 +90,10 @@ class Quantile:
     def clip(self, norm: float, noise_multiplier: float) -> BesideCount:
         """The clipping function at C beside noise of σ.
 
+        Args:
+            norm: C.
+            noise_multiplier: σ.
+
         Raises:
             ValueError: σ >= 2 σ_u, so that the count alone would spend more than is accounted.
         """
@@ -97,11 +106,21 @@ class Quantile:
         return BesideCount(norm, norm / math.sqrt(part))
 
     def see(self, norms: Tensor, norm: float) -> None:
-        """Of a piece of the batch, [B]."""
+        """Of a piece of the batch, [B].
+
+        Args:
+            norms: of the records, before clipping.
+            norm: C, of this logical batch.
+        """
         self.count += float((norms <= norm).double().sum()) - 0.5 * len(norms)
 
     def next(self, engine: PrivacyEngine, norm: float) -> float:
-        """C of the next logical batch, after the release of one; the count begins anew."""
+        """C of the next logical batch, after the release of one; the count begins anew.
+
+        Args:
+            engine: whose noise the count gets.
+            norm: C, of the batch that was released.
+        """
         count, self.count = torch.tensor([self.count], dtype=torch.float64), 0.0
         place = At(engine.steps, 0, sum(1 for _ in engine.model.parameters()))
         noisy = float(engine.noise.added(count, self._deviation, place))

@@ -69,7 +69,11 @@ class Looks:
         self._first -= self._first > 0
 
     def ran(self, nodes: tuple[str, ...]) -> None:
-        """A backward pass of these nodes of autograd's, between loss and outputs: after a new kind one more is due."""
+        """A backward pass of these nodes of autograd's, between loss and outputs: after a new kind one more is due.
+
+        Args:
+            nodes: their names, in order.
+        """
         if nodes not in self._graphs and len(self._graphs) < KNOWN:
             self._graphs.add(nodes)
             self._first = max(self._first, 1)
@@ -91,7 +95,11 @@ class Look(Trace):
         self._losses: list[tuple[int, Any]] = []  # identity of what backward() was called on, its gradient
 
     def batch(self, batch: Any) -> Any:
-        """The loader's tensors, which note what is done with them."""
+        """The loader's tensors, which note what is done with them.
+
+        Args:
+            batch: of the loader.
+        """
         return mapped(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
 
     def read(self, *trees: Any) -> None:
@@ -99,13 +107,21 @@ class Look(Trace):
         self._inputs += [x for x in tensors_in(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
 
     def begun(self, handed: Tensor) -> Tensor:
-        """The same of an output of the model."""
+        """The same of an output of the model.
+
+        Args:
+            handed: an output, with a graph of its own.
+        """
         traced = self._begun(handed)
         self._handed.append(traced)
         return traced
 
     def noted(self, x: Tensor) -> Tensor:
-        """One of the tensors that were noted, which has lost its class on the way out of the model."""
+        """One of the tensors that were noted, which has lost its class on the way out of the model.
+
+        Args:
+            x: what the model gave.
+        """
         node = _computed_by(x)
         for note in reversed(self._notes):
             if isinstance(note.result, Traced) and _computed_by(plain(note.result)) is node:
@@ -128,6 +144,9 @@ class Look(Trace):
     def judge_inputs(self, batch_size: int) -> None:
         """Say whether what the model has read for a sample, of B, was made of that sample alone.
 
+        Args:
+            batch_size: B.
+
         Raises:
             UnsupportedModel: it was not.
         """
@@ -148,6 +167,10 @@ class Look(Trace):
 
     def judge_losses(self, losses: Tensor, batch_size: int) -> None:
         """Say whether each of the losses [B] is made of its own sample alone, and what the model has read, too.
+
+        Args:
+            losses: that the caller computed.
+            batch_size: B.
 
         Raises:
             UnsupportedModel: they are not.
@@ -171,6 +194,11 @@ class Look(Trace):
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
         """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own.
+
+        Args:
+            arrived: at each output that was handed to the caller; None where nothing came.
+            batch_size: B.
+            mean: whether the loss is a mean over the batch.
 
         Raises:
             UnsupportedModel: they are not.

@@ -42,17 +42,30 @@ class Watch(ABC):
         self._see(None)
 
     def batch(self, batch: Any) -> Any:
-        """What the loader hands out next; its tensors note what is done with them where that is looked at."""
+        """What the loader hands out next; its tensors note what is done with them where that is looked at.
+
+        Args:
+            batch: of the loader.
+        """
         self._see(self.looks.due())
         self._by_loader = True
         return batch if self._look is None else self._look.batch(batch)
 
     def begin(self, args: Any, kwargs: Any) -> None:  # noqa: B027  (most have nothing to do)
-        """Before a forward pass that trains."""
+        """Before a forward pass that trains.
+
+        Args:
+            args, kwargs: what the model is called with.
+        """
 
     @abstractmethod
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the caller gets of a forward pass that trains; `output` is None where it has raised."""
+        """What the caller gets of a forward pass that trains; `output` is None where it has raised.
+
+        Args:
+            args, kwargs: what the model was called with.
+            output: what it gave.
+        """
 
     def _see(self, look: Look | None) -> None:
         if self._look is not None:

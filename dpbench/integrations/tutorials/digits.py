@@ -76,7 +76,13 @@ def data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def trained(target_epsilon: float, *, epochs: int = 20, batch_size: int = 256) -> tuple[float, float]:
-    """Train to an ε; give (accuracy on what was held out, ε that was spent, at δ = 1/(2n))."""
+    """Train to an ε; give (accuracy on what was held out, ε that was spent, at δ = 1/(2n)).
+
+    Args:
+        target_epsilon: ε at the end.
+        epochs: passes over the data.
+        batch_size: b, expected.
+    """
     seed_everything(0, verbose=False)
     train, test = data()
     strategy = PrivateStrategy(
@@ -92,7 +98,11 @@ def trained(target_epsilon: float, *, epochs: int = 20, batch_size: int = 256) -
 
 
 def main(epsilons: Sequence[float] = (1.0, 3.0, 8.0)) -> None:
-    """Print the accuracy for each ε."""
+    """Print the accuracy for each ε.
+
+    Args:
+        epsilons: targets, one training each.
+    """
     warnings.simplefilter("ignore")
     for target in epsilons:
         accuracy, epsilon = trained(target)

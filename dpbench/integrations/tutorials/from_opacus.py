@@ -36,7 +36,13 @@ EPOCHS, BATCH_SIZE, LR, CLIP, DELTA = 10, 256, 0.5, 1.0, 1e-4
 
 
 def by_make_private(engine: Any, train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """A loop as Opacus' tutorials have it, with Opacus' `PrivacyEngine()` or ours: (model, ε)."""
+    """A loop as Opacus' tutorials have it, with Opacus' `PrivacyEngine()` or ours: (model, ε).
+
+    Args:
+        engine: Opacus', or ours in its place.
+        train: images and labels.
+        noise_multiplier: σ.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     model, optimizer, loader = engine.make_private(
@@ -55,21 +61,36 @@ def by_make_private(engine: Any, train: TensorDataset, noise_multiplier: float) 
 
 
 def with_opacus(train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """Opacus."""
+    """Opacus.
+
+    Args:
+        train: images and labels.
+        noise_multiplier: σ.
+    """
     from opacus import PrivacyEngine
 
     return by_make_private(PrivacyEngine(), train, noise_multiplier)
 
 
 def one_import(train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """The same loop, by our engine."""
+    """The same loop, by our engine.
+
+    Args:
+        train: images and labels.
+        noise_multiplier: σ.
+    """
     from dpbench.integrations.opacus import PrivacyEngine  # the import that is changed
 
     return by_make_private(PrivacyEngine(), train, noise_multiplier)
 
 
 def own_engine(train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """What to write anew: (model, ε)."""
+    """What to write anew: (model, ε).
+
+    Args:
+        train: images and labels.
+        noise_multiplier: σ.
+    """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine = PrivacyEngine(
@@ -98,7 +119,12 @@ LOOPS: dict[str, Callable[[TensorDataset, float], tuple[nn.Module, float]]] = {
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """The share of test images that are named right."""
+    """The share of test images that are named right.
+
+    Args:
+        model: from images to logits.
+        test: images and labels.
+    """
     images, targets = test.tensors
     model.eval()
     found: Tensor = model(images).argmax(1) == targets
@@ -106,7 +132,11 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def main(noise_multiplier: float = 1.0) -> None:
-    """Print what each loop comes to."""
+    """Print what each loop comes to.
+
+    Args:
+        noise_multiplier: σ.
+    """
     warnings.simplefilter("ignore")
     train, test = data()
     for name, loop in LOOPS.items():

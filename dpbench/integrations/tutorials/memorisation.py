@@ -52,6 +52,9 @@ def lines(seed: int = 0) -> tuple[list[str], list[str], list[str]]:
 
     Prose, as of docstrings, has no brackets, equals signs and underscores. A module's lines of code are all to train
     on, or all held out; no line is there twice.
+
+    Args:
+        seed: of the order.
     """
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     draw = random.Random(seed)
@@ -71,7 +74,11 @@ def lines(seed: int = 0) -> tuple[list[str], list[str], list[str]]:
 
 
 def canaries(seed: int = 0) -> dict[str, tuple[int, int]]:
-    """name -> (its number, how often it is in the data): four of each of `REPETITIONS`."""
+    """name -> (its number, how often it is in the data): four of each of `REPETITIONS`.
+
+    Args:
+        seed: of the numbers.
+    """
     draw = random.Random(seed)
     return {
         f"{name}_{times}": (draw.randrange(NUMBERS), times)
@@ -81,12 +88,22 @@ def canaries(seed: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def secret(name: str) -> str:
-    """How a canary's line begins; its number comes next."""
+    """How a canary's line begins; its number comes next.
+
+    Args:
+        name: of the canary.
+    """
     return f'pin_of_{name} = "'
 
 
 def private_lines(found: Sequence[str], hidden: dict[str, tuple[int, int]], count: int) -> list[str]:
-    """`count` lines, canaries among them."""
+    """`count` lines, canaries among them.
+
+    Args:
+        found: lines of code, as many at least.
+        hidden: the canaries, as `canaries` gives them.
+        count: lines in all.
+    """
     secrets = [f'{secret(name)}{number:04d}"' for name, (number, times) in hidden.items() for _ in range(times)]
     return secrets + list(found[: count - len(secrets)])
 
@@ -108,7 +125,11 @@ class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def network(seed: int = 0) -> GPT2LMHeadModel:
-    """A GPT-2 of 3 layers and 96 features that reads bytes: 0.35 million parameters."""
+    """A GPT-2 of 3 layers and 96 features that reads bytes: 0.35 million parameters.
+
+    Args:
+        seed: of the weights.
+    """
     torch.manual_seed(seed)
     size = {"vocab_size": 128, "n_embd": 96, "n_layer": 3, "n_head": 4, "n_positions": LENGTH}
     drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -116,7 +137,15 @@ def network(seed: int = 0) -> GPT2LMHeadModel:
 
 
 def arguments(folder: str, *, epochs: float, lr: float, batch_size: int, seed: int) -> TrainingArguments:
-    """What ordinary and private training have in common."""
+    """What ordinary and private training have in common.
+
+    Args:
+        folder: that nothing is kept in.
+        epochs: passes over the data.
+        lr: learning rate.
+        batch_size: b.
+        seed: of the order.
+    """
     return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=batch_size,
@@ -133,7 +162,13 @@ def arguments(folder: str, *, epochs: float, lr: float, batch_size: int, seed: i
 
 
 def pretrained(public: Sequence[str], *, epochs: float = 2.0, seed: int = 0) -> GPT2LMHeadModel:
-    """The model that has read the public lines."""
+    """The model that has read the public lines.
+
+    Args:
+        public: lines to read.
+        epochs: passes over them.
+        seed: of weights and order.
+    """
     model = network(seed)
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
@@ -151,7 +186,16 @@ def fine_tuned(
     batch_size: int = 256,
     seed: int = 0,
 ) -> tuple[Any, PrivacySpent | None]:
-    """The model adapted to the private lines by LoRA, and what that cost; None without `privacy`."""
+    """The model adapted to the private lines by LoRA, and what that cost; None without `privacy`.
+
+    Args:
+        model: that has read the public lines; changed in place.
+        private: lines to adapt it to.
+        privacy: None for ordinary fine-tuning.
+        epochs: passes over them.
+        batch_size: b.
+        seed: of weights and order.
+    """
     torch.manual_seed(seed)
     rank = LoraConfig(r=16, lora_alpha=32, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
     adapted = get_peft_model(model, rank)
@@ -170,7 +214,13 @@ def fine_tuned(
 
 @torch.no_grad()
 def exposure(model: Any, name: str, number: int) -> float:
-    """Bits of a canary's number that the model gives away: log2 of all numbers, less log2 of its rank among them."""
+    """Bits of a canary's number that the model gives away: log2 of all numbers, less log2 of its rank among them.
+
+    Args:
+        model: that may know the number.
+        name: of the canary.
+        number: that was in the data.
+    """
     model.eval()
     begun = list(secret(name).encode())
     first = torch.tensor([[*begun, *f"{i:03d}".encode()] for i in range(NUMBERS // 10)])
@@ -184,7 +234,12 @@ def exposure(model: Any, name: str, number: int) -> float:
 
 @torch.no_grad()
 def bits_per_byte(model: Any, text: Sequence[str]) -> float:
-    """How well the model predicts these lines: the mean of -log2 p of a byte, the first of each line left out."""
+    """How well the model predicts these lines: the mean of -log2 p of a byte, the first of each line left out.
+
+    Args:
+        model: that reads bytes.
+        text: lines.
+    """
     model.eval()
     total = count = 0.0
     for part in Lines(text).ids.split(256):
@@ -195,7 +250,13 @@ def bits_per_byte(model: Any, text: Sequence[str]) -> float:
 
 
 def main(epsilons: Sequence[float | None] = (None, 8.0, 1.0), count: int = 4000, epochs: float = 20.0) -> None:
-    """Print exposure by repetition, and bits a byte, for ordinary fine-tuning and for each ε."""
+    """Print exposure by repetition, and bits a byte, for ordinary fine-tuning and for each ε.
+
+    Args:
+        epsilons: targets; None for ordinary fine-tuning.
+        count: private lines.
+        epochs: passes over them.
+    """
     warnings.simplefilter("ignore")
     prose, code, held_out = lines()
     hidden = canaries()

@@ -14,6 +14,9 @@ from dpbench.trials.not_here import NotHere
 def run(trial: Any) -> dict[str, Any]:
     """Bits of each secret that the model gives away; bits a byte of held-out code; ε where there is one.
 
+    Args:
+        trial: a `dpbench.training.MemorisationTrial`.
+
     Raises:
         NotHere: transformers or peft is not installed.
     """

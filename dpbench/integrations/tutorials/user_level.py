@@ -66,7 +66,13 @@ class PerUser(nn.Module):
 
 
 def user_losses(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The mean cross entropy of each user's examples, [users]: of outputs [users, k, classes]."""
+    """The mean cross entropy of each user's examples, [users]: of outputs [users, k, classes].
+
+    Args:
+        outputs: [users, k, classes].
+        targets: [users, k].
+        weights: [users, k], 0 for what fills up.
+    """
     each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return (each * weights).sum(1) / weights.sum(1)
 
@@ -74,7 +80,15 @@ def user_losses(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 def trained(
     data: TensorDataset, net: nn.Module, *, target_epsilon: float, batch_size: int = 64, epochs: int = 10
 ) -> PrivacyEngine:
-    """Train `net` on users to an ε of theirs; gives the engine, which says what was spent."""
+    """Train `net` on users to an ε of theirs; gives the engine, which says what was spent.
+
+    Args:
+        data: of `grouped`.
+        net: from an example to logits; changed in place.
+        target_epsilon: ε of a user, at the end.
+        batch_size: users in a batch, expected.
+        epochs: passes over the users.
+    """
     model = PerUser(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     engine = PrivacyEngine(
@@ -94,7 +108,12 @@ def trained(
 
 
 def writers(count: int = 400, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Examples of `count` users, one to eight each: (users, inputs [N, 16], targets [N] of four classes)."""
+    """Examples of `count` users, one to eight each: (users, inputs [N, 16], targets [N] of four classes).
+
+    Args:
+        count: of users.
+        seed: of their examples.
+    """
     numbers, rule = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(0)
     users = torch.arange(count).repeat_interleave(torch.randint(1, 9, (count,), generator=numbers))
     inputs = torch.randn(len(users), 16, generator=numbers)
@@ -102,7 +121,11 @@ def writers(count: int = 400, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main(ks: Sequence[int] = (1, 2, 4, 8)) -> None:
-    """Print the accuracy by examples a user, at one ε a user."""
+    """Print the accuracy by examples a user, at one ε a user.
+
+    Args:
+        ks: examples a user.
+    """
     warnings.simplefilter("ignore")
     users, inputs, targets = writers()
     _, test_inputs, test_targets = writers(200, seed=1)

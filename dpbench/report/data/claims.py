@@ -29,18 +29,35 @@ class Numbers(NamedTuple):
     largest: pd.DataFrame
 
     def column(self, backend: str, name: str, where: Callable[[Any], bool] = lambda row: True) -> list[Any]:
-        """Rows of `paired` that have a number in this column."""
+        """Rows of `paired` that have a number in this column.
+
+        Args:
+            backend: whose rows.
+            name: of the column.
+            where: of a row, whether it counts.
+        """
         lines: list[Any] = list(self.paired.itertuples(index=False))
         return [line for line in lines if line.backend == backend and not missing(getattr(line, name)) and where(line)]
 
     def ratio(self, line: Any, backend: str, name: str = "time_ratio") -> float | None:
-        """The same column for another backend in the same cell."""
+        """The same column for another backend in the same cell.
+
+        Args:
+            line: the cell, a row of any backend.
+            backend: whose number.
+            name: of the column.
+        """
         for other in self.column(backend, name, lambda row: _cell(row) == _cell(line)):
             return float(getattr(other, name))
         return None
 
     def batch(self, model: str, backend: str, budget: int) -> Any:
-        """The row of the largest batch in about this budget; None if nobody searched."""
+        """The row of the largest batch in about this budget; None if nobody searched.
+
+        Args:
+            model, backend: of the search.
+            budget: bytes.
+        """
         lines: list[Any] = list(self.largest.itertuples(index=False))
         near = (
             r for r in lines if (r.model, r.backend) == (model, backend) and abs(r.budget_bytes / budget - 1) < 0.08
@@ -74,7 +91,14 @@ def _published(quantity: str) -> list[float]:
 
 
 def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) -> Any:
-    """Judges that a ratio is at most `bound` on every model; of times, by no more than `SLACK` above it."""
+    """Judges that a ratio is at most `bound` on every model; of times, by no more than `SLACK` above it.
+
+    Args:
+        backend: that the claim is about.
+        column: of the ratio.
+        bound: that is claimed.
+        beside: what else to say, in words.
+    """
 
     def judge(numbers: Numbers) -> Judgement | None:
         lines = numbers.column(backend, column)
@@ -95,6 +119,11 @@ def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) 
 
 
 def batch_of_opacus(numbers: Numbers) -> Judgement | None:
+    """Judge how much larger a batch mixed ghost clipping fits than Opacus, on VGG19.
+
+    Args:
+        numbers: of the records.
+    """
     ours, theirs = (numbers.batch("vgg19", name, _PAPER_BUDGET) for name in ("mixed_ghost", "opacus_hooks"))
     if ours is None or theirs is None:
         return None
@@ -107,6 +136,11 @@ def batch_of_opacus(numbers: Numbers) -> Judgement | None:
 
 
 def faster_than_opacus(numbers: Numbers) -> Judgement | None:
+    """Judge how much faster mixed ghost clipping is than Opacus, on VGG19 at 32 pixels.
+
+    Args:
+        numbers: of the records.
+    """
     lines = numbers.column("mixed_ghost", "time_ratio", lambda row: row.model == "vgg19" and row.image_size == 32)
     pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
     known = [(line, theirs / line.time_ratio) for line, theirs in pairs if theirs is not None]
@@ -118,6 +152,11 @@ def faster_than_opacus(numbers: Numbers) -> Judgement | None:
 
 
 def long_sequences(numbers: Numbers) -> Judgement | None:
+    """Judge whether ghost clipping is slow, or ends, where sequences are long.
+
+    Args:
+        numbers: of the records.
+    """
     lines = [
         line
         for name in ("ghost", "bk_ghost", "opacus_ghost")
@@ -135,6 +174,11 @@ def long_sequences(numbers: Numbers) -> Judgement | None:
 
 
 def high_resolution(numbers: Numbers) -> Judgement | None:
+    """Judge whether mixed ghost clipping outlasts Opacus as images of VGG11 grow.
+
+    Args:
+        numbers: of the records.
+    """
     lines = numbers.column(
         "mixed_ghost", "time_ratio", lambda row: row.model == "vgg11" and not missing(row.image_size)
     )
@@ -153,6 +197,11 @@ def high_resolution(numbers: Numbers) -> Judgement | None:
 
 
 def peak_and_batch(numbers: Numbers) -> Judgement | None:
+    """Judge memory and largest batch of mixed ghost clipping beside ordinary training, on ResNet18.
+
+    Args:
+        numbers: of the records.
+    """
     lines = numbers.column("mixed_ghost", "memory_ratio", lambda row: row.model == "resnet18" and row.image_size == 32)
     sizes = [numbers.batch("resnet18", name, _PAPER_BUDGET) for name in ("mixed_ghost", "nonprivate")]
     if not lines or any(row is None or missing(row.max_batch_size) for row in sizes):
@@ -170,6 +219,11 @@ def peak_and_batch(numbers: Numbers) -> Judgement | None:
 
 
 def largest_of_all(numbers: Numbers) -> Judgement | None:
+    """Judge whether mixed ghost clipping fits the largest batch of all that are exact, on ResNets.
+
+    Args:
+        numbers: of the records.
+    """
     rows: list[Any] = list(numbers.largest.itertuples(index=False))
     lines = [row for row in rows if row.model.startswith("resnet")]
     peers = ("ghost", "fastgradclip", "opacus_hooks")
@@ -195,7 +249,14 @@ def largest_of_all(numbers: Numbers) -> Judgement | None:
 
 
 def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends: tuple[str, ...]) -> Any:
-    """Judges that our ratio is no larger than the published one (and 2 % for reading it off), model by model."""
+    """Judges that our ratio is no larger than the published one (and 2 % for reading it off), model by model.
+
+    Args:
+        column: of the ratio.
+        quantity: in words.
+        sources: figures that are read.
+        backends: that they show.
+    """
 
     def judge(numbers: Numbers) -> Judgement | None:
         known: list[tuple[Any, float]] = []
@@ -219,6 +280,12 @@ def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends
 
 
 def table_4(quantity: str) -> Callable[[], str]:
+    """What the paper's own Table 4 has, when it is asked for.
+
+    Args:
+        quantity: of the table.
+    """
+
     def said() -> str:
         values = _published(quantity)
         return f"the paper's own Table 4 has {times(min(values))} to {times(max(values))}"
@@ -227,6 +294,7 @@ def table_4(quantity: str) -> Callable[[], str]:
 
 
 def gpt2_published() -> str:
+    """What the paper's own Figure 4 has on GPT-2."""
     told = (published.beside(f"transformers:gpt2{size}@100", None, "bk_mixed") for size in ("", "-medium", "-large"))
     ratios = [one.time_ratio for one in told if one is not None and one.time_ratio is not None]
     return f"its Figure 4 has {times(min(ratios))} to {times(max(ratios))} on GPT-2"

@@ -35,6 +35,7 @@ class Failure:
 
     @property
     def count(self) -> int:
+        """How often it happened."""
         return sum(self.where.values())
 
 

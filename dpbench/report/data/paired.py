@@ -29,6 +29,10 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
 
     A time ratio is that of two turns of one round on one node; all rounds give their median and range. A memory ratio
     needs two peaks that were taken in the same way.
+
+    Args:
+        group: entries of the backend.
+        base: entries of ordinary training.
     """
     good, base = good_rounds(group), good_rounds(base)
     if not good:

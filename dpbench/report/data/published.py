@@ -56,7 +56,13 @@ def _values() -> dict[tuple[str, str, str, str, str], str]:
 
 
 def value(figure: str, quantity: str, model: str, backend: str) -> float | str | None:
-    """What arXiv:2205.10683 printed for our model and backend: a number, 'OOM', or None where it has no such cell."""
+    """What arXiv:2205.10683 printed for our model and backend: a number, 'OOM', or None where it has no such cell.
+
+    Args:
+        figure: "Table 4" and the like.
+        quantity: its column.
+        model, backend: ours.
+    """
     method = _METHODS.get(backend)
     if method is None:
         return None
@@ -69,6 +75,12 @@ def throughput_ratio(model: str, image_size: int, backend: str, named: str | Non
 
     None where it has no such point, or a throughput of 0, which stands for a batch of one that did not fit. `named`:
     the figure's name of the model, where it is another than ours.
+
+    Args:
+        model: ours.
+        image_size: in pixels.
+        backend: ours.
+        named: the figure's name of the model, or None.
     """
     name = f"{named or style.model(model)}@{image_size}"
     texts = [
@@ -123,7 +135,13 @@ _BOOK_KEEPING = {
 
 
 def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
-    """What Figure 4 of arXiv:2205.10683, or Figure 4 or 5 of arXiv:2210.00038, shows of this model and backend."""
+    """What Figure 4 of arXiv:2205.10683, or Figure 4 or 5 of arXiv:2210.00038, shows of this model and backend.
+
+    Args:
+        model: ours.
+        image_size: in pixels, or None.
+        backend: ours.
+    """
     plain, tokens = style.without_length(model)
     if plain in _TEXT and backend in _BOOK_KEEPING and tokens == _TOKENS:
         name, method, figure = _TEXT[plain], _BOOK_KEEPING[backend], f"Figure 4 of {BOOK_KEEPING}"
@@ -151,7 +169,12 @@ def _number(paper: str, figure: str, model: str, method: str, quantity: str) -> 
 
 
 def ratio(quantity: str, model: str, backend: str) -> float | str | None:
-    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None."""
+    """A cell of the paper's Table 4 over the non-private cell of the same model: a number, 'OOM', or None.
+
+    Args:
+        quantity: its column.
+        model, backend: ours.
+    """
     ours, base = (value("Table 4", quantity, model, name) for name in (backend, "nonprivate"))
     if isinstance(ours, float) and isinstance(base, float):
         return ours / base

@@ -21,6 +21,10 @@ def facets(
 
     `fields` says to which kinds of trial a field applies; a record of another kind, or one that leaves the field
     open (None), belongs to every part. Only fields with more than one value appear in the dict.
+
+    Args:
+        records: of one device.
+        fields: field -> kinds of trial.
     """
     values: dict[str, list[Any]] = {}
     for field, kinds in fields.items():

@@ -21,6 +21,7 @@ def is_probe(record: Record) -> bool:
 
 
 def batch(record: Record) -> int:
+    """B."""
     return int(record.trial["batch_size"])
 
 
@@ -42,12 +43,21 @@ def peaks_by_round(records: Iterable[Record]) -> dict[tuple[tuple[int, str], str
 
 
 def spread(name: str, values: Collection[float]) -> Row:
-    """The median of the rounds and their range."""
+    """The median of the rounds and their range.
+
+    Args:
+        name: of the number.
+        values: one a round.
+    """
     return {name: median(values), f"{name}_low": min(values), f"{name}_high": max(values)} if values else {}
 
 
 def exactness(good: Sequence[Record]) -> Row:
-    """How far the rounds were from the oracle at the worst, and the shares of the parameters by route."""
+    """How far the rounds were from the oracle at the worst, and the shares of the parameters by route.
+
+    Args:
+        good: rounds that ended well.
+    """
     checks = [r.result["verification"] for r in good if r.result.get("verification")]
     row: Row = {
         name: max((float(check[name]) for check in checks if check.get(name) is not None), default=None)
@@ -58,7 +68,12 @@ def exactness(good: Sequence[Record]) -> Row:
 
 
 def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
-    """A few words on why there is no number; a mismatch outweighs the rest, then what stands later in `OUTCOMES`."""
+    """A few words on why there is no number; a mismatch outweighs the rest, then what stands later in `OUTCOMES`.
+
+    Args:
+        failures: records of one cell.
+        at_batch: whether to say at which batch size.
+    """
     if not failures:
         return None
     rank = {name: index for index, name in enumerate(style.OUTCOMES)} | {"mismatch": len(style.OUTCOMES)}
@@ -75,13 +90,24 @@ def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """Rows to a frame whose whole numbers stay whole beside empty cells."""
+    """Rows to a frame whose whole numbers stay whole beside empty cells.
+
+    Args:
+        rows: column -> value each.
+        columns: in their order.
+    """
     frame = pd.DataFrame(rows, columns=list(columns), dtype=object)
     whole = {"budget_bytes", "max_batch_size", "fails_at", "peak_bytes", "batch_size", "rounds", "paired_rounds"}
     return frame.astype({column: "Int64" for column in columns if column in whole})
 
 
 def in_order(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """The rows sorted by these columns: models and backends in their own orders, numbers by size.
+
+    Args:
+        frame: the numbers, a row each.
+        by: names of columns.
+    """
     keys = {"model": style.model_key, "backend": style.backend_key}
     order = sorted(frame.index, key=lambda i: [_sortable(keys, column, frame.at[i, column]) for column in by])
     return frame.loc[order].reset_index(drop=True)

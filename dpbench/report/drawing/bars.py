@@ -100,6 +100,7 @@ class Block:
         return [i for i, row in enumerate(self.rows) if i == 0 or row.group != self.rows[i - 1].group]
 
     def depth(self) -> float:
+        """Inches that its rows take."""
         return max(_ROW, _ROW * len(self.rows) + _HEADING * len(self.headings()))
 
 
@@ -109,6 +110,13 @@ def bars(
     """Panels of horizontal bars side by side over the same rows, with a legend of the signs used and a caption.
 
     `ranges`: what the whiskers are the range of. `below`: further rows, with panels of their own, beside each other.
+
+    Args:
+        rows: from the top down.
+        panels: from the left.
+        caption: what stands below the picture.
+        ranges: what the whiskers are the range of.
+        below: blocks beneath these.
     """
     strips = [[Block(rows, panels)], *([list(below)] if below else [])]
     depths = [max(block.depth() for block in strip) for strip in strips]
@@ -261,7 +269,12 @@ def _signs(panels: Sequence[Panel], ranges: str) -> list[Artist]:
 
 
 def sheet(depth: float, caption: str) -> tuple[Figure, float]:
-    """A figure `depth` inches deep with the caption below: (figure, its height in inches)."""
+    """A figure `depth` inches deep with the caption below: (figure, its height in inches).
+
+    Args:
+        depth: inches of the drawing.
+        caption: what stands below the picture.
+    """
     text = "\n".join(textwrap.fill(paragraph, _CAPTION_CHARACTERS) for paragraph in caption.splitlines())
     height = depth + _CAPTION_LINE * (text.count("\n") + 1) + _MARGIN
     figure = Figure(figsize=(WIDTH, height), facecolor="white")
@@ -271,7 +284,11 @@ def sheet(depth: float, caption: str) -> tuple[Figure, float]:
 
 
 def without_caption(figure: Figure) -> tuple[Artist | None, Bbox]:
-    """(the caption in the picture or None, the part of the sheet above it in inches): for where it is text below."""
+    """(the caption in the picture or None, the part of the sheet above it in inches): for where it is text below.
+
+    Args:
+        figure: of `sheet`.
+    """
     width, height = map(float, figure.get_size_inches())
     caption = next((text for text in figure.texts if text.get_label() == _CAPTION), None)
     below = _CAPTION_LINE * (caption.get_text().count("\n") + 1) if caption is not None else 0.0

@@ -68,7 +68,14 @@ class Panel:
 
 
 def panels(rows: Sequence[Sequence[Panel]], caption: str, height: float = 2.75, published: str = "") -> Figure:
-    """Rows of panels of equal size, `height` inches each; `published`: what the marks are."""
+    """Rows of panels of equal size, `height` inches each; `published`: what the marks are.
+
+    Args:
+        rows: of panels.
+        caption: what stands below the picture.
+        height: inches of each.
+        published: what the marks are, or "".
+    """
     legend = _legend([panel for row in rows for panel in row], published)
     widest = max((len(str(handle.get_label())) for handle in legend), default=1)
     columns = max(1, min(4, int((WIDTH - 0.2) / (_CHARACTER * widest + _HANDLE))))
@@ -205,5 +212,11 @@ def _tick(value: float, _: object) -> str:
 
 
 def box(left: float, top: float, width: float, depth: float, height: float) -> tuple[float, float, float, float]:
-    """The place of axes in a figure of this height, in inches from the left and from the top."""
+    """The place of axes in a figure of this height, in inches from the left and from the top.
+
+    Args:
+        left, top: of the axes, in inches.
+        width, depth: of the axes, in inches.
+        height: of the figure, in inches.
+    """
     return left / WIDTH, 1 - (top + depth) / height, width / WIDTH, depth / height

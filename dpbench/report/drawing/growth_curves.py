@@ -48,7 +48,13 @@ class Across(NamedTuple):
 
 
 def plot(frame: pd.DataFrame, caption: str, across: Across) -> Figure:
-    """Three panels a model, all against size."""
+    """Three panels a model, all against size.
+
+    Args:
+        frame: the numbers, a row each.
+        caption: what stands below the picture.
+        across: what grows.
+    """
     models = list(dict.fromkeys(frame.model))
     drawn = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]
     figure, height = sheet(_LEGEND + len(models) * (_HEAD + _DEPTH + _AXIS), caption)

@@ -21,7 +21,12 @@ _DPI, _TALLEST = 200, 30_000
 
 
 def save(figure: Figure, paths: Mapping[str, Path]) -> None:
-    """Write the figure as PNG, SVG and PDF: `paths` by suffix."""
+    """Write the figure as PNG, SVG and PDF: `paths` by suffix.
+
+    Args:
+        figure: to be written.
+        paths: suffix -> where.
+    """
     # No version and no date in the files: they would differ with nothing measured anew.
     sharpness = min(_DPI, _TALLEST / figure.get_figheight())
     figure.savefig(paths["png"], dpi=sharpness, metadata={"Software": None})
@@ -59,7 +64,12 @@ class Pictures:
                 os.waitpid(pid, 0)
 
     def save(self, figure: Figure, paths: Mapping[str, Path]) -> None:
-        """Begin to write the figure; what is done to it later is not in the files."""
+        """Begin to write the figure; what is done to it later is not in the files.
+
+        Args:
+            figure: to be written.
+            paths: suffix -> where.
+        """
         if self._workers < 2:
             save(figure, paths)
             return

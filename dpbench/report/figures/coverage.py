@@ -232,7 +232,11 @@ def reasons(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 def first_problem(said: str) -> str:
-    """Of a refusal: the reason for the first parameter or module, without its name."""
+    """Of a refusal: the reason for the first parameter or module, without its name.
+
+    Args:
+        said: of the refusal.
+    """
     problem = said.partition("does not support this model: ")[2].partition("; ")[0] or said
     return problem.partition(": ")[2] or problem
 

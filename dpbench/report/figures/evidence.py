@@ -287,7 +287,14 @@ def profile_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Le
 
 
 def table_of(kind: str, doc: str, *, table: Any, text: Any, caption: Any, **more: Any) -> FigureKind:
-    """A table of trials of one kind, without a picture."""
+    """A table of trials of one kind, without a picture.
+
+    Args:
+        kind: of trial.
+        doc: the heading.
+        table, text, more: as `FigureKind` takes them.
+        caption: as `FigureKind` takes it.
+    """
     return FigureKind(
         doc=doc,
         kinds=(kind,),

@@ -113,6 +113,7 @@ def pairs(frame: pd.DataFrame) -> str:
 
 
 def memory_source(frame: pd.DataFrame) -> list[str]:
+    """How the memory was taken, in a sentence; nothing where no row has any."""
     sources = [style.SOURCES.get(source, source) for source in sorted(set(frame.memory.dropna()))]
     return [f"Memory: measured, peak by the {', '.join(sources)}."] if sources else []
 

@@ -21,6 +21,11 @@ FORMATS = ("png", "svg", "pdf", *TABLES)
 def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
     """Write `part` into `folder`, made if missing; the files written, those of pictures once `pictures` has ended.
 
+    Args:
+        part: of the report.
+        folder: where its files go.
+        pictures: what writes the picture.
+
     Raises:
         OSError: if it cannot be written to.
     """

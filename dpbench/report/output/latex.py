@@ -28,7 +28,11 @@ _BOLD = re.compile(r"\*\*(.+)\*\*")
 
 
 def escape(text: str) -> str:
-    """`text` so that LaTeX sets it as it stands; a character that pdfTeX has no sign for is named by its code."""
+    """`text` so that LaTeX sets it as it stands; a character that pdfTeX has no sign for is named by its code.
+
+    Args:
+        text: any.
+    """
     return _OTHERS.sub(_coded, text.translate(_TABLE))
 
 

@@ -65,6 +65,10 @@ def render(parts: Sequence[Part], again: str) -> str:
     """The page as text; it speaks of the records that its figures are made from, and not of those superseded since.
 
     Its summary and what stands open are of the device that was measured last; other devices come after it, closed.
+
+    Args:
+        parts: of the report.
+        again: the command that makes it again.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)

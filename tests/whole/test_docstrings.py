@@ -1,0 +1,84 @@
+"""Every public function says what it does and what it takes.
+
+What it takes stands in its ``Args:``. What many take alike is said once: in a section ``Methods take:`` of their class,
+or ``Functions take:`` of their module or of the package that it lies in. A method says nothing that the one which it
+overrides has said. What stands in for a function of torch's takes that one's arguments, and begins with its name; the
+arguments of a Triton program are pointers, sizes and strides.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("accounting", "clipping", "dpbench", "experiments")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+TORCHS_OWN = ("torch.", "Tensor.", "a @ W")
+
+
+def public(node: ast.Module | ast.ClassDef, inside: tuple[str, ...] = ()) -> Iterator[tuple[ast.FunctionDef, tuple]]:
+    """The public functions of a module, and the names of the classes that each lies in."""
+    for child in node.body:
+        if isinstance(child, ast.ClassDef) and not child.name.startswith("_"):
+            yield from public(child, (*inside, child.name))
+        elif isinstance(child, ast.FunctionDef) and not child.name.startswith("_"):
+            yield child, inside
+
+
+def described(text: str | None, heading: str) -> set[str]:
+    """The names that a section of a docstring describes, several to a line among them."""
+    _, found, after = f"\n{inspect.cleandoc(text or '')}".partition(f"\n{heading}\n")
+    section = re.split(r"\n(?=\S)", after)[0] if found else ""
+    lines = [line for line in section.splitlines() if re.match(r" {4}\S", line)]
+    return {name.strip(" *`") for line in lines for name in line.partition(":")[0].split(",")}
+
+
+def overrides(path: Path, classes: tuple[str, ...], name: str) -> bool:
+    """Whether a base of the innermost class has a method of this name."""
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    found = module
+    for each in classes:
+        found = getattr(found, each)
+    return any(name in vars(base) for base in found.__mro__[1:])
+
+
+def said_once(path: Path, classes: tuple[str, ...]) -> set[str]:
+    """Arguments that the class, the module or a package around it describes."""
+    tree = ast.parse(path.read_text())
+    found = described(ast.get_docstring(tree), "Functions take:")
+    for folder in path.parents:
+        if (folder / "__init__.py").exists():
+            around = ast.parse((folder / "__init__.py").read_text())
+            found |= described(ast.get_docstring(around), "Functions take:")
+    node: ast.Module | ast.ClassDef = tree
+    for each in classes:
+        node = next(child for child in node.body if isinstance(child, ast.ClassDef) and child.name == each)
+        found |= described(ast.get_docstring(node), "Methods take:")
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_public_functions_say_what_they_do_and_take(path):
+    silent, unsaid = [], {}
+    for function, classes in public(ast.parse(path.read_text())):
+        decorators = [ast.unparse(each) for each in function.decorator_list]
+        if any(each.endswith(".setter") or "triton.jit" in each for each in decorators):
+            continue
+        text, given = ast.get_docstring(function), function.args
+        names = {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)} - {"self", "cls"}
+        if text is not None and (text.startswith(TORCHS_OWN) or names <= described(text, "Args:")):
+            continue
+        if classes and overrides(path, classes, function.name):
+            continue
+        if text is None and path.parent.name != "experiments":
+            silent.append(function.name)
+        if missing := names - described(text, "Args:") - said_once(path, classes):
+            unsaid[function.name] = sorted(missing)
+    assert (silent, unsaid) == ([], {})
