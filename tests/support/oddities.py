@@ -243,6 +243,10 @@ def sampled(m: Any, x: Tensor) -> Tensor:
     return F.grid_sample(x[:, :, None].unflatten(-1, (2, 3)).squeeze(2), grid, align_corners=False)
 
 
+def bilinear_over_positions(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x, x.cos())
+
+
 def scattered(m: Any, x: Tensor) -> Tensor:
     h = m.layer(x)
     return h.scatter(1, (h > 0).long(), m.p.expand(len(x), T, 3))
@@ -273,6 +277,7 @@ ROWS = [
     Case("scatter of an expanded parameter", scattered, layer_and_vector),
     Case("grid_sample by a parameter", sampled, lambda: {"p": torch.randn(1, 3, 3, 2)}),
     Case("bilinear with a constant", bilinear, lambda: {"layer": nn.Bilinear(D, 4, 3)}, (D,)),
+    Case("bilinear, as many outputs as samples", bilinear_over_positions, lambda: {"layer": nn.Bilinear(D, D, B)}),
     Case(
         "a matrix times a vector",
         lambda m, x: (x @ m.p) * (m.q @ x).sum(1, True),
@@ -312,6 +317,11 @@ def normalised_without_parameters(m: Any, x: Tensor) -> Tensor:
     return F.batch_norm(m.layer(x).flatten(1), None, None, training=True) * m.p.sum()
 
 
+def by_statistics_of_channels(m: Any, x: Tensor) -> Tensor:
+    h = m.layer(x)
+    return m.head((h / h.var(0).sum(1).add(1).view(1, -1, 1)).flatten(1))
+
+
 def jagged(m: Any, x: Tensor) -> Tensor:
     return torch.nested.to_padded_tensor(m.layer(torch.nested.as_nested_tensor(list(x), layout=torch.jagged)), 0.0)
 
@@ -341,6 +351,15 @@ MIXES = "batch_norm: normalises over the samples of a batch.*group_norm"
 REFUSED = [
     (Case("batch_norm by hand", normalised, layer_and_vector), MIXES),
     (Case("batch_norm by hand without parameters", normalised_without_parameters, layer_and_vector), MIXES),
+    (
+        Case(
+            "statistics over samples, by channel",
+            by_statistics_of_channels,
+            lambda: {"layer": nn.Linear(D, D), "head": nn.Linear(B * D, 3)},
+            (B, D),
+        ),
+        "head.weight: linear: numbers of several samples stand in one row",
+    ),
     (
         Case("a complex parameter", lambda m, x: x, lambda: {"p": torch.randn(2, dtype=torch.complex64)}),
         "p: is complex",
