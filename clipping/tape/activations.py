@@ -38,8 +38,9 @@ class Activations:
         return self._sources.get(id(x))
 
     def let_go(self, x: Tensor) -> None:
-        """It depends on data from now on."""
-        del self._sources[id(x)]
+        """It depends on data from now on; what it was made of is still read."""
+        source = self._sources.pop(id(x))
+        self._sources[id(source)] = source
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """[rows · n]: a tensor of n entries, made of parameters, with a copy for each row of the batch."""

@@ -134,6 +134,11 @@ CHANGED = [
     Case("data written into an expanded parameter", overwritten, weight_and_bias),
     Case("views of activations changed by parameters", viewed, weight_and_bias),
     Case("a parameter where a mask says so", masked, weight_and_bias),
+    Case(
+        "positions multiplied by data in place",
+        lambda m, x: F.embedding(torch.arange(T).expand(len(x), T), m.p).mul_(x).tanh(),
+        lambda: {"p": torch.randn(T, D)},
+    ),
     Case("multiplied in place", lambda m, x: x.clone().mul_(m.p).div_(m.p + 3), lambda: {"p": torch.randn(D)}),
 ]
 
