@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.rows import NOBODY, Rows, in_order
 from clipping.rules.rewritten import methods
@@ -128,10 +129,10 @@ def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
         if not isinstance(dim, int):
             return it.unknown() if isinstance(place, Rows) else None
         dim %= max(1, x.dim())
-        if not isinstance(place, Rows) and (place or dim):
-            return None
         single = it.func in SINGLE
-        if not isinstance(place, Rows) and single and (x.shape[0] != it.batch_size or _is_stack(x)):
+        if not isinstance(place, Rows) and dim != place:
+            return None
+        if not isinstance(place, Rows) and single and (place or x.shape[0] != it.batch_size or _is_stack(x)):
             return None
         owners = it.owners(x, dim + 1) if not isinstance(place, Rows) or dim < place.owners.dim() else None
         if owners is None:
@@ -170,7 +171,7 @@ def _joined(it: Mover) -> Moved:
             return None  # all is the one sample's, wherever it stands
         if stacked:
             return at + 1 if dim <= at else at
-        if dim or at:
+        if dim != at:
             return None
     known = max([dim + 1 - stacked, *(place.owners.dim() for place in places if isinstance(place, Rows))])
     owners = [it.owners(x, known) for x in tensors]
@@ -311,8 +312,40 @@ def _scattered(it: Mover, target: Tensor, index: tuple[Any, ...], values: Tensor
 
 
 def _recurrent(it: Mover) -> Moved:
-    """Sequences, and the last states [layers, B, H]."""
-    return None if isinstance(samples_of(it.args[0]), Rows) else [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+    """Sequences, and the last states [layers, B, H]; rows in another order were followed through the steps."""
+    if isinstance(samples_of(it.args[0]), Rows) or not it.args[1][0].is_floating_point():
+        return [samples_of(x) for x in it.output]
+    return [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+
+
+def _padded_up(it: Mover) -> Moved:
+    """pad_sequence of one sequence a sample."""
+    owners = [it.owners(x, 1) for x in it.args[0]]
+    if any(each is None for each in owners):
+        return it.unknown()
+    return it.rows(torch.nn.utils.rnn.pad_sequence(owners, it.option(1, "batch_first", False), NOBODY))
+
+
+def _packed(it: Mover) -> Moved:
+    """Sequences of different lengths, step by step, and how many there are at each."""
+    x, lengths, batch_first = it.args
+    owners = it.owners(x, 2)
+    if owners is None:
+        return it.unknown()
+    owners = owners.reshape(*owners.shape[:2], -1)[..., :1]
+    rows, _ = torch._pack_padded_sequence(owners, lengths, batch_first)
+    return [it.rows(rows[:, 0]), it.unknown()]
+
+
+def _padded(it: Mover) -> Moved:
+    """And back, with how long they are."""
+    x, sizes, batch_first, _, steps = it.args
+    owners = it.owners(x, 1)
+    if owners is None:
+        return it.unknown()
+    owners = owners.reshape(len(owners), -1)[:, :1]
+    rows, _ = torch._pad_packed_sequence(owners, sizes, batch_first, NOBODY, steps)
+    return [it.rows(rows[..., 0]), it.unknown()]
 
 
 def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
@@ -321,7 +354,9 @@ def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
     known = [place for place in places if not place.unknown]
     fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]
     if fitting:
-        return max(fitting, key=lambda place: place.owners.dim())
+        most = max(fitting, key=lambda place: place.owners.dim())
+        several = len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor)
+        return it.unknown() if several and len({int(place.owners) for place in fitting}) > 1 else most
     if output.shape[:1] == (it.batch_size,):
         return 0
     return it.unknown() if known else places[0] if places else 0
@@ -347,6 +382,9 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(methods("index_add", "index_add_", "index_copy", "index_copy_"), _added),
     torch.Tensor.__setitem__: _set,
     **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
+    torch._C._nn.pad_sequence: _padded_up,
+    torch._pack_padded_sequence: _packed,
+    torch._pad_packed_sequence: _padded,
 }
 """Operations that may take rows out of their order."""
 
@@ -355,9 +393,8 @@ MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **GATHERS,
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(REDUCTIONS, _reduced),
-    **dict.fromkeys(methods("repeat_interleave"), _along(2, None)),
+    **dict.fromkeys(methods("repeat_interleave", "roll"), _along(2, None)),
     **dict.fromkeys(methods("nonzero", "where"), _positions),
-    **dict.fromkeys(methods("roll"), _along(2, None)),
     torch.Tensor.expand: _repeated,
 }
 """And those that move rows that have left it."""

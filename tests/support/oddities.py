@@ -349,7 +349,7 @@ def gathered(m: Any, x: Tensor) -> Tensor:
 
 def packed(m: Any, x: Tensor) -> Tensor:
     lengths = torch.arange(len(x), 0, -1).clamp(max=T)
-    return m.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1].transpose(0, 1)
+    return m.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True), m.p)[1].transpose(0, 1)
 
 
 MIXES = "batch_norm: normalises over the samples of a batch.*group_norm"
@@ -392,7 +392,7 @@ REFUSED = [
         ),
         "p: masked_scatter: hands the entries of a parameter to samples in turn",
     ),
-    (Case("packed", packed, lambda: {"rnn": nn.GRU(D, 3)}), "gru: packed sequences have no rule"),
+    (Case("packed", packed, lambda: {"rnn": nn.GRU(D, 3), "p": torch.ones(1, B, 3)}), "gru: a packed sequence with a"),
     (Case("rows set", data_into_some_rows, weight_and_bias), "b: __setitem__: sets some rows of the batch"),
     (Case("a view written to", data_into_a_view, weight_and_bias), "b: copy_: writes data into a tensor made of param"),
 ]
