@@ -121,8 +121,9 @@ def _packed(
     hidden, state = map(torch.zeros_like, given)
     padded, lengths = torch._pad_packed_sequence(data, sizes, True, 0.0, len(sizes))
     inside = torch.arange(len(sizes), device=data.device) < lengths.to(data.device)[:, None]
-    out, *states = _unrolled(cell, padded, hidden, state, params, *options, True, inside)
-    return torch._pack_padded_sequence(out, lengths, True)[0], *states
+    rest = (*options, True, inside)  # batch first
+    out, h, s = _unrolled(cell, padded, hidden, state, params, *rest)
+    return torch._pack_padded_sequence(out, lengths, True)[0], h, s
 
 
 def _unrolled(

@@ -320,8 +320,8 @@ def _recurrent(it: Mover) -> Moved:
 
 def _padded_up(it: Mover) -> Moved:
     """pad_sequence of one sequence a sample."""
-    owners = [it.owners(x, 1) for x in it.args[0]]
-    if any(each is None for each in owners):
+    owners = [found for x in it.args[0] if (found := it.owners(x, 1)) is not None]
+    if len(owners) < len(it.args[0]):
         return it.unknown()
     return it.rows(torch.nn.utils.rnn.pad_sequence(owners, it.option(1, "batch_first", False), NOBODY))
 
