@@ -240,17 +240,28 @@ class Source:
                 parts = zip(self.parameters.items(), total[:, :-1].split(sizes, 1), strict=True)
                 return {name: part.reshape(len(part), *p.shape) for (name, p), part in parts}
         gradients = gradients.to(self.tensor.dtype)
+        if several:
+            try:
+                found = self._pulled_back(gradients, batched=True)
+                return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # an operation that vmap does not know, on sparse tensors say
+                pass
+        each = [self._pulled_back(g) for g in gradients]  # a batch of one need not go through vmap
+        pairs = zip(self.parameters, zip(*each, strict=True), strict=True)
+        return {name: torch.stack(found) for name, found in pairs if found[0] is not None}
+
+    def _pulled_back(self, gradients: Tensor, batched: bool = False) -> tuple[Tensor, ...]:
         changed = self.tensor._version != self.version
-        found = torch.autograd.grad(
+        return torch.autograd.grad(
             GradientEdge(self.node, self.output_nr) if changed else self.tensor,
             list(self.parameters.values()),
-            gradients if several else gradients[0],  # a batch of one need not go through vmap
+            gradients,
             retain_graph=True,
-            is_grads_batched=several,
+            is_grads_batched=batched,
             allow_unused=True,
         )
-        pairs = zip(self.parameters, found, strict=True)
-        return {name: g if several else g[None] for name, g in pairs if g is not None}
 
     def _numbers(self, starts: dict[int, int], constant: int) -> Tensor | None:
         """Of which entry of the parameters each entry of the tensor is a copy; None if they were not only copied.

@@ -40,7 +40,7 @@ from clipping.rounding import excess, portion
 from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
 from clipping.sources import Source
-from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint
+from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
@@ -170,7 +170,7 @@ class TapeBackend(Backend):
         except Refused as refused:  # found out only when the gradient arrived
             raise UnsupportedModel(self.name, [Problem("model", refused.reason, refused.remedy)]) from refused
         except RuntimeError as error:
-            problem = compiled_code(error) or reentrant_checkpoint(error)
+            problem = compiled_code(error) or reentrant_checkpoint(error) or selective_checkpoint(error)
             if problem is None:
                 raise
             raise UnsupportedModel(self.name, [problem]) from error

@@ -78,7 +78,7 @@ class Timeline:
     """
 
     def __init__(self, losses: Tensor, uses: Sequence[tuple[int, int]], outside: Iterable[Tensor]) -> None:
-        given = {storage_of(x): x.untyped_storage().nbytes() for x in outside}
+        given = {storage_of(x): x.untyped_storage().nbytes() for x in outside if x.layout is torch.strided}
         self.outside = sum(given.values())
         visited = sorted(nodes([losses.grad_fn]), key=lambda node: -node._sequence_nr())
         with _nothing_computed_again():
@@ -91,7 +91,7 @@ class Timeline:
         self._freed: dict[int, int] = {}  # storage -> the first moment at which it is gone
         for time, node in enumerate(visited):
             for saved in _saved(node):
-                if storage_of(saved) not in given:
+                if saved.layout is torch.strided and storage_of(saved) not in given:  # others have no one memory
                     self._sizes[storage_of(saved)] = saved.untyped_storage().nbytes()
                     self._freed[storage_of(saved)] = time + 1
         changes, born = [0] * (count + 1), [0] * (count + 1)

@@ -1,7 +1,7 @@
 """LSTM, GRU and plain RNN, and their cells, as steps that the tape sees: torch's kernels give no gradient per step.
 
-Each step reads the recurrent weight once more; the uses add up before the norm. Packed sequences are refused: at each
-step their rows are of other samples.
+Each step reads the recurrent weight once more; the uses add up before the norm. A packed sequence is padded: where it
+has ended the state stays as it was.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Refused
-from clipping.sources import mark_data
+from clipping.sources import depends_on_data, mark_data, samples_of
 
 Cell = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(gates from the input [B, gH], gates from the hidden state [B, gH], state) -> (hidden state, state)."""
@@ -43,28 +43,24 @@ def _relu_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, out
 
 
-def lstm(input: Tensor, hx: Any, params: Any, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
+def lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """torch.lstm."""
-    _refuse_packed(hx)
-    return _unrolled(_lstm_cell, input, hx[0], hx[1], params, *options)
+    return _sequence(_lstm_cell, input, *args)
 
 
-def gru(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Tensor, Tensor]:
+def gru(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """torch.gru."""
-    _refuse_packed(hx)
-    return _unrolled(_gru_cell, input, hx, hx, params, *options)[:2]
+    return _sequence(_gru_cell, input, *args)[:2]
 
 
-def rnn_tanh(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Tensor, Tensor]:
+def rnn_tanh(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """torch.rnn_tanh."""
-    _refuse_packed(hx)
-    return _unrolled(_tanh_cell, input, hx, hx, params, *options)[:2]
+    return _sequence(_tanh_cell, input, *args)[:2]
 
 
-def rnn_relu(input: Tensor, hx: Tensor, params: Any, *options: Any) -> tuple[Tensor, Tensor]:
+def rnn_relu(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """torch.rnn_relu."""
-    _refuse_packed(hx)
-    return _unrolled(_relu_cell, input, hx, hx, params, *options)[:2]
+    return _sequence(_relu_cell, input, *args)[:2]
 
 
 def gru_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
@@ -98,16 +94,36 @@ def _stepped(
     b_hh: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step: input [B, d], hidden and state [B, H]."""
-    hidden, state = (
-        mark_data(x.view(x.shape)) for x in (hidden, state)
-    )  # zeros to begin with have a row a sample, too
+    hidden, state = (_as_rows_of(input, x.view(x.shape)) for x in (hidden, state))
     return cell(F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh), state)
 
 
-def _refuse_packed(hx: Any) -> None:
-    """A packed sequence has the batch size of each step, [T] integers, where the hidden state is otherwise."""
+def _as_rows_of(x: Tensor, state: Tensor) -> Tensor:
+    """A state [B, H] with the rows of x [B, ...]: zeros to begin with have them, too."""
+    return mark_data(state, samples_of(state if depends_on_data(state) else x))
+
+
+def _sequence(cell: Cell, input: Tensor, hx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of sequences [T, B, d] or [B, T, d]; or packed, [N, d], with the batch size of each step in the place of hx."""
     if isinstance(hx, Tensor) and not hx.is_floating_point():
-        raise Refused("packed sequences have no rule", "pad the sequences, and mask the loss")
+        return _packed(cell, input, hx, *args)
+    hidden, state = (hx, hx) if isinstance(hx, Tensor) else hx
+    return _unrolled(cell, input, hidden, state, *args)
+
+
+def _packed(
+    cell: Cell, data: Tensor, sizes: Tensor, hx: Any, params: Any, *options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same of a packed sequence: data [N, d] and sizes [T]; the output is packed."""
+    given = (hx, hx) if isinstance(hx, Tensor) else hx
+    if any(x.requires_grad or bool(x.any()) for x in given):
+        raise Refused("a packed sequence with a state to begin with has no rule", "pad the sequences, mask the loss")
+    hidden, state = map(torch.zeros_like, given)
+    padded, lengths = torch._pad_packed_sequence(data, sizes, True, 0.0, len(sizes))
+    inside = torch.arange(len(sizes), device=data.device) < lengths.to(data.device)[:, None]
+    rest = (*options, True, inside)  # batch first
+    out, h, s = _unrolled(cell, padded, hidden, state, params, *rest)
+    return torch._pack_padded_sequence(out, lengths, True)[0], h, s
 
 
 def _unrolled(
@@ -122,8 +138,13 @@ def _unrolled(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    inside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All layers and directions; state [layers · directions, B, H], hidden as well, or with proj_size in place of H."""
+    """All layers and directions; state [layers · directions, B, H], hidden as well, or with proj_size in place of H.
+
+    Args:
+        inside: [B, T], False where a sequence has ended; None where none has.
+    """
     if input.dim() != 3:
         raise Refused("a recurrent layer without a batch dimension has no rule", "give it a batch")
     x = input if batch_first else input.transpose(0, 1)
@@ -139,12 +160,15 @@ def _unrolled(
             b_ih, b_hh = more[:2] if has_biases else (None, None)
             projection = more[-1] if per_cell > plain else None
             from_input = F.linear(x, w_ih, b_ih)
-            h, s = mark_data(hidden[index]), mark_data(state[index])
+            h, s = (_as_rows_of(x, each[index]) for each in (hidden, state))
             steps = range(x.shape[1])
             found: list[Tensor] = []
             for t in reversed(steps) if direction else steps:
+                before = h, s
                 h, s = cell(from_input[:, t], F.linear(h, w_hh, b_hh), s)
                 h = h if projection is None else F.linear(h, projection)
+                if inside is not None:
+                    h, s = (torch.where(inside[:, t, None], *pair) for pair in zip((h, s), before, strict=True))
                 found.append(h)
             outputs.append(torch.stack(found[::-1] if direction else found, dim=1))
             last_hidden.append(h)

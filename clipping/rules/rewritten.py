@@ -195,6 +195,11 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     return lambda: func(*args, **kwargs)
 
 
+def _bilinear(rows: Rows, func: Any, input1: Tensor, input2: Tensor, *params: Any, **kwargs: Any) -> Instead:
+    """Its inputs meet row by row; the weight's rows are outputs, however many."""
+    return _paired(rows, lambda *inputs: func(*inputs, *params, **kwargs), input1, input2)
+
+
 def _joined(rows: Rows, func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Instead:
     """Stacked or joined along another dimension than the rows'."""
     dim = next(iter((*args, *kwargs.values())), 1 if func in (torch.hstack, torch.column_stack, torch.dstack) else 0)
@@ -362,12 +367,8 @@ STACKS = methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
 """Operations on stacks of matrices: one matrix has no row for each sample."""
 PAIRED = methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
 PAIRED |= methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
-PAIRED |= (
-    methods("remainder", "copysign")
-    | {torch.linalg.cross, F.scaled_dot_product_attention, F.bilinear, F.grid_sample}
-    | ALONG
-    | STACKS
-)
+PAIRED |= methods("remainder", "copysign") | {torch.linalg.cross, F.scaled_dot_product_attention, F.grid_sample}
+PAIRED |= ALONG | STACKS
 JOINED = {torch.stack, torch.hstack, torch.column_stack, torch.dstack, torch.concatenate}
 
 MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
@@ -380,8 +381,8 @@ REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(methods("matmul", "mm", "mv"), _matmul),
     **dict.fromkeys(PAIRED, _paired),
     **dict.fromkeys(methods("bmm"), _bmm),
-    torch.baddbmm: _baddbmm,
-    torch.Tensor.baddbmm: _baddbmm,
+    F.bilinear: _bilinear,
+    **dict.fromkeys(methods("baddbmm"), _baddbmm),
     torch.einsum: _einsum,
     **dict.fromkeys(JOINED, _joined),
     **dict.fromkeys(methods("masked_scatter"), _masked_scatter),

@@ -42,12 +42,13 @@ class Activations:
         return self._sources.get(id(x))
 
     def let_go(self, x: Tensor) -> None:
-        """It depends on data from now on.
+        """It depends on data from now on; what it was made of is still read.
 
         Args:
             x: the tensor of a source.
         """
-        del self._sources[id(x)]
+        source = self._sources.pop(id(x))
+        self._sources[id(source)] = source
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
         """[rows · n]: a tensor of n entries, made of parameters, with a copy for each row of the batch.

@@ -131,7 +131,8 @@ class Arrivals:
         self._leaves.clear()
 
     def _hooked(self, use: Use, at: int, gradients: tuple[Tensor | None, ...]) -> None:
-        self._arrive(use, gradients[at])
+        g = gradients[at]
+        self._arrive(use, g if g is None or g.shape == use.output.shape else g.reshape(use.output.shape))
 
     def _arrive(self, use: Use, g: Tensor | None) -> None:
         """None: a gradient that is zero."""

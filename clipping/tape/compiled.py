@@ -58,5 +58,17 @@ def reentrant_checkpoint(error: Exception) -> Problem | None:
     return Problem("model", reason, "use_reentrant=False")
 
 
+def selective_checkpoint(error: Exception) -> Problem | None:
+    """The problem behind an error of torch's checkpointing that keeps some results for one backward pass only.
+
+    Args:
+        error: that a backward pass has raised.
+    """
+    if "selective activation checkpoint" not in str(error):
+        return None
+    reason = "checkpoint: what a context_fn keeps is for one backward pass over tensors as they were; here are more"
+    return Problem("model", reason, "checkpoint without context_fn, or use microbatch")
+
+
 # by name: importing torch._dynamo takes seconds, and nothing is compiled unless somebody has imported it
 _WRAPPER = "torch._dynamo.eval_frame.OptimizedModule"

@@ -64,7 +64,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
                 seen.add(child)
                 stack.append(child)
             use = None if child is None else maker.get(child._sequence_nr())
-            if use is not mine and use is not None and use.node not in (number, child._sequence_nr()):
+            if use is not mine and use is not None and not {use.node, use.view} & {number, child._sequence_nr()}:
                 unseen += [name for source, _ in use.rules for name in source.parameters]
     reached = [use for use in tape.uses if use.node in numbers]
     tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))

@@ -13,7 +13,8 @@ from clipping.rows import Rows
 from clipping.rules import CHANGES, LIKE, MIXING
 from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of
 from clipping.tape.batch_dimension import dimension_after
-from clipping.tape.moves import GATHERS, MOVES, VIEWS, WRITES, Mover, Place, inherited, of_later_dimension
+from clipping.tape.mover import Mover, Place
+from clipping.tape.moves import GATHERS, MOVES, VIEWS, WRITES, inherited, of_later_dimension
 
 UNUSUAL = CONSTANTS | LIKE | CHANGES | MIXING
 """Operations whose output is not made of the values of all operands, or that write into one, or mix samples."""

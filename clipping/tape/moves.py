@@ -11,77 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.rows import NOBODY, Rows, in_order
+from clipping.rows import NOBODY, Rows
 from clipping.rules.rewritten import methods
-from clipping.sources import is_marked, samples_of
+from clipping.sources import samples_of
 from clipping.tape.batch_dimension import PERMUTATIONS
-
-Place = int | Rows
-"""Where an activation has its samples: in a dimension, or in rows of any order."""
-
-
-class Mover:
-    """One operation, and what it does to rows.
-
-    Args:
-        func, args, kwargs, output: the operation and what it gave.
-        batch_size: B.
-    """
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any, batch_size: int) -> None:
-        self.func, self.args, self.kwargs, self.output = func, args, kwargs, output
-        self.batch_size = batch_size
-
-    def owners(self, x: Tensor, dims: int) -> Tensor | None:
-        """Of x, for at least so many leading dimensions; None if they are not known.
-
-        Args:
-            x: an operand.
-            dims: how many dimensions the owners must be known for.
-        """
-        place = samples_of(x)
-        if isinstance(place, Rows):
-            found = place.owners
-            if place.unknown:
-                return None
-        elif not (is_marked(x) or x.requires_grad):
-            found = torch.full((), NOBODY, device=x.device)
-        elif x.dim() <= place or not x.shape[place] or x.shape[place] % self.batch_size:
-            return None
-        else:
-            numbers = in_order(x.shape[place], self.batch_size, x.device)
-            found = numbers.expand(x.shape[: place + 1])
-        if found.dim() < dims:
-            more = dims - found.dim()
-            found = found.view(*found.shape, *[1] * more).expand(x.shape[:dims])
-        return found
-
-    def rows(self, owners: Tensor) -> Rows:
-        """`Rows` of these owners, in this batch.
-
-        Args:
-            owners: the number of the sample, or `NOBODY`, for each row.
-        """
-        return Rows(owners, self.batch_size)
-
-    def unknown(self) -> Rows:
-        """Rows whose owners are not known after this operation."""
-        return Rows(torch.full((), NOBODY), self.batch_size, getattr(self.func, "__name__", str(self.func)))
-
-    def option(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument of the operation.
-
-        Args:
-            position: among the positional arguments.
-            name: as a keyword.
-            default: where it was not given.
-        """
-        return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
-
-
-Moved = Place | list[Place] | None
-"""Of the output, or of each of several; None: this call leaves rows where they are."""
+from clipping.tape.mover import Moved, Mover, Place
 
 
 def _read(it: Mover) -> Moved:
@@ -145,10 +81,10 @@ def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
         if not isinstance(dim, int):
             return it.unknown() if isinstance(place, Rows) else None
         dim %= max(1, x.dim())
-        if not isinstance(place, Rows) and (place or dim):
-            return None
         single = it.func in SINGLE
-        if not isinstance(place, Rows) and single and (x.shape[0] != it.batch_size or _is_stack(x)):
+        if not isinstance(place, Rows) and dim != place:
+            return None
+        if not isinstance(place, Rows) and single and (place or x.shape[0] != it.batch_size or _is_stack(x)):
             return None
         owners = it.owners(x, dim + 1) if not isinstance(place, Rows) or dim < place.owners.dim() else None
         if owners is None:
@@ -187,7 +123,7 @@ def _joined(it: Mover) -> Moved:
             return None  # all is the one sample's, wherever it stands
         if stacked:
             return at + 1 if dim <= at else at
-        if dim or at:
+        if dim != at:
             return None
     known = max([dim + 1 - stacked, *(place.owners.dim() for place in places if isinstance(place, Rows))])
     owners = [it.owners(x, known) for x in tensors]
@@ -332,8 +268,40 @@ def _scattered(it: Mover, target: Tensor, index: tuple[Any, ...], values: Tensor
 
 
 def _recurrent(it: Mover) -> Moved:
-    """Sequences, and the last states [layers, B, H]."""
-    return None if isinstance(samples_of(it.args[0]), Rows) else [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+    """Sequences, and the last states [layers, B, H]; rows in another order were followed through the steps."""
+    if isinstance(samples_of(it.args[0]), Rows) or not it.args[1][0].is_floating_point():
+        return [samples_of(x) for x in it.output]
+    return [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+
+
+def _padded_up(it: Mover) -> Moved:
+    """pad_sequence of one sequence a sample."""
+    owners = [found for x in it.args[0] if (found := it.owners(x, 1)) is not None]
+    if len(owners) < len(it.args[0]):
+        return it.unknown()
+    return it.rows(torch.nn.utils.rnn.pad_sequence(owners, it.option(1, "batch_first", False), NOBODY))
+
+
+def _packed(it: Mover) -> Moved:
+    """Sequences of different lengths, step by step, and how many there are at each."""
+    x, lengths, batch_first = it.args
+    owners = it.owners(x, 2)
+    if owners is None:
+        return it.unknown()
+    owners = owners.reshape(*owners.shape[:2], -1)[..., :1]
+    rows, _ = torch._pack_padded_sequence(owners, lengths, batch_first)
+    return [it.rows(rows[:, 0]), it.unknown()]
+
+
+def _padded(it: Mover) -> Moved:
+    """And back, with how long they are."""
+    x, sizes, batch_first, _, steps = it.args
+    owners = it.owners(x, 1)
+    if owners is None:
+        return it.unknown()
+    owners = owners.reshape(len(owners), -1)[:, :1]
+    rows, _ = torch._pad_packed_sequence(owners, sizes, batch_first, NOBODY, steps)
+    return [it.rows(rows[..., 0]), it.unknown()]
 
 
 def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
@@ -348,7 +316,9 @@ def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
     known = [place for place in places if not place.unknown]
     fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]
     if fitting:
-        return max(fitting, key=lambda place: place.owners.dim())
+        most = max(fitting, key=lambda place: place.owners.dim())
+        several = len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor)
+        return it.unknown() if several and len({int(place.owners) for place in fitting}) > 1 else most
     if output.shape[:1] == (it.batch_size,):
         return 0
     return it.unknown() if known else places[0] if places else 0
@@ -374,6 +344,9 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(methods("index_add", "index_add_", "index_copy", "index_copy_"), _added),
     torch.Tensor.__setitem__: _set,
     **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
+    torch._C._nn.pad_sequence: _padded_up,
+    torch._pack_padded_sequence: _packed,
+    torch._pad_packed_sequence: _padded,
 }
 """Operations that may take rows out of their order."""
 
@@ -382,9 +355,8 @@ MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **GATHERS,
     **dict.fromkeys(VIEWS, _viewed),
     **dict.fromkeys(REDUCTIONS, _reduced),
-    **dict.fromkeys(methods("repeat_interleave"), _along(2, None)),
+    **dict.fromkeys(methods("repeat_interleave", "roll"), _along(2, None)),
     **dict.fromkeys(methods("nonzero", "where"), _positions),
-    **dict.fromkeys(methods("roll"), _along(2, None)),
     torch.Tensor.expand: _repeated,
 }
 """And those that move rows that have left it."""

@@ -54,7 +54,7 @@ from clipping.tape.batch_dimension import MOVABLE, samples_first
 from clipping.tape.marks import Marks, tensors
 from clipping.tape.replay import LetGo, Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
-from clipping.tape.uses import Noted, Use, count_parts
+from clipping.tape.uses import Noted, Use, count_parts, given
 from clipping.types import Parameters, Problem
 
 _next_number = torch.autograd._get_sequence_nr
@@ -295,10 +295,11 @@ class Tape(TorchFunctionMode):
             anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
             output = anchored.apply(output, self.arrivals.anchor(output.device))
         spec = Spec(output.shape, output.dtype)
-        node, operation = output.grad_fn, self._composite or func
-        assert node is not None
-        at, number = output.output_nr, node._sequence_nr()
-        self._noted.append(Noted(operation, spec, node, at, number, mine, made, None, self._order, again))
+        whole, operation = given(output, first), self._composite or func
+        node, view = whole.grad_fn, output.grad_fn
+        assert node is not None and view is not None
+        at, numbers = whole.output_nr, (node._sequence_nr(), view._sequence_nr())
+        self._noted.append(Noted(operation, spec, node, at, *numbers, mine, made, None, self._order, again))
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -378,12 +379,11 @@ class Tape(TorchFunctionMode):
         """A use whose output's gradient is asked for itself."""
         if self._replays:
             return
-        assert copies.grad_fn is not None
-        number = copies.grad_fn._sequence_nr()
+        node = copies.grad_fn
+        assert node is not None
+        number, mine = node._sequence_nr(), [(source, gradient)]
         made = number, number + 1
-        self._noted.append(
-            Noted(self._composite, output, copies.grad_fn, 0, number, [(source, gradient)], made, copies, self._order)
-        )
+        self._noted.append(Noted(self._composite, output, node, 0, number, number, mine, made, copies, self._order))
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse an operation for what it does to data, unless this call of it is harmless."""

@@ -21,6 +21,8 @@ from clipping.tape.batch_dimension import ELEMENTWISE
 OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
 """Operations on the last dimension or two, whatever is before."""
 OF_FEATURES = OF_ROWS - {F.embedding}
+ALONG_FEATURES = {F.linear, F.layer_norm, F.rms_norm}
+"""Operations that read all along the last dimension of an activation."""
 OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 """Operations that do the same without a batch."""
 BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
@@ -56,6 +58,8 @@ def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows
                     raise Refused(f"it is not known which samples its rows belong to after {place.unknown}", GATHER)
                 rows.append(place)
                 continue
+        if func in ALONG_FEATURES and 0 < place == x.dim() - 1:
+            raise Refused("numbers of several samples stand in one row", GATHER)
         at = max(at, place)
     if not rows:
         vectors = batch_size == 1 and func in OF_FEATURES and all(x.dim() == 1 for x in data)

@@ -24,8 +24,9 @@ class Use:
         operation: its name, or that of the function that it is a part of.
         rules: for each source the rule of its gradient.
         output: shape and dtype of its output, and so of g.
-        node: the number of the output's node in the order in which the forward pass made them.
+        node: the number of the node that gives its output, in the order in which the forward pass made them.
         first, last: the nodes that the operation made have the numbers from `first` up to `last`, which is not one.
+        view: the number of the output's node where the output is a view of all that `node` gives; else that of `node`.
         rows: whose the rows of its output are; None if they are B·k, k consecutive ones to a sample.
         again: makes the rules once more, where what they are made of was let go of; see `clipping.tape.replay`.
     """
@@ -36,6 +37,7 @@ class Use:
     node: int = 0
     first: int = 0
     last: int = 0
+    view: int = 0
     rows: Rows | None = None
     again: Callable[[], list[tuple[Source, Rule]]] | None = None
 
@@ -72,6 +74,7 @@ class Noted(NamedTuple):
         output: shape and dtype of its output.
         node, at: of the graph, and which of its outputs this is.
         number: of the node, which may be gone when the forward pass has ended.
+        view: as of the use.
         gradients: for each source what its rule is made of.
         made: `first` and `last` of the use.
         copies: the output, if its gradient is to be asked for itself.
@@ -84,6 +87,7 @@ class Noted(NamedTuple):
     node: Any
     at: int
     number: int
+    view: int
     gradients: list[tuple[Source, Gradient]]
     made: tuple[int, int]
     copies: Tensor | None = None
@@ -100,7 +104,7 @@ class Noted(NamedTuple):
             Refused: rows that are not the batch's.
         """
         rules = self._rules(batch_size, self.gradients)
-        use = Use(title(self.operation), rules, self.output, self.number, *self.made, self.order)
+        use = Use(title(self.operation), rules, self.output, self.number, *self.made, self.view, self.order)
         if (again := self.again) is not None:
             use.again = lambda: self._rules(batch_size, again())
         return use
@@ -124,6 +128,22 @@ class Noted(NamedTuple):
                 source, rule = _by_row(source, rule, self.output)
             rules.append((source, rule if fold == 1 else rule.regroup(fold)))
         return rules
+
+
+def given(output: Tensor, first: int) -> Tensor:
+    """What an operation made: its output, or what that is a view of, if it is all of it.
+
+    A view that is changed in place gets another node, and what it is a view of goes through the same one as before.
+
+    Args:
+        output: of the operation.
+        first: the number of the first node that it made.
+    """
+    base = output._base
+    if base is None or base.grad_fn is None or base.numel() != output.numel():
+        return output
+    same = base.is_contiguous() and output.is_contiguous() and base.grad_fn._sequence_nr() >= first
+    return base if same else output
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from clipping import Flat, load_backend
+from clipping import Flat, UnsupportedModel, load_backend
 from clipping.apart import Occasions
 from clipping.recording import Recording
 from clipping.tape.record import Tape
@@ -142,3 +144,24 @@ def test_a_recording_is_verified_by_what_is_computed_once_more(part, backend, lo
         found = recording.finish(losses, verify=True)
     for name, g in wanted.grads.items():
         torch.testing.assert_close(found.grads[name], g, rtol=1e-9, atol=1e-12)
+
+
+class Selective(nn.Module):
+    """Keeps its products, and computes the rest once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        keeps = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(self.part, x, use_reentrant=False, context_fn=keeps)
+
+
+@pytest.mark.parametrize(("backend", "verify"), [("ghost", False), ("mixed_ghost", True), ("bk_mixed", True)])
+def test_what_serves_one_backward_pass_is_refused_by_name(backend, verify):
+    with (
+        pytest.raises(UnsupportedModel, match=r"context_fn keeps is for one backward pass.*remedy: checkpoint without"),
+        load_backend(backend)(Selective(), loss_fn, clip=Flat(1.0), verify=verify) as b,
+    ):
+        b(torch.randn(BATCH, 6), torch.arange(BATCH) % 3)

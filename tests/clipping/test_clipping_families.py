@@ -276,6 +276,48 @@ def by_length(m: Any, x: Tensor) -> Tensor:
     return m.head(m.layer(x[order]) * m.p)[order.argsort()]
 
 
+def packed(m: Any, x: Tensor) -> Tensor:
+    """Sequences of lengths that the batch is not sorted by, layer by layer, and a layer on what is packed."""
+    lengths = (x[..., 0] > 0).sum(1).clamp(min=1)
+    sequence = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    sequence = sequence._replace(data=m.head(sequence.data))
+    made, state = m.rnn(sequence)
+    made, _ = nn.utils.rnn.pad_packed_sequence(made, batch_first=True, total_length=T)
+    states = state if isinstance(state, tuple) else (state,)
+    return torch.cat([made.flatten(1), *(each.transpose(0, 1).flatten(1) for each in states)], 1)
+
+
+def packed_positions_first(m: Any, x: Tensor) -> Tensor:
+    sequence = nn.utils.rnn.pack_sequence([row[: 1 + int(row[0, 0] > 0)] for row in x], enforce_sorted=False)
+    return m.rnn(sequence)[1][0].transpose(0, 1).flatten(1)
+
+
+def sequences_by_length(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    return m.rnn(x[order])[0][order.argsort()]
+
+
+def steps_by_length(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    h = x.new_zeros(len(x), 3)
+    for t in range(T):
+        h = m.cell(x[order, t], h)
+    return h[order.argsort()]
+
+
+def padded(m: Any, x: Tensor) -> Tensor:
+    rows = nn.utils.rnn.pad_sequence([m.norm(row[: 1 + int(row[0, 0] > 0)]) for row in x])
+    return F.linear(rows, m.p).sum(0)
+
+
+def samples_second(m: Any, x: Tensor) -> Tensor:
+    """Positions first: samples sorted, and two views of each joined along the second dimension."""
+    order = x[:, 0, 0].argsort()
+    x = x.transpose(0, 1).index_select(1, order)
+    one, other = m.layer(torch.cat([x, -x], 1)).chunk(2, 1)
+    return (one * other).index_select(1, order.argsort()).transpose(0, 1)
+
+
 def some_rows(m: Any, x: Tensor) -> Tensor:
     """A branch that the samples with a positive first number alone take."""
     chosen = x[:, 0, 0] > 0
@@ -323,6 +365,13 @@ ROWS = [
     Case("by length", by_length, only("layer", "p", "head")),
     Case("last states", last_states, recurrent(frozen=False)),
     Case("last states, frozen", last_states, recurrent(frozen=True)),
+    Case("packed LSTM", packed, lambda: {"head": nn.Linear(D, 4), "rnn": nn.LSTM(4, 3, 2, batch_first=True)}),
+    Case("packed GRU", packed, lambda: {"head": nn.Linear(D, 4), "rnn": nn.GRU(4, 3, bidirectional=True)}),
+    Case("packed, positions first", packed_positions_first, lambda: {"rnn": nn.LSTM(D, 4, proj_size=3)}),
+    Case("sequences by length", sequences_by_length, lambda: {"rnn": nn.GRU(D, 3, batch_first=True)}),
+    Case("steps by length", steps_by_length, lambda: {"cell": nn.GRUCell(D, 3)}),
+    Case("padded", padded, lambda: {"norm": nn.LayerNorm(D), "p": torch.randn(3, D)}),
+    Case("samples in the second dimension", samples_second, only("layer")),
     Case("a branch of some samples", some_rows, only("layer", "head")),
 ]
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipping import Flat, load_backend
+from clipping import Flat, compare, load_backend
+from clipping.reference import definition
 
 BATCH = 4
 BACKENDS: dict[str, dict[str, bool]] = {"bk_mixed": {"timing": False}, "mixed_ghost": {}, "fastgradclip": {}}
@@ -69,3 +70,26 @@ def test_in_place_costs_no_copies(use, backend):
     assert moved[1] <= moved[0]
     for name, g in sums[0].items():
         torch.testing.assert_close(sums[1][name], g, rtol=1e-12, atol=1e-14)
+
+
+class Part(nn.Module):
+    """Changes a part of its input in place, and then all of it as another view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x[:, 1:] += x[:, :-1].clone()
+        x.view(len(x), -1).sigmoid_()
+        return x
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(True), nn.SiLU(True), Part()], ids=["ReLU", "SiLU", "a part"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_place_on_the_view_that_a_layer_over_positions_gives(backend, activation):
+    """With a bias torch gives a view of the product of all positions, and follows its change by another node."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), activation, nn.Flatten(), nn.Linear(32, 3))
+    model.double()
+    x, y = torch.randn(BATCH, 4, 6, dtype=torch.float64), torch.arange(BATCH) % 3
+    wanted = definition(model, loss_fn, x, y, clip=Flat(0.1))
+    for verify in (False, True):
+        with load_backend(backend)(model, loss_fn, clip=Flat(0.1), verify=verify, **BACKENDS[backend]) as clipped:
+            assert compare(clipped(x, y), wanted).within(1e-9)

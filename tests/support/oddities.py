@@ -134,6 +134,11 @@ CHANGED = [
     Case("data written into an expanded parameter", overwritten, weight_and_bias),
     Case("views of activations changed by parameters", viewed, weight_and_bias),
     Case("a parameter where a mask says so", masked, weight_and_bias),
+    Case(
+        "positions multiplied by data in place",
+        lambda m, x: F.embedding(torch.arange(T).expand(len(x), T), m.p).mul_(x).tanh(),
+        lambda: {"p": torch.randn(T, D)},
+    ),
     Case("multiplied in place", lambda m, x: x.clone().mul_(m.p).div_(m.p + 3), lambda: {"p": torch.randn(D)}),
 ]
 
@@ -243,6 +248,10 @@ def sampled(m: Any, x: Tensor) -> Tensor:
     return F.grid_sample(x[:, :, None].unflatten(-1, (2, 3)).squeeze(2), grid, align_corners=False)
 
 
+def bilinear_over_positions(m: Any, x: Tensor) -> Tensor:
+    return m.layer(x, x.cos())
+
+
 def scattered(m: Any, x: Tensor) -> Tensor:
     h = m.layer(x)
     return h.scatter(1, (h > 0).long(), m.p.expand(len(x), T, 3))
@@ -273,6 +282,7 @@ ROWS = [
     Case("scatter of an expanded parameter", scattered, layer_and_vector),
     Case("grid_sample by a parameter", sampled, lambda: {"p": torch.randn(1, 3, 3, 2)}),
     Case("bilinear with a constant", bilinear, lambda: {"layer": nn.Bilinear(D, 4, 3)}, (D,)),
+    Case("bilinear, as many outputs as samples", bilinear_over_positions, lambda: {"layer": nn.Bilinear(D, D, B)}),
     Case(
         "a matrix times a vector",
         lambda m, x: (x @ m.p) * (m.q @ x).sum(1, True),
@@ -312,6 +322,11 @@ def normalised_without_parameters(m: Any, x: Tensor) -> Tensor:
     return F.batch_norm(m.layer(x).flatten(1), None, None, training=True) * m.p.sum()
 
 
+def by_statistics_of_channels(m: Any, x: Tensor) -> Tensor:
+    h = m.layer(x)
+    return m.head((h / h.var(0).sum(1).add(1).view(1, -1, 1)).flatten(1))
+
+
 def jagged(m: Any, x: Tensor) -> Tensor:
     return torch.nested.to_padded_tensor(m.layer(torch.nested.as_nested_tensor(list(x), layout=torch.jagged)), 0.0)
 
@@ -334,13 +349,22 @@ def gathered(m: Any, x: Tensor) -> Tensor:
 
 def packed(m: Any, x: Tensor) -> Tensor:
     lengths = torch.arange(len(x), 0, -1).clamp(max=T)
-    return m.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True))[1].transpose(0, 1)
+    return m.rnn(nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True), m.p)[1].transpose(0, 1)
 
 
 MIXES = "batch_norm: normalises over the samples of a batch.*group_norm"
 REFUSED = [
     (Case("batch_norm by hand", normalised, layer_and_vector), MIXES),
     (Case("batch_norm by hand without parameters", normalised_without_parameters, layer_and_vector), MIXES),
+    (
+        Case(
+            "statistics over samples, by channel",
+            by_statistics_of_channels,
+            lambda: {"layer": nn.Linear(D, D), "head": nn.Linear(B * D, 3)},
+            (B, D),
+        ),
+        "head.weight: linear: numbers of several samples stand in one row",
+    ),
     (
         Case("a complex parameter", lambda m, x: x, lambda: {"p": torch.randn(2, dtype=torch.complex64)}),
         "p: is complex",
@@ -368,7 +392,7 @@ REFUSED = [
         ),
         "p: masked_scatter: hands the entries of a parameter to samples in turn",
     ),
-    (Case("packed", packed, lambda: {"rnn": nn.GRU(D, 3)}), "gru: packed sequences have no rule"),
+    (Case("packed", packed, lambda: {"rnn": nn.GRU(D, 3), "p": torch.ones(1, B, 3)}), "gru: a packed sequence with a"),
     (Case("rows set", data_into_some_rows, weight_and_bias), "b: __setitem__: sets some rows of the batch"),
     (Case("a view written to", data_into_a_view, weight_and_bias), "b: copy_: writes data into a tensor made of param"),
 ]

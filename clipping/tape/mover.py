@@ -1,0 +1,75 @@
+"""One operation, and the samples that the rows of what it reads belong to: `clipping.tape.moves` has what each does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.rows import NOBODY, Rows, in_order
+from clipping.sources import is_marked, samples_of
+
+Place = int | Rows
+"""Where an activation has its samples: in a dimension, or in rows of any order."""
+Moved = Place | list[Place] | None
+"""Of the output, or of each of several; None: this call leaves rows where they are."""
+
+
+class Mover:
+    """One operation, and what it does to rows.
+
+    Args:
+        func, args, kwargs, output: the operation and what it gave.
+        batch_size: B.
+    """
+
+    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any, batch_size: int) -> None:
+        self.func, self.args, self.kwargs, self.output = func, args, kwargs, output
+        self.batch_size = batch_size
+
+    def owners(self, x: Tensor, dims: int) -> Tensor | None:
+        """Of x, for at least so many leading dimensions; None if they are not known.
+
+        Args:
+            x: an operand.
+            dims: how many dimensions the owners must be known for.
+        """
+        place = samples_of(x)
+        if isinstance(place, Rows):
+            found = place.owners
+            if place.unknown:
+                return None
+        elif not (is_marked(x) or x.requires_grad):
+            found = torch.full((), NOBODY, device=x.device)
+        elif x.dim() <= place or not x.shape[place] or x.shape[place] % self.batch_size:
+            return None
+        else:
+            numbers = in_order(x.shape[place], self.batch_size, x.device)
+            found = numbers.expand(x.shape[: place + 1])
+        if found.dim() < dims:
+            more = dims - found.dim()
+            found = found.view(*found.shape, *[1] * more).expand(x.shape[:dims])
+        return found
+
+    def rows(self, owners: Tensor) -> Rows:
+        """`Rows` of these owners, in this batch.
+
+        Args:
+            owners: the number of the sample, or `NOBODY`, for each row.
+        """
+        return Rows(owners, self.batch_size)
+
+    def unknown(self) -> Rows:
+        """Rows whose owners are not known after this operation."""
+        return Rows(torch.full((), NOBODY), self.batch_size, getattr(self.func, "__name__", str(self.func)))
+
+    def option(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument of the operation.
+
+        Args:
+            position: among the positional arguments.
+            name: as a keyword.
+            default: where it was not given.
+        """
+        return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)
