@@ -71,6 +71,8 @@ class Backend(ABC):
         self._verify = verify and not self.trusted and not self.sharded
         self.occasions = Occasions() if self._verify and self.private and self.together == 1 else None
         """Of looking whether samples stay apart; None for never."""
+        self.chosen_for = self.expected = 0
+        """Samples that routes are chosen for, and those of a batch as it is expected; 0 while nobody knows."""
         self._named = tuple(self.model.named_parameters())
         self._closed = False
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
@@ -125,12 +127,13 @@ class Backend(ABC):
             self._verify = False  # before the call: verifying calls this backend
             verified = False
             occasions, self.occasions = self.occasions, None
+            chosen_for = self.chosen_for
             try:
                 verify(self, inputs, targets)
                 verified = batch_size > self.together  # one sample cannot show that samples are told apart
             finally:
                 self._verify = not verified
-                self.occasions = occasions
+                self.occasions, self.chosen_for = occasions, chosen_for
         with torch.enable_grad():
             if self.occasions is not None:
                 halves = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))

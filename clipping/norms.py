@@ -1,6 +1,6 @@
 """What becomes of the uses of parameters, as their gradients arrive in the backward pass: norms, and the clipped sum.
 
-    TwoPasses     norms only; the sum by a second, ordinary backward pass of Σ_i c_i ℓ_i
+    TwoPasses     norms only; the sum in a second backward pass, when the factors are known
     Book          norms, and what the sum needs is kept until the factors are known
     LayerByLayer  per-layer clipping: the factors of a parameter are known at once, and so is its sum
 
@@ -19,18 +19,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.blocks import blocks, concatenated, each, sum_dtype
-from clipping.formats import norm_dtype, wide_dtype
+from clipping.blocks import concatenated, each
+from clipping.formats import norm_dtype
 from clipping.functions import ClipFunction
 from clipping.joined import Joined
-from clipping.kernels.gram import part
 from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once
-from clipping.reference import gradients
 from clipping.rounding import UNKNOWN, Doubt, Reach
 from clipping.rules import Copies, Rule, Spec
-from clipping.samples import rounded_down, weighted_sum
+from clipping.samples import weighted_sum
 from clipping.sources import Source
+from clipping.summing import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
 from clipping.types import Parameters
@@ -53,8 +52,6 @@ class Norms(ABC):
     """
 
     second_pass: ClassVar[bool] = False
-    keep_graph = False
-    """The second pass leaves the graph as it was."""
 
     def __init__(self, counts: Counter[str], losses: Tensor, parameters: Parameters, clip: ClipFunction) -> None:
         self._counts, self._losses = counts, losses
@@ -106,13 +103,12 @@ class Norms(ABC):
         """
         if source.rearranged:
             return rule.squares_and_reach(g, rule.route, others)
-        size = rule.instantiated_bytes(g) + sum(p.numel() for p in source.parameters.values()) * g.element_size()
 
         def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))
             return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
 
-        return concatenated(squares, blocks(rule.samples(g), size, rule.workspace(g))), None
+        return concatenated(squares, pulled_back_in(source, rule, g)), None
 
     def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
         """U of a use; of one of which nothing else is known, by its squared norms."""
@@ -198,17 +194,18 @@ class _WholeNorms(Norms):
 
 
 class TwoPasses(_WholeNorms):
-    """The norms; then a backward pass of Σ_i c_i ℓ_i, in which c is a constant.
+    """The norms; then the same backward pass once more, in which the sums are formed.
 
+    Not a pass of Σ_i c_i ℓ_i, in which every gradient on the way is another number, rounded anew: where what comes
+    before a use cancels (an attention's softmax), its g would have other digits than the one that the norm came of.
     Gradients that are small, or of several uses, are summed from what their norms came of.
 
     Attributes:
-        again: a backward pass of the tape, in which the sums of large batches are formed in portions; None where one
-            product by autograd rounds little enough.
+        again: that pass.
     """
 
     second_pass = True
-    again: Callable[[Tensor, Arrival], None] | None = None
+    again: Callable[[Arrival], None]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -240,19 +237,16 @@ class TwoPasses(_WholeNorms):
             for source, gradient in self._small.sums(factors):
                 source.add_to(grads, gradient)
         self._pairs.clear()
-        weighted = (rounded_down(factors, self._losses.dtype) * self._losses).sum()
-        others = {name: p for name, p in self._parameters.items() if name not in grads}
-        if self.again is None:
-            return total, grads | gradients(weighted, others, keep_graph=self.keep_graph)
+        others = self._parameters.keys() - grads.keys()
         found: dict[str, Tensor] = {}
 
         def arrived(use: Use, g: Tensor) -> None:
-            """Of the weighted losses: it has the factors already."""
             for source, rule in use.rules:
-                if not others.keys().isdisjoint(source.parameters):
-                    source.add_to(found, rule.summed(g))
+                if not others.isdisjoint(source.parameters):
+                    add_sum(found, source, rule, g, factors)
 
-        self.again(weighted, arrived)
+        if others:
+            self.again(arrived)
         return total, found | grads
 
 
@@ -271,6 +265,7 @@ class Book(_WholeNorms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
+        self._derived: list[tuple[Source, Rule, Tensor]] = []
         self._waiting: list[tuple[Source, Rule, Tensor]] = []
         self._small = Joined()
 
@@ -282,7 +277,10 @@ class Book(_WholeNorms):
             return self._small.add(source, rule.instantiate_all(g))
         if not route.kept:
             self._waiting.append((source, rule, g))
-            self._entries.append((source, partial(rule.weighted, g)))
+            if source.rearranged:
+                self._entries.append((source, partial(rule.weighted, g)))
+            else:
+                self._derived.append((source, rule, g))
             return
         way = route.way or rule.best_way(g, ghost=False)
 
@@ -292,7 +290,7 @@ class Book(_WholeNorms):
 
         parts, squares = map(list, zip(*each(kept, rule.blocks(g, way, route.block)), strict=True))
         self._squares += torch.cat(squares) if len(squares) > 1 else squares[0]
-        self._entries.append((source, partial(_weighted_sum_of, parts)))
+        self._entries.append((source, partial(weighted_sum_of, parts)))
 
     def _total(self) -> tuple[Tensor, Tensor]:
         groups: dict[Hashable, list[tuple[Source, Rule, Tensor]]] = {}
@@ -318,11 +316,13 @@ class Book(_WholeNorms):
                 source.add_to(grads, gradient)
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
-                self._entries.append((source, partial(_weighted_of_all, self._pairs.pop(name))))
+                self._entries.append((source, partial(weighted_of_all, self._pairs.pop(name))))
             self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
             while self._entries:  # a large gradient (an embedding's) waits until others have let go of what they kept
                 source, weigh = self._entries.pop()
                 source.add_to(grads, weigh(factors))
+            while self._derived:
+                add_sum(grads, *self._derived.pop(), factors)
         return total, grads
 
 
@@ -361,7 +361,7 @@ class LayerByLayer(Norms):
 
 def _is_small(rule: Rule, g: Tensor) -> bool:
     """Whether a batch's gradients of one parameter cost nothing: see `SMALL`."""
-    return SMALL * rule.samples(g) * rule.instantiated_bytes(g) <= rule.room()
+    return SMALL * rule.planned(g)[0] * rule.instantiated_bytes(g) <= rule.room()
 
 
 def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:
@@ -370,31 +370,7 @@ def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:
     Args:
         source, rule, g: what the use reads, made of the parameters; its rule; the gradient of its output, [B, ...].
     """
-    entries = sum(p.numel() for p in source.parameters.values())
-    made = entries * g.element_size() + rule.instantiated_bytes(g)
-    return rule.samples(g) * entries <= g.numel() and rule.samples(g) * made <= rule.workspace(g)
-
-
-def _weighted_of_all(uses: list[tuple[Rule, Tensor]], factors: Tensor) -> Tensor:
-    """Σ_i c_i g_i of all uses of one parameter; each is let go of when it is added."""
-    rule, g = uses.pop(0)
-    total = rule.weighted(g, factors)
-    while uses:
-        rule, g = uses.pop(0)
-        total += rule.weighted(g, factors)
-    return total
-
-
-def _weighted_sum_of(parts: list[Tensor], factors: Tensor) -> Tensor:
-    """Σ_i c_i g_i of per-sample gradients in blocks of samples; each block is let go of when it is added."""
-    if len(parts) == 1:
-        return weighted_sum(factors, parts.pop())
-    total, stop, wide = None, len(factors), wide_dtype(parts[0].dtype)
-    while parts:
-        gradients = parts.pop()
-        start = stop - len(gradients)
-        found = weighted_sum(part(factors, slice(start, stop)), gradients)
-        total = found.to(sum_dtype(found)) if total is None else total.add_(found)
-        stop = start
-    assert total is not None
-    return total.to(wide)
+    pulled_back = sum(p.numel() for p in source.parameters.values()) * g.element_size()
+    count, each = rule.planned(g)
+    made = pulled_back + rule.instantiated_bytes(g)
+    return pulled_back <= each and count * made <= max(rule.room(), count * each // 4)

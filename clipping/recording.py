@@ -171,7 +171,9 @@ def recordable(cls: type[Backend]) -> bool:
     return issubclass(cls, (TapeBackend, Microbatch))
 
 
-def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction, *, timing: bool = False) -> Backend:
+def for_recording(
+    cls: type[Backend], model: nn.Module, clip: ClipFunction, *, timing: bool = False, expected: int = 0
+) -> Backend:
     """A backend whose plan is made by formula, and so the same in every run, unless `timing` has it timed.
 
     Args:
@@ -179,10 +181,13 @@ def for_recording(cls: type[Backend], model: nn.Module, clip: ClipFunction, *, t
         model: to train.
         clip: norms [B] -> factors [B].
         timing: whether `bk_mixed` times its routes.
+        expected: records of a batch, on average; 0 if nobody knows.
     """
     assert recordable(cls)
     options: dict[str, Any] = {"timing": timing} if issubclass(cls, BkMixed) else {}
-    return cls(model, _no_loss, clip=clip, verify=False, **options)
+    backend = cls(model, _no_loss, clip=clip, verify=False, **options)
+    backend.expected = expected
+    return backend
 
 
 def one_by_one(

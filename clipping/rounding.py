@@ -13,7 +13,8 @@ Mary 2019, *A new approach to probabilistic rounding error analysis*; a constant
 
     a squared norm by Gram matrices of rows of n features is off by at most    γ_N U²,   γ_N = (4 + ½ √n) u
     a product over T positions, instantiated or within the sum, by at most     γ_G U,    γ_G = (4 + √T) u
-    a second backward pass gives another g_t, off in its last digits:          γ_G + 32 u in place of γ_G
+    a second backward pass adds up g_t in another order, where a GPU does so
+    by atomic additions: off in its last digits:                               γ_G + 32 u in place of γ_G
 
 and the factors are made of
 
@@ -22,7 +23,14 @@ and the factors are made of
 over the uses, N the computed squared norm: c = clip(n̂) times the record's share of the computed sum is at most C. For
 an ordinary record U/‖g‖ is about √T or less (11 at T = 128, 32 at T = 1024), and n̂ exceeds the norm by less than
 1e-3; for one that cancels the bound is loose, and it is clipped harder, which costs nobody else anything. Where the
-instantiated gradient is kept, norm and sum come of one tensor, and nothing is added.
+instantiated gradient is kept, norm and sum come of one tensor, and nothing is added; and where a weight was made of
+parameters (standardised, normed, cast), of one that is formed and pulled back twice, by the same operations.
+
+**The others** are to keep their factors: so routes do not depend on how many records there are (`chosen_for` of a tape
+backend), and what is stated holds for two batches that go by the same ones. A plan that is timed changes them once, in
+its second step. Nor may a record's own numbers depend on its neighbours: the products of a forward and of a backward
+pass are taken to round a row alike in batches of B and B + 1, which MKL, oneDNN and cuDNN were seen to do for most
+shapes, and promise for none; and a batch that is padded to its longest record has other shapes with it than without.
 
 **The others' roundings** change with the record, which moves them to other places in a product of K = B·T terms. They
 are bounded through what each may put into the sum: c U ≤ ρ C, with ρ = max(40, 1.25 √T) (the second part of n̂; ordinary

@@ -74,15 +74,3 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
     portions = in_parts(len(rows), -(-len(rows) // most))
     found = added(lambda samples: factors[:, samples] @ rows[samples].to(wide), portions)
     return found.view(grad.shape[1:])
-
-
-def rounded_down(factors: Tensor, dtype: torch.dtype) -> Tensor:
-    """Factors in the precision of what they multiply, never larger than they were, or ‖c·g‖ would exceed its bound.
-
-    Args:
-        factors: c, of any shape.
-        dtype: of what they multiply.
-    """
-    if norm_dtype(dtype) == dtype:
-        return factors if factors.dtype == dtype else factors.to(dtype)
-    return (factors * (1 - torch.finfo(dtype).eps)).to(dtype)

@@ -4,7 +4,7 @@
     two passes          FastGradClip                  Ghost               MixedGhost
     book-keeping                                      BkGhost             BkMixed
 
-*Two passes*: a backward pass of activation gradients only, for the norms; then an ordinary one of Σ_i c_i ℓ_i.
+*Two passes*: a backward pass of activation gradients only, for the norms; then the same once more, for Σ_i c_i g_i.
 Kifer 2020, arXiv:2009.03106; Li et al. 2021, arXiv:2110.05679; Bu et al. 2022, arXiv:2205.10683, Algorithm 1)
 
 *Book-keeping*: ordinary training spends T·p·d on the forward pass, on the activation gradients and on the weight
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from clipping.apart import Occasions, mixed_rows
 from clipping.batches import forward
 from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
-from clipping.formats import HALF, norm_dtype, without_autocast
+from clipping.formats import norm_dtype, without_autocast
 from clipping.functions import ClipFunction
 from clipping.interface import Backend
 from clipping.kernels.matmul import onednn_from, take_onednn_from
@@ -70,6 +70,27 @@ class TapeBackend(Backend):
         dtype = self._dtype()
         most = min(batch_size, portion(batch_size, positions, dtype))
         return excess(batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer)
+
+    def _choose_for(self, tape: Tape, batch_size: int) -> None:
+        """Have routes chosen for one batch size, to a power of two, until a batch is more than twice as large.
+
+        A norm's bound depends on its route. If a route depended on how many records there are, one record more would
+        change the factors of all the others.
+        """
+        if batch_size > 2 * self.chosen_for:
+            likely = self.expected if batch_size <= 2 * self.expected < 4 * batch_size else batch_size
+            self.chosen_for = 1 << (likely - 1).bit_length()
+        for use in tape.uses:
+            for _, rule in use.rules:
+                rule.chosen_for = self.chosen_for
+
+    def settle(self) -> dict[str, Any]:
+        """See `clipping.interface.Backend.settle`."""
+        return {"chosen_for": self.chosen_for}
+
+    def resume(self, settled: Mapping[str, Any]) -> None:
+        """See `clipping.interface.Backend.resume`."""
+        self.chosen_for = settled.get("chosen_for", 0)
 
     def _saw(self, tape: Tape) -> None:
         seen = (0, 0) if self._sizes == UNSEEN else self._sizes
@@ -183,25 +204,23 @@ class TapeBackend(Backend):
         kind = LayerByLayer if self.clip.per_layer else self.norms
         if kind is Book and tape.let_go:
             kind = TwoPasses  # what is computed once more in each backward pass is not held
-        if kind.second_pass and any(use.output.dtype in HALF for use in tape.uses):
-            kind = Book  # a second pass would round its sums to the few digits of half precision
         if self.sharded:
             kind = norms_of(kind, losses)
         if losses.shape[0]:
+            self._choose_for(tape, losses.shape[0])
             self.plan(tape, losses)
             self._saw(tape)
         norms = kind(tape.counts, losses, parameters, self.clip)
-        norms.keep_graph = keep_graph
-        again = isinstance(norms, TwoPasses) and in_portions(tape, len(losses))
-        tape.backward(losses, norms.arrived, retain_graph=kind.second_pass or keep_graph, last=not again)
-        if isinstance(norms, TwoPasses) and again:
-            norms.again = partial(tape.backward, retain_graph=keep_graph)
+        twice = kind.second_pass
+        tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)
+        if isinstance(norms, TwoPasses):
+            norms.again = partial(tape.backward, losses, retain_graph=keep_graph)
         with without_autocast(losses.device):
             total, grads = norms.finish()
         self.coverage = norms.coverage()
         for name, grad in grads.items():
             wide = norm_dtype(parameters[name].dtype)
-            if grad.dtype != wide:  # of two passes, whose parameters are in half precision
+            if grad.dtype != wide:  # of a parameter that met wider numbers
                 grads[name] = grad.to(wide)
         return ClippedGradient(with_zeros(grads, parameters), total, losses.detach())
 
@@ -214,17 +233,6 @@ class TapeBackend(Backend):
         problems = tape.problems or unrecorded(losses, tape, parameters)
         if problems:
             raise UnsupportedModel(self.name, dict.fromkeys(problems))
-
-
-def in_portions(tape: Tape, batch_size: int) -> bool:
-    """Whether one product of the whole batch would round too much: see `clipping.rounding`.
-
-    Args:
-        tape: of the forward pass.
-        batch_size: B.
-    """
-    rules = [(rule, use.output.dtype) for use in tape.uses for _, rule in use.rules]
-    return any(batch_size > portion(batch_size, max(1, rule.positions), dtype) for rule, dtype in rules)
 
 
 class FastGradClip(TapeBackend):
@@ -269,7 +277,7 @@ class BkMixed(TapeBackend):
     """Book-keeping with a planned route for each use.
 
     With activation checkpointing the book would hold what is let go of for its sake: "auto" and "memory" go through
-    the graph twice then, as `MixedGhost` does, but for uses in half precision and a model sharded by FSDP2.
+    the graph twice then, as `MixedGhost` does, but for a model sharded by FSDP2.
 
     Args:
         model, loss_fn, clip, verify: as for every backend.
@@ -300,10 +308,12 @@ class BkMixed(TapeBackend):
 
     def settle(self) -> dict[str, Any]:
         """See `clipping.interface.Backend.settle`; which library multiplies is part of it."""
-        return {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
+        own = {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
+        return super().settle() | own
 
     def resume(self, settled: Mapping[str, Any]) -> None:
         """See `clipping.interface.Backend.resume`."""
+        super().resume(settled)
         if settled:
             self.planner.resume(settled["plans"])
             take_onednn_from(torch.get_num_threads(), settled["onednn_from"])

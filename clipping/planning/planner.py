@@ -90,7 +90,7 @@ class Plan:
 
 
 class Planner:
-    """Plans by kind of step: the shapes of all uses, and the batch size to a power of two.
+    """Plans by kind of step: the shapes of all uses, and the batch size that they are chosen for, to a power of two.
 
     Args:
         strategy: see the module's text.
@@ -143,7 +143,8 @@ class Planner:
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
         kinds = [kind(rule, use.output) for use, _, rule in readings]
-        step = (losses.shape[0].bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go else []))
+        size = next((rule.chosen_for for _, _, rule in readings), 0) or losses.shape[0]
+        step = (size.bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go else []))
         self._calls[step] += 1
         known = self._plans.get(step)
         routes = self._resumed.get(repr(step)) if known is None and self._resumed else None
@@ -322,5 +323,5 @@ def kind(rule: Rule, output: Spec) -> Kind:
         rule: of a use.
         output: shape and dtype of the use's output.
     """
-    samples = min(rule.samples(output), MOST_SAMPLES).bit_length()
+    samples = min(rule.planned(output)[0], MOST_SAMPLES).bit_length()
     return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold

@@ -177,6 +177,8 @@ class Rule(ABC):
     """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
     route = Route()
     """What was decided for this use, before the backward pass."""
+    chosen_for = 0
+    """Samples that routes are chosen for; 0 for as many as there are. See `clipping.tape_backends`."""
     share: Share | None = None
     """Told that only the gradient of the operation's input is wanted, if it can make use of that."""
 
@@ -243,10 +245,6 @@ class Rule(ABC):
 
         return added(weighted, self.blocks(g, way))
 
-    def summed(self, g: Tensor) -> Tensor:
-        """Σ_i g_i, from an output's gradient that has its factors already."""
-        return self.weighted(g, g.new_ones(self.samples(g)))
-
     def instantiate_all(self, g: Tensor) -> Tensor:
         """Per-sample gradients [B, *shape], in the way and the blocks of the route if it names an instantiating one."""
         way = "" if self.route.ghost else self.route.way
@@ -297,9 +295,14 @@ class Rule(ABC):
         least = WORKSPACE.get((device := self.parameter.device).type, WORKSPACE["cuda"])
         return max(least, share_of_gpu(device.index or 0)) if device.type == "cuda" else least
 
+    def planned(self, g: Tensor | Spec) -> tuple[int, int]:
+        """Samples that routes are chosen for, and bytes of each one's part of the output's gradient."""
+        return self.chosen_for or self.samples(g), g.numel() * g.element_size() // max(1, self.samples(g))
+
     def is_kept(self, g: Tensor | Spec) -> bool:
         """Whether the instantiated gradients of the whole batch take no more than what would be kept instead."""
-        return self.samples(g) * self.instantiated_bytes(g) <= max(self.workspace(g), g.numel() * g.element_size())
+        count, each = self.planned(g)
+        return count * self.instantiated_bytes(g) <= max(self.room(), count * each)
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         """What one sample's norm takes by `way`; of g only shape and dtype are read."""

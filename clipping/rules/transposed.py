@@ -29,9 +29,6 @@ class TransposedConvolutionWeight(ConvolutionWeight):
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         return self._swapped(g).weighted(part(self.x, slice(0, g.shape[0])).to(g.dtype), factors)
 
-    def summed(self, g: Tensor) -> Tensor:
-        return self._swapped(g).summed(part(self.x, slice(0, g.shape[0])).to(g.dtype))
-
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
     ) -> tuple[Tensor, Reach | None]:

@@ -45,12 +45,8 @@ class Bilinear(Rule):
         """The same of `count` portions of equally many samples, which are in what order it likes: [count, *shape]."""
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
-        return self._sum(g, factors.to(wide_dtype(g.dtype)))
+        factors = factors.to(wide_dtype(g.dtype))
 
-    def summed(self, g: Tensor) -> Tensor:
-        return self._sum(g, None) if at_once(g) else super().summed(g)
-
-    def _sum(self, g: Tensor, factors: Tensor | None) -> Tensor:
         def sums(samples: slice, count: int) -> Tensor:
             return self.gradients(*self._scaled(g, factors, samples), count)
 
@@ -58,11 +54,9 @@ class Bilinear(Rule):
             return added_at_once(sums, self.samples(g), most, self._together(g))
         return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), self._portions(g))
 
-    def _scaled(self, g: Tensor, factors: Tensor | None, samples: slice) -> tuple[Tensor, Tensor]:
+    def _scaled(self, g: Tensor, factors: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """In half precision the scaled copy is wide: one that is scaled there has lost digits by which terms cancel."""
         x, g = self.operands(g, samples)
-        if factors is None:
-            return x, g
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
 

@@ -216,10 +216,10 @@ class Tape(TorchFunctionMode):
             planned, use.rules = use.rules, use.restored()
             arrival(use, g)
             use.rules = planned
+            for _, rule in planned:
+                if rule.share is not None:
+                    rule.share.input_only = True
             if last:
-                for _, rule in planned:
-                    if rule.share is not None:
-                        rule.share.input_only = True
                 use.rules = []  # and with them the operation's input, unless somebody keeps it
 
         if not self._replays:

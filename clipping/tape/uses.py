@@ -47,7 +47,7 @@ class Use:
             return self.rules
         found = self.again()
         for (_, rule), (_, planned) in zip(found, self.rules, strict=True):
-            rule.route, rule.share = planned.route, planned.share
+            rule.route, rule.share, rule.chosen_for = planned.route, planned.share, planned.chosen_for
         return found
 
     @property

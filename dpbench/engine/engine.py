@@ -132,7 +132,7 @@ class PrivacyEngine(State):
         self.noise = source_of(noise, self.noise_multiplier, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
         timing = generator is None and self.noise_multiplier > 0  # else it is to be compared, or repeated
-        planned = for_recording(cls, model, self.clip, timing=timing)
+        planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread = Sums(), Unread()

@@ -198,10 +198,10 @@ def test_batches_of_about_the_same_size_share_a_plan(monkeypatch):
     monkeypatch.setattr(Planner, "_made", lambda self, *a: (made.append(a[1].shape[0]), real(self, *a))[1])
     model = network()
     with load_backend("bk_mixed")(model, total, verify=False) as backend:
-        for size in (9, 12, 15, 10, 3, 2, 17, 9):
+        for size in (9, 12, 15, 10, 3, 2, 17, 33, 9):
             out = backend(*batch(size))
             assert out.norms is not None and out.norms.shape == (size,)
-    assert made == [9, 12, 3, 2, 17]  # 9 to 15 by formula and then timed; 2 and 3; 17
+    assert made == [9, 12, 33, 9]  # up to 32 by formula and then timed, and once more from 33 on
 
 
 def test_changing_sizes_are_exact():

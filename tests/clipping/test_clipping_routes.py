@@ -323,5 +323,5 @@ def test_norms_from_what_is_kept_anyway_wait_for_the_end_of_the_backward_pass(na
     monkeypatch.setattr(Tape, "backward", lambda *args, **kw: (backward(*args, **kw), calls.append("end")))
     with load_backend(name)(Attention(7), lambda outputs, _: outputs.sum(1), verify=False) as backend:
         backend(torch.randn(3, 42), torch.zeros(3))
-    assert calls.count("end") == 1 and len(calls) > 1
+    assert calls.count("end") == (1 if waits else 2) and "product" in calls
     assert (calls[0] == "end") == waits and (calls[-1] == "end") != waits
