@@ -154,12 +154,15 @@ class Store:
         if not files:
             return dict(record)
         stem, names = f"{self.path.stem}-{record['id']}-{record['round']}", {}
-        for name, content in files.items():
-            names[name] = f"{stem}-{slug(name)}"
+        for number, (name, content) in enumerate(files.items()):
+            part = slug(name).replace(".jsonl", "-jsonl")  # it is no file of records
+            alike = f"{stem}-{part}" in names.values()  # two names may come to one
+            names[name] = f"{stem}-{number}-{part}" if alike else f"{stem}-{part}"
             with open(self.path.with_name(names[name]), "wb") as file:
                 file.write(base64.b64decode(content))
                 file.flush()
                 os.fsync(file.fileno())
+        _sync_folder(self.path.parent)
         return dict(record) | {"result": dict(record["result"]) | {"files": names}}
 
     def _write(self, line: Mapping[str, Any]) -> None:

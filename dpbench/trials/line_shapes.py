@@ -14,6 +14,7 @@ from dpbench.trials.outcome import Outcome
 from dpbench.trials.shapes import (
     ABOVE_0,
     ANY,
+    BASE64,
     COUNT,
     FILE_NAME,
     FINITE,
@@ -137,6 +138,8 @@ _TRIALS = {
 }
 
 _FILES: Shape = {"files?": Each(FILE_NAME)}
+#: The same before they are written: their content.
+_CONTENTS: Shape = {"files?": Each(BASE64)}
 _MEMORY: Shape = {
     "source": TEXT,
     "peak_bytes": POSITIVE,
@@ -302,7 +305,17 @@ def flaw_of_result(kind: str, result: Any) -> str | None:
     """What a result of a trial that ended well lacks of what its kind has; None if it is whole."""
     if too_deep(result):
         return "result: nested too deeply"
-    return flaw(result, _RESULTS.get(kind, Each(ANY)), "result")
+    return flaw(result, _RESULTS.get(kind, Each(ANY)), "result") or flaw(result, _CONTENTS, "result")
+
+
+def flaw_of_record(record: Mapping[str, Any]) -> str | None:
+    """Why a trial's record, whose files are not written yet, would be none for its readers; None if it is whole."""
+    result = record["result"]
+    if isinstance(result, Mapping) and "files" in result:
+        if (found := flaw(result, _CONTENTS, "result")) is not None:
+            return found
+        record = {**record, "result": {**result, "files": dict.fromkeys(result["files"], "a name")}}
+    return flaw_of_line({**record, "type": "trial"})
 
 
 def flaw_of_line(line: Any) -> str | None:

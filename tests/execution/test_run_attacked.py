@@ -149,6 +149,21 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "kept"
 
 
+def test_whatever_a_trial_sends_back_becomes_one_record_that_is_read(tmp_path):
+    """Else the run would end in a traceback at each call, or do the trial again without end."""
+    some = "[bodies.Beside(action='files', number=n) for n in range(5)]"
+    fake = Fake(tmp_path, f"{some} + [bodies.Beside(action=name) for name in ('twins', 'forge', 'long', 'sleep')]")
+    done = fake.run()
+    assert done.returncode == 0 and "recorded 9 trials (7 error, 2 ok)" in done.stderr
+    assert "\x1b" not in done.stderr and "\r" not in done.stderr
+    found = {(r["trial"]["action"], r["trial"]["number"]): r for r in fake.records}
+    assert len(found) == len(fake.records) == 9 and "nothing is left to run" in fake.run().stderr
+    assert "what came back (ok) is no record: result" in found["forge", 0]["evidence"]
+    files = found["twins", 0]["result"]["files"]
+    assert [(fake.output / "fake" / name).read_bytes() for name in files.values()] == [b"1", b"2", b"3", b"4"]
+    assert len(list((fake.output / "fake").glob("*.jsonl"))) == 1
+
+
 KILLER = """
 import os, signal, sys
 left, me = int(sys.argv.pop(1)), os.getpid()

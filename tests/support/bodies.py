@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
@@ -152,6 +153,28 @@ def _halves(trial: Act) -> dict[str, Any]:
     return {"half \ud83d": ["\udcff"]}
 
 
+def _files(trial: Act) -> dict[str, Any]:
+    return {"files": [7, "x", {"a": 5}, {"a": "no base64"}, {"a": "\u20ac"}][trial.number]}
+
+
+def _twins(trial: Act) -> dict[str, Any]:
+    """Files whose names come to one, and one that is called as records are."""
+    content = {"a b": b"1", "A-B": b"2", "../a b": b"3", "x.jsonl": b"4"}
+    return {"files": {name: base64.b64encode(data).decode() for name, data in content.items()}}
+
+
+def _forge(trial: Act) -> dict[str, Any]:
+    """Answer in place of what answers, with a result that no reader of records takes."""
+    for descriptor in range(3, 300):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"outcome": "ok", "evidence": null, "result": {"files": 7}}')
+    os._exit(0)
+
+
+def _long(trial: Act) -> dict[str, Any]:
+    raise ValueError("x" * 10_000_000 + "\x1b[2J the end\r")
+
+
 def _scribble(trial: Act) -> dict[str, Any]:
     """Write to every descriptor that there is."""
     for descriptor in range(3, 300):
@@ -204,6 +227,10 @@ ACTIONS = {
     "huge": _huge,
     "no text": _no_text,
     "halves": _halves,
+    "files": _files,
+    "twins": _twins,
+    "forge": _forge,
+    "long": _long,
     "scribble": _scribble,
     "stop": _stop,
     "infinite": _infinite,
