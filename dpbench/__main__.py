@@ -2,7 +2,11 @@
 
 import sys
 
-from dpbench.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from dpbench.cli import main
+
+        sys.exit(main())
+    except KeyboardInterrupt:  # while it was still importing
+        print("dpbench: interrupted", file=sys.stderr)
+        sys.exit(130)

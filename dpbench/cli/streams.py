@@ -30,6 +30,10 @@ class Patient:
     def flush(self) -> None:
         self._quietly(self._stream.flush)
 
+    def isatty(self) -> bool:
+        """Not where it is closed: an experiment's file can do that."""
+        return not self._stream.closed and self._stream.isatty()
+
     def _quietly(self, action: Any) -> None:
         try:
             action()

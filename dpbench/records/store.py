@@ -88,7 +88,7 @@ class Store:
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, Any], host: str | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
         self._environment = environment
@@ -111,7 +111,7 @@ class Store:
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
             self._write(head | {"environment": self._environment})
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         self._write({"type": "trial", "schema": SCHEMA} | self._detached(record))
         self.require_there()
 
@@ -137,12 +137,9 @@ class Store:
         for folder in (self.path.parent, Path(tempfile.gettempdir())):
             path = folder / f"{self.path.stem}-saved.jsonl"
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(path, "xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                _sync_folder(folder)
+                make_folder(folder)
+                write_file(path, content, os.O_EXCL)
+                sync_folder(folder)
             except OSError:
                 continue
             return f"what it held is saved in {path}"
@@ -153,24 +150,23 @@ class Store:
         files = (record.get("result") or {}).get("files")
         if not files:
             return dict(record)
-        stem, names = f"{self.path.stem}-{record['id']}-{record['round']}", {}
+        stem = f"{self.path.stem}-{record['id']}-{record['round']}"
+        names: dict[str, str] = {}
         for number, (name, content) in enumerate(files.items()):
             part = slug(name).replace(".jsonl", "-jsonl")  # it is no file of records
             alike = f"{stem}-{part}" in names.values()  # two names may come to one
             names[name] = f"{stem}-{number}-{part}" if alike else f"{stem}-{part}"
-            with open(self.path.with_name(names[name]), "wb") as file:
-                file.write(base64.b64decode(content))
-                file.flush()
-                os.fsync(file.fileno())
-        _sync_folder(self.path.parent)
+            write_file(self.path.with_name(names[name]), base64.b64decode(content))
+        sync_folder(self.path.parent)
         return dict(record) | {"result": dict(record["result"]) | {"files": names}}
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        left = memoryview((to_json(line) + "\n").encode())
-        while left:
-            left = left[os.write(self._file, left) :]
-        os.fsync(self._file)
+        try:
+            _write_synced(self._file, (to_json(line) + "\n").encode())
+        except OSError as error:
+            error.filename = str(self.path)  # of a descriptor it is not told
+            raise
 
     def close(self) -> None:
         if self._file is not None:
@@ -178,11 +174,46 @@ class Store:
             self._file = None
 
 
-def _sync_folder(folder: Path) -> None:
-    """A new file's name is on the disk only when its folder is."""
+def _write_synced(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+    os.fsync(file)
+
+
+def write_file(path: Path, data: bytes, flags: int = 0) -> None:
+    """All that a file holds, on the disk; its name is there when its folder is synced.
+
+    Raises:
+        OSError: it cannot be written, or with a flag of `os.O_EXCL` is there.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | flags, 0o644)
+    try:
+        _write_synced(file, data)
+    finally:
+        os.close(file)
+
+
+def make_folder(folder: Path) -> None:
+    """The folder and those above it; what was missing is on the disk, or a power loss would take what lies in it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A new file's name is on the disk only when its folder is; where a file system syncs none, that is its affair."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -232,7 +263,7 @@ def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]
 
 def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
     try:
-        raw = _content(path).split(b"\n")
+        raw = content_of(path).split(b"\n")
     except OSError as error:
         warn(f"{path}: not a file of records ({error.strerror}); passed over")
         return
@@ -253,7 +284,7 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
         warn(f"{path}: {bad} of {len(raw) - 1} lines are no records")
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
     """What an ordinary file holds. A pipe of that name would be waited for, a folder has no lines.
 
     Raises:

@@ -113,18 +113,24 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
         assert all(json.loads(text) for text in path.read_text().splitlines())
 
 
+#: One trial that has ended when the others begin to wait until they are let go.
+WAITING = "[bodies.Act(action='sleep')] + grid(bodies.Act, action='wait', number=[1, 2, 3], folder=FOLDER)"
+
+
 def test_a_second_run_on_a_folder_is_told_who_measures_there(tmp_path):
-    fake = Fake(tmp_path, sleepers(4, 0.6))
+    fake = Fake(tmp_path, WAITING, in_order=True)
     first = fake.start()
     recorded(fake, 1)
     second = fake.run()
     assert second.returncode == 2 and second.stderr.count("\n") == 1
     assert f"process {first.pid} on " in second.stderr and " since 20" in second.stderr and "--wait" in second.stderr
     waiting = fake.start("--wait")
+    assert f"waiting for process {first.pid}" in waiting.stderr.readline()
+    (tmp_path / "go").touch()
     _, err = first.communicate(timeout=PATIENCE)
     assert first.returncode == 0, err
     _, err = waiting.communicate(timeout=PATIENCE)
-    assert waiting.returncode == 0 and f"waiting for process {first.pid}" in err and "nothing is left to run" in err
+    assert waiting.returncode == 0 and "nothing is left to run" in err
     assert numbers(fake) == dict.fromkeys(range(4), 1)
     assert (fake.output / "fake" / ".lock").read_text() == ""
 
@@ -181,13 +187,71 @@ def counted(name):
         return function(*arguments, **named)
     setattr(os, name, call)
 
-for name in ("write", "pwrite", "fsync", "open", "replace", "rename", "ftruncate", "mkdir"):
+for name in ("write", "pwrite", "fsync", "open", "replace", "rename", "ftruncate", "mkdir", "link", "unlink"):
     counted(name)
 from dpbench.cli import main
 code = main(["run", *sys.argv[1:]])
 print("calls left", left)
 sys.exit(code)
 """
+
+
+def test_whoever_removes_the_lock_s_file_is_still_told_who_measures(tmp_path):
+    fake = Fake(tmp_path, WAITING, in_order=True)
+    first = fake.start()
+    recorded(fake, 1)
+    (fake.output / "fake" / ".lock").unlink()
+    second = fake.run()
+    assert second.returncode == 2 and "nobody else to measure for" in second.stderr
+    (tmp_path / "go").touch()
+    _, err = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0 and fake.run().returncode == 0, err
+    assert numbers(fake) == dict.fromkeys(range(4), 1)
+
+
+def test_a_folder_s_name_that_is_empty_or_a_pipe_is_given_anew(tmp_path):
+    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake.output.mkdir()
+    (fake.output / ".folder").touch()
+    assert fake.run().returncode == 0 and len((fake.output / ".folder").read_text()) == 17
+    (fake.output / ".folder").unlink()
+    os.mkfifo(fake.output / ".folder")  # opened for reading, it would be waited for
+    assert fake.run(command="plan").returncode == 2
+
+
+def test_what_was_run_again_counts_though_the_clock_was_set_back_since(tmp_path):
+    fake = Fake(tmp_path, "[bodies.Beside(action='once', folder=FOLDER)]")
+    assert fake.run().returncode == 0
+    assert [record["outcome"] for record in fake.records] == ["error"]
+    (path,) = (fake.output / "fake").glob("*.jsonl")
+    path.write_text(path.read_text().replace(fake.records[0]["utc"], "2099-01-01T00:00:00.000000Z"))
+    assert "recorded 1 trials (1 ok)" in fake.run("--retry", "error").stderr
+    assert "nothing is left to run" in fake.run("--retry", "error").stderr
+    assert "done 1, remaining 0" in fake.run(command="plan").stdout
+
+
+IMPORTING = """
+import runpy, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dpbench.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("dpbench", run_name="__main__")
+"""
+
+
+def test_ctrl_c_before_anything_has_begun_is_one_line():
+    done = subprocess.run([sys.executable, "-c", IMPORTING], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "dpbench: interrupted\n")
+
+
+def test_an_experiment_that_closes_standard_error_is_run(tmp_path):
+    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake.file.write_text(fake.file.read_text() + "\nimport sys\nsys.stderr.close()\n")
+    assert fake.run().returncode == 0 and len(fake.records) == 2
 
 
 @pytest.mark.slow
@@ -200,7 +264,8 @@ def test_killed_at_every_call_that_writes_nothing_is_lost_and_nothing_done_twice
     for call in range(1, 200):
         folder = tmp_path / str(call)
         folder.mkdir()
-        fake = Fake(folder, "grid(bodies.Beside, action='sleep', number=[0, 1, 2])")
+        two = "grid(bodies.Beside, action='sleep', number=[0, 1])"
+        fake = Fake(folder, f"{two} + [bodies.Beside(action='twins', number=2)]")  # with files beside its record
         arguments = [sys.executable, "-c", KILLER, str(call), str(fake.file), "--output", str(fake.output)]
         killed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert "Traceback" not in killed.stderr, killed.stderr

@@ -191,7 +191,7 @@ def test_a_file_that_may_not_be_read_is_told_of(tmp_path, monkeypatch):
     def refuse(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(store, "_content", refuse)
+    monkeypatch.setattr(store, "content_of", refuse)
     said: list[str] = []
     assert read_runs(tmp_path, said.append) == [] and "Permission denied" in said[0]
 

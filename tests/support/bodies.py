@@ -60,6 +60,13 @@ def _sleep(trial: Act) -> dict[str, Any]:
     return {"number": trial.number}
 
 
+def _wait(trial: Act) -> dict[str, Any]:
+    """Until somebody lets all go."""
+    while not (Path(trial.folder) / "go").exists():
+        time.sleep(0.01)
+    return {"number": trial.number}
+
+
 def _spin(trial: Act) -> dict[str, Any]:
     """Work for that many seconds of a processor."""
     until = time.process_time() + trial.seconds
@@ -153,6 +160,15 @@ def _halves(trial: Act) -> dict[str, Any]:
     return {"half \ud83d": ["\udcff"]}
 
 
+def _once(trial: Act) -> dict[str, Any]:
+    """Fail, but for the second time."""
+    failed = Path(trial.folder) / "failed"
+    if failed.exists():
+        return {}
+    failed.touch()
+    raise KeyError("no such thing")
+
+
 def _files(trial: Act) -> dict[str, Any]:
     return {"files": [7, "x", {"a": 5}, {"a": "no base64"}, {"a": "\u20ac"}][trial.number]}
 
@@ -210,6 +226,7 @@ def _offspring(trial: Act) -> dict[str, Any]:
 
 ACTIONS = {
     "sleep": _sleep,
+    "wait": _wait,
     "spin": _spin,
     "where": _where,
     "cpus": _cpus,
@@ -227,6 +244,7 @@ ACTIONS = {
     "huge": _huge,
     "no text": _no_text,
     "halves": _halves,
+    "once": _once,
     "files": _files,
     "twins": _twins,
     "forge": _forge,
