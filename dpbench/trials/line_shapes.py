@@ -1,7 +1,8 @@
 """Which lines of a file are whole records: the shapes of the lines, and of what each kind of trial has found.
 
 What a shape asks for is what reports, plans and comparisons rely on; a record may always hold more. The kinds of an
-experiment of a person's own have no shape for their results: nothing here reads those.
+experiment of a person's own have no shape for their results, and of their trials' fields only for those that are read
+of any kind.
 """
 
 from __future__ import annotations
@@ -106,6 +107,10 @@ _FIELDS: Mapping[str, Shape] = {
     "target_epsilon": Or(ABOVE_0, None),
     **dict.fromkeys(("simulated", "measure", "small"), FLAG),
     "backends": [TEXT],
+}
+_OF_ANY_KIND: Shape = {
+    f"{name}?": _FIELDS[name]
+    for name in ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
 }
 _STEP = "model backend batch_size device precision image_size num_classes"
 _TURNS = "model backends batch_size device precision image_size num_classes"
@@ -345,7 +350,7 @@ def flaw_of_trial(trial: Any) -> str | None:
 
 def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
     kind = trial["kind"]
-    return _too_large(trial) or (flaw(trial, _shape_of_trial(kind), "trial") if kind in _TRIALS else None)
+    return _too_large(trial) or flaw(trial, _shape_of_trial(kind) if kind in _TRIALS else _OF_ANY_KIND, "trial")
 
 
 @functools.cache
