@@ -93,6 +93,7 @@ class Store:
             raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
         self._environment = environment
         self._file: int | None = None
+        self._lines: list[bytes] = []
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
 
@@ -116,24 +117,29 @@ class Store:
         self.require_there()
 
     def require_there(self) -> None:
-        """What was written lies where its name says.
+        """What was written lies where its name says, all of it.
 
         Raises:
-            RunEnded: somebody has removed, moved or replaced the file. What a removed one held is in another now.
+            RunEnded: somebody has removed, moved, replaced or cut the file. What is in no file any more is in another.
         """
         if self._file is None:
             return
-        mine = os.fstat(self._file)
+        mine, what = os.fstat(self._file), "it is gone"
         with contextlib.suppress(OSError):
             there = os.stat(self.path)
             if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
-                return
-        told = "who moved it has what it held" if mine.st_nlink else self._saved_again()
-        raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and it is gone; {told}")
+                if mine.st_size >= sum(map(len, self._lines)):
+                    return
+                what = "it has been cut"
+        moved = mine.st_nlink and what == "it is gone"
+        told = "who moved it has what it held" if moved else self._saved_again(mine.st_nlink > 0)
+        raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and {what}; {told}")
 
-    def _saved_again(self) -> str:
-        """Write what the removed file holds, which is there while it is open, to another one; where that is."""
-        content = os.pread(self._file, os.fstat(self._file).st_size, 0) if self._file is not None else b""
+    def _saved_again(self, cut: bool) -> str:
+        """Write what was written, but for what is still in a file that was cut, to another one; where that is."""
+        assert self._file is not None
+        left = os.pread(self._file, os.fstat(self._file).st_size, 0).splitlines(keepends=True) if cut else []
+        content = b"".join([self._lines[0], *(line for line in self._lines[1:] if line not in left)])
         for folder in (self.path.parent, Path(tempfile.gettempdir())):
             path = folder / f"{self.path.stem}-saved.jsonl"
             try:
@@ -162,8 +168,10 @@ class Store:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
+        text = (to_json(line) + "\n").encode()
+        self._lines.append(text)
         try:
-            _write_synced(self._file, (to_json(line) + "\n").encode())
+            _write_synced(self._file, text)
         except OSError as error:
             error.filename = str(self.path)  # of a descriptor it is not told
             raise

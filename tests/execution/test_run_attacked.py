@@ -31,6 +31,10 @@ def recorded(fake: Fake, count: int) -> None:
         time.sleep(0.02)
 
 
+#: One trial that has ended when the others begin to wait until they are let go.
+WAITING = "[bodies.Act(action='sleep')] + grid(bodies.Act, action='wait', number=[1, 2, 3], folder=FOLDER)"
+
+
 def test_records_that_are_removed_while_it_runs_are_saved_again_and_it_stops(tmp_path):
     fake = Fake(tmp_path, sleepers(12, 0.2))
     process = fake.start()
@@ -66,6 +70,27 @@ def test_records_that_are_elsewhere_are_not_written_twice(tmp_path, how):
     assert fake.run().returncode == 0
     assert set(numbers(fake)) == set(range(12))
     assert how == "replaced" or set(numbers(fake).values()) == {1}
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_records_that_are_cut_while_it_runs_are_saved_again_once(tmp_path, keep):
+    """Its first so many lines are left: of an empty one the environment, too, is gone."""
+    fake = Fake(tmp_path, WAITING, in_order=True)
+    process = fake.start()
+    recorded(fake, 1)
+    (file,) = (fake.output / "fake").glob("*.jsonl")
+    os.truncate(file, sum(map(len, file.read_bytes().splitlines(keepends=True)[:keep])))
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=PATIENCE)
+    if keep == 2:  # nothing was cut
+        assert process.returncode == 0
+        return
+    assert process.returncode == 1 and "and it has been cut; what it held is saved in" in err.splitlines()[-1]
+    found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
+    assert found[0] == 1 and set(found.values()) == {1}
+    assert fake.run().returncode == 0
+    found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
+    assert found == dict.fromkeys(range(4), 1)
 
 
 def test_records_removed_after_the_last_are_not_said_to_be_there(tmp_path):
@@ -111,10 +136,6 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
     assert [record["outcome"] for record in fake.records] == ["error"] * 3
     for path in (fake.output / "fake").glob("*.jsonl"):
         assert all(json.loads(text) for text in path.read_text().splitlines())
-
-
-#: One trial that has ended when the others begin to wait until they are let go.
-WAITING = "[bodies.Act(action='sleep')] + grid(bodies.Act, action='wait', number=[1, 2, 3], folder=FOLDER)"
 
 
 def test_a_second_run_on_a_folder_is_told_who_measures_there(tmp_path):
