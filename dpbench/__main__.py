@@ -4,9 +4,9 @@ import sys
 
 if __name__ == "__main__":
     try:
-        from dpbench.cli import main
+        from dpbench.cli import main  # here, for whoever ends it meanwhile
 
         sys.exit(main())
-    except KeyboardInterrupt:  # while it was still importing
+    except KeyboardInterrupt:
         print("dpbench: interrupted", file=sys.stderr)
         sys.exit(130)
