@@ -2,7 +2,11 @@
 
 import sys
 
-from dpbench.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from dpbench.cli import main  # here, for whoever ends it meanwhile
+
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("dpbench: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -78,6 +78,8 @@ class Experiment:
             raise UsageError(f"a doc of {self.name} that is a text", self.doc)
         if not callable(self.cells) or not callable(self.smoke):
             raise UsageError(f"cells and smoke of {self.name} that can be called with a device", self.cells)
+        if not isinstance(self.figures, tuple | list) or not all(isinstance(each, str) for each in self.figures):
+            raise UsageError(f"names in figures of {self.name}", self.figures)
         check_rounds(self.rounds, f"rounds of {self.name}")
 
     def declared(self, device: str, *, smoke: bool = False) -> list[Cell]:
@@ -96,16 +98,13 @@ class Experiment:
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 cells = list((self.smoke if smoke else self.cells)(device))
-        except (Exception, SystemExit) as error:  # whatever code of the user's own may raise, told in one line
-            raise UsageError(f"{name}({device!r}) of {self.name} to return trials", _in_words(error)) from error
+        except BaseException as error:
+            raise _of_theirs(f"{name}({device!r}) of {self.name} to return trials", error) from error
         for cell in cells:
             if not isinstance(cell, Trial | MaxBatch):
                 raise UsageError(f"a trial or a search in {name} of {self.name}", cell)
-            # a search says itself which batch sizes it tries
-            trials = [cell.probe_at(1), cell.then_at(1)] if isinstance(cell, MaxBatch) else [cell]
-            for trial in trials:
-                if trial is not None and (why := _flaw_of(trial)) is not None:
-                    raise UsageError(f"trials that can be recorded in {name} of {self.name}", why)
+            if (why := _flaw_of(cell)) is not None:
+                raise UsageError(f"trials that can be recorded in {name} of {self.name}", why)
         return cells
 
 
@@ -119,17 +118,38 @@ def check_rounds(rounds: Any, what: str) -> None:
     Raises:
         UsageError: a number of rounds that cannot be, or is beyond reason.
     """
-    if not isinstance(rounds, int) or rounds < 1:
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise UsageError(f"at least 1 for {what}", rounds)
     if rounds > MOST_ROUNDS:
         raise UsageError(f"at most {MOST_ROUNDS} for {what}", rounds)
 
 
-def _flaw_of(trial: Trial) -> str | None:
+def _flaw_of(cell: Cell) -> str | None:
+    """Why a cell cannot be run, recorded and found again, in words; None if it can. What it says of itself is code."""
     try:
-        return flaw_of_trial(json.loads(canonical_json(trial.describe())))
-    except (ValueError, TypeError, RecursionError) as error:
-        return f"{trial.label()}: {_in_words(error)}"
+        if isinstance(cell, MaxBatch):  # it says itself which batch sizes it tries
+            cell.check()
+        trials = [cell.probe_at(1), cell.then_at(1), cell.seed] if isinstance(cell, MaxBatch) else [cell]
+        return next((why for trial in trials if trial is not None and (why := _flaw_of_trial(trial))), None)
+    except Exception as error:
+        return f"{type(cell).__name__}: {_in_words(error)}"
+
+
+def _flaw_of_trial(trial: Trial) -> str | None:
+    seconds: Any = trial.timeout
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+        return f"{trial.label()}: a timeout of {seconds!r}, which is no number of seconds above 0"
+    bool({trial: trial.alone}[trial.replace()])  # trials are looked up by what they are
+    if not all(isinstance(words, str) for words in (trial.id, trial.label(), *trial.modules())):
+        return f"{type(trial).__name__}: an id, a label or modules that are no texts"
+    return flaw_of_trial(json.loads(canonical_json(trial.describe())))
+
+
+def _of_theirs(expected: str, error: BaseException) -> UsageError:
+    """What code of a person's own raised, whatever it is, as one line; Ctrl-C is nobody's code."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    return UsageError(expected, _in_words(error))
 
 
 def _in_words(error: BaseException) -> str:
@@ -174,8 +194,8 @@ def load_experiment(name: str) -> Experiment:
     try:
         with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
             module = load_module(module_name)
-    except (Exception, SystemExit) as error:  # whatever a file of the user's own may raise, told in one line
-        raise UsageError("an experiment that can be imported", f"{name}: {_in_words(error)}") from error
+    except BaseException as error:
+        raise _of_theirs(f"an experiment that can be imported from {name}", error) from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Experiment):
         near = nearest(attribute, [key for key, value in vars(module).items() if isinstance(value, Experiment)])

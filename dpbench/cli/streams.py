@@ -35,6 +35,10 @@ class Patient:
         """Hand on what was written, as far as it can be."""
         self._quietly(self._stream.flush)
 
+    def isatty(self) -> bool:
+        """Not where it is closed: an experiment's file can do that."""
+        return not self._stream.closed and self._stream.isatty()
+
     def _quietly(self, action: Any) -> None:
         try:
             action()

@@ -1,7 +1,8 @@
 """One run at a time measures for a folder: two would do everything twice, each disturbing the other's times.
 
-The lock is the operating system's (flock) on a file in the folder, so that it ends with the process, however that ends.
-What the file says is for people. Parts of one sweep, which a cluster runs side by side, take none.
+The lock is the operating system's (flock), so that it ends with the process, however that ends: on a file in the
+folder, whose words are for people, and on the folder itself, for people also remove such files. Parts of one sweep,
+which a cluster runs side by side, take none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dpbench.records.store import utc_now
 NAME = ".lock"
 _LOOKS = 0.5
 """Seconds between two looks at a lock that is waited for."""
-_WITHOUT = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
+_WITHOUT = (errno.EBADF, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 """Of file systems without such locks: the run goes on without."""
 
 
@@ -40,9 +41,10 @@ def held(folder: Path, *, wait: bool, say: Callable[[str], None]) -> Iterator[No
         OSError: the file of the lock cannot be opened; it is never a link.
     """
     file = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         told = False
-        while not _taken(file):
+        while not (_taken(place) and _taken(file)):
             who = _owner(file)
             if not wait:
                 raise UsageError(f"nobody else to measure for {folder} at the same time (--wait waits for them)", who)
@@ -55,6 +57,7 @@ def held(folder: Path, *, wait: bool, say: Callable[[str], None]) -> Iterator[No
         _write(file, "")
     finally:
         os.close(file)
+        os.close(place)
 
 
 def _taken(file: int) -> bool:

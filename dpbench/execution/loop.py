@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import threading
@@ -22,7 +23,9 @@ from dpbench.execution.schedule import Run, Schedule
 from dpbench.execution.shards import Shards
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.store import utc_now
-from dpbench.trials import Trial
+from dpbench.trials import Trial, canonical_json
+from dpbench.trials.line_shapes import flaw_of_record
+from dpbench.trials.outcome import Outcome
 
 #: How often the loop looks up while a trial runs (seconds): for a signal, and to renew the line that is shown.
 _TICK = 0.2
@@ -209,7 +212,7 @@ class Loop:
         self._shards.append(record, answer)
         self._schedule.history.add(record)
         self._clock.add(record)
-        self._outcomes[answer.outcome] += 1
+        self._outcomes[record["outcome"]] += 1
         self._progress.ended(run, record, *self._state())
         if run.trial.alone:
             shard.watch.ended(record, run.trial.label())
@@ -224,7 +227,7 @@ class Loop:
 def make_record(
     experiment: str, run: Run, fingerprint: str, answer: Answer, libraries: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    """The line that is stored of a trial that ended.
+    """The line that is stored of a trial that ended: always one that a reader takes, whatever the trial sent back.
 
     Args:
         experiment: its name.
@@ -234,7 +237,7 @@ def make_record(
         libraries: name -> version, of this machine.
     """
     place = answer.place
-    return {
+    record = {
         "experiment": experiment,
         "id": run.trial.id,
         "round": run.round,
@@ -249,6 +252,11 @@ def make_record(
         "stolen": answer.stolen,
         "result": answer.result,
     }
+    as_read = record | {"trial": json.loads(canonical_json(record["trial"]))}
+    if (why := flaw_of_record(as_read)) is not None:  # it would be passed over, and the trial run again without end
+        said = f"what came back ({answer.outcome}) is no record: {why}"
+        record |= {"outcome": str(Outcome.ERROR), "evidence": said, "result": None}
+    return record
 
 
 class Interruption:

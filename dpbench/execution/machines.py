@@ -13,6 +13,7 @@ the libraries here are those of then.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any, ClassVar
 from dpbench.records import environment
 from dpbench.records.environment import device_name, libraries_of, seal, sources_of, version_of
 from dpbench.records.host import VARIABLE, host_name, named_host
-from dpbench.records.store import Run
+from dpbench.records.store import Run, content_of, make_folder, sync_folder, write_file
 from dpbench.trials import Trial
 
 Versions = Mapping[str, str | None]
@@ -83,7 +84,7 @@ class FolderName:
         if named is not None:
             return f"{VARIABLE}={named}"
         try:
-            return self._path.read_text(encoding="ascii", errors="replace").strip()
+            return content_of(self._path).decode("ascii", errors="replace").strip()
         except FileNotFoundError:
             return ""
 
@@ -98,11 +99,25 @@ class FolderName:
         """
         if self.read():
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        # of two runs that begin at once one names it; an empty file is what a kill left between the two
-        mode = "w" if self._path.exists() else "x"
-        with contextlib.suppress(FileExistsError), self._path.open(mode, encoding="ascii") as file:
-            file.write(f"{name or secrets.token_hex(8)}\n")
+        folder = self._path.parent
+        make_folder(folder)
+        aside = self._path.with_name(f"{self.FILE}-{os.getpid()}")
+        try:
+            write_file(aside, f"{name or secrets.token_hex(8)}\n".encode())
+            self._take(aside)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(aside)
+        sync_folder(folder)  # without its name, none of its records would count any more
+
+    def _take(self, aside: Path) -> None:
+        """The file aside, as this one, unless there is one: of two runs that begin at once one names the folder."""
+        try:
+            os.link(aside, self._path)
+        except OSError as error:
+            # a file system without links; or an empty file, as a power loss could leave them
+            if not isinstance(error, FileExistsError) or not self.read():
+                os.replace(aside, self._path)
 
 
 class Machines:

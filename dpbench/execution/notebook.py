@@ -24,6 +24,7 @@ from dpbench.experiment import Cell, Experiment, MaxBatch, load_experiment
 from dpbench.records.environment import DEVICES
 from dpbench.records.reader import LeftOut, Record, entries, locate, newest, read
 from dpbench.trials import Trial
+from dpbench.trials.shapes import COUNT, NUMBER, SECONDS, TEXT, WHOLE, Or, Shape, flaw
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -172,6 +173,15 @@ def _only(given: Mapping[str, object] | None) -> dict[str, list[str]]:
     }
 
 
+#: What of a result has columns of its own, in the form that records of ours have.
+_READ: Shape = {
+    "memory?": Or({"source": TEXT, "peak_bytes": WHOLE}, None),
+    "epsilon?": Or(NUMBER, None),
+    "turns?": Or([{"round": COUNT, "step_seconds": [SECONDS]}], None),
+    "step_seconds?": Or([SECONDS], None),
+}
+
+
 def _frame(records: Sequence[Record], superseded: bool) -> pd.DataFrame:
     import pandas as pd
 
@@ -190,8 +200,8 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     row |= {"device_label": record.device, "evidence": record.evidence or None}
     own = ("experiment", "kind", "id", "round", "fingerprint", "utc", "run", "outcome", "seconds", "load", "stolen")
     row |= {name: getattr(record, name) for name in own}
-    result = record.result
-    row["result"] = dict(result)
+    row["result"] = dict(record.result)
+    result = record.result if flaw(record.result, _READ) is None else {}  # of a kind of one's own it may be anything
     for name in ("warmup_seconds", "compute_seconds", "loss", "parameters"):
         if name in result:
             row[name] = result[name]
@@ -204,7 +214,7 @@ def _rows(record: Record) -> list[dict[str, Any]]:
     ):
         if isinstance(known := result.get(part), Mapping):
             row |= {name: known[name] for name in names if name in known}
-    if "epsilon" in result:
+    if result.get("epsilon") is not None:  # without noise there is none
         row |= {"epsilon": float(result["epsilon"]), "epsilon_kind": result.get("kind")}
     row |= {f"env_{name}": value for name, value in record.environment.items() if not isinstance(value, Mapping)}
     for versions in (record.environment.get("packages"), record.environment.get("variables")):

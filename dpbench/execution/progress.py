@@ -77,7 +77,8 @@ class Progress:
         if evidence:
             # the last line of a traceback says what was raised; what else we write says it in the first
             told = evidence[-1] if record["outcome"] == Outcome.ERROR else evidence[0]
-            line += f"\n    {told[:300]}"
+            # what a trial raised is shown, and does nothing to the terminal
+            line += f"\n    {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in told[:300])}"
         self.say(line)
 
     def cut(self, run: Run, seconds: float) -> None:

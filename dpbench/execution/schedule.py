@@ -64,7 +64,9 @@ class History:
         accepted: Callable[[Trial], Mapping[str, str]] | None = None,
     ) -> None:
         self._accepted = accepted or (lambda trial: {fingerprint(trial): ""})
-        latest = {(r["id"], r["round"], r["fingerprint"]): r for r in sorted(records, key=lambda r: r["utc"])}
+        # what has ended for good is not run again: whatever the clock said, it is the last of its key
+        last = sorted(records, key=lambda r: (r["outcome"] in FINAL, r["utc"]))
+        latest = {(r["id"], r["round"], r["fingerprint"]): r for r in last}
         self._done: dict[tuple[str, int], dict[str, Record]] = {}
         self._families: dict[str, dict[str, dict[int, Record]]] = {}
         for record in latest.values():

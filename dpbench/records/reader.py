@@ -16,6 +16,7 @@ from dpbench.errors import UsageError, nearest
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 from dpbench.records.environment import device_label
 from dpbench.records.store import Run, read_runs
+from dpbench.trials.outcome import FINAL
 
 K = TypeVar("K", bound=Hashable)
 
@@ -186,10 +187,18 @@ def newest(records: Sequence[Record], left_out: LeftOut) -> list[Record]:
     kept: dict[tuple[str, int], Record] = {}
     for record in records:
         old = kept.get((record.id, record.round))
-        if old is None or record.utc >= old.utc:
+        if old is None or _supersedes(record, old):
             kept[record.id, record.round] = record
     left_out["superseded by a newer record"] += len(records) - len(kept)
     return list(kept.values())
+
+
+def _supersedes(record: Record, old: Record) -> bool:
+    """What has ended for good is not run again: whatever the clock said, it is the last of its fingerprint."""
+    ended = record.outcome in FINAL
+    if record.fingerprint == old.fingerprint and ended != (old.outcome in FINAL):
+        return ended
+    return record.utc >= old.utc
 
 
 def newest_version(records: Sequence[Record], cell: Callable[[Record], Hashable], left_out: LeftOut) -> list[Record]:

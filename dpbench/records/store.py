@@ -92,11 +92,12 @@ class Store:
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, Any], host: str | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"[Errno 13] Permission denied: {str(folder)!r}")
         self._environment = environment
         self._file: int | None = None
+        self._lines: list[bytes] = []
         stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
         self.path = folder / f"{stamp}-{slug(host or host_name())}-{os.getpid()}.jsonl"
 
@@ -118,38 +119,40 @@ class Store:
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
             self._write(head | {"environment": self._environment})
-            _sync_folder(self.path.parent)
+            sync_folder(self.path.parent)
         self._write({"type": "trial", "schema": SCHEMA} | self._detached(record))
         self.require_there()
 
     def require_there(self) -> None:
-        """What was written lies where its name says.
+        """What was written lies where its name says, all of it.
 
         Raises:
-            RunEnded: somebody has removed, moved or replaced the file. What a removed one held is in another now.
+            RunEnded: somebody has removed, moved, replaced or cut the file. What is in no file any more is in another.
         """
         if self._file is None:
             return
-        mine = os.fstat(self._file)
+        mine, what = os.fstat(self._file), "it is gone"
         with contextlib.suppress(OSError):
             there = os.stat(self.path)
             if (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino):
-                return
-        told = "who moved it has what it held" if mine.st_nlink else self._saved_again()
-        raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and it is gone; {told}")
+                if mine.st_size >= sum(map(len, self._lines)):
+                    return
+                what = "it has been cut"
+        moved = mine.st_nlink and what == "it is gone"
+        told = "who moved it has what it held" if moved else self._saved_again(mine.st_nlink > 0)
+        raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and {what}; {told}")
 
-    def _saved_again(self) -> str:
-        """Write what the removed file holds, which is there while it is open, to another one; where that is."""
-        content = os.pread(self._file, os.fstat(self._file).st_size, 0) if self._file is not None else b""
+    def _saved_again(self, cut: bool) -> str:
+        """Write what was written, but for what is still in a file that was cut, to another one; where that is."""
+        assert self._file is not None
+        left = os.pread(self._file, os.fstat(self._file).st_size, 0).splitlines(keepends=True) if cut else []
+        content = b"".join([self._lines[0], *(line for line in self._lines[1:] if line not in left)])
         for folder in (self.path.parent, Path(tempfile.gettempdir())):
             path = folder / f"{self.path.stem}-saved.jsonl"
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                with open(path, "xb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                _sync_folder(folder)
+                make_folder(folder)
+                write_file(path, content, os.O_EXCL)
+                sync_folder(folder)
             except OSError:
                 continue
             return f"what it held is saved in {path}"
@@ -160,21 +163,25 @@ class Store:
         files = (record.get("result") or {}).get("files")
         if not files:
             return dict(record)
-        stem, names = f"{self.path.stem}-{record['id']}-{record['round']}", {}
-        for name, content in files.items():
-            names[name] = f"{stem}-{slug(name)}"
-            with open(self.path.with_name(names[name]), "wb") as file:
-                file.write(base64.b64decode(content))
-                file.flush()
-                os.fsync(file.fileno())
+        stem = f"{self.path.stem}-{record['id']}-{record['round']}"
+        names: dict[str, str] = {}
+        for number, (name, content) in enumerate(files.items()):
+            part = slug(name).replace(".jsonl", "-jsonl")  # it is no file of records
+            alike = f"{stem}-{part}" in names.values()  # two names may come to one
+            names[name] = f"{stem}-{number}-{part}" if alike else f"{stem}-{part}"
+            write_file(self.path.with_name(names[name]), base64.b64decode(content))
+        sync_folder(self.path.parent)
         return dict(record) | {"result": dict(record["result"]) | {"files": names}}
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None
-        left = memoryview((to_json(line) + "\n").encode())
-        while left:
-            left = left[os.write(self._file, left) :]
-        os.fsync(self._file)
+        text = (to_json(line) + "\n").encode()
+        self._lines.append(text)
+        try:
+            _write_synced(self._file, text)
+        except OSError as error:
+            error.filename = str(self.path)  # of a descriptor it is not told
+            raise
 
     def close(self) -> None:
         """Close the file, if one was written."""
@@ -183,11 +190,58 @@ class Store:
             self._file = None
 
 
-def _sync_folder(folder: Path) -> None:
-    """A new file's name is on the disk only when its folder is."""
+def _write_synced(file: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(file, left) :]
+    os.fsync(file)
+
+
+def write_file(path: Path, data: bytes, flags: int = 0) -> None:
+    """All that a file holds, on the disk; its name is there when its folder is synced.
+
+    Args:
+        path: of the file; what is there is replaced.
+        data: what it is to hold.
+        flags: of `os.open`, beside those to write.
+
+    Raises:
+        OSError: it cannot be written, or with a flag of `os.O_EXCL` is there.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | flags, 0o644)
+    try:
+        _write_synced(file, data)
+    finally:
+        os.close(file)
+
+
+def make_folder(folder: Path) -> None:
+    """The folder and those above it; what was missing is on the disk, or a power loss would take what lies in it.
+
+    Args:
+        folder: to be made.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """A new file's name is on the disk only when its folder is; where a file system syncs none, that is its affair.
+
+    Args:
+        folder: that a file was written in.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -246,7 +300,7 @@ def read_records(folder: Path, warn: Callable[[str], None] = _say) -> list[Line]
 
 def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]]:
     try:
-        raw = _content(path).split(b"\n")
+        raw = content_of(path).split(b"\n")
     except OSError as error:
         warn(f"{path}: not a file of records ({error.strerror}); passed over")
         return
@@ -267,8 +321,11 @@ def _lines(path: Path, warn: Callable[[str], None]) -> Iterator[tuple[int, Line]
         warn(f"{path}: {bad} of {len(raw) - 1} lines are no records")
 
 
-def _content(path: Path) -> bytes:
+def content_of(path: Path) -> bytes:
     """What an ordinary file holds. A pipe of that name would be waited for, a folder has no lines.
+
+    Args:
+        path: of the file.
 
     Raises:
         OSError: it is none, or cannot be read.

@@ -40,18 +40,21 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     trials = list(grouped(records, lambda r: r.id).values())
     settings = [name for name in _names(group[0].trial for group in trials) if name not in _NO_SETTING]
     differing = [name for name in settings if len({str(group[0].trial.get(name)) for group in trials}) > 1]
-    rows = [_row(group, differing) for group in trials]
+    shown = {name: f"{name} of the trial" if name in _ENDS else name for name in differing}
+    rows = [_row(group, shown) for group in trials]
     count_failures(records, left_out)
-    rows.sort(key=lambda row: [_sortable(row.get(name)) for name in differing])
-    columns = [*differing, "outcome", "rounds", *(n for n in _names(rows) if n not in (*differing, *_ENDS)), "note"]
+    first = list(shown.values())
+    rows.sort(key=lambda row: [_sortable(row.get(name)) for name in first])
+    columns = [*first, "outcome", "rounds", *(n for n in _names(rows) if n not in (*first, *_ENDS)), "note"]
     return frame_of(rows, columns)
 
 
 _ENDS = ("outcome", "rounds", "note")
 
 
-def _row(group: Sequence[Record], settings: Sequence[str]) -> Row:
-    row: Row = {name: _told(group[0].trial.get(name)) for name in settings}
+def _row(group: Sequence[Record], settings: Mapping[str, str]) -> Row:
+    """`settings`: field -> what its column is called."""
+    row: Row = {called: _told(group[0].trial.get(name)) for name, called in settings.items()}
     good = [record for record in group if record.outcome == "ok"]
     failures = [record for record in group if record.outcome != "ok"]
     row |= {"outcome": failures[-1].outcome if failures else "ok", "rounds": len(good)}

@@ -1,7 +1,11 @@
 """Which lines of a file are whole records: the shapes of the lines, and of what each kind of trial has found.
 
 What a shape asks for is what reports, plans and comparisons rely on; a record may always hold more. The kinds of an
-experiment of a person's own have no shape for their results: nothing here reads those.
+experiment of a person's own have no shape for their results, and of their trials' fields only for those that are read
+of any kind.
+
+Functions take:
+    line, record, trial: as read from a file of records; one that is to be written; what a record says of its trial.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from dpbench.trials.outcome import Outcome
 from dpbench.trials.shapes import (
     ABOVE_0,
     ANY,
+    BASE64,
     COUNT,
     FILE_NAME,
     FINITE,
@@ -106,6 +111,10 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("simulated", "measure", "small"), FLAG),
     "backends": [TEXT],
 }
+_OF_ANY_KIND: Shape = {
+    f"{name}?": _FIELDS[name]
+    for name in ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
+}
 _STEP = "model backend batch_size device precision image_size num_classes"
 _TURNS = "model backends batch_size device precision image_size num_classes"
 _EPSILON = "accountant sample_rate delta"
@@ -137,6 +146,8 @@ _TRIALS = {
 }
 
 _FILES: Shape = {"files?": Each(FILE_NAME)}
+#: The same before they are written: their content.
+_CONTENTS: Shape = {"files?": Each(BASE64)}
 _MEMORY: Shape = {
     "source": TEXT,
     "peak_bytes": POSITIVE,
@@ -307,15 +318,21 @@ def flaw_of_result(kind: str, result: Any) -> str | None:
     """
     if too_deep(result):
         return "result: nested too deeply"
-    return flaw(result, _RESULTS.get(kind, Each(ANY)), "result")
+    return flaw(result, _RESULTS.get(kind, Each(ANY)), "result") or flaw(result, _CONTENTS, "result")
+
+
+def flaw_of_record(record: Mapping[str, Any]) -> str | None:
+    """Why a trial's record, whose files are not written yet, would be none for its readers; None if it is whole."""
+    result = record["result"]
+    if isinstance(result, Mapping) and "files" in result:
+        if (found := flaw(result, _CONTENTS, "result")) is not None:
+            return found
+        record = {**record, "result": {**result, "files": dict.fromkeys(result["files"], "a name")}}
+    return flaw_of_line({**record, "type": "trial"})
 
 
 def flaw_of_line(line: Any) -> str | None:
-    """Why a line, in the schema of today, is no whole record, in words; None if it is one.
-
-    Args:
-        line: as read from a file of records.
-    """
+    """Why a line, in the schema of today, is no whole record, in words; None if it is one."""
     if too_deep(line):
         return "nested too deeply"
     kind_of_line = line.get("type") if isinstance(line, Mapping) else None
@@ -333,11 +350,7 @@ def flaw_of_line(line: Any) -> str | None:
 
 
 def flaw_of_trial(trial: Any) -> str | None:
-    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole.
-
-    Args:
-        trial: as a record describes it.
-    """
+    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole."""
     if too_deep(trial):
         return "trial: nested too deeply"
     return flaw(trial, {"kind": TEXT}, "trial") or _flaw_of_trial(trial)
@@ -345,7 +358,7 @@ def flaw_of_trial(trial: Any) -> str | None:
 
 def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
     kind = trial["kind"]
-    return _too_large(trial) or (flaw(trial, _shape_of_trial(kind), "trial") if kind in _TRIALS else None)
+    return _too_large(trial) or flaw(trial, _shape_of_trial(kind) if kind in _TRIALS else _OF_ANY_KIND, "trial")
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dpbench.errors import UsageError
 from dpbench.trials.base import Trial
 from dpbench.trials.steps import LargestTrial, PeakTrial, StepTrial
 
@@ -93,6 +94,18 @@ class MaxBatch:
     max_batch_size: int = 16384
     start: int = 8
     tolerance: float = 0.02
+
+    def check(self) -> None:
+        """
+        Raises:
+            UsageError: for numbers by which it would have no end.
+        """
+        for name in ("start", "max_batch_size"):
+            size: Any = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UsageError(f"a whole number of at least 1 for {name}", size)
+        if not isinstance(self.tolerance, int | float) or not 0 <= self.tolerance < 1:
+            raise UsageError("a share of at least 0 and below 1 for tolerance", self.tolerance)
 
     def probe_at(self, batch_size: int) -> PeakTrial:
         """The probe of a batch size.

@@ -44,6 +44,7 @@ RETRYABLE = frozenset(Outcome) - FINAL
 #: What a failed allocation says where it is no exception of a class of its own.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "NOT_ENOUGH_MEMORY")
 _TRACEBACK_LINES = 12
+_TRACEBACK_LENGTH = 4096
 
 
 class TrialFailure(Exception):
@@ -91,13 +92,14 @@ def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]
     if _is_out_of_memory(error):
         return Outcome.OOM, f"{type(error).__name__}: {_first_line(error)}", None
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    return Outcome.ERROR, "\n".join(lines[-_TRACEBACK_LINES:]), None
+    return Outcome.ERROR, "\n".join(lines[-_TRACEBACK_LINES:])[-_TRACEBACK_LENGTH:], None
 
 
 def _is_unsupported(error: BaseException) -> bool:
-    refusals = {"clipping": "UnsupportedModel", "accounting": "NoAnswer"}
-    loaded = ((sys.modules[package], name) for package, name in refusals.items() if package in sys.modules)
-    return any(isinstance(error, getattr(package, name)) for package, name in loaded)
+    # where each is defined: to ask `clipping` itself for it would import torch
+    refusals = {"clipping.types": "UnsupportedModel", "accounting.mechanism": "NoAnswer"}
+    loaded = ((sys.modules[module], name) for module, name in refusals.items() if module in sys.modules)
+    return any(isinstance(error, getattr(module, name)) for module, name in loaded)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -14,6 +14,7 @@ A shape is one of
 
 from __future__ import annotations
 
+import base64
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -78,12 +79,20 @@ def _is_utc(value: str) -> bool:
         return False
 
 
+def _is_base64(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and base64.b64decode(value, validate=True) is not None
+    except ValueError:
+        return False
+
+
 ANY = Is("anything", lambda value: True)
 FINITE = Is("a finite number", lambda value: not isinstance(value, str) and _is_number(value))
 FLAG = Is("true or false", lambda value: isinstance(value, bool))
 NUMBER = Is('a number (or "inf", "-inf", "nan")', _is_number)
 TEXT = Is("a text", lambda value: isinstance(value, str))
 WHOLE = Is("a whole number", _is_whole)
+BASE64 = Is("the content of a file in base64", _is_base64)
 COUNT = Is("a whole number of at least 0", lambda value: _is_whole(value) and value >= 0)
 SECONDS = Is(
     "a number of at least 0, and of seconds that pass",

@@ -31,6 +31,18 @@ def good(device):
 def make(cells=good, name="mine", **more):
     return Experiment(**{"name": name, "doc": "For a test.", "cells": cells, "smoke": cells, "rounds": 1, **more})
 
+def search(**changes):
+    return MaxBatch(**{"probe": PeakTrial(model="cnn", backend="ghost", batch_size=1, simulated=True), **changes})
+
+def of_class(**names):
+    return make(lambda device: [type("Mine", (EpsilonTrial,), names)(**good(device)[0].to_wire()["fields"])])
+
+def boom(*arguments):
+    raise KeyError("boom")
+
+class Leaves(BaseException):
+    pass
+
 """
 NAMES = ("..", "../../away", "/away", "a/b", "a\\b", "", ".hidden", "-o", "a\0b", "a\nb", "\udc80", "x" * 200)
 #: what the file goes on with -> what is said of it
@@ -51,6 +63,27 @@ EXPERIMENTS = {
     "EXPERIMENT = make(rounds=10**400)": "expected at most 10000 for rounds of mine",
     **{f"EXPERIMENT = make(name={name!r})": "a name that a folder can have" for name in NAMES},
     "EXPERIMENT = make(name=None)": "a name that a folder can have",
+    "raise Leaves('boom')": "Leaves: boom",
+    "def cells(device):\n    raise Leaves('boom')\nEXPERIMENT = make(cells)": "Leaves: boom",
+    **{f"EXPERIMENT = of_class({name}=boom)": "KeyError: 'boom'" for name in ("describe", "modules", "label")},
+    **{f"EXPERIMENT = of_class({name}=property(boom))": "KeyError: 'boom'" for name in ("alone", "id")},
+    "EXPERIMENT = of_class(modules=lambda self: None)": "Mine: TypeError",
+    "EXPERIMENT = of_class(label=lambda self: 7)": "Mine: an id, a label or modules that are no texts",
+    "EXPERIMENT = of_class(__hash__=None)": "unhashable",
+    "EXPERIMENT = make(lambda device: [t.replace(steps=[1]) for t in good(device)])": "EpsilonTrial: TypeError: ",
+    **{
+        f"EXPERIMENT = make(lambda device: [t.replace(timeout={value}) for t in good(device)])": "a timeout of "
+        for value in ("None", "'5'", "-5", "0", "True", "float('nan')")
+    },
+    **{
+        f"EXPERIMENT = make(lambda device: [search({name}={value})])": f"for {name}, got {value}"
+        for name, value in (("start", 0), ("start", "'8'"), ("max_batch_size", 0), ("tolerance", -5), ("tolerance", 1))
+    },
+    "EXPERIMENT = make(lambda device: [search(probe=None)])": "MaxBatch: AttributeError",
+    "EXPERIMENT = make(lambda device: [search(probe=good(device)[0])])": "MaxBatch: TypeError",
+    "EXPERIMENT = make(lambda device: [search(seed=7)])": "MaxBatch: AttributeError",
+    "EXPERIMENT = make(rounds=True)": "expected at least 1 for rounds of mine, got True",
+    **{f"EXPERIMENT = make(figures={value})": "expected names in figures of mine" for value in ("'x'", "5", "(5,)")},
 }
 
 

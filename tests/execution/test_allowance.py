@@ -153,17 +153,9 @@ def test_a_cluster_starts_trials_when_it_likes_and_has_no_minutes(tmp_path, name
         run(asked, Progress())
 
 
-IN_ORDER = "in_order=True, rounds="
-
-
-def in_order(fake: Fake) -> Fake:
-    fake.file.write_text(fake.file.read_text().replace("rounds=", IN_ORDER))
-    return fake
-
-
 def test_a_run_ends_in_its_time_and_the_same_line_goes_on(tmp_path):
     """What is cut off has no record; nothing that has one runs again; figures and exit code are those of any run."""
-    fake = in_order(Fake(tmp_path, sleepers(3, 4.0)))
+    fake = Fake(tmp_path, sleepers(3, 4.0), in_order=True)
     line = ("--minutes", "0.12")
     begun = time.monotonic()
     first = fake.run(*line)
@@ -182,7 +174,7 @@ def test_a_run_ends_in_its_time_and_the_same_line_goes_on(tmp_path):
 
 def test_a_trial_that_never_fits_is_named_and_the_others_are_done(tmp_path):
     cells = sleepers(1, 60.0) + " + " + sleepers(3, 0.0).replace("[0, 1, 2]", "[7, 8, 9]")
-    fake = in_order(Fake(tmp_path, cells))
+    fake = Fake(tmp_path, cells, in_order=True)
     first = fake.run("--minutes", "0.05")
     assert "cut off after" in first.stderr and fake.records == []
     (run_,) = read_runs(fake.output / "fake")

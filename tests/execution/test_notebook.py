@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pandas as pd
 import pytest
@@ -15,7 +17,7 @@ from report_records import RunFile
 import dpbench
 from dpbench.errors import UsageError
 from dpbench.experiment import Experiment, grid
-from dpbench.trials import EpsilonTrial, StepTrial
+from dpbench.trials import EpsilonTrial, StepTrial, Trial
 from dpbench.trials.reference import load_module
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -131,6 +133,33 @@ def test_a_thread_that_is_not_the_main_one_can_run_too(tmp_path):
     thread.start()
     thread.join(60)
     assert [len(frame) for frame in found] == [1]
+
+
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in (ROOT / "results").iterdir() if any(path.glob("*.jsonl")))
+)
+def test_all_that_is_recorded_here_can_be_loaded(name):
+    """Among it training without noise, which has no ε."""
+    assert len(dpbench.load(ROOT / "results" / name)) > 0
+
+
+ODD = ({"memory": 7}, {"memory": {}}, {"epsilon": "x"}, {"epsilon": [1]}, {"turns": 5}, {"turns": [{}]})
+ODD += ({"step_seconds": "x"}, {"step_seconds": [None]}, {"verification": 3, "coverage": [1], "loss": {}})
+
+
+def test_results_of_a_kind_of_ones_own_may_be_anything(tmp_path):
+    file = RunFile(tmp_path / "a.jsonl")
+    for number, result in enumerate(ODD):
+        file.add(Own(number=number), result)
+    frame = dpbench.load(tmp_path)
+    assert list(frame.result) == list(ODD) and frame.step_seconds.isna().all() and frame.epsilon.isna().all()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Trial):
+    kind: ClassVar[str] = "of our own"
+    body: ClassVar[str] = "nowhere:to_be_found"
+    number: int
 
 
 @pytest.mark.parametrize(

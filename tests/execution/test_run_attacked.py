@@ -31,6 +31,10 @@ def recorded(fake: Fake, count: int) -> None:
         time.sleep(0.02)
 
 
+#: One trial that has ended when the others begin to wait until they are let go.
+WAITING = "[bodies.Act(action='sleep')] + grid(bodies.Act, action='wait', number=[1, 2, 3], folder=FOLDER)"
+
+
 def test_records_that_are_removed_while_it_runs_are_saved_again_and_it_stops(tmp_path):
     fake = Fake(tmp_path, sleepers(12, 0.2))
     process = fake.start()
@@ -66,6 +70,27 @@ def test_records_that_are_elsewhere_are_not_written_twice(tmp_path, how):
     assert fake.run().returncode == 0
     assert set(numbers(fake)) == set(range(12))
     assert how == "replaced" or set(numbers(fake).values()) == {1}
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2])
+def test_records_that_are_cut_while_it_runs_are_saved_again_once(tmp_path, keep):
+    """Its first so many lines are left: of an empty one the environment, too, is gone."""
+    fake = Fake(tmp_path, WAITING, in_order=True)
+    process = fake.start()
+    recorded(fake, 1)
+    (file,) = (fake.output / "fake").glob("*.jsonl")
+    os.truncate(file, sum(map(len, file.read_bytes().splitlines(keepends=True)[:keep])))
+    (tmp_path / "go").touch()
+    _, err = process.communicate(timeout=PATIENCE)
+    if keep == 2:  # nothing was cut
+        assert process.returncode == 0
+        return
+    assert process.returncode == 1 and "and it has been cut; what it held is saved in" in err.splitlines()[-1]
+    found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
+    assert found[0] == 1 and set(found.values()) == {1}
+    assert fake.run().returncode == 0
+    found = Counter(r["trial"]["number"] for r in read_records(fake.output / "fake", lambda _: None))
+    assert found == dict.fromkeys(range(4), 1)
 
 
 def test_records_removed_after_the_last_are_not_said_to_be_there(tmp_path):
@@ -114,17 +139,19 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
 
 
 def test_a_second_run_on_a_folder_is_told_who_measures_there(tmp_path):
-    fake = Fake(tmp_path, sleepers(4, 0.6))
+    fake = Fake(tmp_path, WAITING, in_order=True)
     first = fake.start()
     recorded(fake, 1)
     second = fake.run()
     assert second.returncode == 2 and second.stderr.count("\n") == 1
     assert f"process {first.pid} on " in second.stderr and " since 20" in second.stderr and "--wait" in second.stderr
     waiting = fake.start("--wait")
+    assert f"waiting for process {first.pid}" in waiting.stderr.readline()
+    (tmp_path / "go").touch()
     _, err = first.communicate(timeout=PATIENCE)
     assert first.returncode == 0, err
     _, err = waiting.communicate(timeout=PATIENCE)
-    assert waiting.returncode == 0 and f"waiting for process {first.pid}" in err and "nothing is left to run" in err
+    assert waiting.returncode == 0 and "nothing is left to run" in err
     assert numbers(fake) == dict.fromkeys(range(4), 1)
     assert (fake.output / "fake" / ".lock").read_text() == ""
 
@@ -149,6 +176,21 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     assert (tmp_path / "precious").read_text() == "kept"
 
 
+def test_whatever_a_trial_sends_back_becomes_one_record_that_is_read(tmp_path):
+    """Else the run would end in a traceback at each call, or do the trial again without end."""
+    some = "[bodies.Beside(action='files', number=n) for n in range(5)]"
+    fake = Fake(tmp_path, f"{some} + [bodies.Beside(action=name) for name in ('twins', 'forge', 'long', 'sleep')]")
+    done = fake.run()
+    assert done.returncode == 0 and "recorded 9 trials (7 error, 2 ok)" in done.stderr
+    assert "\x1b" not in done.stderr and "\r" not in done.stderr
+    found = {(r["trial"]["action"], r["trial"]["number"]): r for r in fake.records}
+    assert len(found) == len(fake.records) == 9 and "nothing is left to run" in fake.run().stderr
+    assert "what came back (ok) is no record: result" in found["forge", 0]["evidence"]
+    files = found["twins", 0]["result"]["files"]
+    assert [(fake.output / "fake" / name).read_bytes() for name in files.values()] == [b"1", b"2", b"3", b"4"]
+    assert len(list((fake.output / "fake").glob("*.jsonl"))) == 1
+
+
 KILLER = """
 import os, signal, sys
 left, me = int(sys.argv.pop(1)), os.getpid()
@@ -166,13 +208,71 @@ def counted(name):
         return function(*arguments, **named)
     setattr(os, name, call)
 
-for name in ("write", "pwrite", "fsync", "open", "replace", "rename", "ftruncate", "mkdir"):
+for name in ("write", "pwrite", "fsync", "open", "replace", "rename", "ftruncate", "mkdir", "link", "unlink"):
     counted(name)
 from dpbench.cli import main
 code = main(["run", *sys.argv[1:]])
 print("calls left", left)
 sys.exit(code)
 """
+
+
+def test_whoever_removes_the_lock_s_file_is_still_told_who_measures(tmp_path):
+    fake = Fake(tmp_path, WAITING, in_order=True)
+    first = fake.start()
+    recorded(fake, 1)
+    (fake.output / "fake" / ".lock").unlink()
+    second = fake.run()
+    assert second.returncode == 2 and "nobody else to measure for" in second.stderr
+    (tmp_path / "go").touch()
+    _, err = first.communicate(timeout=PATIENCE)
+    assert first.returncode == 0 and fake.run().returncode == 0, err
+    assert numbers(fake) == dict.fromkeys(range(4), 1)
+
+
+def test_a_folder_s_name_that_is_empty_or_a_pipe_is_given_anew(tmp_path):
+    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake.output.mkdir()
+    (fake.output / ".folder").touch()
+    assert fake.run().returncode == 0 and len((fake.output / ".folder").read_text()) == 17
+    (fake.output / ".folder").unlink()
+    os.mkfifo(fake.output / ".folder")  # opened for reading, it would be waited for
+    assert fake.run(command="plan").returncode == 2
+
+
+def test_what_was_run_again_counts_though_the_clock_was_set_back_since(tmp_path):
+    fake = Fake(tmp_path, "[bodies.Beside(action='once', folder=FOLDER)]")
+    assert fake.run().returncode == 0
+    assert [record["outcome"] for record in fake.records] == ["error"]
+    (path,) = (fake.output / "fake").glob("*.jsonl")
+    path.write_text(path.read_text().replace(fake.records[0]["utc"], "2099-01-01T00:00:00.000000Z"))
+    assert "recorded 1 trials (1 ok)" in fake.run("--retry", "error").stderr
+    assert "nothing is left to run" in fake.run("--retry", "error").stderr
+    assert "done 1, remaining 0" in fake.run(command="plan").stdout
+
+
+IMPORTING = """
+import runpy, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "dpbench.cli":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Finder())
+runpy.run_module("dpbench", run_name="__main__")
+"""
+
+
+def test_ctrl_c_before_anything_has_begun_is_one_line():
+    done = subprocess.run([sys.executable, "-c", IMPORTING], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "dpbench: interrupted\n")
+
+
+def test_an_experiment_that_closes_standard_error_is_run(tmp_path):
+    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake.file.write_text(fake.file.read_text() + "\nimport sys\nsys.stderr.close()\n")
+    assert fake.run().returncode == 0 and len(fake.records) == 2
 
 
 @pytest.mark.slow
@@ -185,7 +285,8 @@ def test_killed_at_every_call_that_writes_nothing_is_lost_and_nothing_done_twice
     for call in range(1, 200):
         folder = tmp_path / str(call)
         folder.mkdir()
-        fake = Fake(folder, "grid(bodies.Beside, action='sleep', number=[0, 1, 2])")
+        two = "grid(bodies.Beside, action='sleep', number=[0, 1])"
+        fake = Fake(folder, f"{two} + [bodies.Beside(action='twins', number=2)]")  # with files beside its record
         arguments = [sys.executable, "-c", KILLER, str(call), str(fake.file), "--output", str(fake.output)]
         killed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert "Traceback" not in killed.stderr, killed.stderr

@@ -32,19 +32,21 @@ bodies = load_module({bodies!r})
 def cells(device):
     return {cells}
 
-EXPERIMENT = Experiment(name="fake", doc="for the tests", cells=cells, smoke=cells, rounds={rounds})
+EXPERIMENT = Experiment(name="fake", doc="for the tests", cells=cells, smoke=cells, rounds={rounds},
+    in_order={in_order})
 """
 
 
 class Fake:
     """An experiment of trials of our own, run by the command line in a process of its own."""
 
-    def __init__(self, folder: Path, cells: str, rounds: int = 1) -> None:
+    def __init__(self, folder: Path, cells: str, rounds: int = 1, in_order: bool = False) -> None:
         self.folder = folder
         self.mark = uuid.uuid4().hex
         self.file = folder / "fake.py"
         cells = cells.replace("FOLDER", repr(str(folder)))
-        self.file.write_text(EXPERIMENT.format(bodies=str(BODIES), cells=cells, rounds=rounds))
+        text = EXPERIMENT.format(bodies=str(BODIES), cells=cells, rounds=rounds, in_order=in_order)
+        self.file.write_text(text)
         self.output = folder / "out"
 
     def start(self, *arguments: str, command: str = "run") -> subprocess.Popen[str]:

@@ -67,6 +67,8 @@ def test_the_result_comes_back(isolation):
         ("halves", Outcome.OK, None, {r"half \ud83d": [r"\udcff"]}),
         ("scribble", Outcome.ERROR, "wrote to a descriptor that is not its own", None),
         ("stop", Outcome.OK, None, {"number": 0}),
+        ("files", Outcome.ERROR, "result.files: expected an object, got 7", None),
+        ("long", Outcome.ERROR, "x" * 4000, None),
         ("unrecordable", Outcome.ERROR, "not JSON serializable", None),
         ("infinite", Outcome.OK, None, {"epsilon": "inf"}),
         ("big", Outcome.OK, None, {"text": "x" * 3_000_000}),
@@ -77,6 +79,21 @@ def test_every_end_has_a_name_and_evidence_and_the_next_trial_runs(isolation, ac
     assert (answer.outcome, answer.result) == (outcome, result)
     assert answer.evidence is None if evidence is None else evidence in answer.evidence
     assert isolation.run(Act(action="sleep")).outcome is Outcome.OK
+
+
+def test_an_error_is_named_without_an_import_and_its_evidence_has_an_end(isolation):
+    """To import torch in a trial that has failed takes seconds, and its limit may be shorter."""
+    done = subprocess.run([sys.executable, "-c", NAMED], capture_output=True, text=True, check=True)
+    assert done.stdout == "error False\n"
+    answer = isolation.run(Act(action="long"))
+    assert len(answer.evidence) <= 4096 and answer.evidence.endswith("the end")
+
+
+NAMED = """
+import sys, clipping, accounting
+from dpbench.trials.outcome import classify
+print(classify(KeyError("x"))[0], "torch" in sys.modules)
+"""
 
 
 def test_a_trial_has_a_process_and_a_session_of_its_own(isolation):

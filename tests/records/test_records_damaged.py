@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from report_records import RunFile, save_no_pictures
 
+from dpbench import load
 from dpbench.cli import main
 from dpbench.execution import machines
 from dpbench.records import environment, store
@@ -191,7 +192,7 @@ def test_a_file_that_may_not_be_read_is_told_of(tmp_path, monkeypatch):
     def refuse(path: Path) -> bytes:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(store, "_content", refuse)
+    monkeypatch.setattr(store, "content_of", refuse)
     said: list[str] = []
     assert read_runs(tmp_path, said.append) == [] and "Permission denied" in said[0]
 
@@ -211,6 +212,28 @@ def test_every_kind_that_a_figure_is_drawn_of_has_a_shape():
 def test_results_of_kinds_of_ones_own_have_any_form():
     assert flaw_of_result("of ours", {"anything": [None, {"at": "all"}]}) is None
     assert flaw_of_result("of ours", [1]) is not None and flaw_of_result("of ours", {"a": nested(DEPTH)}) is not None
+
+
+FIELDS = ("model", "backend", "backends", "batch_size", "accountant", "device", "precision", "threads")
+
+
+@pytest.mark.parametrize("name", [*FIELDS, "rounds", "note", "outcome"])
+def test_fields_of_a_kind_of_ones_own_that_are_called_as_ours(name, tmp_path, monkeypatch):
+    """Those that are read of any kind have the form that is read; others may be anything, and have a column."""
+    save_no_pictures(monkeypatch)
+    values = [{"a": 1}, 7, "x"]
+    lines = [trial(id=str(n), trial={"kind": "own", name: value}) for n, value in enumerate(values)]
+    lines.append(trial(id="whole", trial={"kind": "own"}))
+    write(tmp_path / "e" / "a.jsonl", [ENVIRONMENT, *lines])
+    said: list[str] = []
+    read_runs(tmp_path / "e", said.append)
+    assert bool(said) == (name in FIELDS)
+    assert main(["report", str(tmp_path / "e"), "--output", str(tmp_path / "out")]) == 0
+    assert main(["compare", str(tmp_path / "e"), str(tmp_path / "e")]) in (0, 2)
+    assert len(load(tmp_path / "e")) == len(lines) - len([line for line in said if ": not a record (trial." in line])
+    if name not in FIELDS:
+        (table,) = (tmp_path / "out").rglob("*.csv")
+        assert table.read_text().startswith(f"{name} of the trial,outcome,rounds,")
 
 
 @pytest.mark.parametrize("kind", ["../../x", "/etc/x", "..", "", "x" * 3000, "a\nb", "é"])

@@ -53,9 +53,10 @@ def test_a_line_is_on_the_disk_when_append_returns(tmp_path, monkeypatch):
     monkeypatch.setattr(store.os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
     runs = Store(tmp_path / "e", {})
     runs.append(record(0))
-    assert synced == [str(runs.path), str(tmp_path / "e"), str(runs.path)]  # environment, the file's name, the trial
+    # the folder's name, the environment, the file's name, the trial
+    assert synced == [str(tmp_path), str(runs.path), str(tmp_path / "e"), str(runs.path)]
     runs.append(record(1))
-    assert synced[3:] == [str(runs.path)]
+    assert synced[4:] == [str(runs.path)]
 
 
 def test_no_file_before_the_first_record(tmp_path):

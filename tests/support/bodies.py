@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import signal
@@ -56,6 +57,13 @@ def _sleep(trial: Act) -> dict[str, Any]:
             file.write(f"{trial.number}\n")
         with (Path(trial.folder) / "times").open("a") as file:
             file.write(f"{begun} {time.monotonic()}\n")
+    return {"number": trial.number}
+
+
+def _wait(trial: Act) -> dict[str, Any]:
+    """Until somebody lets all go."""
+    while not (Path(trial.folder) / "go").exists():
+        time.sleep(0.01)
     return {"number": trial.number}
 
 
@@ -152,6 +160,37 @@ def _halves(trial: Act) -> dict[str, Any]:
     return {"half \ud83d": ["\udcff"]}
 
 
+def _once(trial: Act) -> dict[str, Any]:
+    """Fail, but for the second time."""
+    failed = Path(trial.folder) / "failed"
+    if failed.exists():
+        return {}
+    failed.touch()
+    raise KeyError("no such thing")
+
+
+def _files(trial: Act) -> dict[str, Any]:
+    return {"files": [7, "x", {"a": 5}, {"a": "no base64"}, {"a": "\u20ac"}][trial.number]}
+
+
+def _twins(trial: Act) -> dict[str, Any]:
+    """Files whose names come to one, and one that is called as records are."""
+    content = {"a b": b"1", "A-B": b"2", "../a b": b"3", "x.jsonl": b"4"}
+    return {"files": {name: base64.b64encode(data).decode() for name, data in content.items()}}
+
+
+def _forge(trial: Act) -> dict[str, Any]:
+    """Answer in place of what answers, with a result that no reader of records takes."""
+    for descriptor in range(3, 300):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b'{"outcome": "ok", "evidence": null, "result": {"files": 7}}')
+    os._exit(0)
+
+
+def _long(trial: Act) -> dict[str, Any]:
+    raise ValueError("x" * 10_000_000 + "\x1b[2J the end\r")
+
+
 def _scribble(trial: Act) -> dict[str, Any]:
     """Write to every descriptor that there is."""
     for descriptor in range(3, 300):
@@ -187,6 +226,7 @@ def _offspring(trial: Act) -> dict[str, Any]:
 
 ACTIONS = {
     "sleep": _sleep,
+    "wait": _wait,
     "spin": _spin,
     "where": _where,
     "cpus": _cpus,
@@ -204,6 +244,11 @@ ACTIONS = {
     "huge": _huge,
     "no text": _no_text,
     "halves": _halves,
+    "once": _once,
+    "files": _files,
+    "twins": _twins,
+    "forge": _forge,
+    "long": _long,
     "scribble": _scribble,
     "stop": _stop,
     "infinite": _infinite,
