@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipping.batches import forward, map_tensors
 from clipping.interface import Backend
 from clipping.rounding import excess, portion
 from clipping.samples import norms_and_factors, weighted_sum
 from clipping.types import ClippedGradient, Parameters
+
+T = TypeVar("T")
 
 
 class Vmap(Backend):
@@ -23,6 +28,7 @@ class Vmap(Backend):
     """
 
     name = "vmap"
+    _without_fused = False
 
     def _rounding(self, batch_size: int) -> tuple[float, float]:
         dtype = self._dtype()
@@ -37,14 +43,37 @@ class Vmap(Backend):
             return losses[0], losses[0].detach()
 
         per_sample = vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+        device = next((p.device for p in trainable.values()), torch.device("cpu"))
         try:
-            grads, losses = per_sample(trainable, inputs, targets)
+            grads, losses = self._traced(lambda: per_sample(trainable, inputs, targets), device)
         except RuntimeError as error:
             raise self.blamed(error, "torch.func.vmap cannot trace it", inputs, targets) from error
         norms, factors = norms_and_factors(grads, parameters, self.clip, losses)
         summed = {name: weighted_sum(factors[name], grads.pop(name)) for name in list(grads)}
         self.coverage = {"ghost": 0.0, "instantiated": 1.0, "fallback": 0.0}
         return ClippedGradient(summed, norms, losses)
+
+    def _traced(self, run: Callable[[], T], device: torch.device) -> T:
+        """What it gives; without fused attention if it fails with that: torch's rule for many samples takes no mask.
+
+        Whether it does is known from then on, and later steps do not try again.
+        """
+        if self._without_fused or not _fuses_attention(device):
+            with sdpa_kernel(SDPBackend.MATH) if self._without_fused else nullcontext():
+                return run()
+        try:
+            return run()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._without_fused = True
+            try:
+                return self._traced(run, device)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                self._without_fused = False
+                raise error from None
 
     def _functional_losses(self, values: dict[str, Tensor], sample: Any, target: Any) -> Tensor:
         caller = _Caller(self.model)
@@ -56,6 +85,11 @@ class Vmap(Backend):
                 "use reduction='none' and reduce all but the first dimension"
             )
         return losses
+
+
+def _fuses_attention(device: torch.device) -> bool:
+    """Whether scaled dot product attention has kernels there that vmap may not get along with."""
+    return device.type == "cuda"
 
 
 class _Caller(torch.nn.Module):

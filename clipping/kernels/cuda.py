@@ -15,9 +15,11 @@ are chosen by sizes and dtype alone, not by timing: the same tensors give the sa
 
 **Launching** waits for nothing on the device: sizes and strides are known to the host, and there is no autotuning,
 which would have to time (and so synchronise) and could choose other tiles, hence other last bits, in the next run. The
-first call with a new kind of sizes compiles, on the host. The tiles are chosen so that nothing spills from registers
-for compute capabilities 8.0 and 9.0; whether they, or these kernels, are faster than torch's own on a given device is
-for whoever calls to find out: `tiles` overrides them.
+first call with a new kind of sizes compiles, on the host. The very first question whether tensors are `supported` waits
+once, for a program whose result is looked at: where Triton cannot launch (it needs a C compiler, Python's headers and a
+folder to write to) that is said, and torch's operations remain. The tiles are chosen so that nothing spills from
+registers for compute capabilities 8.0 and 9.0; whether they, or these kernels, are faster than torch's own on a given
+device is for whoever calls to find out: `tiles` overrides them.
 
 Importing this module imports no Triton. `supported` says whether tensors can be handed to it; where not, the formulas
 of `clipping.rules` are the exact fallback. Fake tensors of a CUDA device are given fake results, with the memory that
@@ -31,6 +33,7 @@ import importlib
 import importlib.util
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
@@ -39,6 +42,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 Precision = Literal["ieee", "tf32x3", "tf32"]
 
@@ -84,8 +88,34 @@ def supported(*tensors: Tensor) -> bool:
         if x.device != device or x.dtype not in (*DTYPES, *IDS):
             return False
     if device.type == "cuda":
-        return _capability(device) >= CAPABILITY
+        return _capability(device) >= CAPABILITY and trouble(device) is None
     return device.type == "cpu" and _programs().INTERPRETED
+
+
+@functools.cache
+def trouble(device: torch.device) -> str | None:
+    """Why no program of Triton's runs on a CUDA device that is new enough, in a line; None if one did, and was right.
+
+    Looked at once in a process, and warned of. Of a device that is not here, a fake tensor's, nothing is known.
+
+    Raises:
+        torch.OutOfMemoryError: there is no memory to find out.
+    """
+    if not torch.cuda.is_available():
+        return None
+    try:
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            a, g = (torch.full((1, 1, 1), value, device=device) for value in (2.0, 3.0))
+            found = float(_one_gradient(a, g, _gradient_tiles(1, 1, 1, g.dtype, _generation(g)), "ieee"))
+        reason = None if found == 36.0 else f"a program computed {found} for 36.0"
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if reason is not None:
+        said = f"expected Triton's programs to run on {device}, but {reason}; torch's operations run instead, slower"
+        warnings.warn(said, RuntimeWarning, stacklevel=2)
+    return reason
 
 
 def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
@@ -165,9 +195,16 @@ def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", ti
     """
     _check("instantiated_norm", a, g)
     _same("a [n, T, d] and g [n, T, p]", a.dim() == g.dim() == 3 and a.shape[:2] == g.shape[:2], a, g)
+    _, positions, inputs = a.shape
+    return _one_gradient(
+        a, g, tiles or _gradient_tiles(positions, inputs, g.shape[2], g.dtype, _generation(g)), precision
+    )
+
+
+def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision) -> Tensor:
+    """`instantiated_norm` of what has been looked at."""
     count, positions, inputs = a.shape
     outputs = g.shape[2]
-    tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
     sizes = (positions, inputs, outputs)
     return _launch(
         "instantiated",

@@ -40,10 +40,10 @@ def products(x: Tensor, y: Tensor) -> Tensor:
         x: [n, M, K].
         y: [n, N, K], of the same dtype.
     """
-    if x.dtype in HALF:
-        if x.is_cuda:
+    if x.dtype in HALF or y.dtype in HALF:
+        if x.is_cuda and x.dtype == y.dtype:
             return torch.bmm(x, y.transpose(1, 2), out_dtype=torch.float32)
-        x, y = x.float(), y.float()
+        x, y = x.float(), y.float()  # of two dtypes where a parameter is used under autocast and outside of it
     if x.is_cuda and x.dtype == torch.float32:
         with full_precision():
             return torch.bmm(x, y.transpose(1, 2))

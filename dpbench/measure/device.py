@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from clipping.kernels import cuda
 from dpbench.measure import gpu
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of
@@ -62,6 +63,8 @@ def run(trial: DeviceTrial) -> dict[str, Any]:
 def facts(device: torch.device) -> dict[str, Any]:
     """Name and size of the device; on CUDA its clocks, power and temperature as well, before it has much to do.
 
+    "triton_programs": "run", or why they do not, and torch's operations stand in for them in every later trial.
+
     Args:
         device: of the trial.
     """
@@ -69,7 +72,8 @@ def facts(device: torch.device) -> dict[str, Any]:
         return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     properties = torch.cuda.get_device_properties(device)
     known = {name: read(properties) for name, read in _PROPERTIES.items()}
-    return {"name": properties.name} | known | (gpu.sample(device) or {})
+    programs = {"triton_programs": cuda.trouble(device) or "run"}
+    return {"name": properties.name} | known | (gpu.sample(device) or {}) | programs
 
 
 def versions(device: torch.device) -> dict[str, Any]:

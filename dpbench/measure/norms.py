@@ -146,10 +146,9 @@ def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.de
     """The Triton programs themselves: features or positions last in memory, odd sizes, and one of several tiles."""
     dtype = dtype_of(trial.precision)
     if not cuda.supported(torch.empty(1, dtype=dtype, device=device)):
-        raise NotHere(
-            f"no Triton program runs on {device.type} here: it needs Triton and a CUDA device of capability "
-            f"{cuda.CAPABILITY[0]}.{cuda.CAPABILITY[1]} (or TRITON_INTERPRET=1)"
-        )
+        needs = "it needs Triton and a CUDA device of capability {}.{} (or TRITON_INTERPRET=1)".format(*cuda.CAPABILITY)
+        why = cuda.trouble(device) if device.type == "cuda" else None
+        raise NotHere(f"no Triton program runs on {device.type} here: {why or needs}")
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)

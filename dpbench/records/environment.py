@@ -6,12 +6,15 @@ The parent reads what it can without torch (`host_facts`); what only torch knows
 
 from __future__ import annotations
 
+import atexit
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +74,27 @@ def server_variables(device: str) -> dict[str, str]:
     if device == "cpu":
         return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
     said = any(name in os.environ for name in _ALLOCATOR)
-    return _SERVER_VARIABLES | ({} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
+    allocator = {} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    return _SERVER_VARIABLES | allocator | _folder_for_triton()
+
+
+@functools.cache
+def _folder_for_triton() -> dict[str, str]:
+    """Where the trials of this process keep what Triton compiles, where its own folder cannot be written to.
+
+    That is ~/.triton; without a folder it compiles nothing, and without one that lasts each trial would compile anew.
+    """
+    if any(name in os.environ for name in ("TRITON_CACHE_DIR", "TRITON_HOME")):
+        return {}
+    try:
+        own = Path(os.path.expanduser("~/"), ".triton", "cache")
+        own.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=own).close()
+        return {}
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="dpbench-triton-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return {"TRITON_CACHE_DIR": folder}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.apart import RATE, Occasions, differing, separating, with_others_replaced
+from clipping.draws import same_for_each
 from clipping.verification import WrongGradient
 
 TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
@@ -147,6 +149,39 @@ def test_what_draws_in_training_passes(how, backend):
     with load_backend(backend)(Training(how), squares, clip=Flat(0.5)) as b:
         for _ in range(3):
             b(*batch())
+
+
+FUSED = (
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_a_gpus_attention_that_drops_nothing_runs_as_it_is(name):
+    """It gives the state of a generator beside its output, a number or two, which no sample has a row of."""
+    q = torch.empty(4, 2, 8, 16, dtype=torch.bfloat16, device="meta")
+    given = [q, q, q] + ([] if "flash" in name else [None, True])
+    operation = getattr(torch.ops.aten, name).default
+    called = []
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Called(), same_for_each(4):
+        output, *rest = operation(*given)
+    assert called.count(operation) == 1 and output.shape == q.shape
+    assert [getattr(x, "shape", x) for x in rest] == [getattr(x, "shape", x) for x in operation(*given)[1:]]
+
+
+def test_attention_that_drops_is_drawn_for_each_sample():
+    q = torch.empty(4, 2, 8, 16, device="meta")
+    with same_for_each(4):
+        output, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.3)
+    assert output.shape == q.shape
 
 
 def test_generators_and_buffers_are_as_one_step_leaves_them():

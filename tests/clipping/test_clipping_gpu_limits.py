@@ -159,6 +159,17 @@ def test_products_of_half_precision_on_cuda_ask_for_float32_and_cast_nothing():
     assert sum("mm" in name for name in names) == 3
 
 
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_products_of_two_dtypes_are_float32_on_every_device(dtypes):
+    """A tied embedding under autocast: its gradient is float32, that of the linear layer which shares it bfloat16."""
+    given = [torch.randn(2, 5, 8).to(dtype) for dtype in dtypes]
+    expected = torch.bmm(given[0].float(), given[1].float().transpose(1, 2))
+    torch.testing.assert_close(products(*given), expected)
+    with FakeTensorMode():
+        x, y = (torch.empty(2, 5, 8, dtype=dtype, device="cuda") for dtype in dtypes)
+        assert products(x, y).dtype == torch.float32
+
+
 def test_the_two_halves_of_a_number_are_sixteen_bits_of_it():
     from clipping.kernels.matmul import _halves
 

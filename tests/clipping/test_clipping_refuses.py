@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import clipping
 from clipping import Automatic, Flat, UnsupportedModel, WrongGradient, load_backend
 
+vmap = importlib.import_module("clipping.vmap")
 TAPE = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 OURS = ["nonprivate", "microbatch", "vmap", *TAPE, "opacus_hooks"]
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
@@ -308,3 +310,42 @@ def test_importing_clipping_imports_no_torch():
     assert out.splitlines()[-1] == "False"
     here = {"BACKENDS", "FAMILIES", "VARIANTS", "BackendInfo", "is_backend", "known_backends", "load_backend"}
     assert set(clipping.__all__) - here == set(clipping._LAZY)
+
+
+def squares_of(outputs: Tensor, _: Tensor) -> Tensor:
+    return outputs.square().sum(1)
+
+
+class NoMask(nn.Module):
+    """As fused attention on a GPU: it takes no mask for many samples; without it all is well, or is not."""
+
+    def __init__(self, never: bool = False) -> None:
+        super().__init__()
+        self.layer, self.never, self.tried = nn.Linear(3, 2), never, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):
+            self.tried += 1
+            if torch.backends.cuda.mem_efficient_sdp_enabled():
+                raise RuntimeError("attn_bias: wrong shape")
+            if self.never:
+                raise RuntimeError("the way without is closed, too")
+        return self.layer(x)
+
+
+def test_vmap_goes_without_fused_attention_where_that_fails(monkeypatch):
+    x, y = torch.randn(4, 3), torch.zeros(4)
+    with load_backend("vmap")(NoMask(), squares_of, verify=False) as b, pytest.raises(UnsupportedModel, match="attn_b"):
+        b(x, y)
+    monkeypatch.setattr(vmap, "_fuses_attention", lambda device: True)
+    with load_backend("vmap")(model := NoMask(), squares_of) as b:
+        b(x, y)
+        before = model.tried
+        b(x, y)
+        assert model.tried == before + 1 and torch.backends.cuda.mem_efficient_sdp_enabled()
+    for _ in range(2):
+        with (
+            load_backend("vmap")(NoMask(never=True), squares_of, verify=False) as b,
+            pytest.raises(UnsupportedModel, match="attn_bias"),
+        ):
+            b(x, y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -265,3 +266,31 @@ def test_the_record_says_how_memory_was_allocated_and_how_large_the_cache_is(mon
     facts = environment.torch_facts(environment.TorchFacts(device="cuda"))
     assert facts["allocator"] == (said.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:True")
     assert facts["l2_cache"] == 50 * 2**20 and cuda == ["cuda"]
+
+
+@pytest.fixture
+def home(monkeypatch, tmp_path):
+    """A home of the test's own, in which Triton has kept nothing yet."""
+    for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    environment._folder_for_triton.cache_clear()
+    yield tmp_path
+    environment._folder_for_triton.cache_clear()
+
+
+def test_what_triton_compiles_is_kept_where_all_trials_find_it_if_the_home_cannot_be_written_to(home, monkeypatch):
+    (home / "file").touch()
+    monkeypatch.setenv("HOME", str(home / "file"))
+    first, second = (Path(environment.server_variables("cuda")["TRITON_CACHE_DIR"]) for _ in range(2))
+    assert first == second and first.is_dir() and first.stat().st_mode & 0o077 == 0
+    assert "TRITON_CACHE_DIR" not in environment.server_variables("cpu")
+    first.rmdir()
+
+
+@pytest.mark.parametrize("named", [None, "TRITON_CACHE_DIR", "TRITON_HOME"])
+def test_it_stays_where_triton_keeps_it_by_itself_or_where_a_person_says(home, monkeypatch, named):
+    if named:
+        monkeypatch.setenv(named, "/proc/nowhere")
+    assert "TRITON_CACHE_DIR" not in environment.server_variables("cuda")
+    assert (home / ".triton").exists() == (named is None)

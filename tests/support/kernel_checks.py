@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import interpreter
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -56,6 +57,15 @@ def shapes(dtype: torch.dtype, device: str) -> None:
         a, g = draw(device, dtype, n, t, d), draw(device, dtype, n, t, p)
         for norm in BOTH:
             close(norm(a, g), squared(a, g))
+
+
+def first_program(device: str) -> None:
+    """What is looked at before any other: it computes what it should."""
+    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    try:
+        assert cuda.trouble(torch.device(device)) is None
+    finally:
+        torch.cuda.is_available = available
 
 
 def nothing(device: str) -> None:
@@ -239,6 +249,7 @@ def embeddings(ids_dtype: torch.dtype, device: str) -> None:
 
 CHECKS: dict[str, Callable[[str], None]] = {
     **{f"odd shapes in {dtype}": partial(shapes, dtype) for dtype in DTYPES},
+    "the first program of all": first_program,
     "sizes of zero": nothing,
     "views of any strides": views,
     "autocast": autocast,
@@ -376,6 +387,7 @@ def main(arguments: list[str]) -> dict[str, Any]:
     if arguments[:1] == ["times"]:
         return {name: taken for dtype in DTYPES for name, taken in times(dtype).items()}
     assert os.environ.get("TRITON_INTERPRET") == "1", "expected TRITON_INTERPRET=1"
+    interpreter.mend()
     return {name: outcome(check, "cpu") for name, check in CHECKS.items()}
 
 

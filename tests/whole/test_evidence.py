@@ -8,11 +8,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processor import PATIENCE
 from report_records import CUDA, RunFile
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dpbench.engine import engine as engine_module
 from dpbench.experiment import MaxBatch, load_experiment
@@ -24,6 +26,7 @@ from dpbench.report.data.select import LeftOut, read
 from dpbench.report.figures import evidence as tables
 from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.not_here import NotHere
 from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
 
 EVIDENCE = load_experiment("evidence")
@@ -225,6 +228,21 @@ def test_an_operation_on_a_cpu_has_its_own_time_without_those_inside():
     ]
     found = {operation.name: operation.seconds for operation in Trace(events, b"").operations()}
     assert found == pytest.approx({"aten::linear": 3e-6, "aten::addmm": 6e-6, "aten::t": 1e-6})
+
+
+def test_a_gpu_on_which_no_program_of_tritons_runs_says_why(monkeypatch):
+    why = "RuntimeError: Failed to find C compiler"
+    monkeypatch.setattr(norms.cuda, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(norms.cuda, "trouble", lambda device: why)
+    trial = NormsTrial(family="kernels", device="cuda")
+    with FakeTensorMode(), pytest.raises(NotHere, match=f"no Triton program runs on cuda here: {why}"):
+        list(norms._kernel_rows(trial, torch.Generator(), torch.device("cuda")))
+    card = {"name": "A card", "major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 2**36}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**card))
+    monkeypatch.setattr(device.gpu, "sample", lambda device: None)
+    assert device.facts(torch.device("cuda"))["triton_programs"] == why
+    monkeypatch.setattr(norms.cuda, "trouble", lambda device: None)
+    assert device.facts(torch.device("cuda"))["triton_programs"] == "run"
 
 
 def test_launches_are_counted_by_the_part_that_made_them(monkeypatch):
