@@ -34,7 +34,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
-from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.integrations.alone import look_at_collator
+from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 
 try:
     from lightning.pytorch import Callback
@@ -125,8 +126,10 @@ class _Private:
             self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
             self._restored = None
         if self._held is None:
+            look_at_collator(dataloader.dataset, dataloader.batch_size, dataloader.collate_fn)
             optimizer = self.optimizers[0]  # type: ignore[attr-defined]
             self._held = HeldLosses(self.engine, optimizer, "training_step returns them, one a sample")
+            self._judge = Judge(self.engine.model, type(self).__name__)
             self._mean = Mean(self.engine)
         loader = self.engine.data_loader(
             dataloader.dataset,
@@ -163,8 +166,9 @@ class _Private:
             if to_skip(piece, self.engine):
                 self._held.hold(None)
                 continue
-            output = super().training_step(piece, *others)  # type: ignore[misc]
+            output = super().training_step(self._judge.batch(piece), *others)  # type: ignore[misc]
             losses = per_sample(output["loss"] if isinstance(output, Mapping) else output, piece, "training_step")
+            self._judge.judge(losses)
             self._mean.add(losses)
             if is_last:
                 self._held.hold(losses)
