@@ -272,6 +272,44 @@ def test_labels_that_are_counted_and_inputs_that_are_mixed_are_refused():
         fit(strategy_of(), loader=DataLoader(data(), batch_size=4, collate_fn=mixed_up))
 
 
+class Hooked(Classifier):
+    """Its numbers are halved and doubled on their way to the device, and mixed there if `mixes`."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.mixes = mixes
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x / 2, y
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return 2 * ((x + x.flip(0)) / 2 if self.mixes else x), y
+
+
+def test_hooks_of_a_batch_on_its_way_see_the_pieces():
+    (_, plain), (_, hooked) = fit(strategy_of()), fit(strategy_of(), Hooked(), validate=True)
+    assert_same(hooked, plain.parameters())
+    assert "_on_before_batch_transfer" not in vars(hooked)
+    with pytest.raises(UnsupportedModel, match="what the model reads for sample 0 changes with the other samples"):
+        fit(strategy_of(), Hooked(mixes=True))
+
+
+def test_inputs_have_the_precision_of_the_trainer():
+    strategy, module = strategy_of(), Classifier()
+    module.net.float()
+    fit(strategy, module, precision="bf16-true")
+    assert strategy.engine.steps == 15
+
+
+def test_several_train_loaders_are_refused_by_name():
+    loaders = [DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4)]
+    for several in (loaders, dict(zip("ab", loaders, strict=True))):
+        with pytest.raises(ValueError, match=r"^expected one train DataLoader with a private strategy, got 2: "):
+            fit(strategy_of(), loader=several)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
