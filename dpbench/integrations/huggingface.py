@@ -83,7 +83,8 @@ class PrivateTrainer(Trainer):
 
     Losses are per sample: of language models, classifiers and question answering by themselves
     (`dpbench.integrations.transformers_losses`); of others by `compute_loss_func`, or by a `compute_loss` of one's own,
-    that returns [B] while the model trains.
+    that returns [B] while the model trains. Before training it is called for a few records, together and alone, which
+    must have the same losses: where padding shows, pad all records to one length (`dpbench.integrations.alone`).
 
     Private are the parameters, and so each checkpoint's weights, at the ε of the engine. Not private: the training loss
     (`loss`, `train_loss` in the logs), metrics of private records and what they decide (best model, early stopping),
