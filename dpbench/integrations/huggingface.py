@@ -302,7 +302,7 @@ class PrivateTrainer(Trainer):
             self._looking = False
 
     def _losses(self, piece: Any) -> Tensor:
-        inputs = self._prepare_inputs(self._judge.batch(piece))
+        inputs = self._judge.batch(self._prepare_inputs(piece))
         with self.compute_loss_context_manager():
             losses = self._computed(inputs)
         self._judge.judge(losses)
