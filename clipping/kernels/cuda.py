@@ -98,6 +98,9 @@ def trouble(device: torch.device) -> str | None:
 
     Looked at once in a process, and warned of. Of a device that is not here, a fake tensor's, nothing is known.
 
+    Args:
+        device: of CUDA.
+
     Raises:
         torch.OutOfMemoryError: there is no memory to find out.
     """

@@ -24,7 +24,8 @@ from dpbench.errors import UsageError
 from dpbench.models.references import BUILTIN, validate_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation
-from dpbench.records.environment import resolve_device, server_variables
+from dpbench.process.variables import server_variables
+from dpbench.records.environment import resolve_device
 from dpbench.trials import CheckTrial, Trial
 from dpbench.trials.backends import ResolveTrial, UnusableBackend, is_file, validate_backend
 from dpbench.trials.json_text import to_json

@@ -23,8 +23,9 @@ from dpbench.execution.recommend.verdict import Verdict, verdict
 from dpbench.models.references import split_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Isolation
+from dpbench.process.variables import server_variables
 from dpbench.records.conditions import overload
-from dpbench.records.environment import DEVICES, device_name, resolve_device, server_variables
+from dpbench.records.environment import DEVICES, device_name, resolve_device
 from dpbench.trials.json_text import to_json
 from dpbench.trials.precision import PROFILES
 

@@ -25,6 +25,7 @@ from dpbench.execution.selection import Only, select
 from dpbench.experiment import Cell, Experiment, MaxBatch, check_rounds
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Isolation
+from dpbench.process.variables import server_variables
 from dpbench.records import environment
 from dpbench.records.store import Store, read_runs
 from dpbench.trials import Trial
@@ -196,7 +197,7 @@ def _run(request: Request, device: str, progress: Progress, begun: float) -> Rep
     if plan.schedule.next() is None:
         return Report(Counter(), device=plan.device)
     with_torch = any("torch" in trial.modules() for trial, _ in plan.schedule.remaining())
-    with Isolation(environment.server_variables(plan.device)) as isolation:
+    with Isolation(server_variables(plan.device)) as isolation:
         try:
             where = environment.gather(plan.device, isolation, with_torch=with_torch)
         except UsageError as error:

@@ -33,9 +33,10 @@ from transformers.trainer import OPTIMIZER_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from dpbench.engine import Misuse, PrivacyEngine
+from dpbench.integrations.alone import look
 from dpbench.integrations.transformers_losses import per_sample_losses
 from dpbench.integrations.transformers_refusals import refuse
-from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 from dpbench.integrations.whole_states import is_shared, load_whole_states, load_whole_weights, whole
 
 STATE = "privacy_engine_{}.pt"
@@ -86,7 +87,8 @@ class PrivateTrainer(Trainer):
 
     Losses are per sample: of language models, classifiers and question answering by themselves
     (`dpbench.integrations.transformers_losses`); of others by `compute_loss_func`, or by a `compute_loss` of one's own,
-    that returns [B] while the model trains.
+    that returns [B] while the model trains. Before training it is called for a few records, together and alone, which
+    must have the same losses: where padding shows, pad all records to one length (`dpbench.integrations.alone`).
 
     Private are the parameters, and so each checkpoint's weights, at the ε of the engine. Not private: the training loss
     (`loss`, `train_loss` in the logs), metrics of private records and what they decide (best model, early stopping),
@@ -115,7 +117,8 @@ class PrivateTrainer(Trainer):
         **options: Any,
     ) -> None:
         args = args if args is not None else TrainingArguments(output_dir="tmp_trainer")
-        refuse(self, {"args": args, "data_collator": data_collator, "train_dataset": train_dataset, **options})
+        given = {"args": args, "data_collator": data_collator, "train_dataset": train_dataset, "privacy": privacy}
+        refuse(self, {**given, **options})
         super().__init__(model, args, data_collator, train_dataset, *others, **options)
         self._is_shared = is_shared(self.model)
         if self._is_shared:
@@ -126,6 +129,7 @@ class PrivateTrainer(Trainer):
         self.engine: PrivacyEngine | None = None
         self._held: HeldLosses | None = None
         self._pieces: Pieces | None = None
+        self._looking = False
         if train_dataset is not None:
             self.engine = self._made()
             self._mean = Mean(self.engine)
@@ -195,7 +199,7 @@ class PrivateTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **others: Any
     ) -> Any:
         """While the model trains: the losses, [B]. Otherwise as `Trainer.compute_loss`, the mean of a batch."""
-        training = model.training and torch.is_grad_enabled()
+        training = model.training and (torch.is_grad_enabled() or self._looking)
         if self.compute_loss_func is not None:
             rest = {name: x for name, x in inputs.items() if name != "labels"}
             outputs = model(**rest)
@@ -243,8 +247,10 @@ class PrivateTrainer(Trainer):
         """The pieces to draw and the step to take. In the first turn the engine is attached: all else is prepared."""
         if self._pieces is None or self._held is None:
             if self._held is None:
+                self._look_at_records()
                 advice = "PrivateTrainer takes the steps; call trainer.train()"
                 self._held = HeldLosses(self._engine, self.optimizer, advice)
+                self._judge = Judge(self._engine.model, "PrivateTrainer")
             self._pieces = Pieces(self._loader())
         return self._pieces, self._held
 
@@ -273,20 +279,42 @@ class PrivateTrainer(Trainer):
             "persistent_workers": args.dataloader_persistent_workers,
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
-        collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
         return self._engine.data_loader(
             self.train_dataset,
             max_physical_batch_size=args.train_batch_size,
             pad=self.privacy.pad,
-            collate_fn=collate,
+            collate_fn=self._collate,
             **options,
         )
 
+    @property
+    def _collate(self) -> Any:
+        return self._get_collator_with_removed_columns(self.data_collator, description="training")
+
+    def _look_at_records(self) -> None:
+        """Before the engine sees the model: is a record's loss its own?"""
+
+        def losses(batch: Any) -> Tensor:
+            return self._computed(self._prepare_inputs(batch))
+
+        self.model.train()
+        self._looking = True
+        try:
+            with self.compute_loss_context_manager():
+                look(self.model, self.train_dataset, self.args.train_batch_size, self._collate, losses)
+        finally:
+            self._looking = False
+
     def _losses(self, piece: Any) -> Tensor:
-        inputs = self._prepare_inputs(piece)
+        inputs = self._judge.batch(self._prepare_inputs(piece))
         with self.compute_loss_context_manager():
-            losses = self.compute_loss(self.model, inputs)
-        return per_sample(losses, piece, "compute_loss_func" if self.compute_loss_func is not None else "compute_loss")
+            losses = self._computed(inputs)
+        self._judge.judge(losses)
+        return losses
+
+    def _computed(self, inputs: Any) -> Tensor:
+        where = "compute_loss_func" if self.compute_loss_func is not None else "compute_loss"
+        return per_sample(self.compute_loss(self.model, inputs), inputs, where)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self._is_shared and state_dict is None:  # for which every process is here

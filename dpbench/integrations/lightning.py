@@ -34,7 +34,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
-from dpbench.integrations.turns import HeldLosses, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.integrations.alone import look_at_collator
+from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 
 try:
     from lightning.pytorch import Callback
@@ -112,7 +113,18 @@ class _Private:
             _refuse(trainer)
             if not any(isinstance(callback, _Epsilon) for callback in trainer.callbacks):
                 trainer.callbacks.append(_Epsilon())
+            self._hand_on_turns()
         super().setup(trainer)  # type: ignore[misc]
+
+    def _hand_on_turns(self) -> None:
+        """`on_before_batch_transfer` is for the pieces of a turn, which are not drawn when Lightning calls it."""
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        before = type(module)._on_before_batch_transfer
+
+        def hand_on(batch: Any, dataloader_idx: int = 0) -> Any:
+            return batch if isinstance(batch, Turn) else before(module, batch, dataloader_idx)
+
+        module._on_before_batch_transfer = hand_on
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Of training: as many turns as an epoch has, and the engine's loader behind them; others as they are."""
@@ -125,8 +137,10 @@ class _Private:
             self.engine.load_state_dict(self._restored)  # type: ignore[arg-type]
             self._restored = None
         if self._held is None:
+            look_at_collator(dataloader.dataset, dataloader.batch_size, dataloader.collate_fn)
             optimizer = self.optimizers[0]  # type: ignore[attr-defined]
             self._held = HeldLosses(self.engine, optimizer, "training_step returns them, one a sample")
+            self._judge = Judge(self.engine.model, type(self).__name__)
             self._mean = Mean(self.engine)
         loader = self.engine.data_loader(
             dataloader.dataset,
@@ -157,14 +171,20 @@ class _Private:
             What it returned for the last piece, with the mean loss of all in place of the losses.
         """
         assert self._pieces is not None and self._held is not None and self.engine is not None
+        if not isinstance(turn, Turn):
+            raise ValueError(
+                f"expected one train DataLoader with a private strategy, got {len(turn)}: ε is that of one data set; "
+                "put the records of all into one (torch.utils.data.ConcatDataset, StackDataset)"
+            )
         output: Any = None
         for drawn, is_last in self._pieces.take(turn):
-            piece = self.batch_to_device(drawn)
-            if to_skip(piece, self.engine):
+            if to_skip(drawn, self.engine):
                 self._held.hold(None)
                 continue
+            piece = self._transferred(self._judge.batch(drawn))
             output = super().training_step(piece, *others)  # type: ignore[misc]
             losses = per_sample(output["loss"] if isinstance(output, Mapping) else output, piece, "training_step")
+            self._judge.judge(losses)
             self._mean.add(losses)
             if is_last:
                 self._held.hold(losses)
@@ -172,6 +192,12 @@ class _Private:
                 self._held.add(losses)
         mean = torch.as_tensor(self._mean.take(), device=self.root_device)  # type: ignore[attr-defined]
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean
+
+    def _transferred(self, piece: Any) -> Any:
+        """A piece on the device, after all that Lightning does with a batch on the way."""
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        piece = self.precision_plugin.convert_input(piece)  # type: ignore[attr-defined]
+        return self.batch_to_device(module._on_before_batch_transfer(piece))
 
     def backward(self, closure_loss: Any, *args: Any, **options: Any) -> Any:
         """Nothing: `optimizer.step()` finds the gradients, clipped."""
@@ -202,6 +228,7 @@ class _Private:
     def teardown(self) -> None:
         """As Lightning's; module and optimizer are ordinary ones again, and the engine keeps what was spent."""
         self._held = self._pieces = None
+        vars(self.lightning_module).pop("_on_before_batch_transfer", None)  # type: ignore[attr-defined]
         if self.engine is not None:
             self.engine.detach()
         super().teardown()  # type: ignore[misc]

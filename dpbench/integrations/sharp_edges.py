@@ -7,6 +7,14 @@
 | batches of a shuffled loader, accounted as Poisson samples | a warning: "not Poisson samples, as is accounted"; `data_loader` draws them | `test_fixed_batches_are_not_taken_for_poisson_samples` |
 | a model that mixes samples: BatchNorm, `x - x.mean(0)` | refused: "samples mix" | `test_a_model_that_mixes_samples_is_refused` |
 | a loss that mixes them: InfoNCE, losses over their mean, the largest dropped | refused: "samples mix" | `test_a_loss_that_mixes_samples_is_refused` |
+| a loss divided by the tokens or the classes of the batch, through Trainer or Lightning | refused: "samples mix", "to be its own" | `test_a_loss_over_the_tokens_of_the_batch_is_refused` |
+| the same where `make_private` hands out the batches | refused: "samples mix" | `test_losses_that_mix_samples_are_refused` |
+| padding to the longest record, seen by the model (no mask, positions after it) | Trainer: "expected the loss of record ... to be its own" | `test_padding_on_the_left_moves_positions_and_is_refused` |
+| mixup, in `collate_fn` or on the device | refused: "to be its own", "what the model reads for sample" | `test_hooks_of_a_batch_on_its_way_see_the_pieces` |
+| a sampler of one's own, batches by length, `drop_last` | refused by name | `test_what_cannot_be_private_is_refused_by_name` |
+| a stream of records, or a search by Trainer, each trial on the same records | refused by name | `test_methods_of_ones_own_and_streams_are_refused` |
+| Opacus' `poisson_sampling=False` | accounted as passes over fixed batches, at a larger ε | `test_batches_that_are_not_sampled_are_accounted_as_what_they_are` |
+| many records of one person | ε is that of a record; make all of a person one | `test_a_user_is_clipped_as_one_record` |
 | mixing that begins in a later step | refused then, by looks at random steps | `test_mixing_that_starts_in_the_second_step_is_refused` |
 | another optimizer's step on a private model | "expected steps of the attached optimizer alone" | `test_another_optimizer_does_not_go_round_the_engine` |
 | gradients in `.grad` that were not clipped | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |
@@ -31,11 +39,17 @@
 |---|---|---|
 | dividing by the size that was sampled | the expected size divides, always; the sampled one is private | `test_empty_batches_move_the_parameters_and_count` |
 | a GradScaler, for half precision | refused: every gradient would be above the threshold | `test_a_grad_scaler_is_refused` |
+| a sum over the batch, said to be a mean, or the other way round | refused: "the loss is a sum over the batch" | `test_a_sum_is_no_mean_and_a_mean_no_sum` |
+| `max_grad_norm=0`, which is no clipping to Trainer | refused: nothing would be learned | `test_lengths_norms_and_privacy_that_do_not_fit_are_refused` |
 | LBFGS, or a closure | refused: one gradient a step | `test_an_optimizer_of_several_gradients_a_step_is_refused` |
 | one loss for the whole batch | refused: "one loss a sample" | `test_scalar_loss` |
 | a record that is not a number | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | buffers that learn from the data (running statistics) | told: they are not accounted | `test_a_buffer_that_learns_from_the_data_is_told` |
 | an empty batch | a step like any other: noise alone | `test_empty_batches_move_the_parameters_and_count` |
+
+**Yours to see to.** In a loop of your own, and in accelerate's, the engine sees the model and what is made of its outputs:
+not labels that weigh or divide losses by what the batch holds, nor what a batch was made of. Opacus' loops are not looked
+at for padding, which recurrent models see where the last position is read.
 
 **Nobody's to see.** Choosing hyperparameters by the private data, early stopping by their loss, publishing their training
 accuracy, the order of records in logs: none of it passes the engine, and none of it is in ε.

@@ -68,6 +68,7 @@ def per_sample_losses(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, An
     wanted = labels[0] if mask is None or mask.shape != labels[0].shape else labels[0].where(mask != 0, IGNORED)
     if kind in TOKENS or base.config.is_encoder_decoder:
         return _tokens(logits, wanted), outputs
+    wanted = F.pad(wanted, (logits.shape[1] - wanted.shape[1], 0), value=IGNORED)  # tokens that peft puts in front
     return _tokens(logits[:, :-1], wanted[:, 1:]), outputs
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 DRAWN = "batches are drawn as privacy.sampling says"
@@ -22,7 +23,11 @@ def refuse(trainer: Any, options: dict[str, Any]) -> None:
         trainer: whose class is looked at for methods that are somebody else's; it need not be initialised.
         options: the arguments of `Trainer`, by name; `args` among them.
     """
-    for name, came, wanted, why in (*_of_arguments(options["args"]), *_of_options(options), *_of_class(type(trainer))):
+    for name, came, wanted, why in (
+        *_of_arguments(options["args"]),
+        *_of_options(options),
+        *_of_class(type(trainer)),
+    ):
         raise ValueError(f"expected {name}={wanted} with PrivateTrainer, got {came}: {why}")
 
 
@@ -59,6 +64,13 @@ def _of_arguments(args: Any) -> list[tuple[str, str, str, str]]:
             "False",
             "it begins training anew after steps that were released; lower per_device_train_batch_size, and raise "
             "gradient_accumulation_steps, which is the same training",
+        ),
+        (
+            args.neftune_noise_alpha is not None,
+            "neftune_noise_alpha",
+            args.neftune_noise_alpha,
+            "None",
+            "its noise is scaled by the length of the longest record in the batch",
         ),
         (args.fp16, "fp16", True, "False", "losses cannot be scaled before they are clipped; take bf16"),
         (bool(args.deepspeed), "deepspeed", args.deepspeed, "None", "it steps by itself; take torchrun alone"),
@@ -99,11 +111,19 @@ def _of_arguments(args: Any) -> list[tuple[str, str, str, str]]:
 
 def _of_options(options: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     found = []
+    privacy, norm = options["privacy"], options["args"].max_grad_norm
+    if not hasattr(privacy, "for_engine"):
+        found.append(
+            ("privacy", type(privacy).__name__, "PrivacyArguments(...)", "its fields are the engine's arguments")
+        )
+    elif not privacy.for_engine(norm)["max_grad_norm"]:
+        why = "it is C, and of gradients clipped to 0 nothing is learned; where Trainer would not clip, say how far"
+        found.append(("max_grad_norm", repr(norm), "C > 0", why))
     if options.get("model_init") is not None:
         why = "each train() would begin a model anew, and ε is one model's; pass model="
         found.append(("model_init", "a function", "None", why))
     dataset = options.get("train_dataset")
-    if dataset is not None and not hasattr(dataset, "__len__"):
+    if dataset is not None and (not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)):
         why = f"{DRAWN} from numbered records; give one with __len__ and __getitem__"
         found.append(("train_dataset", type(dataset).__name__, "a dataset of a known length", why))
     collator = type(options.get("data_collator")).__name__

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clipping.distributed import sharded_modules
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.traced import plain
+from dpbench.integrations.watch import Watch
 
 
 class Turn:
@@ -123,6 +124,38 @@ class HeldLosses:
             losses: of the piece.
         """
         self._losses, self._held = losses, True
+
+
+class Judge(Watch):
+    """Looks at some of the pieces whether a loss is made of its own sample alone: by way of labels and inputs, too.
+
+    The engine, which sees neither, looks at the model and at what is made of its outputs. Between a piece that is
+    looked at and its losses there are hooks on the model, and at no other time.
+
+    Args:
+        model: attached to its engine.
+        by: who hands out the pieces, for messages.
+    """
+
+    def __init__(self, model: nn.Module, by: str) -> None:
+        super().__init__(model, lambda: None, by)
+        self.close()
+
+    def batch(self, batch: Any) -> Any:
+        self.close()  # of a piece whose losses never came
+        found = super().batch(batch)
+        if self._look is not None:
+            self.open()
+        return found
+
+    def judge(self, losses: Tensor) -> None:
+        try:
+            super().judge(losses)
+        finally:
+            self.close()
+
+    def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
+        return None if output is None else self._noted(output)
 
 
 class Mean:

@@ -6,15 +6,12 @@ The parent reads what it can without torch (`host_facts`); what only torch knows
 
 from __future__ import annotations
 
-import atexit
 import functools
 import hashlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +21,7 @@ from clipping.kernels import library
 from dpbench.errors import UsageError
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation
+from dpbench.process.variables import ALLOCATOR
 from dpbench.records.host import host_name
 from dpbench.records.store import utc_now
 from dpbench.trials import Trial
@@ -55,46 +53,6 @@ _VARIABLES = (
 _GPU_STATE = (
     "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw,utilization.gpu,memory.used"
 )
-#: To number GPUs as nvidia-smi does, and to look without touching.
-_SERVER_VARIABLES = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-#: What torch reads of how its allocator of CUDA memory is to work, by its names from old to new.
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-
-def server_variables(device: str) -> dict[str, str]:
-    """What the process that measures on `device` is told of it.
-
-    On CUDA, unless a person has said how memory is to be allocated: in segments that grow where they lie. A budget is
-    on what the allocator has reserved. Cut from segments of fixed sizes, that has holes which no later tensor fits in,
-    and the largest batch would be that of the holes.
-
-    Args:
-        device: "cpu" or "cuda".
-    """
-    if device == "cpu":
-        return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
-    said = any(name in os.environ for name in _ALLOCATOR)
-    allocator = {} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return _SERVER_VARIABLES | allocator | _folder_for_triton()
-
-
-@functools.cache
-def _folder_for_triton() -> dict[str, str]:
-    """Where the trials of this process keep what Triton compiles, where its own folder cannot be written to.
-
-    That is ~/.triton; without a folder it compiles nothing, and without one that lasts each trial would compile anew.
-    """
-    if any(name in os.environ for name in ("TRITON_CACHE_DIR", "TRITON_HOME")):
-        return {}
-    try:
-        own = Path(os.path.expanduser("~/"), ".triton", "cache")
-        own.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=own).close()
-        return {}
-    except OSError:
-        folder = tempfile.mkdtemp(prefix="dpbench-triton-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return {"TRITON_CACHE_DIR": folder}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +91,7 @@ def torch_facts(trial: TorchFacts) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(0)
         torch.zeros(1, device="cuda")  # a device that gives no memory is told of here, once, and not by every trial
         facts |= {
-            "allocator": next((os.environ[name] for name in _ALLOCATOR if name in os.environ), ""),
+            "allocator": next((os.environ[name] for name in ALLOCATOR if name in os.environ), ""),
             "device_name": properties.name,
             "device_memory": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",

@@ -29,8 +29,9 @@ class DeviceTrial(Trial):
 
     kind: ClassVar[str] = "device"
     body: ClassVar[str] = "dpbench.measure.device:run"
-    sources: ClassVar[tuple[str, ...]] = tuple(
-        f"dpbench/measure/{name}.py" for name in ("device", "bench", "gpu", "precision", "timing")
+    sources: ClassVar[tuple[str, ...]] = (
+        *(f"dpbench/measure/{name}.py" for name in ("device", "bench", "gpu", "precision", "timing")),
+        *(f"clipping/kernels/{name}.py" for name in ("cuda", "programs")),
     )
     device: str = "cpu"
     sizes: Sequence[int] = (1024, 4096, 8192)

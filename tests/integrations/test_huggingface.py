@@ -440,3 +440,22 @@ def test_methods_of_ones_own_and_streams_are_refused(tmp_path):
         trainer_of(tmp_path, more={"model_init": lambda: model_of("gpt2")})
     with pytest.raises(Misuse, match="without hyperparameter_search"):
         trainer_of(tmp_path).hyperparameter_search()
+
+
+def test_lengths_norms_and_privacy_that_do_not_fit_are_refused(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __len__(self):
+            return RECORDS
+
+        def __iter__(self):
+            return iter(Records("gpt2"))
+
+    with pytest.raises(ValueError, match=r"^expected neftune_noise_alpha=None .*got 5\.0: .*longest record"):
+        trainer_of(tmp_path, neftune_noise_alpha=5.0)
+    for norm in (0.0, None):
+        with pytest.raises(ValueError, match=rf"^expected max_grad_norm=C > 0 with PrivateTrainer, got {norm}: "):
+            trainer_of(tmp_path, max_grad_norm=norm)
+    with pytest.raises(ValueError, match=r"got Stream: batches are drawn as privacy\.sampling says"):
+        trainer_of(tmp_path, data=Stream())
+    with pytest.raises(ValueError, match=r"^expected privacy=PrivacyArguments\(\.\.\.\) .*, got dict: "):
+        PrivateTrainer(model_of("gpt2"), arguments(tmp_path), train_dataset=Records("gpt2"), privacy={})

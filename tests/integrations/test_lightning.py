@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torchrun import torchrun
 
+from clipping import UnsupportedModel
 from dpbench import Misuse, PrivacyEngine
 from dpbench.engine.sampling import Sampler
 from dpbench.integrations.lightning import PrivateModelParallelStrategy, PrivateStrategy
@@ -238,6 +239,75 @@ class Manual(Classifier):
 def test_a_loss_over_the_batch_is_refused():
     with pytest.raises(Misuse, match=r"one loss a sample from training_step, shape \[\d+\], got shape \[\]"):
         fit(strategy_of(), Mean())
+
+
+class Weighted(Classifier):
+    """By how often a class is in the batch, from the second epoch on."""
+
+    def training_step(self, batch, batch_idx):
+        losses = super().training_step(batch, batch_idx)
+        weights = 1 / batch[1].bincount(minlength=3).clamp(min=1) if self.current_epoch else torch.ones(3)
+        return losses * weights[batch[1]]
+
+
+class Centred(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step([batch[0] - batch[0].mean(0), batch[1]], batch_idx)
+
+
+def mixed_up(records):
+    x, y = torch.utils.data.default_collate(records)
+    share = torch.rand(()) / 2 + 0.25
+    return share * x + (1 - share) * x.flip(0), y
+
+
+def test_labels_that_are_counted_and_inputs_that_are_mixed_are_refused():
+    with pytest.raises(UnsupportedModel, match=r"^PrivateStrategy .* batch: samples mix: what the model reads for"):
+        fit(strategy_of(), Centred())
+    strategy = strategy_of(batch_size=30)
+    with pytest.raises(UnsupportedModel, match=r"^PrivateStrategy .* losses: samples mix: the loss of sample \d"):
+        fit(strategy, Weighted(), loader=DataLoader(data(), batch_size=60))
+    assert strategy.engine.steps >= 2
+    with pytest.raises(Misuse, match=r"the numbers of record 0 to be its own, got others in a batch of 4 than beside"):
+        fit(strategy_of(), loader=DataLoader(data(), batch_size=4, collate_fn=mixed_up))
+
+
+class Hooked(Classifier):
+    """Its numbers are halved and doubled on their way to the device, and mixed there if `mixes`."""
+
+    def __init__(self, mixes=False):
+        super().__init__()
+        self.mixes = mixes
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return x / 2, y
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        x, y = batch
+        return 2 * ((x + x.flip(0)) / 2 if self.mixes else x), y
+
+
+def test_hooks_of_a_batch_on_its_way_see_the_pieces():
+    (_, plain), (_, hooked) = fit(strategy_of()), fit(strategy_of(), Hooked(), validate=True)
+    assert_same(hooked, plain.parameters())
+    assert "_on_before_batch_transfer" not in vars(hooked)
+    with pytest.raises(UnsupportedModel, match="what the model reads for sample 0 changes with the other samples"):
+        fit(strategy_of(), Hooked(mixes=True))
+
+
+def test_inputs_have_the_precision_of_the_trainer():
+    strategy, module = strategy_of(), Classifier()
+    module.net.float()
+    fit(strategy, module, precision="bf16-true")
+    assert strategy.engine.steps == 15
+
+
+def test_several_train_loaders_are_refused_by_name():
+    loaders = [DataLoader(data(), batch_size=4), DataLoader(data(), batch_size=4)]
+    for several in (loaders, dict(zip("ab", loaders, strict=True))):
+        with pytest.raises(ValueError, match=r"^expected one train DataLoader with a private strategy, got 2: "):
+            fit(strategy_of(), loader=several)
 
 
 @pytest.mark.parametrize(

@@ -100,3 +100,14 @@ def test_each_loss_is_that_of_transformers_of_the_record_alone(kind):
     torch.testing.assert_close(losses, torch.stack(alone).double(), rtol=exact, atol=exact)
     assert losses.requires_grad
     assert losses.shape == (B,)
+
+
+def test_tokens_that_peft_puts_in_front_are_no_labels():
+    peft = pytest.importorskip("peft")
+    config = transformers.GPT2Config(vocab_size=WORDS, n_embd=8, n_layer=1, n_head=2, n_positions=T + 3)
+    front = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), front).eval()
+    batch = {"input_ids": torch.randint(1, WORDS, (B, T)), "labels": words()}
+    losses, _ = per_sample_losses(model, batch)
+    alone = [model(**{name: x[i : i + 1] for name, x in batch.items()}).loss for i in range(B)]
+    torch.testing.assert_close(losses, torch.stack(alone))

@@ -13,6 +13,7 @@ import torch
 from dpbench.errors import UsageError
 from dpbench.execution import machines
 from dpbench.execution.machines import FolderName, Machines
+from dpbench.process import variables
 from dpbench.process.parent import Isolation
 from dpbench.records import environment
 from dpbench.trials import EpsilonTrial, OverheadTrial, StepTrial
@@ -218,7 +219,7 @@ def test_cuda_where_there_is_none_is_one_line(gpus):
 
 
 def test_the_environment_says_what_is_needed_to_read_the_numbers():
-    with Isolation(environment.server_variables("cuda")) as isolation:
+    with Isolation(variables.server_variables("cuda")) as isolation:
         found = environment.gather("cpu", isolation)
     wanted = {"device", "device_name", "host", "torch", "python", "cpu_count", "threads", "git_sha", "git_dirty"}
     wanted |= {"platform", "packages", "utc", "memory_total", "load_average", "float32_matmul_precision"}
@@ -229,7 +230,7 @@ def test_the_environment_says_what_is_needed_to_read_the_numbers():
 def test_cuda_that_torch_cannot_use_is_one_line(gpus):
     gpus("A card that is not there")
     with (
-        Isolation(environment.server_variables("cpu")) as isolation,
+        Isolation(variables.server_variables("cpu")) as isolation,
         pytest.raises(UsageError, match="a CUDA device that torch"),
     ):
         environment.gather("cuda", isolation)
@@ -239,11 +240,11 @@ def test_cuda_that_torch_cannot_use_is_one_line(gpus):
 def test_memory_of_cuda_is_in_segments_that_grow_unless_a_person_said_otherwise(monkeypatch, name):
     for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(known, raising=False)
-    assert environment.server_variables("cuda")["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    cpu = environment.server_variables("cpu")
+    assert variables.server_variables("cuda")["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    cpu = variables.server_variables("cpu")
     assert cpu["CUDA_VISIBLE_DEVICES"] == "" and "PYTORCH_ALLOC_CONF" not in cpu
     monkeypatch.setenv(name, "expandable_segments:False")
-    assert "PYTORCH_ALLOC_CONF" not in environment.server_variables("cuda")
+    assert "PYTORCH_ALLOC_CONF" not in variables.server_variables("cuda")
 
 
 @pytest.fixture
@@ -274,17 +275,17 @@ def home(monkeypatch, tmp_path):
     for name in ("TRITON_CACHE_DIR", "TRITON_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
-    environment._folder_for_triton.cache_clear()
+    variables._folder_for_triton.cache_clear()
     yield tmp_path
-    environment._folder_for_triton.cache_clear()
+    variables._folder_for_triton.cache_clear()
 
 
 def test_what_triton_compiles_is_kept_where_all_trials_find_it_if_the_home_cannot_be_written_to(home, monkeypatch):
     (home / "file").touch()
     monkeypatch.setenv("HOME", str(home / "file"))
-    first, second = (Path(environment.server_variables("cuda")["TRITON_CACHE_DIR"]) for _ in range(2))
+    first, second = (Path(variables.server_variables("cuda")["TRITON_CACHE_DIR"]) for _ in range(2))
     assert first == second and first.is_dir() and first.stat().st_mode & 0o077 == 0
-    assert "TRITON_CACHE_DIR" not in environment.server_variables("cpu")
+    assert "TRITON_CACHE_DIR" not in variables.server_variables("cpu")
     first.rmdir()
 
 
@@ -292,5 +293,5 @@ def test_what_triton_compiles_is_kept_where_all_trials_find_it_if_the_home_canno
 def test_it_stays_where_triton_keeps_it_by_itself_or_where_a_person_says(home, monkeypatch, named):
     if named:
         monkeypatch.setenv(named, "/proc/nowhere")
-    assert "TRITON_CACHE_DIR" not in environment.server_variables("cuda")
+    assert "TRITON_CACHE_DIR" not in variables.server_variables("cuda")
     assert (home / ".triton").exists() == (named is None)

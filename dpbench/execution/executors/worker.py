@@ -14,6 +14,7 @@ from typing import Any
 from dpbench.execution.executors.cpus import own_cpus
 from dpbench.execution.machines import NodeFacts
 from dpbench.process.parent import Answer, Isolation, our_path
+from dpbench.process.variables import server_variables
 from dpbench.records import environment
 from dpbench.records.host import host_name
 from dpbench.trials.outcome import Outcome
@@ -50,7 +51,7 @@ class _Node:
         self.visible = visible
         if os.path.isdir(job.folder):
             os.chdir(job.folder)  # a model may be named by a path beside which the run was started
-        self.isolation = Isolation(environment.server_variables(job.device))
+        self.isolation = Isolation(server_variables(job.device))
         with own_cpus(job.cpus) as cpus:
             self.isolation.pin(cpus)
             facts = self.isolation.run(NodeFacts(device=job.device, with_torch=job.with_torch))

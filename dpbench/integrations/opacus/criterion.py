@@ -9,10 +9,8 @@ from torch import Tensor, nn
 
 from clipping.batches import leading_dimension
 from dpbench.engine import Misuse
-from dpbench.engine.containers import mapped
-from dpbench.engine.traced import plain
-from dpbench.integrations.opacus.outputs import ACCUMULATION, barred
-from dpbench.integrations.opacus.watch import Watch
+from dpbench.integrations.opacus.outputs import ACCUMULATION, barred, refuse_trained
+from dpbench.integrations.watch import Watch
 
 
 class Backward(Watch):
@@ -24,16 +22,16 @@ class Backward(Watch):
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
-        super().__init__(model, forget)
+        super().__init__(model, forget, "make_private")
         self._losses: Tensor | None = None
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        refuse_trained(args, kwargs)
 
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
         if output is None:
             return None
-        look = self._look
-        if look is not None and leading_dimension(args, kwargs):  # in the place of the engine, which sees no labels
-            output = mapped(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
-        return barred(args, kwargs, output)
+        return barred(args, kwargs, self._noted(output) if leading_dimension(args, kwargs) else output)
 
     @property
     def pending(self) -> bool:
@@ -58,18 +56,12 @@ class Backward(Watch):
             UnsupportedModel: losses or inputs of which one depends on other samples.
         """
         losses, self._losses = self._losses, None
-        look = self._taken()
         if losses is None:
+            self._see(None)
             raise Misuse(
                 "expected loss.backward() of the criterion that make_private returned before optimizer.step(), got none"
             )
-        if look is not None:
-            try:
-                look.judge_losses(losses, len(losses) if losses.dim() == 1 else 0)
-            finally:
-                look.close()
-            if look.done:
-                self.looks.done()
+        self.judge(losses)
         return losses
 
     def clear(self) -> None:

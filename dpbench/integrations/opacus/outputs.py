@@ -7,7 +7,7 @@ gradient that arrives, v_i = ∂L/∂o_i. As o_i depends on sample i alone,
     ∂ℓ_i/∂θ = (∂o_i/∂θ)ᵀ B v_i = ∂/∂θ ⟨o_i, B v_i⟩,    v_i held fixed,
 
 so the engine is given the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ where the loss is a sum). Their gradients are the samples'
-own, if v_i depends on sample i alone: `dpbench.integrations.opacus.reduction` looks whether it does.
+own, if v_i depends on sample i alone: `dpbench.integrations.reduction` looks whether it does.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from clipping.batches import leading_dimension
 from dpbench.engine import Misuse
-from dpbench.engine.containers import mapped
+from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.traced import plain
 from dpbench.integrations.opacus.inside import LossInside, depends_on
-from dpbench.integrations.opacus.reduction import Look
-from dpbench.integrations.opacus.watch import Watch
+from dpbench.integrations.reduction import Look
+from dpbench.integrations.watch import Watch
 
 ACCUMULATION = (
     "expected optimizer.step() after each backward(), got another batch before it: gradients of several batches are "
@@ -115,7 +115,7 @@ class Outputs(Watch):
     """
 
     def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
-        super().__init__(model, forget)
+        super().__init__(model, forget, "make_private")
         self._mean = mean
         self._cuts: list[Cut] = []
         self._cut: Cut | None = None
@@ -176,6 +176,7 @@ class Outputs(Watch):
         return torch.stack([part.to(parts[0]) for part in parts]).sum(0)
 
     def begin(self, args: Any, kwargs: Any) -> None:
+        refuse_trained(args, kwargs)
         if self.pending:
             raise Misuse(ACCUMULATION)
         if not self._by_loader and not self._cuts:  # batches of the caller's own
@@ -216,6 +217,19 @@ class Outputs(Watch):
     def _taken_off(self, cut: Cut, x: Tensor) -> Tensor:
         handed = cut.take(x)
         return handed if self._look is None else self._look.begun(handed)
+
+
+def refuse_trained(args: Any, kwargs: Any) -> None:
+    """Raise a Misuse for inputs whose gradient would end at the model's outputs.
+
+    Args:
+        args, kwargs: that the model is called with.
+    """
+    if any(x.requires_grad for x in tensors_in((args, kwargs))):
+        raise Misuse(
+            "expected inputs that need no gradient, got some of another trained model, whose gradient would end here: "
+            "detach() them, or for a gradient of inputs call model.eval(), and optimizer.zero_grad() after it"
+        )
 
 
 def barred(args: Any, kwargs: Any, output: Any) -> Any:

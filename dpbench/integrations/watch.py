@@ -7,13 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dpbench.engine import Misuse
 from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.recorder import Hook
 from dpbench.engine.traced import Traced, plain
-from dpbench.integrations.opacus.reduction import Look, Looks
+from dpbench.integrations.reduction import Look, Looks
 
 
 class Watch(ABC):
@@ -22,16 +21,22 @@ class Watch(ABC):
     Args:
         model: what trains.
         forget: called when forward passes are let go without a step.
+        by: who hands out the batches, for messages.
     """
 
-    def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
+    def __init__(self, model: nn.Module, forget: Callable[[], None], by: str) -> None:
         self._model, self._forget = model, forget
-        self.looks = Looks()
+        self.looks = Looks(by)
         self._look: Look | None = None
         self._by_loader = False
+        self._handles: list[Any] = []
+        self.open()
+
+    def open(self) -> None:
+        """Hook the model: nearer to the caller than the engine's hooks, which are there."""
         self._handles = [
-            model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
-            model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
+            self._model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
@@ -51,6 +56,25 @@ class Watch(ABC):
         self._by_loader = True
         return batch if self._look is None else self._look.batch(batch)
 
+    def judge(self, losses: Tensor) -> None:
+        """Say whether each loss is made of its own sample alone, if this batch is looked at; it is done with.
+
+        Args:
+            losses: [B], of the caller's.
+
+        Raises:
+            UnsupportedModel: losses, or what the model read, of which one depends on other samples.
+        """
+        look = self._taken()
+        if look is None:
+            return
+        try:
+            look.judge_losses(losses, len(losses) if losses.dim() == 1 else 0)
+        finally:
+            look.close()
+        if look.done:
+            self.looks.done()
+
     def begin(self, args: Any, kwargs: Any) -> None:  # noqa: B027  (most have nothing to do)
         """Before a forward pass that trains.
 
@@ -67,6 +91,13 @@ class Watch(ABC):
             output: what it gave.
         """
 
+    def _noted(self, output: Any) -> Any:
+        """An output in the place of the engine's, which sees no labels: its tensors note what is done with them."""
+        look = self._look
+        if look is None:
+            return output
+        return mapped(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
+
     def _see(self, look: Look | None) -> None:
         if self._look is not None:
             self._look.close()
@@ -82,15 +113,9 @@ class Watch(ABC):
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self._trains(module):
-            if any(x.requires_grad for x in tensors_in((args, kwargs))):
-                raise Misuse(
-                    "expected inputs that need no gradient, got some of another trained model, whose gradient would "
-                    "end here: detach() them, or for a gradient of inputs call model.eval(), and optimizer.zero_grad() "
-                    "after it"
-                )
+            self.begin(args, kwargs)
             if self._look is not None:
                 self._look.read(args, kwargs)
-            self.begin(args, kwargs)
         noted = any(isinstance(x, Traced) for x in tensors_in((args, kwargs)))
         return mapped(plain, (args, kwargs)) if noted else None
 

@@ -54,15 +54,20 @@ def _copy(x: Tensor) -> Tensor:
 
 
 class Looks:
-    """When to look."""
+    """When to look.
 
-    def __init__(self) -> None:
+    Args:
+        by: who hands out the batches, for messages.
+    """
+
+    def __init__(self, by: str) -> None:
+        self._by = by
         self._first, self._random = FIRST, random.Random(0)
         self._graphs: set[tuple[str, ...]] = set()
 
     def due(self) -> Look | None:
         """For the next batch."""
-        return Look() if self._random.random() < RATE or self._first > 0 else None
+        return Look(self._by) if self._random.random() < RATE or self._first > 0 else None
 
     def done(self) -> None:
         """One batch was looked at."""
@@ -82,14 +87,18 @@ class Looks:
 class Look(Trace):
     """One batch: what is computed from it, and how the loss came about.
 
+    Args:
+        by: as of `Looks`.
+
     Attributes:
         done: it was looked at.
     """
 
     done = False
 
-    def __init__(self) -> None:
+    def __init__(self, by: str) -> None:
         super().__init__()
+        self._by = by
         self._inputs: list[Tensor] = []  # that the model has read
         self._handed: list[Tensor] = []  # what was made of the model's outputs, in the order of their cuts
         self._losses: list[tuple[int, Any]] = []  # identity of what backward() was called on, its gradient
@@ -158,12 +167,12 @@ class Look(Trace):
         for half in separating(batch_size):
             now = _run(draws, partial(self._values, read, partial(with_others_replaced, half=half)))
             if was is None or now is None or any(a.shape != b.shape for a, b in zip(was, now, strict=True)):
-                _unknown("what is made of a batch before the model cannot be run again")
+                _unknown(self._by, "what is made of a batch before the model cannot be run again")
                 return
             sample = differing(was, now, half, coarsest(was, TOLERANCE))
             if sample is not None:
                 reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
-                raise UnsupportedModel("make_private", [Problem("batch", reason, ALONE)])
+                raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
 
     def judge_losses(self, losses: Tensor, batch_size: int) -> None:
         """Say whether each of the losses [B] is made of its own sample alone, and what the model has read, too.
@@ -184,13 +193,13 @@ class Look(Trace):
         for half in separating(batch_size):
             replaced = _run(draws, partial(self._values, [key], partial(with_others_replaced, half=half)))
             if base is None or replaced is None:
-                _unknown("it cannot be run with other labels")
+                _unknown(self._by, "it cannot be run with other labels")
                 return
             sample = differing(base, replaced, half, coarsest(base, TOLERANCE))
             if sample is not None:
                 reason = f"samples mix: the loss of sample {sample} changes with the other samples"
-                remedy = "let the criterion give each sample a loss of its own, divided by nothing that the batch holds"
-                raise UnsupportedModel("grad_sample_mode='ghost'", [Problem("criterion", reason, remedy)])
+                remedy = "let each sample have a loss of its own, divided by nothing that the batch holds"
+                raise UnsupportedModel(self._by, [Problem("losses", reason, remedy)])
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
         """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own.
@@ -226,12 +235,12 @@ class Look(Trace):
             other = gradients(_copy, draws=others)
             base = base if other is not None and _differ(other, base, everybody, tolerance) else None
         if base is None:
-            _unknown("it cannot be run again")
+            _unknown(self._by, "it cannot be run again")
             return
         for half in separating(batch_size):
             replaced = gradients(partial(with_others_replaced, half=half))
             if replaced is None:
-                _unknown("it cannot be run with other labels")
+                _unknown(self._by, "it cannot be run with other labels")
                 break
             sample = differing(base, replaced, half, tolerance)
             if sample is not None:
@@ -241,7 +250,7 @@ class Look(Trace):
         first, second = [x[:batch_size] for x in twice], [x[batch_size:] for x in twice]
         if not twice or _differ(first, second, everybody, tolerance):
             if mean != self._averaged(batch_size):
-                _unknown("it cannot be run with each sample twice")
+                _unknown(self._by, "it cannot be run with each sample twice")
             return
         of_mean = not _differ([x / 2 for x in base], first, everybody, tolerance)
         of_sum = not _differ(base, first, everybody, tolerance)
@@ -336,10 +345,10 @@ def _twice(x: Tensor, batch_size: int) -> Tensor:
     return torch.cat([x.detach(), x.detach()])
 
 
-def _unknown(why: str) -> None:
+def _unknown(by: str, why: str) -> None:
     warnings.warn(
-        f"nobody has seen that the loss keeps samples apart: {why}; take the batches from the loader that make_private "
-        "returns, and keep to torch's operations",
+        f"nobody has seen that the loss keeps samples apart: {why}; take the batches as {by} hands "
+        "them out, and keep to torch's operations",
         PrivacyWarning,
         stacklevel=2,
     )

@@ -1,0 +1,175 @@
+"""Is a record's loss what it is alone, whichever other records are in the batch? A look before training begins.
+
+The engine sees what is made of a batch; not what the batch was made of. Where a collator pads to the longest record,
+and the model sees padding (no attention mask, absolute positions after padding on the left), or where it mixes records
+(mixup), the loss of each depends on the others, and one record's part in the sum is not bounded by C. So a few records
+go through the caller's own collator and loss, without dropout, together and one by one.
+
+Where collator or model draw by chance (masked language models) a record alone is another one: then the same numbers are
+drawn twice, beside others and beside copies of itself, if both batches have one shape; else nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from clipping.apart import repeated
+from clipping.draws import Draws, WithoutDropping
+from clipping.formats import coarsest, without_autocast
+from clipping.verification import in_float64
+from dpbench.engine import Misuse
+from dpbench.engine.containers import mapped, tensors_in
+from dpbench.integrations.whole_states import is_shared
+
+RECORDS = 8
+"""At the most, spread over the data set."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Of a loss, by the dtype that it was computed in: batches of other shapes are computed by other kernels. What exceeds
+it is computed once more in float64, and must differ there, too."""
+MUCH = 100.0
+"""Times that, where there is no computing in float64."""
+REMEDY = (
+    "pad all records to one length (padding='max_length'), with an attention_mask, or let collator and loss mix no "
+    "records and divide by nothing that the batch holds"
+)
+Collate = Callable[[list[Any]], Any]
+LossesOf = Callable[[Any], Tensor]
+
+
+class _Undropped(TorchFunctionMode):
+    """`F.dropout` and its like give what they get."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+            return args[0] if args else (kwargs or {})["input"]
+        return func(*args, **(kwargs or {}))
+
+
+def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of: LossesOf) -> None:
+    """Raise a Misuse if the loss of a record depends on the other records of its batch.
+
+    Args:
+        model: in training mode; its buffers and all random generators are as before afterwards.
+        dataset: indexable.
+        most: records in a batch; of one record there is nothing to look at.
+        collate: records -> batch.
+        losses_of: batch -> [B].
+    """
+    places = _places(dataset, most)
+    if not places:
+        return
+    draws = Draws()
+    with repeated(model, draws), torch.no_grad():
+        seen = _Seen([dataset[i] for i in places], collate, losses_of, draws)
+        found = seen.differing()
+        if found is not None:
+            found = _without_rounding(model, seen)
+    if found is not None:
+        place, was, now, how = found
+        raise Misuse(
+            f"expected the loss of record {places[place]} to be its own, got {was:.6g} in a batch of {len(places)} and "
+            f"{now:.6g} {how}: {REMEDY}"
+        )
+
+
+def look_at_collator(dataset: Any, most: int, collate: Collate) -> None:
+    """Raise a Misuse if the numbers that a batch has of a record depend on the other records: of batches of one shape.
+
+    Args:
+        dataset, most, collate: as of `look`.
+    """
+    places, draws = _places(dataset, most), Draws()
+    if not places:
+        return
+    with draws.again():
+        found = _Seen([dataset[i] for i in places], collate, _sums, draws).beside_copies()
+    if found is not None:
+        raise Misuse(
+            f"expected the numbers of record {places[found[0]]} to be its own, got others in a batch of {len(places)} "
+            "than beside copies of itself: let collate_fn mix no records"
+        )
+
+
+def _places(dataset: Any, most: int) -> list[int]:
+    """Of a few records; of none where there is nothing beside them."""
+    count = min(most, len(dataset), RECORDS)
+    return [] if count < 2 else [i * len(dataset) // count for i in range(count)]
+
+
+def _sums(batch: Any) -> Tensor:
+    """[B]: of each record's numbers, but for labels and words."""
+    rows = [x for x in tensors_in(batch) if x.dim()]
+    wanted = [x.double().flatten(1).sum(1) for x in rows if x.is_floating_point() and x.dim() > 1]
+    return sum(wanted, torch.zeros(len(rows[0]) if rows else 0, dtype=torch.float64))
+
+
+def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float, str] | None:
+    """What differs in float64; where the model is not to be cast, what differs by much."""
+    if not is_shared(model):
+        seen.wide = True
+        device = next(model.parameters()).device
+        with suppress(RuntimeError, TypeError, NotImplementedError), in_float64(model), without_autocast(device):
+            return seen.differing()
+        seen.wide = False
+    seen.tolerance = MUCH
+    return seen.differing()
+
+
+class _Seen:
+    """A few records and their losses, in several batches.
+
+    Attributes:
+        wide: compute in float64.
+        tolerance: in units of `TOLERANCE`.
+    """
+
+    wide = False
+    tolerance = 1.0
+
+    def __init__(self, records: list[Any], collate: Collate, losses_of: LossesOf, draws: Draws) -> None:
+        self._records, self._collate, self._losses_of, self._draws = records, collate, losses_of, draws
+
+    def differing(self) -> tuple[int, float, float, str] | None:
+        """(place, its loss in the batch, another time, which) of the first record that has two losses."""
+        with self._draws.again(), WithoutDropping(), _Undropped():
+            together, again = self._losses(self._records), self._losses(self._records)
+            if torch.equal(together, again):
+                alone = torch.cat([self._losses([record]) for record in self._records])
+                return self._first(together, alone, range(len(alone)), "alone")
+        return self.beside_copies()
+
+    def beside_copies(self) -> tuple[int, float, float, str] | None:
+        """The same of two records, with others and with copies of each, by the same random numbers."""
+        for place in range(2):
+            was, shapes = self._drawn(self._records)
+            now, others = self._drawn([self._records[place]] * len(self._records))
+            if shapes == others and (found := self._first(was, now, [place], "beside copies of itself")):
+                return found
+        return None
+
+    def _drawn(self, records: list[Any]) -> tuple[Tensor, list[torch.Size]]:
+        """The losses of a batch, always by the same random numbers, and its shapes."""
+        with self._draws.again():
+            shapes = [x.shape for x in tensors_in(self._batch(records))]
+        with self._draws.again():
+            return self._losses(records), shapes
+
+    def _losses(self, records: list[Any]) -> Tensor:
+        return self._losses_of(self._batch(records)).detach()
+
+    def _batch(self, records: list[Any]) -> Any:
+        batch = self._collate([copy.copy(record) for record in records])  # which may take parts of them out
+        return mapped(lambda x: x.double() if self.wide and x.is_floating_point() else x, batch)
+
+    def _first(self, was: Tensor, now: Tensor, places: Iterable[int], how: str) -> tuple[int, float, float, str] | None:
+        off = (was.double() - now.double()).abs()
+        allowed = self.tolerance * coarsest([was], TOLERANCE) * float(was.abs().max())
+        return next(((i, float(was[i]), float(now[i]), how) for i in places if float(off[i]) > allowed), None)
