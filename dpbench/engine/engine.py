@@ -297,7 +297,6 @@ class PrivacyEngine(State):
     def _attached(self) -> Patch:
         if self._patch is None:
             raise Misuse("expected engine.attach(optimizer) before a step, got an engine that is not attached")
-        require_own(self, self._patch.optimizer)
         return self._patch
 
     def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
@@ -350,6 +349,7 @@ class PrivacyEngine(State):
 
     def _release(self, *, sampled: bool) -> None:
         patch = self._attached()
+        require_own(self, patch.optimizer)
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums = self._sums, Sums()
         self.steps += 1  # before anything is released: what raises below may have moved parameters

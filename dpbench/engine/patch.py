@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from clipping.distributed import reshard
 from dpbench.engine.errors import Misuse
 from dpbench.engine.safeguards import unmark
 from dpbench.engine.state import State
@@ -172,7 +173,7 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_own(engine: State, optimizer: torch.optim.Optimizer) -> set[int]:
-    """The identities of what the optimizer holds.
+    """The identities of what the optimizer holds. Shards that are gathered are given back: they are other tensors.
 
     Args:
         engine: whose model it is.
@@ -181,6 +182,7 @@ def require_own(engine: State, optimizer: torch.optim.Optimizer) -> set[int]:
     Raises:
         Misuse: it holds something that is not the model's.
     """
+    reshard(engine.model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     others = held - {id(p) for p in engine.model.parameters()}
     if others:

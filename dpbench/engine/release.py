@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipping.distributed import is_sharded, reshard
+from clipping.distributed import is_sharded
 from dpbench.engine.distributed import place
 from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
@@ -30,7 +30,7 @@ def release_gradients(
     """Set `.grad` of each trainable parameter: (sum over all processes + N(0, deviation²)) / batch_size.
 
     Args:
-        model: not its wrapper.
+        model: not its wrapper; resharded.
         sums: this process's, of the parameters that a loss depended on; used up. Of a sharded parameter: everybody's.
         noise: of the first process, or of the one that has the shard.
         deviation: σ times the sensitivity.
@@ -41,7 +41,6 @@ def release_gradients(
         What nobody has read yet: (names, [names] bool), of each parameter on a GPU whether its sum was finite. Where
         one was not, all of these had noise alone. None if there is no such parameter.
     """
-    reshard(model)
     parameters = dict(model.named_parameters())
     for name, p in list(parameters.items()):
         if not p.requires_grad:
