@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import ClipFunction, Flat
@@ -189,6 +190,42 @@ class Bias(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         output: Tensor = self.layer(x)
         return output
+
+
+class Attention(nn.Module):
+    """Four heads: the backward pass of a softmax is a difference, before it comes to the projection."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.projection = nn.Linear(d, 3 * d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.projection(x).chunk(3, -1))
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+class Standardised(nn.Module):
+    """A convolution whose weight has no mean: constant images move nothing, but for rounding."""
+
+    def __init__(self, d: int, p: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(p, d, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        own = self.weight.flatten(1)
+        standard = (own - own.mean(1, keepdim=True)) / own.std(1, keepdim=True)
+        return F.conv2d(x, standard.view_as(self.weight).to(x.dtype))
+
+
+class Cast(nn.Module):
+    """A linear layer that multiplies in bfloat16, whatever its parameters are."""
+
+    def __init__(self, d: int, p: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(p, d))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype)
 
 
 def power_of_two(numbers: torch.finfo, share: float) -> float:

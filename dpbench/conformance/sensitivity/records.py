@@ -16,11 +16,14 @@ from clipping import Automatic
 from dpbench.conformance.sensitivity import DTYPES
 from dpbench.conformance.sensitivity.problems import (
     ORDINARY,
+    Attention,
     Batch,
     Bias,
+    Cast,
     HardRecord,
     Problem,
     Record,
+    Standardised,
     Tied,
     Twice,
     as_image,
@@ -81,6 +84,12 @@ def over_tokens(positions: int, layer: Callable[[], nn.Module]) -> Make:
         return Problem(layer(), [ordinary((positions, D), (positions, P), records)])
 
     return make
+
+
+def behind_softmax(numbers: torch.finfo) -> Problem:
+    """Tokens that are nearly alike: what comes back through the softmax is what rounding leaves."""
+    records = (Record(*found) for found in rows(numbers, 8, 16, 16))
+    return Problem(Attention(16), [ordinary((8, 16), (8, 16), records)])
 
 
 def over_pixels(layer: Callable[[], nn.Module], channels: int, size: int, out: tuple[int, int, int]) -> Make:
@@ -236,9 +245,13 @@ def with_entry(value: float) -> Make:
     return make
 
 
-def alike(numbers: torch.finfo) -> Problem:
+def alike(numbers: torch.finfo, layer: Callable[[int, int], nn.Module] | None = None) -> Problem:
     """Every gradient is C/4 in each of 16 coordinates, and the sum near where a digit is lost: record n + 1, for
     several n in a row, of which one lets the sum jump.
+
+    Args:
+        numbers: of the dtype.
+        layer: from 16 features to 1, without a bias; a linear one if None.
     """
     inputs, weights = torch.ones(1, 16, dtype=torch.float64), torch.ones(1, 1, dtype=torch.float64)
     most = 4096 if numbers.eps < 2.0**-8 else 1024
@@ -246,7 +259,7 @@ def alike(numbers: torch.finfo) -> Problem:
         Batch(inputs.expand(n, -1), weights.expand(n, -1), [Record(f"one more than {n}", inputs, weights, n)])
         for n in range(most + 2, most + 20)
     ]
-    return Problem(nn.Linear(16, 1, bias=False), batches)
+    return Problem(nn.Linear(16, 1, bias=False) if layer is None else layer(16, 1), batches)
 
 
 def in_common(numbers: torch.finfo) -> Problem:
@@ -342,6 +355,12 @@ RECORDS = [
         "Gram matrices of a convolution cancel",
         over_pixels(lambda: nn.Conv2d(16, P, 3, bias=False), 16, 5, (P, 3, 3)),
     ),
+    HardRecord("cancels behind a softmax", "the same pass run twice must give the same", behind_softmax),
+    HardRecord(
+        "cancels in a standardised weight",
+        "a gradient that comes to nothing is pulled back to the parameters",
+        over_pixels(lambda: Standardised(16, P), 16, 5, (P, 3, 3)),
+    ),
     HardRecord("cancels between uses", "two uses of one weight have opposite gradients", over_uses),
     HardRecord("cancels within one id", "positions of one id cancel", of_one_id(lambda: nn.Embedding(IDS, 16), 16)),
     HardRecord(
@@ -360,6 +379,7 @@ RECORDS = [
     HardRecord("a pixel is NaN", "right is to refuse it, and to say which it is", with_entry(math.nan)),
     HardRecord("a pixel is infinite", "right is to refuse it, and to say which it is", with_entry(math.inf)),
     HardRecord("alike in thousands", "the sum is far larger than what a record adds to it", alike),
+    HardRecord("alike through a cast", "the same of a weight that is cast", lambda numbers: alike(numbers, Cast)),
     HardRecord("in common in thousands", "the same of records that are not alike", in_common),
     HardRecord("one word in thousands", "the same of an embedding", of_one_word),
     HardRecord("in the worst order", "every later addition is rounded up", in_order, UP_TO_SINGLE),
