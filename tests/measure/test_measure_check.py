@@ -212,9 +212,10 @@ def make():
 
 
 def test_a_model_that_casts_to_float32_itself_is_held_to_what_that_allows(tmp_path):
+    """Of a backend that goes back through the cast with other numbers: losses that are weighed."""
     file = tmp_path / "casts.py"
     file.write_text(CASTS)
-    result = check.run(CheckTrial(model=f"{file}:make", backend="ghost", image_size=8))
+    result = check.run(CheckTrial(model=f"{file}:make", backend="opacus_ghost", image_size=8))
     assert 1e-9 < result["max_grad_error"] < result["tolerance"] == 1e-6
 
 
