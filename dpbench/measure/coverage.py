@@ -28,7 +28,7 @@ from torch import Tensor
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
 from clipping.batches import forward, map_tensors
-from clipping.verification import CAST_TOLERANCE
+from clipping.verification import CAST_TOLERANCE, LOWERED, Limit
 from dpbench.conformance.coverage import KERNEL, LOOP, CoverageTrial
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
 from dpbench.models.loading import load_workload
@@ -242,6 +242,7 @@ class Truth:
         mixes: whether a sample's gradient depends on the others, without any random number.
         tolerance: the largest relative error that rounding explains, in casts of the model's own too: those show in
             the gradient of a third of a loss, which is a third of the gradient but for rounding.
+        limit: the same of norms, and of sums, whose factors such casts lower.
 
     Raises:
         Unusable: the same pass from the same seed gives other gradients, or rounding explains any error.
@@ -258,8 +259,10 @@ class Truth:
         whole = together(self.workload, one) if drawn else again[:1]
         rounding = difference(together(self.workload, one, 1 / 3), whole)
         self.tolerance = TOLERANCES[model.dtype]
+        self.limit = Limit(self.tolerance, self.tolerance)
         if rounding > self.tolerance / 10:
             self.tolerance = max(CAST_TOLERANCE, 10 * rounding)
+            self.limit = Limit(self.tolerance, max(self.tolerance, LOWERED))
         if self.tolerance > MOST:
             raise Unusable(f"a third of a loss has a gradient that is off by {rounding:.1e}")
         self.mixes = not drawn and not apart <= self.tolerance
@@ -313,7 +316,7 @@ def judged(name: str, truth: Truth) -> Row:
     except Exception as error:
         return row | {"status": "crash", "reason": said(error)}
     row["norm_error"], row["grad_error"] = worst(f.norm_error for f in found), worst(f.grad_error for f in found)
-    wrong = [one for one in found if not one.within(truth.tolerance)]
+    wrong = [one for one in found if not one.within(truth.limit)]
     if wrong or truth.mixes:
         one = wrong[0] if wrong else found[0]
         why = "the model mixes samples, and it answered" if truth.mixes else f"gradient of {one.parameter!r}"

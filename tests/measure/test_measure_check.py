@@ -216,7 +216,7 @@ def test_a_model_that_casts_to_float32_itself_is_held_to_what_that_allows(tmp_pa
     file = tmp_path / "casts.py"
     file.write_text(CASTS)
     result = check.run(CheckTrial(model=f"{file}:make", backend="opacus_ghost", image_size=8))
-    assert 1e-9 < result["max_grad_error"] < result["tolerance"] == 1e-6
+    assert 1e-9 < result["max_grad_error"] < 1e-6 and result["tolerance"] == 1e-3
 
 
 def test_a_refusal_passes_through():
