@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from clipping.kernels import cpu
-from clipping.kernels.noise import BLOCKS, NORMALS, WORDS, _compiled, _require_blocks, _state, words
+from clipping.kernels.noise import BLOCKS, NORMALS, WORDS, _compiled, _operands, words
 
 WIDEST = 2.0**43
 """What a total is clamped to, in units of the grid; below it, a quotient of float64 is known to 2^-10."""
@@ -66,11 +66,7 @@ def discrete_noisy(
     """
     if not 1 <= log <= 40:
         raise ValueError(f"expected the logarithm of a deviation from 1 to 40, got {log}")
-    for total, nonce in zip(totals, nonces, strict=True):
-        _require_blocks(total.numel())
-        _state(key, 0, nonce)
-    here = [x.detach().to("cpu", torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
-    found = here if in_place else [torch.empty_like(x) for x in here]
+    here, found = _operands(totals, key, nonces, in_place, "cpu")
     for dtype in {x.dtype for x in here}:
         members = [i for i, x in enumerate(here) if x.dtype == dtype]
         chosen, results = [here[i] for i in members], [found[i] for i in members]

@@ -122,11 +122,7 @@ def noisy(
     Raises:
         ValueError: a key or a nonce of another size, or more coordinates than a nonce has blocks for.
     """
-    for total, nonce in zip(totals, nonces, strict=True):
-        _require_blocks(total.numel())
-        _state(key, 0, nonce)
-    wide = [x.detach().to(torch.promote_types(x.dtype, torch.float32)).contiguous() for x in totals]
-    found: list[Tensor] = wide if in_place else [torch.empty_like(x) for x in wide]
+    wide, found = _operands(totals, key, nonces, in_place)
     kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = {}
     for i, x in enumerate(wide):
         nonce = () if cpu.supported(x) else tuple(nonces[i][:2])  # a flat tensor has one but for the labels
@@ -240,6 +236,18 @@ def _compiled(
         scale,
         grid,
     )
+
+
+def _operands(
+    totals: Sequence[Tensor], key: bytes, nonces: Sequence[Sequence[int]], in_place: bool, device: str | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Totals as a kernel reads them, in one piece and float32 or wider, and where the results go."""
+    for total, nonce in zip(totals, nonces, strict=True):
+        _require_blocks(total.numel())
+        _state(key, 0, nonce)
+    dtypes = (torch.promote_types(x.dtype, torch.float32) for x in totals)
+    wide = [x.detach().to(device or x.device, dtype).contiguous() for x, dtype in zip(totals, dtypes, strict=True)]
+    return wide, wide if in_place else [torch.empty_like(x) for x in wide]
 
 
 def _require_blocks(count: int) -> None:

@@ -88,7 +88,7 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in module.parameters()),
         "random": drawn,
         "mixes": truth.mixes,
-        "tolerance": truth.tolerance,
+        "tolerance": truth.limit.norm,
         "rows": rows,
     }
 
@@ -240,9 +240,8 @@ class Truth:
 
     Attributes:
         mixes: whether a sample's gradient depends on the others, without any random number.
-        tolerance: the largest relative error that rounding explains, in casts of the model's own too: those show in
-            the gradient of a third of a loss, which is a third of the gradient but for rounding.
-        limit: the same of norms, and of sums, whose factors such casts lower.
+        limit: the largest relative errors that rounding explains, in casts of the model's own too: those show in the
+            gradient of a third of a loss, which is a third of the gradient but for rounding, and lower factors.
 
     Raises:
         Unusable: the same pass from the same seed gives other gradients, or rounding explains any error.
@@ -258,14 +257,14 @@ class Truth:
         one = one_by_one(self.batch)[0]
         whole = together(self.workload, one) if drawn else again[:1]
         rounding = difference(together(self.workload, one, 1 / 3), whole)
-        self.tolerance = TOLERANCES[model.dtype]
-        self.limit = Limit(self.tolerance, self.tolerance)
-        if rounding > self.tolerance / 10:
-            self.tolerance = max(CAST_TOLERANCE, 10 * rounding)
-            self.limit = Limit(self.tolerance, max(self.tolerance, LOWERED))
-        if self.tolerance > MOST:
+        tolerance = TOLERANCES[model.dtype]
+        self.limit = Limit(tolerance, tolerance)
+        if rounding > tolerance / 10:
+            tolerance = max(CAST_TOLERANCE, 10 * rounding)
+            self.limit = Limit(tolerance, max(tolerance, LOWERED))
+        if tolerance > MOST:
             raise Unusable(f"a third of a loss has a gradient that is off by {rounding:.1e}")
-        self.mixes = not drawn and not apart <= self.tolerance
+        self.mixes = not drawn and not apart <= tolerance
         self.clip = Flat(max_grad_norm=between(norms_of(self.samples).tolist()))
 
     def batches(self) -> Iterator[tuple[tuple[Any, Any], ClippedGradient]]:
