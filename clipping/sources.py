@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from clipping.alike import done_once
 from clipping.formats import norm_dtype
 
 TRANSPOSITIONS = {
@@ -166,7 +167,7 @@ class Source:
         tensor: the parameter itself, or what became of it; held, so that its identity stays its own.
         parameters: the trainable parameters that it is made of, by name.
         rearranged: its entries are those of one parameter, or of a part that nothing else reads, each exactly once.
-        row: the source whose copies its rows are, if it was made by expanding along the first dimension.
+        row: the source whose copies its rows are, if it or what it is made of was expanded along the first dimension.
         lookup: (ids, table, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
         copied: (operation, args, kwargs, its operands that are sources) if it did no more than copy their entries.
         version: of the tensor as it was made.
@@ -308,17 +309,15 @@ def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Sour
         output: what it gave.
         origins: sources of its operands.
     """
-    parameters: dict[str, Tensor] = {}
-    for origin in origins:
-        parameters |= origin.parameters
+    parameters = {name: p for origin in origins for name, p in origin.parameters.items()}
     first = origins[0]
     alone = len(origins) == 1 and output.numel() == first.tensor.numel() and output.dtype == first.tensor.dtype
-    row = _row(func, first, output)
+    row = _row(func, first, output) or _row_made(func, args, kwargs, output, origins)
     copied = (func, args, kwargs, origins) if func in COPIES else None
     rearranged = alone and first.rearranged and func in REARRANGEMENTS
     part = first.part if alone and func in REARRANGEMENTS else _part(first, output) if func in PIECES else None
-    version, node, output_nr = output._version, output.grad_fn, output.output_nr
-    return Source(output, parameters, rearranged, row, None, copied, version, node, output_nr, part)
+    version, node = output._version, output.grad_fn
+    return Source(output, parameters, rearranged, row, None, copied, version, node, output.output_nr, part)
 
 
 def _part(whole: Source, piece: Tensor) -> tuple[int, int] | None:
@@ -358,6 +357,19 @@ def _row(func: Any, first: Source, output: Tensor) -> Source | None:
     return first.row
 
 
+def _row_made(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Source]) -> Source | None:
+    """The source that `func` makes of one row, if its operands' rows are copies of one another."""
+    rows = {id(origin.tensor): origin.row for origin in origins if origin.row is not None}
+    made = done_once(func, args, kwargs, output, {key: row.tensor for key, row in rows.items()})
+    if made is None:
+        return None
+    parameters = {name: p for origin in origins for name, p in origin.parameters.items()}
+    moved = func in REARRANGEMENTS and all(
+        row.rearranged and row.tensor.numel() == made.numel() for row in rows.values()
+    )
+    return Source(made, parameters, moved, version=made._version, node=made.grad_fn, output_nr=made.output_nr)
+
+
 def remade(tensor: Tensor, known: dict[int, Source], uses: set[Any]) -> Source | None:
     """The source that a tensor is after it was changed in place, by the graph that leads to it.
 
@@ -385,4 +397,4 @@ def remade(tensor: Tensor, known: dict[int, Source], uses: set[Any]) -> Source |
         stack.extend(child for child, _ in node.next_functions)
     if seen & uses or not parameters:
         return None
-    return Source(tensor, parameters, False, None, None, None, tensor._version, tensor.grad_fn, tensor.output_nr)
+    return Source(tensor, parameters, False, version=tensor._version, node=tensor.grad_fn, output_nr=tensor.output_nr)

@@ -1,0 +1,75 @@
+"""Operations on tensors whose rows are copies of one another, made of parameters: on one row, they are done once.
+
+An attention's score of positions is the same for every sample, and a model may expand it to the batch before it is
+used (ConViT). Each of B rows is then a function f of the parameters alone, and the gradient of sample i is J_fᵀ of row
+i's gradient, for the one row that f makes. Through the graph of all B rows it is the same, at B times the price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+_NAMES = (
+    *("add", "sub", "subtract", "rsub", "mul", "multiply", "div", "divide", "true_divide", "pow", "maximum", "minimum"),
+    *("neg", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "square", "reciprocal", "abs", "sin", "cos", "tanh"),
+    *("sigmoid", "relu", "erf", "clamp", "clip", "where", "lerp", "float", "double", "half", "bfloat16", "to"),
+    *("matmul", "permute", "transpose", "swapaxes", "movedim", "unsqueeze", "softmax", "log_softmax"),
+    *("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__neg__"),
+    *("__pow__", "__rpow__", "__matmul__"),
+)
+ROWWISE = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in _NAMES} - {None}
+ROWWISE |= {F.linear, F.layer_norm, F.rms_norm, F.gelu, F.silu, F.softplus, F.relu, F.leaky_relu, F.elu, F.softmax}
+ROWWISE |= {F.log_softmax}
+"""Operations that treat each row by itself, if what they make of one row has the shape of a row of the output."""
+ALONG = {torch.softmax, torch.Tensor.softmax, torch.log_softmax, torch.Tensor.log_softmax, F.softmax, F.log_softmax}
+"""Of them, those along one dimension, their second argument: rowwise if that is not the rows' own."""
+
+
+def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[int, Tensor]) -> Tensor | None:
+    """What `func` makes of one row, [1, ...], if the rows of its output [B, ...] are copies of it; else None.
+
+    Args:
+        func, args, kwargs: the operation, and what it was called with: parameters, what was made of them, constants.
+        output: what it gave.
+        rows: by the identity of an operand that is made of parameters, what its rows are copies of.
+    """
+    count = len(output) if output.dim() > 1 else 1
+    if count == 1 or func not in ROWWISE or "out" in kwargs or any(output is x for x in args):
+        return None
+    if func in ALONG and _along(args, kwargs) % output.dim() == 0:
+        return None
+    found = False
+
+    def one(x: Any) -> Any:
+        nonlocal found
+        if not isinstance(x, Tensor) or not x.dim() or len(x) != count:
+            return x
+        row = rows.get(id(x))
+        if row is None and (x.requires_grad or x.stride(0)):
+            return x
+        found = True
+        return x[:1] if row is None else row.expand(1, *x.shape[1:])
+
+    replaced, named = [one(x) for x in args], {key: one(x) for key, x in kwargs.items()}
+    if not found:
+        return None
+    made = None
+    with suppress(RuntimeError, TypeError, IndexError), saved_tensors_hooks(torch.Tensor.detach, _same):
+        made = func(*replaced, **named)  # a checkpoint that counts what is saved is not to count this
+    return made if isinstance(made, Tensor) and made.shape == (1, *output.shape[1:]) else None
+
+
+def _along(args: Any, kwargs: Any) -> int:
+    dim = kwargs["dim"] if "dim" in kwargs else args[1] if len(args) > 1 else 0
+    return dim if isinstance(dim, int) else 0
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
