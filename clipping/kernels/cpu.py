@@ -5,6 +5,8 @@
     sum_of_squares    ‖x_i‖² of what is instantiated                     reads it once
     column_norms      norms of pixels over their channels                reads them once
     scale_gradient    Σ_t g x̂ of a layer norm                            reads g and x once
+    row_reach         Σ_t ‖a_t‖ ‖g_t‖ of a linear layer                  reads a and g once
+    patch_reach       the same of a convolution, from norms of pixels    reads them once for each pixel of the kernel
 
 The libraries that torch multiplies by are made for large matrices; those of one sample are small, and symmetric. Here a
 tile of inner products stays in registers from the first feature to the last, only a triangle is formed, and an entry
@@ -167,6 +169,48 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
     return found
 
 
+def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """Σ_t ‖a_t‖ ‖g_t‖ and Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) of each sample, [n, 2].
+
+    Args:
+        a: [n, T, d], float32 or float64.
+        g: [n, T, p], of the same dtype.
+        lost: as `clipping.rounding.of_lost` gives it.
+    """
+    a, g = _rows(a), _rows(g)
+    found = g.new_empty(len(g), 2)
+    if found.numel() and not isinstance(found, FakeTensor):
+        sizes = _numbers([g.shape[1], a.shape[2], *a.stride()[:2], g.shape[2], *g.stride()[:2]])
+        _loaded(g.dtype).row_reaches(
+            _torch().torch_parallel_for, a.data_ptr(), g.data_ptr(), sizes, len(g), *lost, found.data_ptr()
+        )
+    return found
+
+
+def patch_reach(
+    pixels: Tensor, norms: Tensor, geometry: Sequence[Sequence[int]], width: int, lost: tuple[float, float]
+) -> Tensor:
+    """`row_reach` of the patches of a convolution in one or two dimensions, [n, 2].
+
+    Args:
+        pixels: [n, *size], norms of the input's pixels, in one piece.
+        norms: [n, T], of the positions of the output's gradient, likewise.
+        geometry: kernel, stride, padding and dilation, a number for each dimension.
+        width: of the output, along its last dimension.
+        lost: as in `row_reach`.
+    """
+    found = norms.new_empty(len(norms), 2)
+    if found.numel() and not isinstance(found, FakeTensor):
+        flat = () if pixels.dim() == 3 else (1,)
+        two = [n for each, one in zip(geometry, (1, 1, 0, 1), strict=True) for n in (*(one for _ in flat), *each)]
+        size = [*flat, *pixels.shape[1:], norms.shape[1] // max(1, width), width]
+        _loaded(norms.dtype).patch_reaches(
+            _torch().torch_parallel_for, pixels.data_ptr(), norms.data_ptr(), _numbers([*size, *two]), len(norms),
+            *lost, found.data_ptr(),
+        )  # fmt: skip
+    return found
+
+
 def in_one_piece(*tensors: Tensor) -> bool:
     """Whether they are `supported`, each in one piece and all of one dtype, float32 or float64."""
     dtype = tensors[0].dtype
@@ -239,6 +283,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     kernels.squares.argtypes = [address, address, number, number, address]
     kernels.column_norms.argtypes = [address, address, number, number, number, address]
     kernels.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
+    for reaches in (kernels.row_reaches, kernels.patch_reaches):
+        reaches.argtypes = [*[address] * 4, number, ctypes.c_double, ctypes.c_double, address]
+        reaches.restype = None
     kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, *[number] * 5], number
     for kernel in (
         kernels.gram_norm,

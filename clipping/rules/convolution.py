@@ -137,8 +137,10 @@ class ConvolutionWeight(Bilinear):
             count = x.shape[0] * self.groups
             pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
             norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
-            if len(self.kernel) <= 2 and fused.runs(pixels, norms):
-                made = reach_of_pixels(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
+            by_kernel = fused.runs(pixels, norms)
+            if len(self.kernel) <= 2 and (by_kernel or cpu.in_one_piece(pixels, norms)):
+                found = reach_of_pixels if by_kernel else cpu.patch_reach
+                made = found(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
                 return self._of_groups(Reach(*made.unbind(1)))
             pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipping.kernels import cpu, cuda
 from clipping.kernels.gram import gram_product, part, within
 from clipping.kernels.matmul import by_onednn, product, products
-from clipping.rounding import Reach, of_rows, row_norms
+from clipping.rounding import Reach, of_lost, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.weight import Bilinear
@@ -58,6 +58,9 @@ class LinearWeight(Bilinear):
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
             a, of = self.operands(g, samples)
+            if of.dtype in cpu.REALS and cpu.supported(a, of):
+                lost = of_lost(of.dtype, self.inputs, self.outputs)
+                return Reach(*cpu.row_reach(a, of, lost).unbind(1))
             return of_rows(row_norms(a), row_norms(of), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
