@@ -113,7 +113,8 @@ def _find(real: str) -> Library:
         raise NoLibrary("DPBENCH_CACHE says off, or there is no home to keep them in", expected=True)
     compiler = _compiler()
     machine = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    flags = ["-O3", machine, "-ffp-contract=fast", f"-DREAL={real}", f"-DSIZE={REALS[real]}", "-shared", "-fPIC"]
+    flags = ["-O3", machine, "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC"]
+    flags += [f"-DREAL={real}", f"-DSIZE={REALS[real]}"]
     known = "\n".join([*compiler, *flags, *(file.read_text() for file in SOURCES), platform.node(), _processor()])
     name = f"kernels-{real}-{hashlib.sha256(known.encode(errors='surrogateescape')).hexdigest()[:16]}.so"
     try:

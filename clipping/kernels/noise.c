@@ -12,21 +12,23 @@ typedef double doubles __attribute__((vector_size(BYTES)));
 
 #define HALF (BYTES / 8) /* words of 64 bits */
 
-/* √(-2 ln u), u = (⌊z/2⌋ + ½) 2⁻⁶³: u = m 2ᵏ with √½ <= m < √2, and ln m = 2 artanh((m - 1) / (m + 1)). */
+/* √(-2 ln u), u = (⌊z/2⌋ + ½) 2⁻⁶³: u = m 2ᵏ with √½ <= m < √2, and ln m = 2 artanh(s), s = (m - 1) / (m + 1). */
 INLINE doubles radius(longs z) {
   doubles u = __builtin_convertvector((integers)(z >> 1), doubles) + 0.5;
   longs above = (longs)u - 0x3fd6a09e667f3bcd; /* √½ / 2 */
   longs power = above >> 52;
   doubles m = (doubles)((longs)u - (power << 52)) * 2;
   doubles k = (doubles)(power | 0x4330000000000000) - (0x1p52 + 64);
-  doubles f = m - 1, s = f / (m + 1), q = s * s, series = q * (1.0 / 21) + 1.0 / 19;
-  UNROLL for (int odd = 17; odd >= 3; odd -= 2) series = q * series + 1.0 / odd;
-  /* 2 s + 2 s q series, where 2 s = f - s f: what is rounded off in s does not meet the larger term */
-  doubles log = f - s * (f - 2 * q * series);
-  doubles square = -2 * (k * 0x1.62e42fefa39efp-1 + log);
-  doubles root = (doubles)(0x5fe6eb50c7b537a9 - ((longs)square >> 1)); /* 1 / √, within 4 % */
-  UNROLL for (int i = 0; i < 4; i++) root *= 1.5 - 0.5 * (square * root) * root;
-  return square * root;
+  doubles f = m - 1, s = f / (m + 1), q = s * s;
+  /* 2 artanh(s) = 2 s + s q series, within 2^-58: the coefficients of fdlibm's e_log.c (Sun 1993) */
+  doubles series = q * 1.479819860511658591e-01 + 1.531383769920937332e-01;
+  series = q * (q * series + 1.818357216161805012e-01) + 2.222219843214978396e-01;
+  series = q * (q * series + 2.857142874366239149e-01) + 3.999999999940941908e-01;
+  series = q * series + 6.666666666666735130e-01;
+  /* 2 s = f - s f: what is rounded off in s does not meet the larger term */
+  doubles log = f - s * (f - q * series), square = -2 * (k * 0x1.62e42fefa39efp-1 + log), root;
+  UNROLL for (int i = 0; i < HALF; i++) root[i] = __builtin_sqrt(square[i]);
+  return root;
 }
 
 /* 128 normals: Box and Muller's, from 8 x 8 pairs of words. The two highest bits of the second word choose one of four
