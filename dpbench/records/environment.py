@@ -146,6 +146,7 @@ def host_facts(device: str) -> dict[str, Any]:
         "device": device,
         "device_name": device_name(device),
         "cpu": _cpu_name(),
+        "cpu_model": _cpu_model(),
         "cpu_count": os.cpu_count(),
         "cpus_available": available_cpus(),
         "memory_total": _memory_total(),
@@ -337,6 +338,17 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def _cpu_model() -> str | None:
+    """Generations that virtual machines call by one name ("AMD EPYC") apart: "family 25, model 17, stepping 1"."""
+    found = dict.fromkeys(("cpu family", "model", "stepping"))
+    for line in (_read("/proc/cpuinfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in found:
+            found[name.strip()] = value.strip()
+    said = [f"{name.removeprefix('cpu ')} {value}" for name, value in found.items() if value]
+    return ", ".join(said) or None
 
 
 def _memory_total() -> int | None:

@@ -51,6 +51,7 @@ ENVIRONMENT: Shape = {
     "device_name": TEXT,
     "torch?": _TEXT,
     "threads?": _WHOLE,
+    "cpu_model?": _TEXT,
     "cpu_count?": _WHOLE,
     "cpus_available?": _WHOLE,
     "memory_total?": _WHOLE,

@@ -144,6 +144,18 @@ def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkey
     assert (facts["git_sha"], facts["git_dirty"]) == recorded
 
 
+@pytest.mark.parametrize(
+    ("info", "model"),
+    [
+        ("model\t\t: 17\nmodel name\t: AMD EPYC\ncpu family\t: 25\nstepping\t: 1\n", "family 25, model 17, stepping 1"),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", None),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(monkeypatch, info, model):
+    monkeypatch.setattr(environment, "_read", lambda path: info if path == "/proc/cpuinfo" else None)
+    assert environment.host_facts("cpu")["cpu_model"] == model
+
+
 def test_git_is_believed_before_the_environment(root, monkeypatch):
     monkeypatch.setenv("DPBENCH_COMMIT", "abc123")
     for command in ("init -q", "-c user.name=x -c user.email=x commit -q --allow-empty -m one"):

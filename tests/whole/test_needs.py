@@ -103,6 +103,7 @@ def test_the_environment_has_nothing_else(bare):
     assert {canonicalize_name(name) for name in names} == with_what_they_need(NEEDED) - OPTIONAL - MODELS
 
 
+@pytest.mark.slow
 def test_the_stress_test_runs_with_what_is_needed_and_says_that_opacus_is_missing(bare, tmp_path):
     found: dict[str, set[str]] = {}
     for record in run(bare, tmp_path, "stress_test"):
