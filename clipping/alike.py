@@ -25,8 +25,8 @@ _NAMES = (
     *("__pow__", "__rpow__", "__matmul__"),
 )
 ROWWISE = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in _NAMES} - {None}
-ROWWISE |= {F.linear, F.layer_norm, F.rms_norm, F.gelu, F.silu, F.softplus, F.relu, F.leaky_relu, F.elu, F.softmax}
-ROWWISE |= {F.log_softmax}
+ROWWISE |= {F.linear, F.layer_norm, F.rms_norm, F.softmax, F.log_softmax}
+ROWWISE |= {F.gelu, F.silu, F.softplus, F.relu, F.leaky_relu, F.elu}
 """Operations that treat each row by itself, if what they make of one row has the shape of a row of the output."""
 ALONG = {torch.softmax, torch.Tensor.softmax, torch.log_softmax, torch.Tensor.log_softmax, F.softmax, F.log_softmax}
 """Of them, those along one dimension, their second argument: rowwise if that is not the rows' own."""
@@ -41,7 +41,8 @@ def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[i
         rows: by the identity of an operand that is made of parameters, what its rows are copies of.
     """
     count = len(output) if output.dim() > 1 else 1
-    if count == 1 or func not in ROWWISE or "out" in kwargs or any(output is x for x in args):
+    in_place = any(output is x for x in (*args, *kwargs.values()))
+    if count == 1 or func not in ROWWISE or in_place:
         return None
     if func in ALONG and _along(args, kwargs) % output.dim() == 0:
         return None

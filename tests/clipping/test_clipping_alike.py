@@ -92,12 +92,17 @@ def test_rows_that_are_copies_are_computed_once(form, once):
     [
         (F.softmax, (torch.ones(1, 2, 2).expand(3, 2, 2),), {}),  # along the rows, where no dimension is said
         (torch.softmax, (torch.ones(1, 2).expand(3, 2), -2), {}),
-        (F.relu, (torch.ones(1, 2).expand(3, 2), True), {}),
         (F.dropout, (torch.ones(1, 2).expand(3, 2),), {}),
         (torch.add, (torch.ones(1, 2).expand(3, 2), torch.ones(3, 2)), {}),
         (torch.sum, (torch.ones(1, 2, 2).expand(3, 2, 2), 1), {}),
     ],
 )
 def test_operations_whose_rows_are_not_copies_are_not_done_once(func, args, kwargs):
-    output = args[0] if func is F.relu else func(*args, **kwargs)
-    assert done_once(func, args, kwargs, output, {}) is None
+    assert done_once(func, args, kwargs, func(*args, **kwargs), {}) is None
+
+
+def test_an_operation_in_place_is_not_done_again():
+    x, row = torch.full((3, 2), -1.0), torch.full((1, 2), -1.0)
+    for args, kwargs in (((x, True), {}), ((), {"input": x, "inplace": True})):
+        assert done_once(F.relu, args, kwargs, F.relu(*args, **kwargs), {id(x): row}) is None
+    assert (row == -1).all()
