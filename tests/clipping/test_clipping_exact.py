@@ -87,6 +87,7 @@ def test_exact(case: Case, backend: str):
 
 @pytest.mark.parametrize("backend", PRIVATE)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.slow
 def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case, backend: str):
     """The suite runs without it; ordinary use does not."""
     if case.name in NOT_FOR.get(backend, ()):

@@ -48,6 +48,7 @@ def interpreted() -> dict[str, str | None]:
 
 @TRITON
 @pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.slow
 def test_exact_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
     judge(interpreted[name])
 

@@ -43,6 +43,7 @@ def interpreted() -> dict[str, str | None]:
 
 @TRITON
 @pytest.mark.parametrize("name", NAMES)
+@pytest.mark.slow
 def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
     assert interpreted.keys() == set(NAMES) and interpreted[name] is None, interpreted[name]
 

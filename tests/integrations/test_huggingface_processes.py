@@ -14,6 +14,7 @@ from torchrun import torchrun
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize("kind", ["ddp", "sharded"])
+@pytest.mark.slow
 def test_two_processes_are_one(kind, tmp_path):
     trainer = trainer_of(tmp_path / "one", per_device_train_batch_size=8, **ADAM)
     trainer.train()

@@ -339,6 +339,7 @@ def test_tensor_parallelism_is_refused_by_name():
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without torch.distributed")
 @pytest.mark.parametrize("kind", ["ddp", "sharded", "saved in parts"])
+@pytest.mark.slow
 def test_two_processes_are_one(kind, tmp_path):
     strategy, module = strategy_of(), Classifier()
     module.momentum = 0.5  # without a state of the optimizer Lightning cannot load one file for all processes

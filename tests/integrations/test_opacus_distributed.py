@@ -31,6 +31,7 @@ def two(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("place", "mode"), [(0, "hooks"), (1, "ghost")])
+@pytest.mark.slow
 def test_one_process_and_two_have_the_same_weights(two, place, mode):
     alone, steps = train(mode, most=6)
     for found in two:

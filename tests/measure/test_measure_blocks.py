@@ -119,6 +119,7 @@ def test_a_step_has_the_same_operations_whatever_the_batch(backend, monkeypatch)
 
 
 @pytest.mark.parametrize("backend", COUNTED)
+@pytest.mark.slow
 def test_a_built_in_model_has_few_operations_at_any_batch(backend):
     """A large batch differs only in what a small one does at once: gradients that are joined, a sum of one portion."""
     skip_if_unavailable(backend)

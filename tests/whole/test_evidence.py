@@ -316,6 +316,7 @@ def smoke(tmp_path_factory) -> Path:
     return folder / "evidence-smoke"
 
 
+@pytest.mark.slow
 def test_the_smoke_run_has_a_typed_record_of_every_stage(smoke):
     records = read_records(smoke)
     kinds = {record["trial"]["kind"] for record in records}
@@ -329,12 +330,14 @@ def test_the_smoke_run_has_a_typed_record_of_every_stage(smoke):
     assert len(budgets) == 2  # those of searches, and those beside each other without a budget
 
 
+@pytest.mark.slow
 def test_the_traces_of_the_smoke_run_can_be_opened(smoke):
     (record,) = (record for record in read_records(smoke) if record["trial"]["kind"] == "profile")
     for name in record["result"]["files"].values():
         assert json.loads(gzip.decompress((smoke / name).read_bytes()))["traceEvents"]
 
 
+@pytest.mark.slow
 def test_the_page_has_a_table_for_each_stage(smoke, tmp_path):
     paths = write_report(smoke, tmp_path, EVIDENCE.figures)
     stems = {path.stem for path in paths if path.suffix == ".csv"}
