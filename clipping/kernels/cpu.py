@@ -285,7 +285,6 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     kernels.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
     for reaches in (kernels.row_reaches, kernels.patch_reaches):
         reaches.argtypes = [*[address] * 4, number, ctypes.c_double, ctypes.c_double, address]
-        reaches.restype = None
     kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, *[number] * 5], number
     for kernel in (
         kernels.gram_norm,
@@ -293,6 +292,8 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         kernels.squares,
         kernels.column_norms,
         kernels.scale_gradients,
+        kernels.row_reaches,
+        kernels.patch_reaches,
     ):
         kernel.restype = None
     return kernels

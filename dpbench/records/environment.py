@@ -334,21 +334,20 @@ def _nvidia_smi(query: str) -> list[str]:
 
 @functools.cache
 def _cpu_name() -> str:
-    for line in (_read("/proc/cpuinfo") or "").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return _cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def _cpu_model() -> str | None:
     """Generations that virtual machines call by one name ("AMD EPYC") apart: "family 25, model 17, stepping 1"."""
-    found = dict.fromkeys(("cpu family", "model", "stepping"))
-    for line in (_read("/proc/cpuinfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in found:
-            found[name.strip()] = value.strip()
-    said = [f"{name.removeprefix('cpu ')} {value}" for name, value in found.items() if value]
-    return ", ".join(said) or None
+    facts = _cpu_facts()
+    names = {"cpu family": "family", "model": "model", "stepping": "stepping"}
+    return ", ".join(f"{short} {facts[name]}" for name, short in names.items() if facts.get(name)) or None
+
+
+def _cpu_facts() -> dict[str, str]:
+    """What Linux says of the first CPU."""
+    lines = (line.partition(":") for line in (_read("/proc/cpuinfo") or "").split("\n\n")[0].splitlines())
+    return {name.strip(): value.strip() for name, _, value in lines}
 
 
 def _memory_total() -> int | None:
