@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -96,10 +97,10 @@ class Norms(ABC):
 
     def _squared_norms(
         self, source: Source, rule: Rule, g: Tensor, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, Reach | None]:
+    ) -> tuple[Tensor, list[Reach]]:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
 
-        With `others`, its companions, the sum of all their squared norms. With its reach, where that is found at once.
+        With `others`, its companions, the sum of all their squared norms. With the reach of each, if found at once.
         """
         if source.rearranged:
             return rule.squares_and_reach(g, rule.route, others)
@@ -108,7 +109,7 @@ class Norms(ABC):
             found = source.pull_back(rule.instantiate(g, samples))
             return torch.stack([sum_of_squares(gradient) for gradient in found.values()]).sum(0)
 
-        return concatenated(squares, pulled_back_in(source, rule, g)), None
+        return concatenated(squares, pulled_back_in(source, rule, g)), []
 
     def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
         """U of a use; of one of which nothing else is known, by its squared norms."""
@@ -221,9 +222,9 @@ class TwoPasses(_WholeNorms):
             self._squares += sum_of_squares(gradient)
             self._sums_of[next(iter(source.parameters))] = gradient
             return
-        squares, reach = self._squared_norms(source, rule, g)
+        squares, reaches = self._squared_norms(source, rule, g)
         self._found.append(squares)
-        self._doubtful(source, rule, g, squares, reach, second_pass=True)
+        self._doubtful(source, rule, g, squares, *reaches, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -300,9 +301,9 @@ class Book(_WholeNorms):
         if groups:
             found = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
             self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
-            for uses, (squares, reach) in zip(groups.values(), found, strict=True):
-                for use in uses:
-                    self._doubtful(*use, squares, reach if use is uses[0] else None)
+            for uses, (squares, reaches) in zip(groups.values(), found, strict=True):
+                for use, reach in zip(uses, reaches or repeat(None), strict=False):
+                    self._doubtful(*use, squares, reach)
         self._waiting.clear()
         return super()._total()
 
@@ -336,9 +337,9 @@ class LayerByLayer(Norms):
     def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
         if not source.rearranged or source.part is not None:  # factors are those of whole parameters
             return self._several(source, rule, g)
-        squares, reach = self._squared_norms(source, rule, g)
+        squares, reaches = self._squared_norms(source, rule, g)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(source, rule, g, squares, reach, doubt=doubt)
+        self._doubtful(source, rule, g, squares, *reaches, doubt=doubt)
         factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 

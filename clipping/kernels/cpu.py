@@ -68,21 +68,39 @@ def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     Returns:
         [n], float32 or wider. Rounding may leave a small negative number where a gradient vanishes.
     """
+    return _gram(a, gradients, ())[0]
+
+
+def gram_norm_and_reach(
+    a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]
+) -> tuple[Tensor, Tensor]:
+    """`gram_norm` [n], and `row_reach` of each layer [n, layers, 2], whose rows' norms the Gram matrices have.
+
+    Args:
+        a, gradients: as in `gram_norm`.
+        lost: of each gradient, as `clipping.rounding.of_lost` gives it.
+    """
+    return _gram(a, gradients, lost)
+
+
+def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]) -> tuple[Tensor, Tensor]:
+    """Reaches are of no layer without `lost`."""
     dtype = norm_dtype(gradients[0].dtype)
     count, positions, inputs = a.shape
     parts = max(1, -(-positions // PART))
-    found = a.new_empty(count, parts, dtype=dtype)
+    found, reaches = (a.new_empty(count, parts, *size, dtype=dtype) for size in ((), (len(lost), 2)))
     if not count or not positions:
-        return found.zero_().sum(1)
+        return found.zero_().sum(1), reaches.zero_().sum(1)
     a, *gradients = (_rows(x.to(dtype)) for x in (a, *gradients))
     if not isinstance(found, FakeTensor):
         given = [n for g in gradients for n in (g.data_ptr(), g.shape[2], g.stride(0), g.stride(1))]
         strides = _numbers(a.stride()[:2])
+        losses = (ctypes.c_double * (2 * len(lost)))(*(x for each in lost for x in each)) if lost else None
         _loaded(dtype).gram_norm(
             _torch().torch_parallel_for, a.data_ptr(), strides, count, positions, inputs,
-            _numbers(given), len(gradients), parts, found.data_ptr(),
+            _numbers(given), len(gradients), parts, found.data_ptr(), losses, reaches.data_ptr(),
         )  # fmt: skip
-    return found.sum(1) if parts > 1 else found.view(count)
+    return (found.sum(1), reaches.sum(1)) if parts > 1 else (found[:, 0], reaches[:, 0])
 
 
 def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
@@ -278,7 +296,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     number: Any = ctypes.c_int64
     address: Any = ctypes.c_void_p
-    kernels.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, address]
+    kernels.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, *[address] * 3]
     kernels.pixel_gram_norm.argtypes = [address, *[number] * 5, *[address] * 3, number, address, address]
     kernels.squares.argtypes = [address, address, number, number, address]
     kernels.column_norms.argtypes = [address, address, number, number, number, address]

@@ -6,6 +6,7 @@
 #define SIDE (REGISTERS == 32 ? 5 : 3)
 #define TILE (SIDE * SIDE)
 #define TREES ((TILE + LANES - 1) / LANES)
+#define DIAGONAL ((SIDE + LANES - 1) / LANES) /* trees of it */
 #define PANEL 393216 /* bytes of positions that stay in a second-level cache while others pass by */
 
 /* Sums of the lanes of LANES vectors at once: halves of two vectors are added, until one lane is left of each. */
@@ -62,6 +63,8 @@ typedef struct {
   const rows *gradients;
   I count, positions, parts;
   REAL *out; /* [n, parts] */
+  const double *lost; /* [count, 2], if reaches are wanted */
+  REAL *reaches; /* [n, parts, count, 2] */
   I entries; /* of one position, in a and all of its gradients */
 } gram_job;
 
@@ -94,8 +97,22 @@ APART void dots(const rows *of, I sample, I t, I s, I end, vector *out) {
   UNROLL for (int i = 0; i < SIDE; i++) UNROLL for (int j = 0; j < SIDE; j++) out[i * SIDE + j] = found[i][j];
 }
 
+/* On the diagonal of both Gram matrices are the squares of the rows' norms: what a reach is made of, see sums.c. */
+static void add_reaches(const gram_job *job, I k, const vector *tile, const REAL *inputs, I left, double *found) {
+  vector diagonal[DIAGONAL * LANES];
+  REAL gradients[DIAGONAL * LANES];
+  UNROLL for (int i = 0; i < DIAGONAL * LANES; i++) diagonal[i] = i < SIDE ? tile[i * (SIDE + 1)] : (vector){0};
+  UNROLL for (int i = 0; i < DIAGONAL; i++) sums(diagonal + i * LANES, gradients + i * LANES);
+  for (int i = 0; i < SIDE && i < left; i++) {
+    int at = i * (SIDE + 1);
+    double a = sqrt(inputs[at / LANES * LANES + lane(at % LANES)]), g = sqrt(gradients[i / LANES * LANES + lane(i % LANES)]);
+    found[2 * k] += a * g;
+    found[2 * k + 1] += a * job->lost[2 * k] + g * job->lost[2 * k + 1];
+  }
+}
+
 /* The part of a sample's sum in which t is in [start, stop), of the lower triangle with the diagonal. */
-static double of_positions(const gram_job *job, I sample, I start, I stop) {
+static double of_positions(const gram_job *job, I sample, I start, I stop, double *reaches) {
   I end = job->positions, panel = PANEL / (job->entries * (I)sizeof(REAL)) / SIDE * SIDE;
   double total = 0;
   if (panel < 4 * SIDE) panel = 4 * SIDE;
@@ -115,6 +132,7 @@ static double of_positions(const gram_job *job, I sample, I start, I stop) {
           dots(&job->gradients[k], sample, t, s, end, tile);
           UNROLL for (int i = 0; i < TILE; i++)
             part[i % 4] += tile[i] * inputs[i / LANES * LANES + lane(i % LANES)];
+          if (s == t && job->lost) add_reaches(job, k, tile, inputs, end - t, reaches);
         }
         part[0] = (part[0] + part[1]) + (part[2] + part[3]);
         found += s == t ? part[0] : part[0] + part[0];
@@ -132,14 +150,19 @@ static void gram_units(I low, I high, void *given) {
     part = part % 2 ? job->parts - 1 - part / 2 : part / 2; /* short ones beside long ones: they share a thread */
     start = part * step;
     I stop = start + step < job->positions ? start + step : job->positions;
-    job->out[unit] = start < stop ? of_positions(job, unit / job->parts, start, stop) : 0;
+    double reaches[2 * job->count];
+    for (I i = 0; i < 2 * job->count; i++) reaches[i] = 0;
+    job->out[unit] = start < stop ? of_positions(job, unit / job->parts, start, stop, reaches) : 0;
+    if (job->lost)
+      for (I i = 0; i < 2 * job->count; i++) job->reaches[unit * 2 * job->count + i] = reaches[i];
   }
 }
 
-/* `gradients`: x, features and both strides of each, as in `rows`. */
+/* `gradients`: x, features and both strides of each, as in `rows`; `lost`: of each as in `row_reaches`, or NULL. */
 void gram_norm(for_each *parallel, const REAL *a, const I *strides, I samples, I positions, I inputs,
-               const I *gradients, I count, I parts, REAL *out) {
-  gram_job job = {{a, inputs, strides[0], strides[1]}, (const rows *)gradients, count, positions, parts, out, inputs};
+               const I *gradients, I count, I parts, REAL *out, const double *lost, REAL *reaches) {
+  gram_job job = {{a, inputs, strides[0], strides[1]}, (const rows *)gradients, count, positions, parts, out,
+                  lost, reaches, inputs};
   for (I k = 0; k < count; k++) job.entries += job.gradients[k].features;
   each(parallel, samples * parts, 0.5 * positions * positions * job.entries / parts, gram_units, &job);
 }

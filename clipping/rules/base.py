@@ -232,9 +232,9 @@ class Rule(ABC):
 
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, Reach | None]:
-        """`squared_norms`, and the reach where that is found with them; None where it is to be asked for."""
-        return self.squared_norms(g, route, others), None
+    ) -> tuple[Tensor, list[Reach]]:
+        """`squared_norms`, and the reach of each where it is found with them; none where it is to be asked for."""
+        return self.squared_norms(g, route, others), []
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         """Σ_i c_i g_i, of the shape of `parameter`, from the output's gradient g [B, ...] and the factors c [B]."""

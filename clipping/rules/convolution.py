@@ -158,7 +158,7 @@ class ConvolutionWeight(Bilinear):
 
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, Reach | None]:
+    ) -> tuple[Tensor, list[Reach]]:
         way = route.way or self.best_way(g, ghost=route.ghost)
         if not route.ghost or way != "pixels" or not self._whole(g):
             return super().squares_and_reach(g, route, others)
@@ -169,7 +169,7 @@ class ConvolutionWeight(Bilinear):
 
         squares, terms, lost = concatenated(found, self.blocks(g, way, route.block)).unbind(1)
         reach = self._of_groups(Reach(terms, lost))
-        return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, reach
+        return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
 
     def _whole(self, g: Tensor | Spec) -> bool:
         """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.blocks import each
 from clipping.kernels import cpu, cuda
 from clipping.kernels.gram import gram_product, part, within
 from clipping.kernels.matmul import by_onednn, product, products
 from clipping.rounding import Reach, of_lost, of_rows, row_norms
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Rule, Spec
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.weight import Bilinear
 
@@ -64,6 +65,22 @@ class LinearWeight(Bilinear):
             return of_rows(row_norms(a), row_norms(of), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
+
+    def squares_and_reach(
+        self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
+    ) -> tuple[Tensor, list[Reach]]:
+        if not route.ghost or (route.way or self.best_way(g, ghost=True)) != COMPILED:
+            return super().squares_and_reach(g, route, others)
+        uses = [(self, g), *((rule, h) for rule, h in others if isinstance(rule, LinearWeight))]
+        lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
+
+        def found(samples: slice) -> tuple[Tensor, Tensor]:
+            a, of = self.operands(g, samples)
+            return cpu.gram_norm_and_reach(a, [of, *(rule.operands(h, samples)[1] for rule, h in uses[1:])], lost)
+
+        parts = each(found, self.blocks(g, COMPILED, route.block))
+        squares, reaches = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+        return squares, [Reach(*of.unbind(1)) for of in reaches.unbind(1)]
 
     def copied(self, g: Tensor | Spec) -> int:
         return self.positions * min(self.inputs, self.outputs) * g.element_size()

@@ -31,7 +31,7 @@ class TransposedConvolutionWeight(ConvolutionWeight):
 
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, Reach | None]:
+    ) -> tuple[Tensor, list[Reach]]:
         return self._swapped(g).squares_and_reach(self.x.to(g.dtype), route, others)
 
     def reach(self, g: Tensor) -> Reach:

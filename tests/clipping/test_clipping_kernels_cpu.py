@@ -307,6 +307,21 @@ def test_reach_of_rows(shape: tuple[int, ...], dtype: torch.dtype):
         torch.testing.assert_close(found, expected, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
 
 
+@pytest.mark.parametrize("positions", [0, 1, 3, 5, 6, 64, 65, 1100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_reach_of_rows_with_their_norm(positions: int, dtype: torch.dtype):
+    a = made(3, positions, 37, dtype=torch.float32).to(dtype)
+    gradients = [torch.randn(3, positions, outputs).to(dtype) for outputs in (19, 4, 64)]
+    gradients.append(torch.randn(1, positions, 5).to(dtype).expand(3, -1, -1))
+    lost = [(1e-3 * i, 2e-3 * i) for i in range(4)]
+    squares, reaches = cpu.gram_norm_and_reach(a, gradients, lost)
+    assert torch.equal(squares, cpu.gram_norm(a, gradients))
+    for reach, g, each in zip(reaches.unbind(1), gradients, lost, strict=True):
+        wide = torch.promote_types(dtype, torch.float32)
+        expected = cpu.row_reach(a.to(wide), g.to(wide), each)
+        torch.testing.assert_close(reach, expected, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
+
+
 @pytest.mark.parametrize(
     ("size", "geometry"),
     [

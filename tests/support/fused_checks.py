@@ -88,17 +88,16 @@ def convolutions(name: str, device: str, *, transposed: bool = False) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         rule, wide, g = made(CONVOLUTIONS[name], device, dtype, transposed=transposed)
         route = Route(ghost=True, way="pixels" if "pixels" in rule.ghosts else "patches")
-        squares, reach = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
+        squares, reaches = with_kernels(lambda rule=rule, g=g, route=route: rule.squares_and_reach(g, route))
         alone = with_kernels(lambda rule=rule, g=g: rule.reach(g))
-        assert (reach is not None) == (route.way == "pixels")
+        assert bool(reaches) == (route.way == "pixels")
         expected = wide.squared_norms(g.double(), Route())
         assert (squares - expected).abs().max() <= 1e-5 * max(expected.max(), squares.new_tensor(1e-30))
-        for found in (reach, alone):
-            if found is not None:
-                close(found.terms, wide.reach(g.double()).terms)
+        for found in (*reaches, alone):
+            close(found.terms, wide.reach(g.double()).terms)
         least = rule.reach(g).lost  # by torch's operations, in the dtype that lost it
         close(alone.lost, least)
-        if reach is not None:
+        for reach in reaches:
             close(reach.lost, torch.zeros_like(least) if name == "nothing but padding" else least)
 
 
@@ -153,7 +152,7 @@ def infinities_come_through(device: str) -> None:
     case = CONVOLUTIONS["stride 2"]
     rule, _, g = made(case, device, torch.float32)
     rule.x[1, 0, 3, 3] = 3e38
-    squares, reach = with_kernels(lambda: rule.squares_and_reach(g, Route(True, "pixels")))
+    squares, (reach,) = with_kernels(lambda: rule.squares_and_reach(g, Route(True, "pixels")))
     assert squares.isfinite().tolist() == [True, False, True] and reach.terms.isfinite().tolist() == [True, False, True]
 
 
