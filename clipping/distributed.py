@@ -15,6 +15,7 @@ from torch.utils import _pytree
 from clipping.batches import map_tensors
 from clipping.types import ClippedGradient, Problem
 
+_PLAIN = (Tensor, nn.Parameter)
 _BOOKS = "use bk_mixed or bk_ghost"
 _WAIT_TOGETHER = "under FSDP2 every process must run the same number of passes"
 
@@ -25,7 +26,7 @@ def is_sharded(x: Tensor) -> bool:
     Args:
         x: any tensor.
     """
-    return hasattr(x, "placements")
+    return type(x) not in _PLAIN and hasattr(x, "placements")
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:

@@ -23,6 +23,7 @@ from clipping.draws import Draws
 from clipping.finite import require_numbers
 from clipping.formats import coarsest, norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
+from clipping.members import named_parameters
 from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.verification import verify
 
@@ -190,6 +191,12 @@ class Backend(ABC):
         if excess is None:
             return math.inf
         return float(self.clip.sensitivity * (1 + excess[worst]))
+
+    def members(self) -> dict[str, nn.Parameter]:
+        """All parameters of the model by name. Shards that are gathered are given back: they are other tensors."""
+        if self.sharded:
+            spread.reshard(self.model)
+        return named_parameters(self.model)
 
     def _dtype(self) -> torch.dtype:
         """Of the least precise parameter's sums: float32, or float64 if all are."""

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
 from clipping.batches import map_tensors
-from clipping.distributed import reshard
 from clipping.formats import coarsest, formats
 from clipping.functions import ClipFunction
 from clipping.interface import Backend
@@ -66,8 +65,7 @@ class Recording:
         after: int = 0,
     ) -> None:
         self.backend, self.batch_size, self.occasions = backend, batch_size, occasions
-        reshard(backend.model)
-        self.parameters: Parameters = {n: p for n, p in backend.model.named_parameters() if p.requires_grad}
+        self.parameters: Parameters = {n: p for n, p in backend.members().items() if p.requires_grad}
         self.passes = 1
         self._after, self.ended = after, 0
         self.tape: Tape | None = None

@@ -189,7 +189,7 @@ class Source:
     @property
     def is_parameter(self) -> bool:
         """Whether the tensor is a parameter itself, and not made of any."""
-        return len(self.parameters) == 1 and next(iter(self.parameters.values())) is self.tensor
+        return self.node is None
 
     def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
         """A gradient [*shape of tensor] to those of each parameter, [*shape of parameter].

@@ -242,11 +242,17 @@ def _operands(
     totals: Sequence[Tensor], key: bytes, nonces: Sequence[Sequence[int]], in_place: bool, device: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Totals as a kernel reads them, in one piece and float32 or wider, and where the results go."""
-    for total, nonce in zip(totals, nonces, strict=True):
-        _require_blocks(total.numel())
-        _state(key, 0, nonce)
-    dtypes = (torch.promote_types(x.dtype, torch.float32) for x in totals)
-    wide = [x.detach().to(device or x.device, dtype).contiguous() for x, dtype in zip(totals, dtypes, strict=True)]
+    if len(totals) != len(nonces):
+        raise ValueError(f"expected a nonce for each of {len(totals)} totals, got {len(nonces)}")
+    _require_blocks(max(map(Tensor.numel, totals), default=0))
+    for nonce in nonces:
+        _require_words(key, nonce)
+
+    def readable(x: Tensor) -> Tensor:
+        dtype = x.dtype if x.dtype in cpu.REALS else torch.promote_types(x.dtype, torch.float32)
+        return x.detach().to(device or x.device, dtype).contiguous()
+
+    wide = [readable(x) for x in totals]
     return wide, wide if in_place else [torch.empty_like(x) for x in wide]
 
 
@@ -345,9 +351,13 @@ def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
     return out
 
 
-def _state(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:
-    if len(key) != 32 or len(nonce) != 3 or not all(0 <= word < 2**32 for word in nonce):
+def _require_words(key: bytes, nonce: Sequence[int]) -> None:
+    if len(key) != 32 or len(nonce) != 3 or min(nonce) < 0 or max(nonce) >= 2**32:
         raise ValueError(f"expected a key of 32 bytes and a nonce of 3 words of 32 bits, got {len(key)} bytes, {nonce}")
+
+
+def _state(key: bytes, block: int, nonce: Sequence[int]) -> list[int]:
+    _require_words(key, nonce)
     return [*CONSTANT, *struct.unpack("<8I", key), block, *nonce]
 
 

@@ -36,10 +36,12 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         parameters: name -> trainable parameter.
     """
     used = [source for use in tape.uses for source, _ in use.rules]  # some were changed in place since
-    made = [s.node for s in {*tape.sources(), *used} if not s.is_parameter]
-    inside = set(nodes(made))
+    sources = {*tape.sources(), *used}
+    inside = set(nodes([source.node for source in sources if source.node is not None]))
     known = {id(p): name for name, p in parameters.items()}
-    known |= {id(s.tensor): name for s in tape.sources() if s.is_parameter for name in s.parameters}
+    for source in sources:
+        if id(source.tensor) not in known and source.is_parameter:  # it stood in for one
+            known[id(source.tensor)] = next(iter(source.parameters))
     maker = {number: use for use in tape.uses for number in range(use.first, use.last)}
     unseen: list[str] = []
     leaves: dict[int, Tensor] = {}
@@ -54,17 +56,23 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         kinds.append(type(node))
         mine = maker.get(number)
         for child, _ in node.next_functions:
-            if type(child) is _LEAF or child in inside or (type(child) is _CAST and _is_parameter(child, known)):
-                names = _names(child, known, tape)
-                unseen += names if mine is None else []
-                if not names and type(child) is _LEAF:
-                    leaves[id(child)] = child.variable
+            if type(child) is _LEAF:
+                leaf = child.variable
+                name = known.get(id(leaf)) or tape.name_of(leaf)
+                if not name:
+                    leaves[id(child)] = leaf
+                elif mine is None:
+                    unseen.append(name)
+                continue
+            if child in inside or (type(child) is _CAST and _is_parameter(child, known)):
+                unseen += _names(child, known, tape) if mine is None else []
                 continue
             if child not in seen:
                 seen.add(child)
                 stack.append(child)
-            use = None if child is None else maker.get(child._sequence_nr())
-            if use is not mine and use is not None and not {use.node, use.view} & {number, child._sequence_nr()}:
+            below = -1 if child is None else child._sequence_nr()
+            use = maker.get(below)
+            if use is not mine and use is not None and not {use.node, use.view} & {number, below}:
                 unseen += [name for source, _ in use.rules for name in source.parameters]
     reached = [use for use in tape.uses if use.node in numbers]
     tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
@@ -104,8 +112,8 @@ def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Pro
 
 
 def _names(node: Any, known: dict[int, str], tape: Tape) -> list[str]:
-    """Of the parameters at or below a node."""
-    leaves = (each.variable for each in ([node] if type(node) is _LEAF else nodes([node])) if type(each) is _LEAF)
+    """Of the parameters below a node."""
+    leaves = (each.variable for each in nodes([node]) if type(each) is _LEAF)
     found = (known.get(id(leaf)) or tape.name_of(leaf) for leaf in leaves)
     return [name for name in found if name]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from clipping.members import named_parameters
 from dpbench.engine.distributed import place
 from dpbench.engine.safeguards import require_own_part
 from dpbench.engine.state import State
@@ -57,9 +58,11 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     engine._abandoned.go_on(state, engine.steps)
     engine._sampler.take(state["key"])
     engine.steps, engine.drawn, engine._sampled = state["steps"], state["drawn"], state["sampled"]
-    device = {name: p.device for name, p in engine.model.named_parameters()}
-    sums = {name: total.to(device[name], copy=True) for name, total in state["sums"].items()}  # noise is added in place
-    engine._sums = gathered(sums, engine.model)
+    parameters = named_parameters(engine.model)
+    sums = {
+        name: total.to(parameters[name].device, copy=True) for name, total in state["sums"].items()
+    }  # noise is added in place
+    engine._sums = gathered(sums, parameters)
     engine._unread.clear()
     engine._size, engine._ended = state["size"], 0
     engine._drawing = state.get("drawing", engine.drawn) if engine._sums else -1

@@ -329,9 +329,10 @@ class PrivacyEngine(State):
             raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {name!r} in a part")
         require_finite(result.grads)
         # all of a piece is in the sum, or nothing: it may be tried again
-        sums, size = gathered(result.grads, self.model), len(result.losses) if drawn is None else drawn[0]
+        sums = gathered(result.grads, self._recorder.backend.members())
         sums.add(self._sums)
-        self._sums, self._size = sums, self._size + size
+        self._sums = sums
+        self._size += len(result.losses) if drawn is None else drawn[0]
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
@@ -348,14 +349,14 @@ class PrivacyEngine(State):
                 agree(succeeded, self.steps, self._drawing)
 
     def _release(self, *, sampled: bool) -> None:
-        patch = self._attached()
-        require_own(self, patch.optimizer)
+        patch, parameters = self._attached(), self._recorder.backend.members()
+        require_own(patch.optimizer, parameters.values())
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums = self._sums, Sums()
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
-        unread = release_gradients(self.model, sums, self.noise, deviation, self.settings.batch_size, self.steps)
+        unread = release_gradients(parameters, sums, self.noise, deviation, self.settings.batch_size, self.steps)
         if unread is not None:
             self._unread.add(self.steps, *unread)
         patch.inner_step()

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clipping.distributed import reshard
+from clipping.members import named_parameters
 from dpbench.engine.errors import Misuse
 from dpbench.engine.safeguards import unmark
 from dpbench.engine.state import State
@@ -152,10 +155,12 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")
-    mine = {id(p): name for name, p in engine.model.named_parameters() if p.requires_grad}
+    reshard(engine.model)
+    parameters = named_parameters(engine.model)
+    mine = {id(p): name for name, p in parameters.items() if p.requires_grad}
     for other in list(_ENGINES):
         if other is not engine and other._patch is not None:
-            shared = [name for name, p in other.model.named_parameters() if id(p) in mine]
+            shared = [name for name, p in named_parameters(other.model).items() if id(p) in mine]
             if shared:
                 raise Misuse(
                     f"expected one engine on a model, got a second one on {shared[0]!r}: neither would account for the "
@@ -163,7 +168,7 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
                 )
     if not mine:
         raise Misuse("expected a model with trainable parameters, got none that requires grad")
-    held = require_own(engine, optimizer)
+    held = require_own(optimizer, parameters.values())
     loose = [name for key, name in mine.items() if key not in held]
     if loose:
         raise Misuse(
@@ -172,19 +177,18 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def require_own(engine: State, optimizer: torch.optim.Optimizer) -> set[int]:
-    """The identities of what the optimizer holds. Shards that are gathered are given back: they are other tensors.
+def require_own(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> set[int]:
+    """The identities of what the optimizer holds.
 
     Args:
-        engine: whose model it is.
         optimizer: of some parameters.
+        parameters: all of the model, resharded: shards that are gathered are other tensors.
 
     Raises:
         Misuse: it holds something that is not the model's.
     """
-    reshard(engine.model)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    others = held - {id(p) for p in engine.model.parameters()}
+    others = held - set(map(id, parameters))
     if others:
         raise Misuse(
             f"expected an optimizer of the model's parameters alone, got {len(others)} of others: it would apply their "
@@ -200,7 +204,7 @@ def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if patch is not None and patch.is_of(optimizer) and patch.stepping:
             return
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(id(p) in held for p in engine.model.parameters()):
+        if held.isdisjoint(map(id, named_parameters(engine.model).values())):
             continue
         if patch is not None:
             raise Misuse("expected steps of the attached optimizer alone, got one that goes round the privacy engine")

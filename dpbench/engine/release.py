@@ -8,7 +8,7 @@ to the others while the noise of the next is drawn: what crosses is one sum ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,12 +25,12 @@ from dpbench.engine.sums import Block, Sums, gathered
 
 @torch.no_grad()
 def release_gradients(
-    model: nn.Module, sums: Sums, noise: Noise, deviation: float, batch_size: int, step: int
+    members: Mapping[str, nn.Parameter], sums: Sums, noise: Noise, deviation: float, batch_size: int, step: int
 ) -> tuple[list[str], Tensor] | None:
     """Set `.grad` of each trainable parameter: (sum over all processes + N(0, deviation²)) / batch_size.
 
     Args:
-        model: not its wrapper; resharded.
+        members: all parameters of the model, resharded, in its own order.
         sums: this process's, of the parameters that a loss depended on; used up. Of a sharded parameter: everybody's.
         noise: of the first process, or of the one that has the shard.
         deviation: σ times the sensitivity.
@@ -41,13 +41,11 @@ def release_gradients(
         What nobody has read yet: (names, [names] bool), of each parameter on a GPU whether its sum was finite. Where
         one was not, all of these had noise alone. None if there is no such parameter.
     """
-    parameters = dict(model.named_parameters())
-    for name, p in list(parameters.items()):
-        if not p.requires_grad:
-            p.grad = None  # of data before it was frozen: the optimizer would apply it as it is
-            del parameters[name]
-    if sums.keys() != parameters.keys():
-        sums = gathered(sums, model, parameters)
+    parameters = {name: p for name, p in members.items() if p.requires_grad}
+    for name in members.keys() - parameters.keys():
+        members[name].grad = None  # of data before it was frozen: the optimizer would apply it as it is
+    if set(sums) != parameters.keys():
+        sums = gathered(sums, members, parameters)
     blocks, sums.blocks = sums.blocks, []
     for block in blocks:  # where the model has another tensor in a parameter's place by now
         block.parameters = {name: parameters[name] for name in block.parameters}

@@ -105,16 +105,18 @@ class Sums(Mapping[str, Tensor]):
 
 
 @torch.no_grad()
-def gathered(grads: Mapping[str, Tensor], model: nn.Module, names: Iterable[str] | None = None) -> Sums:
+def gathered(
+    grads: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], names: Iterable[str] | None = None
+) -> Sums:
     """The sums of some parameters: those in `grads`, and zeros for what is not in it.
 
     Args:
         grads: of each parameter's shape; a DTensor where it is one. On a CPU they are taken, not copied.
-        model: not its wrapper.
-        names: of the parameters; None for those in `grads`.
+        parameters: all that the model has by now, in its own order.
+        names: of some of them; None for those in `grads`.
     """
     wanted = set(grads if names is None else names)
-    known = {name: (number, p) for number, (name, p) in enumerate(model.named_parameters()) if name in wanted}
+    known = {name: (number, p) for number, (name, p) in enumerate(parameters.items()) if name in wanted}
     sums = Sums()
     kinds: dict[tuple[Any, ...], list[str]] = {}
     given: dict[str, Tensor] = {}

@@ -133,9 +133,9 @@ def test_sums_of_another_layout_in_memory_are_taken_as_they_are(flat):
     model = nn.Conv2d(3, 4, 3)
     grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     grads["weight"] = grads["weight"].to(memory_format=torch.channels_last)
-    found = gathered(grads, model)
+    found = gathered(grads, dict(model.named_parameters()))
     assert len(found.blocks) == 1 and all(torch.equal(found[name], g) for name, g in grads.items())
-    found = gathered({"bias": grads["bias"]}, model, ["weight", "bias"])
+    found = gathered({"bias": grads["bias"]}, dict(model.named_parameters()), ["weight", "bias"])
     assert torch.equal(found["bias"], grads["bias"]) and not found["weight"].any() and len(found) == 2
 
 
@@ -148,12 +148,12 @@ def test_noise_is_added_in_place_but_where_sums_share_memory():
     kept = {name: g.clone() for name, g in grads.items()}
     noise = Secure()
     noise.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
-    found = gathered(grads, model)
+    found = gathered(grads, dict(model.named_parameters()))
     assert {name: block.own for block in found.blocks for name in block.parameters} == {
         **dict.fromkeys("abcd", False),
         **dict.fromkeys("ef", True),
     }
-    release_gradients(model, found, noise, 0.5, 4, 1)
+    release_gradients(dict(model.named_parameters()), found, noise, 0.5, 4, 1)
     for number, (name, p) in enumerate(model.named_parameters()):
         again = Secure()
         again.load_state_dict({"kind": "secure", "key": KEY}, replay=True)
