@@ -49,6 +49,7 @@ typedef struct {
   const I *counts, *units;
   I tensors;
   double scale, grid;
+  REAL divisor;
 } noise_job;
 
 /* The tensor that a group belongs to: the last one that begins there or before. */

@@ -90,14 +90,16 @@ static void discrete_units(I low, I high, void *given) {
       double total = job->totals[tensor][i] / job->grid;
       total = total < -WIDEST ? -WIDEST : total > WIDEST ? WIDEST : total;
       I nearest = (I)((total + 0x1.8p52) - 0x1.8p52);
-      job->outs[tensor][i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->grid);
+      job->outs[tensor][i] = (REAL)((double)(nearest + discrete(&from, (int)job->scale)) * job->grid) / job->divisor;
     }
   }
 }
 
-/* out = (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid; of each tensor, each in one piece. */
+/* out = (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid / divisor; of each tensor, each in one
+   piece. */
 void discrete_noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
-                    REAL *const *outs, const I *counts, const I *units, I tensors, double log, double grid) {
-  noise_job job = {state, nonces, totals, outs, counts, units, tensors, log, grid};
+                    REAL *const *outs, const I *counts, const I *units, I tensors, double log, double grid,
+                    double divisor) {
+  noise_job job = {state, nonces, totals, outs, counts, units, tensors, log, grid, (REAL)divisor};
   each(parallel, units[tensors], COST, discrete_units, &job);
 }

@@ -46,8 +46,9 @@ def discrete_noisy(
     nonces: Sequence[Sequence[int]],
     *,
     in_place: bool = False,
+    divisor: float = 1.0,
 ) -> list[Tensor]:
-    """Each total rounded to multiples of `grid`, and discrete Gaussian noise of deviation 2^log · grid added.
+    """Each total rounded to multiples of `grid`, discrete Gaussian noise of deviation 2^log · grid added, then divided.
 
     Args:
         totals: of any shapes, dtypes and devices, finite.
@@ -57,6 +58,7 @@ def discrete_noisy(
         nonces: of each total three numbers of 32 bits: with this key, no other draw of any kind has the same.
         in_place: write results over those totals that are float32 or wider, in one piece and on the CPU; else none is
             changed.
+        divisor: > 0.
 
     Returns:
         As `totals`, each in one piece, float32 or wider.
@@ -72,12 +74,12 @@ def discrete_noisy(
         chosen, results = [here[i] for i in members], [found[i] for i in members]
         own = [nonces[i] for i in members]
         if cpu.supported(*chosen):
-            _compiled("discrete_noisy", chosen, results, log, grid, key, own)
+            _compiled("discrete_noisy", chosen, results, log, grid, key, own, divisor)
             continue
         for total, result, nonce in zip(chosen, results, own, strict=True):
             nearest = torch.round((total.double() / grid).clamp(-WIDEST, WIDEST)).long().view(-1)
             noise = torch.tensor(drawn(total.numel(), log, key, nonce), dtype=torch.int64)
-            result.copy_(((nearest + noise).double() * grid).view(total.shape))
+            result.copy_(((nearest + noise).double() * grid).view(total.shape)).div_(divisor)
     return [result.to(total.device) for result, total in zip(found, totals, strict=True)]
 
 

@@ -54,11 +54,13 @@ APART void normals(const uint32_t given[WORDS][BLOCKS], double out[GROUP]) {
     }
 }
 
-INLINE void add(const REAL *total, const double *drawn, I count, double deviation, double grid, REAL *out) {
+INLINE void add(const noise_job *job, const REAL *total, const double *drawn, I count, REAL *out) {
+  const double deviation = job->scale, grid = job->grid;
+  const REAL divisor = job->divisor;
   const double finer = 1 / grid, integer = 0x1.8p52; /* a number to which this is added keeps no fraction */
   for (I i = 0; i < count; i++) {
     double sum = total[i] + drawn[i] * deviation;
-    out[i] = (REAL)(((sum * finer + integer) - integer) * grid);
+    out[i] = (REAL)(((sum * finer + integer) - integer) * grid) / divisor;
   }
 }
 
@@ -78,16 +80,18 @@ static void noise_units(I low, I high, void *given) {
     chacha(state, bits);
     normals(bits, drawn);
     if (left >= GROUP)
-      add(total, drawn, GROUP, job->scale, job->grid, out);
+      add(job, total, drawn, GROUP, out);
     else
-      add(total, drawn, left, job->scale, job->grid, out);
+      add(job, total, drawn, left, out);
   }
 }
 
-/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two; of each tensor, each in one piece. */
+/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two, and then divided; of each tensor, each
+   in one piece. */
 void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
-           REAL *const *outs, const I *counts, const I *units, I tensors, double deviation, double grid) {
-  noise_job job = {state, nonces, totals, outs, counts, units, tensors, deviation, grid};
+           REAL *const *outs, const I *counts, const I *units, I tensors, double deviation, double grid,
+           double divisor) {
+  noise_job job = {state, nonces, totals, outs, counts, units, tensors, deviation, grid, (REAL)divisor};
   each(parallel, units[tensors], COST, noise_units, &job);
 }
 

@@ -105,8 +105,10 @@ def noisy(
     nonces: Sequence[Sequence[int]],
     *,
     in_place: bool = False,
+    divisor: float = 1.0,
 ) -> list[Tensor]:
-    """`totals` + N(0, deviation²) in each coordinate, formed in float64 and rounded to multiples of `grid`.
+    """(`totals` + N(0, deviation²)) / divisor in each coordinate; the noisy sum is formed in float64 and rounded to
+    multiples of `grid`, before it is divided.
 
     Args:
         totals: of any shapes, strides, dtypes and devices.
@@ -115,6 +117,7 @@ def noisy(
         key: 32 bytes.
         nonces: of each total three numbers of 32 bits: with this key, no other draw has the same.
         in_place: write results over those totals that are float32 or wider and in one piece; else none is changed.
+        divisor: > 0; on a CPU it takes no pass of its own.
 
     Returns:
         As `totals`, each in one piece, float32 or wider.
@@ -130,14 +133,14 @@ def noisy(
     for (device, dtype, nonce), members in kinds.items():
         chosen, results = [wide[i] for i in members], [found[i] for i in members]
         if not nonce:
-            _compiled("noisy", chosen, results, deviation, grid, key, [nonces[i] for i in members])
+            _compiled("noisy", chosen, results, deviation, grid, key, [nonces[i] for i in members], divisor)
             continue
         segments = Segments([x.numel() for x in chosen], [nonces[i][2] for i in members])
         flat = torch.zeros(segments.length, dtype=dtype, device=device)
         for part, x in zip(segments.parts(flat), chosen, strict=True):
             part.copy_(x.view(-1))
         add_to_flat(flat, segments, deviation, grid, key, nonce)
-        for result, part in zip(results, segments.parts(flat), strict=True):
+        for result, part in zip(results, segments.parts(flat.div_(divisor)), strict=True):
             result.copy_(part.view(result.shape))
     return found
 
@@ -218,6 +221,7 @@ def _compiled(
     grid: float,
     key: bytes,
     nonces: Sequence[Sequence[int]],
+    divisor: float,
 ) -> None:
     """One call of a kernel in C for all of them: [n] totals and where the results go, of one dtype."""
     if not totals or isinstance(totals[0], FakeTensor):
@@ -235,6 +239,7 @@ def _compiled(
         len(totals),
         scale,
         grid,
+        divisor,
     )
 
 
@@ -382,7 +387,7 @@ def _unsigned(state: Sequence[int]) -> ctypes.Array[ctypes.c_uint32]:
 @functools.cache
 def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
-    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real]
+    library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real, real]
     library.cipher_words.argtypes = [address, address]
     library.noisy.restype = library.discrete_noisy.restype = library.cipher_words.restype = None
     return library

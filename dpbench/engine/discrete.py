@@ -76,19 +76,21 @@ class Discrete(Secure):
         """Larger than σS by what rounding to the grid may move sums apart."""
         return noise_multiplier * sensitivity / (1 - self._rounding / 2.0**self._log)
 
-    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
-        """As `Noise.added_to_all`; what is returned are multiples of the grid, rounded to the totals' precision.
+    def added_to_all(
+        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
+    ) -> list[Tensor]:
+        """As `Noise.added_to_all`; noisy sums are multiples of the grid, rounded to the totals' precision.
 
         Raises:
             Misuse: noise was drawn at one of these places, or of a later step.
             ValueError: a number that is no word of 32 bits, a deviation that is negative or not finite.
         """
         if not deviation:
-            return super().added_to_all(totals, deviation, places)
+            return super().added_to_all(totals, deviation, places, divisor=divisor)
         if not 0 < deviation < math.inf:
             raise ValueError(f"expected a finite deviation >= 0, got {deviation!r}")
         grid = deviation / 2.0**self._log
-        return discrete_noisy(totals, self._log, grid, self._key_for(places), places, in_place=True)
+        return discrete_noisy(totals, self._log, grid, self._key_for(places), places, in_place=True, divisor=divisor)
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """As `Noise.add_to_flat`, on the CPU: it waits for the device."""

@@ -100,13 +100,16 @@ class Noise(ABC):
         return self.added_to_all([total.clone()], deviation, [at])[0]
 
     @abstractmethod
-    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
-        """Each total + N(0, deviation²) in each entry, in float32 or wider.
+    def added_to_all(
+        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
+    ) -> list[Tensor]:
+        """(Each total + N(0, deviation²)) / divisor in each entry, in float32 or wider.
 
         Args:
             totals: used up: what is returned may lie in their memory.
             deviation: >= 0.
             places: of each total; no other draw is at one of them.
+            divisor: > 0, of what has its noise.
         """
 
     @abstractmethod
@@ -147,9 +150,11 @@ class Pseudo(Noise):
     def __init__(self, generator: torch.Generator) -> None:
         self._given = generator
 
-    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
+    def added_to_all(
+        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
+    ) -> list[Tensor]:
         wide = [total.to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
-        return [total.add_(self._drawn(total).mul_(deviation)) for total in wide]
+        return [total.add_(self._drawn(total).mul_(deviation)).div_(divisor) for total in wide]
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """One draw of all on a GPU's generator; on a CPU's one after the other, as `added_to_all` does."""
@@ -188,8 +193,10 @@ class Secure(Noise):
     def __init__(self) -> None:
         self._take(secret(None))
 
-    def added_to_all(self, totals: Sequence[Tensor], deviation: float, places: Sequence[At]) -> list[Tensor]:
-        """As `Noise.added_to_all`, rounded to multiples of a power of two between 2^-21 and 2^-20 of the deviation.
+    def added_to_all(
+        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
+    ) -> list[Tensor]:
+        """As `Noise.added_to_all`; noisy sums are multiples of a power of two, 2^-21 to 2^-20 of the deviation.
 
         Raises:
             Misuse: noise was drawn at one of these places, or of a later step.
@@ -197,8 +204,8 @@ class Secure(Noise):
         """
         grid = _grid(deviation)
         if grid == 0:
-            return [total.detach().to(torch.promote_types(total.dtype, torch.float32)) for total in totals]
-        return noisy(totals, deviation, grid, self._key_for(places), places, in_place=True)
+            return [total.detach().to(torch.promote_types(total.dtype, torch.float32)) / divisor for total in totals]
+        return noisy(totals, deviation, grid, self._key_for(places), places, in_place=True, divisor=divisor)
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
         """As `Noise.add_to_flat`, rounded and refused as in `added_to_all`."""

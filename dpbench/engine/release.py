@@ -73,34 +73,40 @@ def release_gradients(
         if works:
             _wait(works[i])
         if deviation and (sharded or rank == 0):
-            _add_noise(together, noise, deviation, step, rank)
+            _add_noise(together, noise, deviation, batch_size, step, rank)
         if sharded:
             _from_first_replica(together)
         elif crossing:
             broadcasts.append(dist.broadcast(together[0].data, src=0, async_op=True))
     for work in broadcasts:
         _wait(work)
-    _hand_over(blocks, batch_size)
+    if not deviation and blocks:
+        torch._foreach_div_([block.data for block in blocks], batch_size)
+    _hand_over(blocks)
     return unread
 
 
-def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, step: int, rank: int) -> None:
-    """Of all blocks: flat ones in place, and the others in one call."""
-    alone = []
+def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, batch_size: int, step: int, rank: int) -> None:
+    """And divide by b. Of all blocks: flat ones in place, and the others in one call."""
+    alone, divided = [], []
     for block in blocks:
         if noise.repeatable and any(map(is_sharded, block.parameters.values())):
             for (name, part), i in zip(block.parts().items(), block.indices, strict=True):
                 p = block.parameters[name]
                 whole = torch.zeros(p.shape, dtype=part.dtype, device=part.device)
                 part.add_(shard_of(noise.added(whole, deviation, At(step, rank, i)), p))
+            divided.append(block.data)
         elif block.segments is not None:
             noise.add_to_flat(block.data, block.segments, deviation, step, rank)
+            divided.append(block.data)
         else:
             alone.append(block)
     places = [At(step, rank, block.indices[0]) for block in alone]
-    found = noise.added_to_all([block.data for block in alone], deviation, places)
+    found = noise.added_to_all([block.data for block in alone], deviation, places, divisor=batch_size)
     for block, data in zip(alone, found, strict=True):
         block.data = data
+    if divided:
+        torch._foreach_div_(divided, batch_size)
 
 
 def _from_first_replica(blocks: Sequence[Block]) -> None:
@@ -110,10 +116,8 @@ def _from_first_replica(blocks: Sequence[Block]) -> None:
             dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
 
 
-def _hand_over(blocks: Sequence[Block], batch_size: int) -> None:
-    """Divide all sums by b; `.grad` of the parameters are their parts."""
-    if blocks:
-        torch._foreach_div_([block.data for block in blocks], batch_size)
+def _hand_over(blocks: Sequence[Block]) -> None:
+    """`.grad` of the parameters are parts of the blocks."""
     for block in blocks:
         block.data = block.data.to(next(iter(block.parameters.values())).dtype)
         for name, part in block.parts().items():

@@ -199,8 +199,8 @@ def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], T
     def added(total: Tensor, deviation: float, at: At) -> Tensor:
         return to_all([total.clone()], deviation, [at])[0]
 
-    engine.noise.added_to_all = lambda totals, deviation, places: [  # type: ignore[method-assign]
-        change(added, total, deviation, at) for total, at in zip(totals, places, strict=True)
+    engine.noise.added_to_all = lambda totals, deviation, places, *, divisor=1.0: [  # type: ignore[method-assign]
+        change(added, total, deviation, at) / divisor for total, at in zip(totals, places, strict=True)
     ]
 
 

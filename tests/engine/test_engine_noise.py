@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from clipping.kernels import cpu, library
 from clipping.kernels.noise import compiled_words, noisy, normals, words
 from dpbench import Misuse, PrivacyEngine
+from dpbench.engine.discrete import Discrete
 from dpbench.engine.noise import At, Pseudo, Secure, secret
 
 LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")
@@ -135,6 +136,31 @@ def test_the_kernel_and_torch_s_operations_draw_the_same(narrower, monkeypatch, 
     monkeypatch.setattr(cpu, "_library", lambda dtype: None)
     found = noisy([total], 1.5, 2.0**-20, key, [nonce])[0]
     assert (found != compiled).sum() <= 1 and (found - compiled).abs().max() <= 2**-20  # one in some 10^9 is rounded up
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_noisy_sum_is_rounded_and_then_divided(dtype, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(cpu, "_library", lambda dtype: None)
+    totals, nonces = [torch.randn(1000, dtype=dtype) * 50, torch.randn(7, 5, dtype=dtype)], [(1, 2, 3), (1, 2, 4)]
+    whole = noisy(totals, 1.5, 2.0**-20, bytes(32), nonces)
+    assert all(torch.equal(x, torch.round(x * 2.0**20) * 2.0**-20) for x in whole)
+    for found, x in zip(noisy(totals, 1.5, 2.0**-20, bytes(32), nonces, divisor=48), whole, strict=True):
+        assert torch.equal(found, x / 48)
+
+
+@pytest.mark.parametrize("noise", [Secure, lambda: Pseudo(torch.Generator().manual_seed(1)), lambda: Discrete(1.0, 99)])
+@pytest.mark.parametrize("deviation", [0.7, 0.0])
+def test_every_noise_divides(noise, deviation):
+    totals = [torch.randn(40), torch.randn(3, 5, dtype=torch.float64)]
+    place = [At(1, 0, i) for i in range(2)]
+    one, other = noise(), noise()
+    if not isinstance(one, Pseudo):
+        other.load_state_dict(one.state_dict(), replay=True)
+    whole = one.added_to_all([x.clone() for x in totals], deviation, place)
+    found = other.added_to_all([x.clone() for x in totals], deviation, place, divisor=48)
+    assert all(torch.equal(a, b / 48) for a, b in zip(found, whole, strict=True))
 
 
 def assert_independent(a: Tensor, b: Tensor) -> None:

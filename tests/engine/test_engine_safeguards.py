@@ -97,8 +97,8 @@ def test_noise_that_fails_leaves_no_sum_behind(monkeypatch, empty):
     model, optimizer, engine = make(noise_multiplier=1.0)
     added = engine.noise.added_to_all
 
-    def failing(totals, deviation, places):
-        added(totals, deviation, places)
+    def failing(totals, deviation, places, divisor):
+        added(totals, deviation, places, divisor=divisor)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(engine.noise, "added_to_all", failing)

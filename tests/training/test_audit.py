@@ -219,7 +219,9 @@ def test_a_refuted_engine_is_a_mismatch(monkeypatch):
     from dpbench.engine.noise import Secure
 
     added = Secure.added_to_all
-    monkeypatch.setattr(Secure, "added_to_all", lambda self, x, deviation, at: added(self, x, 0.9 * deviation, at))
+    monkeypatch.setattr(
+        Secure, "added_to_all", lambda self, x, deviation, at, **how: added(self, x, 0.9 * deviation, at, **how)
+    )
     with pytest.raises(Mismatch, match=r"^bk_mixed, whole: less private than it says, by scale: .* noise is 0\.(9|89)"):
         attack()
 
