@@ -324,15 +324,15 @@ class PrivacyEngine(State):
         result = self._recorder.finish(losses, drawn)
         if result is None:
             return
-        if self._sums and self._sums.keys() != result.grads.keys():
-            name = sorted(self._sums.keys() ^ result.grads.keys())[0]
-            raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {name!r} in a part")
+        if self._sums and (odd := self._sums.keys() ^ result.grads.keys()):
+            raise Misuse(
+                f"expected the same trainable parameters in all of a logical batch, got {min(odd)!r} in a part"
+            )
         require_finite(result.grads)
-        # all of a piece is in the sum, or nothing: it may be tried again
         sums = gathered(result.grads, self._recorder.backend.members())
         sums.add(self._sums)
-        self._sums = sums
-        self._size += len(result.losses) if drawn is None else drawn[0]
+        size = len(result.losses) if drawn is None else drawn[0]
+        self._sums, self._size = sums, self._size + size  # of a piece all, or nothing: it may be tried again
 
     @contextmanager
     def _agreed(self) -> Iterator[None]:
