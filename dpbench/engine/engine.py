@@ -325,9 +325,7 @@ class PrivacyEngine(State):
         if result is None:
             return
         if self._sums and (odd := self._sums.keys() ^ result.grads.keys()):
-            raise Misuse(
-                f"expected the same trainable parameters in all of a logical batch, got {min(odd)!r} in a part"
-            )
+            raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {min(odd)!r} in part")
         require_finite(result.grads)
         sums = gathered(result.grads, self._recorder.backend.members())
         sums.add(self._sums)
