@@ -88,7 +88,7 @@ def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, fl
     dtype = norm_dtype(gradients[0].dtype)
     count, positions, inputs = a.shape
     parts = max(1, -(-positions // PART))
-    found, reaches = (a.new_empty(count, parts, *size, dtype=dtype) for size in ((), (len(lost), 2)))
+    found, reaches = (a.new_empty(size, dtype=dtype) for size in ((count, parts), (count, parts, len(lost), 2)))
     if not count or not positions:
         return found.zero_().sum(1), reaches.zero_().sum(1)
     a, *gradients = (_rows(x.to(dtype)) for x in (a, *gradients))

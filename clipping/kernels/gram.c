@@ -2,6 +2,7 @@
    sums stay in registers from the first feature to the last. */
 
 #include "shared.h"
+#include <math.h>
 
 #define SIDE (REGISTERS == 32 ? 5 : 3)
 #define TILE (SIDE * SIDE)
@@ -30,11 +31,11 @@
       __builtin_shufflevector(x[2 * i], x[2 * i + 1], ALL(OWN, h)) +                    \
       __builtin_shufflevector(x[2 * i], x[2 * i + 1], ALL(OTHER, h));
 
-/* Where the sum of the i-th vector is found: the bits of i in reverse. */
+/* Where the sum of the i-th vector of several trees is found: within its tree at the bits of i in reverse. */
 INLINE int lane(int i) {
   int found = 0;
   UNROLL for (int h = 1; h < LANES; h *= 2) found = 2 * found + ((i & h) != 0);
-  return found;
+  return i / LANES * LANES + found;
 }
 
 INLINE void sums(const vector *v, REAL *out) {
@@ -97,18 +98,14 @@ APART void dots(const rows *of, I sample, I t, I s, I end, vector *out) {
   UNROLL for (int i = 0; i < SIDE; i++) UNROLL for (int j = 0; j < SIDE; j++) out[i * SIDE + j] = found[i][j];
 }
 
-/* On the diagonal of both Gram matrices are the squares of the rows' norms: what a reach is made of, see sums.c. */
+/* On the diagonal of both Gram matrices are the squares of the rows' norms: what a reach is made of. */
 static void add_reaches(const gram_job *job, I k, const vector *tile, const REAL *inputs, I left, double *found) {
   vector diagonal[DIAGONAL * LANES];
   REAL gradients[DIAGONAL * LANES];
   UNROLL for (int i = 0; i < DIAGONAL * LANES; i++) diagonal[i] = i < SIDE ? tile[i * (SIDE + 1)] : (vector){0};
   UNROLL for (int i = 0; i < DIAGONAL; i++) sums(diagonal + i * LANES, gradients + i * LANES);
-  for (int i = 0; i < SIDE && i < left; i++) {
-    int at = i * (SIDE + 1);
-    double a = sqrt(inputs[at / LANES * LANES + lane(at % LANES)]), g = sqrt(gradients[i / LANES * LANES + lane(i % LANES)]);
-    found[2 * k] += a * g;
-    found[2 * k + 1] += a * job->lost[2 * k] + g * job->lost[2 * k + 1];
-  }
+  for (int i = 0; i < SIDE && i < left; i++)
+    add_reach(job->lost + 2 * k, sqrt(inputs[lane(i * (SIDE + 1))]), sqrt(gradients[lane(i)]), found + 2 * k);
 }
 
 /* The part of a sample's sum in which t is in [start, stop), of the lower triangle with the diagonal. */
@@ -127,11 +124,11 @@ static double of_positions(const gram_job *job, I sample, I start, I stop, doubl
         UNROLL for (int i = 0; i < TREES; i++) sums(tile + i * LANES, inputs + i * LANES);
         if (t + SIDE > end)
           for (int i = 0; i < TILE; i++)
-            if (t + i / SIDE >= end || s + i % SIDE >= end) inputs[i / LANES * LANES + lane(i % LANES)] = 0;
+            if (t + i / SIDE >= end || s + i % SIDE >= end) inputs[lane(i)] = 0;
         for (I k = 0; k < job->count; k++) {
           dots(&job->gradients[k], sample, t, s, end, tile);
           UNROLL for (int i = 0; i < TILE; i++)
-            part[i % 4] += tile[i] * inputs[i / LANES * LANES + lane(i % LANES)];
+            part[i % 4] += tile[i] * inputs[lane(i)];
           if (s == t && job->lost) add_reaches(job, k, tile, inputs, end - t, reaches);
         }
         part[0] = (part[0] + part[1]) + (part[2] + part[3]);

@@ -51,6 +51,12 @@ INLINE double sum(vector v) {
   return total;
 }
 
+/* To a reach, a position: the product of its rows' norms, and what either row may have lost: clipping/rounding.py. */
+INLINE void add_reach(const double lost[2], double a, double g, double found[2]) {
+  found[0] += a * g;
+  found[1] += a * lost[0] + g * lost[1];
+}
+
 static inline void each(for_each *parallel, I units, double multiplications, body *run, void *job) {
   I grain = multiplications < WORK ? (I)(WORK / (multiplications + 1)) + 1 : 1;
   parallel(0, units, grain, run, job);

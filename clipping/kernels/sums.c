@@ -94,15 +94,9 @@ void scale_gradients(for_each *parallel, const REAL *x, const REAL *mean, const 
 typedef struct {
   const REAL *a, *g;
   const I *sizes;
-  double beside_inputs, beside_outputs;
+  double lost[2];
   REAL *out;
 } reach_job;
-
-/* The sums over positions of both norms' product, and of what either may have lost: clipping/rounding.py. */
-static void add_reach(const reach_job *job, double a, double g, double *found) {
-  found[0] += a * g;
-  found[1] += a * job->beside_inputs + g * job->beside_outputs;
-}
 
 static void row_units(I low, I high, void *given) {
   const reach_job *job = given;
@@ -111,7 +105,7 @@ static void row_units(I low, I high, void *given) {
     const REAL *a = job->a + unit * of[2], *g = job->g + unit * of[5];
     double found[2] = {0, 0};
     for (I t = 0; t < of[0]; t++)
-      add_reach(job, sqrt(square(a + t * of[3], of[1])), sqrt(square(g + t * of[6], of[4])), found);
+      add_reach(job->lost, sqrt(square(a + t * of[3], of[1])), sqrt(square(g + t * of[6], of[4])), found);
     for (int i = 0; i < 2; i++) job->out[2 * unit + i] = found[i];
   }
 }
@@ -119,7 +113,7 @@ static void row_units(I low, I high, void *given) {
 /* Of linear layers: a [samples, positions, features], g likewise; [samples, 2]. */
 void row_reaches(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
                  double beside_outputs, REAL *out) {
-  reach_job job = {a, g, sizes, beside_inputs, beside_outputs, out};
+  reach_job job = {a, g, sizes, {beside_inputs, beside_outputs}, out};
   each(parallel, samples, (double)sizes[0] * (sizes[1] + sizes[4]), row_units, &job);
 }
 
@@ -142,7 +136,7 @@ static void patch_units(I low, I high, void *given) {
             patch += pixel * pixel;
           }
         }
-        add_reach(job, sqrt(patch), g[t * m[1] + s], found);
+        add_reach(job->lost, sqrt(patch), g[t * m[1] + s], found);
       }
     for (int i = 0; i < 2; i++) job->out[2 * unit + i] = found[i];
   }
@@ -152,6 +146,6 @@ static void patch_units(I low, I high, void *given) {
    then two each of kernel, stride, padding, dilation. [samples, 2] */
 void patch_reaches(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
                    double beside_outputs, REAL *out) {
-  reach_job job = {a, g, sizes, beside_inputs, beside_outputs, out};
+  reach_job job = {a, g, sizes, {beside_inputs, beside_outputs}, out};
   each(parallel, samples, 4.0 * sizes[2] * sizes[3] * sizes[4] * sizes[5], patch_units, &job);
 }

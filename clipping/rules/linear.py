@@ -75,8 +75,7 @@ class LinearWeight(Bilinear):
         lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
 
         def found(samples: slice) -> tuple[Tensor, Tensor]:
-            a, of = self.operands(g, samples)
-            return cpu.gram_norm_and_reach(a, [of, *(rule.operands(h, samples)[1] for rule, h in uses[1:])], lost)
+            return cpu.gram_norm_and_reach(*self._together_with(others, g, samples), lost)
 
         parts = each(found, self.blocks(g, COMPILED, route.block))
         squares, reaches = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
@@ -112,11 +111,17 @@ class LinearWeight(Bilinear):
         return id(self.a), self.fold, g.dtype, self.samples(g), self.route.way
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
-        a, g = self.operands(g, samples)
-        more = [rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight)]
+        a, (g, *more) = self._together_with(others, g, samples)
         if way == COMPILED:
             return cpu.gram_norm(a, [g, *more])
         return gram_product(a, g, self.workspace(g), more)
+
+    def _together_with(
+        self, others: Sequence[tuple[Rule, Tensor]], g: Tensor, samples: slice
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The input of all of them, and each one's gradient, as `operands` has them."""
+        a, g = self.operands(g, samples)
+        return a, [g, *(rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight))]
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
