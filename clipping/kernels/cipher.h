@@ -1,6 +1,6 @@
-/* ChaCha20 (RFC 8439), 16 blocks at once: word w of block b lies at [w][b], so that a vector holds one word of many
-   blocks, and two words of neighbouring blocks are read as one of 64 bits. No branch and no table: what is drawn
-   changes neither the instructions nor the addresses. */
+/* ChaCha20 (RFC 8439), sets of 16 blocks at once: word w of a set's block b lies at [w][b], so that a vector holds one
+   word of many blocks, and two words of neighbouring blocks are read as one of 64 bits. No branch and no table: what is
+   drawn changes neither the instructions nor the addresses. */
 
 #pragma once
 
@@ -9,7 +9,14 @@
 #define BLOCKS 16
 #define WORDS 16
 #define ROUNDS 20
-#define GROUP 128 /* coordinates that are drawn together */
+#define GROUP 128 /* coordinates that are drawn together, of one set */
+#ifdef __AVX512F__
+#define SETS 2 /* each operation waits for the one before, but not for another set's; two fill the registers */
+#else
+#define SETS 1
+#endif
+
+typedef uint32_t blocks[WORDS][BLOCKS];
 
 typedef uint32_t words __attribute__((vector_size(BYTES)));
 
@@ -21,21 +28,24 @@ INLINE words rotated(words x, int bits) { return x << bits | x >> (32 - bits); }
   a += b, d = rotated(d ^ a, 16), c += d, b = rotated(b ^ c, 12), a += b, d = rotated(d ^ a, 8), c += d,               \
       b = rotated(b ^ c, 7)
 
-/* state: the constant, the key, the number of the first block, the nonce (RFC 8439, section 2.3). */
-APART void chacha(const uint32_t state[WORDS], uint32_t out[WORDS][BLOCKS]) {
+/* states: the constant, the key, the number of the first block, the nonce (RFC 8439, section 2.3). */
+APART void chacha(const uint32_t states[SETS][WORDS], blocks out[SETS]) {
   for (int first = 0; first < BLOCKS; first += AT_ONCE) {
-    words x[WORDS], count;
-    for (int i = 0; i < AT_ONCE; i++) count[i] = state[12] + first + i;
-    UNROLL for (int w = 0; w < WORDS; w++) x[w] = w == 12 ? count : (words){0} + state[w];
-    for (int round = 0; round < ROUNDS; round += 2) {
+    words found[SETS][WORDS], count = {0};
+    for (int i = 0; i < AT_ONCE; i++) count[i] = first + i;
+    UNROLL for (int s = 0; s < SETS; s++) UNROLL for (int w = 0; w < WORDS; w++) {
+      found[s][w] = (w == 12 ? count : (words){0}) + states[s][w];
+    }
+    for (int round = 0; round < ROUNDS; round += 2) UNROLL for (int s = 0; s < SETS; s++) {
+      words *x = found[s];
       QUARTER(x[0], x[4], x[8], x[12]), QUARTER(x[1], x[5], x[9], x[13]);
       QUARTER(x[2], x[6], x[10], x[14]), QUARTER(x[3], x[7], x[11], x[15]);
       QUARTER(x[0], x[5], x[10], x[15]), QUARTER(x[1], x[6], x[11], x[12]);
       QUARTER(x[2], x[7], x[8], x[13]), QUARTER(x[3], x[4], x[9], x[14]);
     }
-    UNROLL for (int w = 0; w < WORDS; w++) {
-      x[w] += w == 12 ? count : (words){0} + state[w];
-      memcpy(&out[w][first], &x[w], BYTES);
+    UNROLL for (int s = 0; s < SETS; s++) UNROLL for (int w = 0; w < WORDS; w++) {
+      found[s][w] += (w == 12 ? count : (words){0}) + states[s][w];
+      memcpy(&out[s][w][first], &found[s][w], BYTES);
     }
   }
 }

@@ -10,20 +10,32 @@
 
 typedef unsigned __int128 wide;
 
+#define HELD (BLOCKS * WORDS / 2) /* words of 64 bits in a set */
+
 typedef struct {
-  uint32_t state[WORDS], bits[WORDS][BLOCKS];
-  int used; /* of the 128 words of 64 bits that are here */
+  uint32_t states[SETS][WORDS]; /* of sets that follow one another */
+  blocks bits[SETS];
+  int used; /* of the words of 64 bits that are here */
 } stream;
 
+/* From a block on, of the key and nonce in the first state. */
+static void begin(stream *from, uint32_t block) {
+  for (int s = 0; s < SETS; s++) {
+    if (s) memcpy(from->states[s], from->states[0], sizeof(from->states[s]));
+    from->states[s][12] = block + s * BLOCKS;
+  }
+  from->used = SETS * HELD;
+}
+
 static uint64_t word(stream *from) {
-  if (from->used == BLOCKS * WORDS / 2) {
-    chacha(from->state, from->bits);
-    from->state[12] += BLOCKS;
+  if (from->used == SETS * HELD) {
+    chacha(from->states, from->bits);
+    for (int s = 0; s < SETS; s++) from->states[s][12] += SETS * BLOCKS;
     from->used = 0;
   }
-  int block = from->used / (WORDS / 2), pair = 2 * (from->used % (WORDS / 2));
+  int set = from->used / HELD, block = from->used % HELD / (WORDS / 2), pair = 2 * (from->used % (WORDS / 2));
   from->used++;
-  return from->bits[pair][block] | (uint64_t)from->bits[pair + 1][block] << 32;
+  return from->bits[set][pair][block] | (uint64_t)from->bits[set][pair + 1][block] << 32;
 }
 
 /* Uniform below 2^bits; 0 < bits <= 128. */
@@ -70,22 +82,21 @@ static I discrete(stream *from, int log) {
 static void discrete_units(I low, I high, void *given) {
   const noise_job *job = given;
   stream from;
-  uint32_t state[WORDS], first[WORDS][BLOCKS];
-  memcpy(state, job->state, sizeof(state));
   I tensor = tensor_of(job, low), keyed = -1;
   for (I unit = low; unit < high; unit++) {
     while (unit >= job->units[tensor + 1]) tensor++;
     if (tensor != keyed) { /* a key of the tensor's own: a group's stream may be longer than its place has blocks */
+      uint32_t *state = from.states[0];
+      memcpy(state, job->state, sizeof(from.states[0]));
       memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
-      state[12] = 0;
-      chacha(state, first);
-      memcpy(from.state, state, 4 * sizeof(*state));
-      for (int w = 0; w < 8; w++) from.state[4 + w] = first[w][0];
+      begin(&from, 0);
+      chacha(from.states, from.bits);
+      for (int w = 0; w < 8; w++) state[4 + w] = from.bits[0][w][0];
       keyed = tensor;
     }
     I group = unit - job->units[tensor], start = group * GROUP, left = job->counts[tensor] - start;
-    from.state[12] = 0, from.state[13] = (uint32_t)group, from.state[14] = (uint32_t)(group >> 32), from.state[15] = 0;
-    from.used = BLOCKS * WORDS / 2;
+    from.states[0][13] = (uint32_t)group, from.states[0][14] = (uint32_t)(group >> 32), from.states[0][15] = 0;
+    begin(&from, 0);
     for (I i = start; i < start + (left < GROUP ? left : GROUP); i++) {
       double total = job->totals[tensor][i] / job->grid;
       total = total < -WIDEST ? -WIDEST : total > WIDEST ? WIDEST : total;

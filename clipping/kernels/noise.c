@@ -33,7 +33,7 @@ INLINE doubles radius(longs z) {
 
 /* 128 normals: Box and Muller's, from 8 x 8 pairs of words. The two highest bits of the second word choose one of four
    quarters of the circle, the others the angle in it. */
-APART void normals(const uint32_t given[WORDS][BLOCKS], double out[GROUP]) {
+APART void normals(const blocks given, double out[GROUP]) {
   for (int w = 0; w < WORDS / 2; w++)
     for (int first = 0; first < 8; first += HALF) {
       longs z, a;
@@ -66,23 +66,31 @@ INLINE void add(const noise_job *job, const REAL *total, const double *drawn, I 
 
 static void noise_units(I low, I high, void *given) {
   const noise_job *job = given;
-  uint32_t state[WORDS], bits[WORDS][BLOCKS] __attribute__((aligned(64)));
+  uint32_t states[SETS][WORDS];
+  blocks bits[SETS] __attribute__((aligned(64)));
   double drawn[GROUP] __attribute__((aligned(64)));
-  I tensor = tensor_of(job, low);
-  memcpy(state, job->state, sizeof(state));
-  for (I unit = low; unit < high; unit++) {
-    while (unit >= job->units[tensor + 1]) tensor++;
-    memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
-    I group = unit - job->units[tensor], start = group * GROUP, left = job->counts[tensor] - start;
-    const REAL *total = job->totals[tensor] + start;
-    REAL *out = job->outs[tensor] + start;
-    state[12] = (uint32_t)group * BLOCKS;
-    chacha(state, bits);
-    normals(bits, drawn);
-    if (left >= GROUP)
-      add(job, total, drawn, GROUP, out);
-    else
-      add(job, total, drawn, left, out);
+  I tensor = tensor_of(job, low), tensors[SETS], starts[SETS];
+  for (int s = 0; s < SETS; s++) memcpy(states[s], job->state, sizeof(states[s]));
+  for (I unit = low; unit < high; unit += SETS) {
+    int sets = high - unit < SETS ? (int)(high - unit) : SETS;
+    for (int s = 0; s < sets; s++) {
+      while (unit + s >= job->units[tensor + 1]) tensor++;
+      I group = unit + s - job->units[tensor];
+      tensors[s] = tensor, starts[s] = group * GROUP;
+      states[s][12] = (uint32_t)group * BLOCKS;
+      memcpy(states[s] + 13, job->nonces + 3 * tensor, 3 * sizeof(**states));
+    }
+    chacha(states, bits);
+    for (int s = 0; s < sets; s++) {
+      I start = starts[s], left = job->counts[tensors[s]] - start;
+      const REAL *total = job->totals[tensors[s]] + start;
+      REAL *out = job->outs[tensors[s]] + start;
+      normals(bits[s], drawn);
+      if (left >= GROUP)
+        add(job, total, drawn, GROUP, out);
+      else
+        add(job, total, drawn, left, out);
+    }
   }
 }
 
@@ -95,5 +103,8 @@ void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, co
   each(parallel, units[tensors], COST, noise_units, &job);
 }
 
-/* 16 blocks of the cipher, [16 words, 16 blocks], for tests. */
-void cipher_words(const uint32_t *state, uint32_t *out) { chacha(state, (uint32_t(*)[BLOCKS])out); }
+/* How many sets the cipher makes at once; of so many states their words [sets, 16 words, 16 blocks], for tests. */
+int cipher_words(const uint32_t *states, uint32_t *out) {
+  if (states) chacha((const uint32_t(*)[WORDS])states, (blocks *)out);
+  return SETS;
+}

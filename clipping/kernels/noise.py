@@ -344,15 +344,19 @@ def _ciphered(state: Tensor) -> Tensor:
 
 
 def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
-    """[16, 16]: `words` of 16 blocks by the kernel, where `clipping.kernels.cpu.supported` says that there is one.
+    """[sets, 16, 16]: `words` of the sets of 16 blocks that the kernel makes at once, which follow one another.
+
+    Where `clipping.kernels.cpu.supported` says that there is a kernel.
 
     Args:
         key: of the cipher, 32 bytes.
         nonce: of the cipher, words of 32 bits.
-        block: the number of the first.
+        block: the number of the first; after 2³² - 1 comes 0.
     """
-    out = torch.empty(WORDS, BLOCKS, dtype=torch.int32)
-    _loaded(torch.float32).cipher_words(_unsigned(_state(key, block, nonce)), out.data_ptr())
+    cipher = _loaded(torch.float32).cipher_words
+    out = torch.empty(cipher(None, None), WORDS, BLOCKS, dtype=torch.int32)
+    states = (_state(key, (block + i * BLOCKS) % 2**32, nonce) for i in range(len(out)))
+    cipher(_unsigned(list(itertools.chain(*states))), out.data_ptr())
     return out
 
 
@@ -389,7 +393,7 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     address, real = ctypes.c_void_p, ctypes.c_double
     library.noisy.argtypes = library.discrete_noisy.argtypes = [*[address] * 7, ctypes.c_int64, real, real, real]
     library.cipher_words.argtypes = [address, address]
-    library.noisy.restype = library.discrete_noisy.restype = library.cipher_words.restype = None
+    library.noisy.restype = library.discrete_noisy.restype = None
     return library
 
 
