@@ -344,9 +344,7 @@ def _ciphered(state: Tensor) -> Tensor:
 
 
 def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
-    """[sets, 16, 16]: `words` of the sets of 16 blocks that the kernel makes at once, which follow one another.
-
-    Where `clipping.kernels.cpu.supported` says that there is a kernel.
+    """[sets, 16, 16]: `words` of as many sets of 16 blocks as the kernel makes at once; needs one (`cpu.supported`).
 
     Args:
         key: of the cipher, 32 bytes.

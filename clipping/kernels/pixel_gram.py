@@ -75,6 +75,23 @@ def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor
     return x[:, :, *(slice(r, None, s) for r, s in zip(remainders, stride, strict=True))]
 
 
+def patches(x: Tensor, geometry: Geometry) -> Tensor:
+    """What each position reads of [n, C, *size], unfolded: a view [n, C, *kernel, *output size] of the padded x.
+
+    Positions come last, where memory runs on.
+
+    Args:
+        x: [n, C, *size].
+        geometry: of the convolution.
+    """
+    spatial = len(geometry.kernel)
+    if any(geometry.padding):
+        x = F.pad(x, [amount for pad in reversed(geometry.padding) for amount in (pad, pad)])
+    for i, (kernel, stride, _, dilation) in enumerate(zip(*geometry, strict=True)):
+        x = x.unfold(2 + i, dilation * (kernel - 1) + 1, stride)[..., ::dilation]
+    return x.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
+
+
 def compiled_norm(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
     """`pixel_gram_product` by the kernel for CPUs, in one or two dimensions and any number of samples: [n].
 

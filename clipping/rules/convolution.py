@@ -23,12 +23,13 @@ from clipping.kernels import cpu, cuda, fused
 from clipping.kernels.chunked_conv import Pieces, Share, applies
 from clipping.kernels.conv_memory import Convolution
 from clipping.kernels.gram import gram_product, part
-from clipping.kernels.matmul import products
+from clipping.kernels.matmul import product, products
 from clipping.kernels.pixel_gram import (
     Geometry,
     compiled_norm,
     every,
     pairs,
+    patches,
     phases,
     pixel_gram_product,
     pixel_norms,
@@ -125,7 +126,9 @@ class ConvolutionWeight(Bilinear):
         """Depthwise, of small images: all products g_t x_n, then for each kernel offset those that it joins."""
         pixels = x[0, 0].numel()
         each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
-        joins = self._patches(each).reshape(pixels, self.inputs, self.positions)  # [n, offset, t]: 1 where t reads n
+        joins = patches(each, self._geometry()).reshape(
+            pixels, self.inputs, self.positions
+        )  # [n, offset, t]: 1 where t reads n
         products = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
         return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
@@ -145,9 +148,9 @@ class ConvolutionWeight(Bilinear):
             pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
             ones = pixels.new_ones(1, 1, *self.kernel)
-            patches = convolve(pixels, ones, None, self.stride, self.padding, self.dilation)
+            sums = convolve(pixels, ones, None, self.stride, self.padding, self.dilation)
             return self._of_groups(
-                of_rows(patches.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
+                of_rows(sums.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
             )
 
         return self._reach_of_rows(g, of_block, 4 * sum(self._each(g)) // max(1, self.inputs))
@@ -211,6 +214,9 @@ class ConvolutionWeight(Bilinear):
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
         """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
         weight = self.parameter
+        if fold == 1 and self._by_rows(len(g)):
+            x = every(x, [0] * len(self.stride), self.stride)
+            return product(*(y.flatten(2).transpose(1, 2).flatten(0, 1) for y in (g, x)))
         if fold != 1 or weight.dtype != g.dtype:
             weight = _of_any_values(g, (fold * weight.shape[0], *weight.shape[1:]))
         return torch.ops.aten.convolution_backward.default(
@@ -227,6 +233,11 @@ class ConvolutionWeight(Bilinear):
             [False, True, False],
         )[1]
 
+    def _by_rows(self, samples: int) -> bool:
+        """Whether few pixels meet in a large weight, which a CPU's library would lay out anew for a convolution."""
+        few = samples * self.positions * (self.inputs + self.outputs) <= self.inputs * self.outputs
+        return few and self.parameter.device.type == "cpu" and self._reads_one_pixel()
+
     def held_input(self) -> Tensor | None:
         return self.x
 
@@ -235,9 +246,9 @@ class ConvolutionWeight(Bilinear):
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         work, size = super().work(g, way), g.element_size()
-        patches = 0 if self._is_pointwise() else self.positions * self.inputs * self.groups
+        unfolded = 0 if self._is_pointwise() else self.positions * self.inputs * self.groups
         if way == "unfold":
-            return work._replace(traffic=work.traffic + 3 * patches * size, workspace=work.workspace + patches * size)
+            return work._replace(traffic=work.traffic + 3 * unfolded * size, workspace=work.workspace + unfolded * size)
         if way == "shifts":  # nothing is multiplied where image and shifted kernel do not meet
             moved = math.prod(min(k, 2 * n - 1) for k, n in zip(self.kernel, self.x.shape[2:], strict=True))
             touched = 3 * moved * self.positions * self.groups
@@ -251,7 +262,7 @@ class ConvolutionWeight(Bilinear):
         wide = norm_dtype(g.dtype).itemsize
         if way == "patches":
             return work._replace(
-                traffic=work.traffic + 2 * patches * wide, workspace=work.workspace + 2 * patches * wide
+                traffic=work.traffic + 2 * unfolded * wide, workspace=work.workspace + 2 * unfolded * wide
             )
         if way not in ("pixels", COMPILED):
             return work
@@ -287,6 +298,8 @@ class ConvolutionWeight(Bilinear):
         taken = samples * min(self._each(g)) + beside
         if self.parameter.device.type != "cpu":
             return taken
+        if self._by_rows(samples):
+            return taken + samples * sum(self._each(g))
         return taken + self._convolution(g, samples).weight_gradient() - self.instantiated_bytes(g)
 
     def _convolution(self, g: Tensor | Spec, rows: int, fold: int = 1) -> Convolution:
@@ -321,24 +334,14 @@ class ConvolutionWeight(Bilinear):
     def _positions(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Patches [b·groups, d, T] and g [b·groups, p, T]."""
         count = x.shape[0] * self.groups
-        a = (x if self._is_pointwise() else self._patches(x)).reshape(count, self.inputs, self.positions)
+        a = (x if self._is_pointwise() else patches(x, self._geometry())).reshape(count, self.inputs, self.positions)
         return a, g.reshape(count, self.outputs, self.positions)
 
-    def _patches(self, x: Tensor) -> Tensor:
-        """Unfold [b, C, *size] to a view [b, C, *kernel, *output size]: positions last, where memory runs on."""
-        spatial = len(self.kernel)
-        if any(self.padding):
-            x = F.pad(x, [amount for pad in reversed(self.padding) for amount in (pad, pad)])
-        for i in range(spatial):
-            reach = self.dilation[i] * (self.kernel[i] - 1) + 1
-            x = x.unfold(2 + i, reach, self.stride[i])[..., :: self.dilation[i]]
-        kernel = range(2 + spatial, 2 + 2 * spatial)
-        return x.permute(0, 1, *kernel, *range(2, 2 + spatial))
-
     def _is_pointwise(self) -> bool:
-        return (
-            self.groups == 1 and math.prod(self.kernel) == 1 and math.prod(self.stride) == 1 and not any(self.padding)
-        )
+        return self._reads_one_pixel() and math.prod(self.stride) == 1
+
+    def _reads_one_pixel(self) -> bool:
+        return self.groups == 1 and math.prod(self.kernel) == 1 and not any(self.padding)
 
 
 def convolution(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from clipping import compare, load_backend
 from clipping.kernels import chunked_conv as pieces
@@ -140,6 +141,27 @@ def test_a_sum_is_formed_in_portions_as_it_is_at_once_and_takes_less(monkeypatch
     assert taken[2**18] < 0.5 * taken[2**30]
     expected = torch.autograd.grad((layer(x) * g * factors.view(-1, *[1] * (g.dim() - 1))).sum(), layer.weight)[0]
     torch.testing.assert_close(found[2**18], expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_format):
+    """No convolution is asked for it, and it takes what was said."""
+    layer, x = nn.Conv2d(256, 320, 1, stride), torch.randn(8, 256, 3, 3).to(memory_format=memory_format)
+    tape = Tape({"weight": layer.weight}, (x,), len(x))
+    with tape:
+        output = layer(x)
+    ((_, rule),) = tape.uses[0].rules
+    g, factors = torch.randn_like(output), torch.rand(len(x))
+    with torch.no_grad():
+        rule.weighted(g, factors)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            found = rule.weighted(g, factors)
+        taken = measured_peak(lambda: rule.weighted(g, factors), [], CPU).peak_bytes
+    assert "aten::convolution_backward" not in {event.key for event in profiled.key_averages()}
+    assert rule.summing_bytes(g) + layer.weight.numel() * 4 == pytest.approx(taken, rel=0.15)
+    expected = torch.autograd.grad((layer(x) * g * factors.view(-1, 1, 1, 1)).sum(), layer.weight)[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_portions_in_half_precision_add_up_in_single(monkeypatch):
