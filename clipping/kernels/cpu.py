@@ -1,7 +1,7 @@
 """Squared per-sample norms by kernels in C, for CPUs: no Gram matrix of the batch is ever in memory.
 
     gram_norm         Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖²           operations n T² (d + p) / 2
-    pixel_gram_norm   the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
+    pixel_norms       the same of a convolution, from its pixels         operations n (N² C + T² (p + K)) / 2
     sum_of_squares    ‖x_i‖² of what is instantiated                     reads it once
     column_norms      norms of pixels over their channels                reads them once
     scale_gradient    Σ_t g x̂ of a layer norm                            reads g and x once
@@ -103,18 +103,20 @@ def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, fl
     return (found.sum(1), reaches.sum(1)) if parts > 1 else (found[:, 0], reaches[:, 0])
 
 
-def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
-    """‖∂/∂W‖² of each sample for a convolution of one group, in one or two dimensions; nothing is unfolded.
+def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -> Tensor:
+    """‖∂/∂W‖² of each sample for a convolution of one group, in one or two dimensions; nothing is unfolded. And its
+    `patch_reach`, of the norms that the Gram matrices have on their diagonals.
 
     Args:
         images: the phases of its input, one for a stride of 1. (`clipping.kernels.pixel_gram`)
         g: [n, p, *output size].
+        lost: as in `row_reach`.
 
     Returns:
-        [n], float32 or wider, as `gram_norm`.
+        [n, 3], float32 or wider: squared norms as of `gram_norm`, and both parts of reaches.
     """
     dtype = norm_dtype(g.dtype)
-    found = g.new_empty(len(g), dtype=dtype)
+    found = g.new_empty(len(g), 3, dtype=dtype)
     images = [(x, offsets) for x, offsets in images if x.numel() and offsets]
     if not images or not g.numel():
         return found.zero_()
@@ -134,7 +136,7 @@ def pixel_gram_norm(images: Sequence[Phase], g: Tensor) -> Tensor:
     scratch = g.new_zeros(min(torch.get_num_threads(), count) * kernels.pixel_scratch(*sizes))
     if not fake:
         starts = _torch().torch_parallel_for, _torch().torch_get_thread_idx
-        kernels.pixel_gram_norm(*sizes, *starts, g.data_ptr(), count, scratch.data_ptr(), found.data_ptr())
+        kernels.pixel_norms(*sizes, *starts, g.data_ptr(), count, scratch.data_ptr(), *lost, found.data_ptr())
     return found
 
 
@@ -237,7 +239,7 @@ def in_one_piece(*tensors: Tensor) -> bool:
 
 
 def scratch_bytes(pixels: int, positions: int, features: int, samples: int, dtype: torch.dtype) -> int:
-    """About what `pixel_gram_norm` takes for images of so many pixels, and so many features of a pixel or position.
+    """About what `pixel_norms` takes for images of so many pixels, and so many features of a pixel or position.
 
     Args:
         pixels: of an image.
@@ -296,17 +298,18 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     number: Any = ctypes.c_int64
     address: Any = ctypes.c_void_p
+    real: Any = ctypes.c_double
     kernels.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, *[address] * 3]
-    kernels.pixel_gram_norm.argtypes = [address, *[number] * 5, *[address] * 3, number, address, address]
+    kernels.pixel_norms.argtypes = [address, *[number] * 5, *[address] * 3, number, address, real, real, address]
     kernels.squares.argtypes = [address, address, number, number, address]
     kernels.column_norms.argtypes = [address, address, number, number, number, address]
     kernels.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
     for reaches in (kernels.row_reaches, kernels.patch_reaches):
-        reaches.argtypes = [*[address] * 4, number, ctypes.c_double, ctypes.c_double, address]
+        reaches.argtypes = [*[address] * 4, number, real, real, address]
     kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, *[number] * 5], number
     for kernel in (
         kernels.gram_norm,
-        kernels.pixel_gram_norm,
+        kernels.pixel_norms,
         kernels.squares,
         kernels.column_norms,
         kernels.scale_gradients,

@@ -92,18 +92,16 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
     return x.permute(0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
 
 
-def compiled_norm(x: Tensor, g: Tensor, geometry: Geometry) -> Tensor:
-    """`pixel_gram_product` by the kernel for CPUs, in one or two dimensions and any number of samples: [n].
+def compiled_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, float]) -> Tensor:
+    """`pixel_norms` by the kernel for CPUs, of any number of samples.
 
     Args:
-        x: images [n, C, *size].
-        g: gradients of the output [n, p, *output size].
-        geometry: of the convolution.
+        x, g, geometry, least: as in `pixel_norms`.
     """
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry = Geometry(*options)
     images = [(every(x, r, geometry.stride), list(itertools.product(*offsets))) for r, offsets in phases(geometry)]
-    return cpu.pixel_gram_norm(images, g)
+    return cpu.pixel_norms(images, g, least)
 
 
 def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int) -> Tensor:
@@ -162,7 +160,7 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
         least: see `clipping.rounding.of_lost`.
 
     Returns:
-        [n, 3] float32: squared norms, and what `clipping.rounding.Reach` has.
+        [n, 3], float32 or wider: squared norms, and what `clipping.rounding.Reach` has.
     """
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry, phases = Geometry(*options), [1, 1]

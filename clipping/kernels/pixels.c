@@ -1,6 +1,8 @@
-/* pixel_gram_norm. Features come before positions, as an image lies in memory: HIGH pixels meet vectors of others, after a
+/* pixel_norms. Features come before positions, as an image lies in memory: HIGH pixels meet vectors of others, after a
    copy in which what a tile reads lies together. (Features of a large image are a power of two apart, and a first-level
    cache would hold few of them at a time.) */
+
+#include <math.h>
 
 #include "shared.h"
 
@@ -19,7 +21,8 @@ typedef struct {
   const REAL *g;
   I count, channels, outputs, positions, width, room;
   REAL *scratch;
-  REAL *out; /* [n] */
+  double lost[2];
+  REAL *out; /* [n, 3] */
   index_of_thread *thread;
 } pixel_job;
 
@@ -96,11 +99,13 @@ static void mask_columns(const pixel_job *job, REAL *masks) {
       }
 }
 
-/* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample. */
-static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch) {
+/* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample; and its reach, of the squares of
+   norms on both diagonals. */
+static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch, double reach[2]) {
   I positions = job->positions, pitch = job->room;
   REAL *row = scratch, *grams = row + HIGH * pitch, *gram = grams, *copy = grams;
   double total = 0;
+  reach[0] = reach[1] = 0;
   for (I k = 0; k < job->count; k++) copy += (job->phases[k].pixels + HIGH) * pitch;
   for (I k = 0; k < job->count; k++) {
     I pixels = job->phases[k].pixels;
@@ -115,6 +120,7 @@ static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL 
       REAL *of = row + (t - start) * pitch;
       const REAL *mask = masks;
       vector found = {0};
+      double patch = 0;
       for (I s = 0; s < t; s++) of[s] *= 2; /* for the upper triangle */
       for (I s = t + 1; s < (t / LANES + 2) * LANES; s++) of[s] = 0;
       gram = grams;
@@ -123,10 +129,12 @@ static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL 
           I shift = job->phases[k].offsets[2 * o] * job->width + job->phases[k].offsets[2 * o + 1];
           if (t + shift < 0 || t + shift >= job->phases[k].pixels || !mask[t]) continue;
           const REAL *pixels = gram + (t + shift) * pitch + shift;
+          patch += pixels[t];
           for (I s = shift < 0 ? -shift : 0; s <= t; s += LANES)
             found += load(of + s) * load(mask + s) * load(pixels + s);
         }
       total += sum(found);
+      add_reach(job->lost, sqrt(patch), sqrt(of[t]), reach);
     }
   }
   return total;
@@ -155,7 +163,11 @@ static void pixel_units(I low, I high, void *given) {
   job->thread(&thread);
   REAL *masks = job->scratch + thread * entries_of(job), *rest = masks + offsets_of(job) * job->room;
   mask_columns(job, masks);
-  for (I unit = low; unit < high; unit++) job->out[unit] = of_pixels(job, unit, masks, rest);
+  for (I unit = low; unit < high; unit++) {
+    double reach[2];
+    REAL *out = job->out + 3 * unit;
+    out[0] = of_pixels(job, unit, masks, rest, reach), out[1] = reach[0], out[2] = reach[1];
+  }
 }
 
 static pixel_job job_of(const I *phases, I count, I channels, I outputs, I positions, I width) {
@@ -173,12 +185,15 @@ I pixel_scratch(const I *phases, I count, I channels, I outputs, I positions, I 
 }
 
 /* `phases`: x, pixels, the number and the address of the offsets of each, as in `phase`; an image's rows are as long as
-   those of the output, `width`. `scratch`: zeros; what it holds before it is written is multiplied by zero. */
-void pixel_gram_norm(const I *phases, I count, I channels, I outputs, I positions, I width, for_each *parallel,
-                     index_of_thread *thread, const REAL *g, I samples, REAL *scratch, REAL *out) {
+   those of the output, `width`. `scratch`: zeros; what it holds before it is written is multiplied by zero. `out`: squared
+   norms and both parts of reaches, [samples, 3]. */
+void pixel_norms(const I *phases, I count, I channels, I outputs, I positions, I width, for_each *parallel,
+                 index_of_thread *thread, const REAL *g, I samples, REAL *scratch, double beside_inputs,
+                 double beside_outputs, REAL *out) {
   pixel_job job = job_of(phases, count, channels, outputs, positions, width);
   double pixels = 0;
   job.thread = thread, job.g = g, job.scratch = scratch, job.out = out;
+  job.lost[0] = beside_inputs, job.lost[1] = beside_outputs;
   for (I k = 0; k < count; k++) pixels += (double)job.phases[k].pixels * job.phases[k].pixels;
   each(parallel, samples, 0.5 * (pixels * channels + (double)positions * positions * outputs), pixel_units, &job);
 }

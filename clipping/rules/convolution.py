@@ -26,7 +26,7 @@ from clipping.kernels.gram import gram_product, part
 from clipping.kernels.matmul import product, products
 from clipping.kernels.pixel_gram import (
     Geometry,
-    compiled_norm,
+    compiled_norms,
     every,
     pairs,
     patches,
@@ -163,16 +163,20 @@ class ConvolutionWeight(Bilinear):
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
     ) -> tuple[Tensor, list[Reach]]:
         way = route.way or self.best_way(g, ghost=route.ghost)
-        if not route.ghost or way != "pixels" or not self._whole(g):
+        if not route.ghost or not (way == COMPILED or (way == "pixels" and self._whole(g))):
             return super().squares_and_reach(g, route, others)
 
         def found(samples: slice) -> Tensor:
-            x, of = self.operands(g, samples)
-            return pixel_norms(self._grouped(x), self._grouped(of), self._geometry(), self._least(of))
+            return self._with_reach(*self.operands(g, samples), way)
 
         squares, terms, lost = concatenated(found, self.blocks(g, way, route.block)).unbind(1)
         reach = self._of_groups(Reach(terms, lost))
         return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
+
+    def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
+        """[b·groups, 3]: squared norms, and both parts of reaches."""
+        found = compiled_norms if way == COMPILED else pixel_norms
+        return found(self._grouped(x), self._grouped(g), self._geometry(), self._least(g))
 
     def _whole(self, g: Tensor | Spec) -> bool:
         """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""
@@ -314,15 +318,10 @@ class ConvolutionWeight(Bilinear):
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
             return cuda.convolution_norm(x, g, *self._geometry(), groups)
-        if way in ("pixels", COMPILED):
-            whole = way != COMPILED and self._whole(g)
-            x, g = self._grouped(x), self._grouped(g)
-            if way == COMPILED:
-                found = compiled_norm(x, g, self._geometry())
-            elif whole:
-                found = pixel_norms(x, g, self._geometry(), self._least(g))[:, 0]
-            else:
-                found = pixel_gram_product(x, g, self._geometry(), available)
+        if way == COMPILED or (way == "pixels" and self._whole(g)):
+            found = self._with_reach(x, g, way)[:, 0]
+        elif way == "pixels":
+            found = pixel_gram_product(self._grouped(x), self._grouped(g), self._geometry(), available)
         else:
             a, g = (y.transpose(1, 2) for y in self._positions(x, g))
             found = cuda.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)

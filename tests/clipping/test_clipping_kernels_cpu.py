@@ -18,10 +18,14 @@ from torch.func import vmap
 
 from clipping import cache, load_backend
 from clipping.kernels import cpu, library
-from clipping.kernels.pixel_gram import Geometry, compiled_norm
+from clipping.kernels.pixel_gram import Geometry, compiled_norms, patches
 from clipping.rules import Route
 
 LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")
+
+
+def compiled_norm(x: torch.Tensor, g: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    return compiled_norms(x, g, geometry, (0.0, 0.0))[:, 0]
 
 
 @pytest.fixture
@@ -117,6 +121,27 @@ def test_images_of_other_widths_than_the_output(size: tuple[int, int], stride: i
         want = [torch.autograd.grad(output[i], weight, g[i], retain_graph=True)[0].square().sum() for i in range(2)]
         found = compiled_norm(x, g, Geometry([3, 3], [stride] * 2, [padding] * 2, [1, 1]))
         torch.testing.assert_close(found, torch.stack(want), rtol=1e-10, atol=1e-12)
+
+
+@LIBRARY
+@pytest.mark.parametrize("size", [(8, 8), (7, 5), (1, 3), (17, 4), (9,)])
+@pytest.mark.parametrize("kernel, stride, padding, dilation", [(3, 1, 1, 1), (3, 2, 1, 1), (2, 3, 3, 2), (1, 2, 0, 1)])
+def test_reaches_of_convolutions_are_on_the_diagonals(
+    size: tuple[int, ...], kernel: int, stride: int, padding: int, dilation: int
+):
+    torch.manual_seed(0)
+    x, lost = torch.randn(3, 5, *size, dtype=torch.float64), (0.25, 0.5)
+    geometry = Geometry(*([n] * len(size) for n in (kernel, stride, padding, dilation)))
+    sides = [(n + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1 for n in size]
+    if min(sides) < 1:
+        pytest.skip("the kernel does not fit")
+    g = torch.randn(3, 7, *sides, dtype=torch.float64)
+    a = patches(x, geometry).reshape(3, 5 * kernel ** len(size), -1).norm(dim=1)
+    of = g.flatten(2).norm(dim=1)
+    want = torch.stack([(a * of).sum(1), (a * lost[0] + of * lost[1]).sum(1)], 1)
+    torch.testing.assert_close(compiled_norms(x, g, geometry, lost)[:, 1:], want, rtol=1e-12, atol=0)
+    single = compiled_norms(x.float(), g.float(), geometry, lost)[:, 1:]
+    torch.testing.assert_close(single.double(), want, rtol=2e-6, atol=0)
 
 
 @LIBRARY
