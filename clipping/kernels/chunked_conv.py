@@ -2,8 +2,9 @@
 
 There the library copies whatever it multiplies into a layout of its own (`clipping.kernels.conv_memory`): an input's
 gradient takes twice its size while it is formed, three times with a stride, in the backward pass at the worst moment.
-In pieces of a few samples it takes little more than itself. It is no slower, and faster by a third where a copy would
-be 32 MiB or more, which the C library takes from the kernel anew each time, page by page.
+In pieces of a few samples it takes little more than itself. It is about as fast, and takes half the time where a copy
+would be 32 MiB or more, which the C library takes from the kernel anew each time, page by page. Each piece copies the
+weight, too: where that is large beside the images, as in a ResNet's last layers, all are one piece.
 
 Only in the tape's own backward pass, which wants no gradient of a parameter: any other one is autograd's own, on
 tensors, so that it can be differentiated once more.
@@ -12,6 +13,7 @@ tensors, so that it can be differentiated once more.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +33,9 @@ MOST = 8
 """Pieces, unless they would be larger than `LARGEST`: to begin an operation takes time as well."""
 LARGEST = 16 * 2**20
 """Bytes of the input or of the output that a piece may have where a batch is large."""
+
+WEIGHTS = 0.25
+"""Of the bytes of input and output, what copies of the weight may have; with more, pieces take a sixth more time."""
 
 
 class Share:
@@ -84,7 +89,8 @@ def pieces(sizes: Convolution) -> int:
     """
     largest = max(sizes.results(True, False), sizes._replace(x=sizes.y).results(True, False))
     count = min(max(min(largest // PIECE, MOST), largest // LARGEST), sizes.x[0] // 2)
-    return count if count >= LEAST else 1
+    copied = count * math.prod(sizes.weight) <= WEIGHTS * (math.prod(sizes.x) + math.prod(sizes.y))
+    return count if count >= LEAST and copied else 1
 
 
 def in_pieces(sizes: Convolution) -> int:

@@ -106,6 +106,12 @@ def test_pieces_take_less_at_once():
     assert pieces.pieces(small) == 1 and in_pieces(small) == small.input_gradient()
 
 
+def test_large_weights_are_not_copied_for_each_piece():
+    late = Convolution((64, 1024, 8, 8), (256, 1024, 1, 1), (64, 256, 8, 8), [1, 1], 1, torch.float32)
+    assert pieces.pieces(late) == 1 and in_pieces(late) == late.input_gradient()
+    assert pieces.pieces(late._replace(weight=(256, 512, 1, 1))) == 8
+
+
 def test_no_piece_of_a_large_batch_is_larger_than_16_mib():
     large = Convolution((6400, 32, 32, 32), (32, 32, 3, 3), (6400, 32, 32, 32), [1, 1], 1, torch.float32)
     assert pieces.pieces(large) == 50  # of 128 samples
