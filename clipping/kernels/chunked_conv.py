@@ -13,7 +13,6 @@ tensors, so that it can be differentiated once more.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +32,6 @@ MOST = 8
 """Pieces, unless they would be larger than `LARGEST`: to begin an operation takes time as well."""
 LARGEST = 16 * 2**20
 """Bytes of the input or of the output that a piece may have where a batch is large."""
-
 WEIGHTS = 0.25
 """Of the bytes of input and output, what copies of the weight may have; with more, pieces take a sixth more time."""
 
@@ -87,10 +85,10 @@ def pieces(sizes: Convolution) -> int:
     Args:
         sizes: shapes and options of the convolution.
     """
-    largest = max(sizes.results(True, False), sizes._replace(x=sizes.y).results(True, False))
-    count = min(max(min(largest // PIECE, MOST), largest // LARGEST), sizes.x[0] // 2)
-    copied = count * math.prod(sizes.weight) <= WEIGHTS * (math.prod(sizes.x) + math.prod(sizes.y))
-    return count if count >= LEAST and copied else 1
+    images = [each.results(True, False) for each in (sizes, sizes._replace(x=sizes.y))]
+    count = min(max(min(max(images) // PIECE, MOST), max(images) // LARGEST), sizes.x[0] // 2)
+    copies = count * sizes.results(False, True)
+    return count if count >= LEAST and copies <= WEIGHTS * sum(images) else 1
 
 
 def in_pieces(sizes: Convolution) -> int:

@@ -18,11 +18,11 @@ typedef struct {
   int used; /* of the words of 64 bits that are here */
 } stream;
 
-/* From a block on, of the key and nonce in the first state. */
-static void begin(stream *from, uint32_t block) {
+/* From the first block on, of the key and nonce in the first state. */
+static void begin(stream *from) {
   for (int s = 0; s < SETS; s++) {
     if (s) memcpy(from->states[s], from->states[0], sizeof(from->states[s]));
-    from->states[s][12] = block + s * BLOCKS;
+    from->states[s][12] = s * BLOCKS;
   }
   from->used = SETS * HELD;
 }
@@ -89,14 +89,14 @@ static void discrete_units(I low, I high, void *given) {
       uint32_t *state = from.states[0];
       memcpy(state, job->state, sizeof(from.states[0]));
       memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
-      begin(&from, 0);
+      begin(&from);
       chacha(from.states, from.bits);
       for (int w = 0; w < 8; w++) state[4 + w] = from.bits[0][w][0];
       keyed = tensor;
     }
     I group = unit - job->units[tensor], start = group * GROUP, left = job->counts[tensor] - start;
     from.states[0][13] = (uint32_t)group, from.states[0][14] = (uint32_t)(group >> 32), from.states[0][15] = 0;
-    begin(&from, 0);
+    begin(&from);
     for (I i = start; i < start + (left < GROUP ? left : GROUP); i++) {
       double total = job->totals[tensor][i] / job->grid;
       total = total < -WIDEST ? -WIDEST : total > WIDEST ? WIDEST : total;

@@ -126,9 +126,8 @@ class ConvolutionWeight(Bilinear):
         """Depthwise, of small images: all products g_t x_n, then for each kernel offset those that it joins."""
         pixels = x[0, 0].numel()
         each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
-        joins = patches(each, self._geometry()).reshape(
-            pixels, self.inputs, self.positions
-        )  # [n, offset, t]: 1 where t reads n
+        # [n, offset, t]: 1 where t reads n
+        joins = patches(each, self._geometry()).reshape(pixels, self.inputs, self.positions)
         products = g.flatten(2).flatten(0, 1)[:, :, None] * x.flatten(2).flatten(0, 1)[:, None]
         return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
@@ -163,7 +162,7 @@ class ConvolutionWeight(Bilinear):
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
     ) -> tuple[Tensor, list[Reach]]:
         way = route.way or self.best_way(g, ghost=route.ghost)
-        if not route.ghost or not (way == COMPILED or (way == "pixels" and self._whole(g))):
+        if not route.ghost or not self._finds_reach(g, way):
             return super().squares_and_reach(g, route, others)
 
         def found(samples: slice) -> Tensor:
@@ -172,6 +171,9 @@ class ConvolutionWeight(Bilinear):
         squares, terms, lost = concatenated(found, self.blocks(g, way, route.block)).unbind(1)
         reach = self._of_groups(Reach(terms, lost))
         return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
+
+    def _finds_reach(self, g: Tensor, way: str) -> bool:
+        return way == COMPILED or (way == "pixels" and self._whole(g))
 
     def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
         """[b·groups, 3]: squared norms, and both parts of reaches."""
@@ -219,8 +221,8 @@ class ConvolutionWeight(Bilinear):
         """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
         weight = self.parameter
         if fold == 1 and self._by_rows(len(g)):
-            x = every(x, [0] * len(self.stride), self.stride)
-            return product(*(y.flatten(2).transpose(1, 2).flatten(0, 1) for y in (g, x)))
+            a, g = (y.transpose(1, 2).flatten(0, 1) for y in self._positions(x, g))
+            return product(g, a)
         if fold != 1 or weight.dtype != g.dtype:
             weight = _of_any_values(g, (fold * weight.shape[0], *weight.shape[1:]))
         return torch.ops.aten.convolution_backward.default(
@@ -318,7 +320,7 @@ class ConvolutionWeight(Bilinear):
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
             return cuda.convolution_norm(x, g, *self._geometry(), groups)
-        if way == COMPILED or (way == "pixels" and self._whole(g)):
+        if self._finds_reach(g, way):
             found = self._with_reach(x, g, way)[:, 0]
         elif way == "pixels":
             found = pixel_gram_product(self._grouped(x), self._grouped(g), self._geometry(), available)
