@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
@@ -117,26 +116,18 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
     """
     dtype = norm_dtype(g.dtype)
     found = g.new_empty(len(g), 3, dtype=dtype)
-    images = [(x, offsets) for x, offsets in images if x.numel() and offsets]
+    images = [(x.to(dtype), offsets) for x, offsets in images if x.numel() and offsets]
     if not images or not g.numel():
         return found.zero_()
-    width = max(x.shape[-1] for x in (g, *(x for x, _ in images)))
-    g, *inputs = (_of_width(x.to(dtype), width) for x in (g, *(x for x, _ in images)))
-    fake = isinstance(g, FakeTensor)
-    offsets = [_offsets(tuple(each)) for _, each in images]
-    phases = _numbers(
-        [
-            n
-            for x, each in zip(inputs, offsets, strict=True)
-            for n in (0 if fake else x.data_ptr(), x.shape[2] * width, len(each) // 2, ctypes.addressof(each))
-        ]
-    )
-    sizes = phases, len(images), inputs[0].shape[1], g.shape[1], g.shape[2] * width, width
+    g, offsets = g.to(dtype), [_offsets(tuple(each)) for _, each in images]
+    sources = zip(images, offsets, strict=True)
+    phases = [n for (x, _), each in sources for n in (*_source(x), len(each) // 2, ctypes.addressof(each))]
+    given = _numbers(phases), len(images), _numbers(_source(g))
     kernels, count = _loaded(dtype), len(g)
-    scratch = g.new_zeros(min(torch.get_num_threads(), count) * kernels.pixel_scratch(*sizes))
-    if not fake:
+    scratch = g.new_zeros(min(torch.get_num_threads(), count) * kernels.pixel_scratch(*given))
+    if not isinstance(g, FakeTensor):
         starts = _torch().torch_parallel_for, _torch().torch_get_thread_idx
-        kernels.pixel_norms(*sizes, *starts, g.data_ptr(), count, scratch.data_ptr(), *lost, found.data_ptr())
+        kernels.pixel_norms(*given, *starts, count, scratch.data_ptr(), *lost, found.data_ptr())
     return found
 
 
@@ -257,10 +248,10 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
-def _of_width(x: Tensor, width: int) -> Tensor:
-    """[n, C, *size] as [n, C, rows, width] in one piece, with zeros at the end of rows."""
-    x = F.pad(x, [0, width - x.shape[-1]]) if x.shape[-1] < width else x
-    return (x if x.dim() == 4 else x.unsqueeze(2)).contiguous()
+def _source(x: Tensor) -> Sequence[int]:
+    """[n, C, *size] as `source` of `pixels.c`, in two dimensions."""
+    x = x if x.dim() == 4 else x.unsqueeze(2)
+    return (0 if isinstance(x, FakeTensor) else x.data_ptr(), *x.shape[1:], *x.stride())
 
 
 def _numbers(given: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
@@ -300,13 +291,13 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     address: Any = ctypes.c_void_p
     real: Any = ctypes.c_double
     kernels.gram_norm.argtypes = [*[address] * 3, *[number] * 3, address, number, number, *[address] * 3]
-    kernels.pixel_norms.argtypes = [address, *[number] * 5, *[address] * 3, number, address, real, real, address]
+    kernels.pixel_norms.argtypes = [address, number, *[address] * 3, number, address, real, real, address]
     kernels.squares.argtypes = [address, address, number, number, address]
     kernels.column_norms.argtypes = [address, address, number, number, number, address]
     kernels.scale_gradients.argtypes = [*[address] * 5, *[number] * 3, address]
     for reaches in (kernels.row_reaches, kernels.patch_reaches):
         reaches.argtypes = [*[address] * 4, number, real, real, address]
-    kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, *[number] * 5], number
+    kernels.pixel_scratch.argtypes, kernels.pixel_scratch.restype = [address, number, address], number
     for kernel in (
         kernels.gram_norm,
         kernels.pixel_norms,

@@ -10,16 +10,22 @@
 #define DEEP (REGISTERS == 32 ? 4 : 2) /* vectors */
 #define WIDE (DEEP * LANES)
 
+/* Images as they lie in memory, in strides of entries. */
 typedef struct {
   const REAL *x;
-  I pixels, count; /* offsets */
+  I features, rows, columns, sample, feature, row, column;
+} source;
+
+typedef struct {
+  source images;
+  I count; /* offsets */
   const I *offsets; /* of a row and of a column, of each */
 } phase;
 
 typedef struct {
   const phase *phases;
-  const REAL *g;
-  I count, channels, outputs, positions, width, room;
+  const source *g;
+  I count, positions, width, room;
   REAL *scratch;
   double lost[2];
   REAL *out; /* [n, 3] */
@@ -32,28 +38,48 @@ typedef struct {
   I features, pixels, width;
 } image;
 
+static I pixels_of(const source *of, I columns) { return of->rows * columns; }
+
 /* Of a strip: all pixels, if a tile's vectors hold them. */
 static I width_of(I pixels) { return pixels > WIDE - LANES ? WIDE : (pixels + LANES - 1) / LANES * LANES; }
 
-/* Entries of the copy; none if an image is one strip already. */
-static I image_entries(I features, I pixels) {
-  I width = width_of(pixels);
-  return width == pixels ? 0 : (pixels + width - 1) / width * width * features;
+/* Whether the pixels of a feature, in rows of so many columns, follow one another in memory. */
+static int is_plain(const source *of, I columns) {
+  return of->columns == columns && of->column == 1 && of->row == columns;
 }
 
-static image image_of(const REAL *x, I features, I pixels, REAL *copy) {
-  I width = width_of(pixels);
+/* Whether it needs no copy: one strip as it lies in memory. */
+static int is_strip(const source *of, I columns) {
+  I pixels = pixels_of(of, columns);
+  return is_plain(of, columns) && of->feature == pixels && width_of(pixels) == pixels;
+}
+
+/* Entries of the copy. */
+static I image_entries(const source *of, I columns) {
+  I pixels = pixels_of(of, columns), width = width_of(pixels);
+  return is_strip(of, columns) ? 0 : (pixels + width - 1) / width * width * of->features;
+}
+
+static image image_of(const source *of, I sample, I columns, REAL *copy) {
+  I pixels = pixels_of(of, columns), width = width_of(pixels), places[WIDE];
+  const REAL *x = of->x + sample * of->sample;
   REAL *to = copy;
-  if (width == pixels) return (image){x, features, pixels, width}; /* as it lies in memory */
-  for (I start = 0; start < pixels; start += width)
-    for (I c = 0; c < features; c++, to += width) {
-      const REAL *from = x + c * pixels + start;
-      I count = pixels - start < width ? pixels - start : width, t = 0;
-      for (; t + LANES <= count; t += LANES) store(to + t, load(from + t));
-      if (t < count) store(to + t, beginning(from + t, count - t)), t += LANES;
-      for (; t < width; t += LANES) store(to + t, (vector){0});
+  if (is_strip(of, columns)) return (image){x, of->features, pixels, width};
+  for (I start = 0; start < pixels; start += width) {
+    I count = pixels - start < width ? pixels - start : width, plain = is_plain(of, columns);
+    for (I t = 0; t < width; t++) {
+      I row = (start + t) / columns, column = (start + t) % columns;
+      places[t] = t < count && column < of->columns ? row * of->row + column * of->column : -1;
     }
-  return (image){copy, features, pixels, width};
+    for (I c = 0; c < of->features; c++, to += width) {
+      const REAL *from = x + c * of->feature;
+      I t = 0;
+      for (; plain && t + LANES <= count; t += LANES) store(to + t, load(from + start + t));
+      if (plain && t < count) store(to + t, beginning(from + start + t, count - t)), t += LANES;
+      for (; t < width; t++) to[t] = places[t] < 0 ? 0 : from[places[t]];
+    }
+  }
+  return (image){copy, of->features, pixels, width};
 }
 
 /* Inner products of HIGH pixels with `deep` vectors of those of a strip. */
@@ -70,12 +96,20 @@ INLINE void tile(const image *of, const REAL *const *rows, const REAL *strip, RE
     UNROLL for (int j = 0; j < deep; j++) store(out + i * pitch + j * LANES, found[i * deep + j]);
 }
 
-APART void broad(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch) {
-  tile(of, rows, strip, out, pitch, DEEP);
-}
-APART void narrow(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch) {
-  tile(of, rows, strip, out, pitch, 1);
-}
+typedef void products(const image *, const REAL *const *, const REAL *, REAL *, I);
+#define TILE(deep)                                                                                              \
+  APART void tile_##deep(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch) {      \
+    tile(of, rows, strip, out, pitch, deep);                                                                    \
+  }
+TILE(1)
+TILE(2)
+#if DEEP == 4
+TILE(3)
+TILE(4)
+static products *const tiles[DEEP] = {tile_1, tile_2, tile_3, tile_4};
+#else
+static products *const tiles[DEEP] = {tile_1, tile_2};
+#endif
 
 /* HIGH rows of the lower triangle of a pixel Gram matrix; what is written above the diagonal means nothing. */
 static void triangle(const image *of, I s, REAL *out, I pitch) {
@@ -85,8 +119,8 @@ static void triangle(const image *of, I s, REAL *out, I pitch) {
     I at = s + i < end ? s + i : end - 1;
     rows[i] = of->x + at / of->width * of->width * of->features + at % of->width;
   }
-  for (; t + WIDE - LANES < end; t += WIDE, strip += WIDE * of->features) broad(of, rows, strip, out + t, pitch);
-  for (; t < end; t += LANES, strip += LANES) narrow(of, rows, strip, out + t, pitch);
+  for (; t + WIDE - LANES < end; t += WIDE, strip += WIDE * of->features) tiles[DEEP - 1](of, rows, strip, out + t, pitch);
+  if (t < end) tiles[(end - t - 1) / LANES](of, rows, strip, out + t, pitch);
 }
 
 /* 1 where what a column of the output reads is in its row, for each offset of each phase. */
@@ -102,18 +136,17 @@ static void mask_columns(const pixel_job *job, REAL *masks) {
 /* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample; and its reach, of the squares of
    norms on both diagonals. */
 static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch, double reach[2]) {
-  I positions = job->positions, pitch = job->room;
+  I positions = job->positions, width = job->width, pitch = job->room;
   REAL *row = scratch, *grams = row + HIGH * pitch, *gram = grams, *copy = grams;
   double total = 0;
   reach[0] = reach[1] = 0;
-  for (I k = 0; k < job->count; k++) copy += (job->phases[k].pixels + HIGH) * pitch;
+  for (I k = 0; k < job->count; k++) copy += (pixels_of(&job->phases[k].images, width) + HIGH) * pitch;
   for (I k = 0; k < job->count; k++) {
-    I pixels = job->phases[k].pixels;
-    image x = image_of(job->phases[k].x + sample * job->channels * pixels, job->channels, pixels, copy);
-    for (I s = 0; s < pixels; s += HIGH) triangle(&x, s, gram + s * pitch, pitch);
-    gram += (pixels + HIGH) * pitch;
+    image x = image_of(&job->phases[k].images, sample, width, copy);
+    for (I s = 0; s < x.pixels; s += HIGH) triangle(&x, s, gram + s * pitch, pitch);
+    gram += (x.pixels + HIGH) * pitch;
   }
-  image g = image_of(job->g + sample * job->outputs * positions, job->outputs, positions, copy);
+  image g = image_of(job->g, sample, width, copy);
   for (I start = 0; start < positions; start += HIGH) {
     triangle(&g, start, row, pitch);
     for (I t = start; t < start + HIGH && t < positions; t++) {
@@ -124,15 +157,17 @@ static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL 
       for (I s = 0; s < t; s++) of[s] *= 2; /* for the upper triangle */
       for (I s = t + 1; s < (t / LANES + 2) * LANES; s++) of[s] = 0;
       gram = grams;
-      for (I k = 0; k < job->count; gram += (job->phases[k].pixels + HIGH) * pitch, k++)
+      for (I k = 0, count; k < job->count; gram += (count + HIGH) * pitch, k++) {
+        count = pixels_of(&job->phases[k].images, width);
         for (I o = 0; o < job->phases[k].count; o++, mask += pitch) {
-          I shift = job->phases[k].offsets[2 * o] * job->width + job->phases[k].offsets[2 * o + 1];
-          if (t + shift < 0 || t + shift >= job->phases[k].pixels || !mask[t]) continue;
+          I shift = job->phases[k].offsets[2 * o] * width + job->phases[k].offsets[2 * o + 1];
+          if (t + shift < 0 || t + shift >= count || !mask[t]) continue;
           const REAL *pixels = gram + (t + shift) * pitch + shift;
           patch += pixels[t];
           for (I s = shift < 0 ? -shift : 0; s <= t; s += LANES)
             found += load(of + s) * load(mask + s) * load(pixels + s);
         }
+      }
       total += sum(found);
       add_reach(job->lost, sqrt(patch), sqrt(of[t]), reach);
     }
@@ -148,11 +183,11 @@ static I offsets_of(const pixel_job *job) {
 
 /* Entries of scratch memory that a thread needs: masks, rows and Gram matrices of `room` columns, and an image. */
 static I entries_of(const pixel_job *job) {
-  I rows = offsets_of(job) + HIGH, most = image_entries(job->outputs, job->positions);
+  I rows = offsets_of(job) + HIGH, most = image_entries(job->g, job->width);
   for (I k = 0; k < job->count; k++) {
-    I entries = image_entries(job->channels, job->phases[k].pixels);
+    I entries = image_entries(&job->phases[k].images, job->width);
     most = entries > most ? entries : most;
-    rows += job->phases[k].pixels + HIGH;
+    rows += pixels_of(&job->phases[k].images, job->width) + HIGH;
   }
   return rows * job->room + most;
 }
@@ -170,30 +205,37 @@ static void pixel_units(I low, I high, void *given) {
   }
 }
 
-static pixel_job job_of(const I *phases, I count, I channels, I outputs, I positions, I width) {
-  pixel_job job = {.phases = (const phase *)phases, .count = count, .channels = channels, .outputs = outputs,
-                   .positions = positions, .width = width, .room = positions};
-  for (I k = 0; k < count; k++) job.room = job.phases[k].pixels > job.room ? job.phases[k].pixels : job.room;
+/* Rows of all images are as long as the longest, the others are filled up by zeros. */
+static pixel_job job_of(const phase *phases, I count, const source *g) {
+  pixel_job job = {.phases = phases, .count = count, .g = g, .width = g->columns};
+  for (I k = 0; k < count; k++)
+    job.width = phases[k].images.columns > job.width ? phases[k].images.columns : job.width;
+  job.positions = job.room = pixels_of(g, job.width);
+  for (I k = 0; k < count; k++) {
+    I pixels = pixels_of(&phases[k].images, job.width);
+    job.room = pixels > job.room ? pixels : job.room;
+  }
   job.room = (job.room / LANES + 2) * LANES;
   return job;
 }
 
 /* Entries of scratch memory for each thread. */
-I pixel_scratch(const I *phases, I count, I channels, I outputs, I positions, I width) {
-  pixel_job job = job_of(phases, count, channels, outputs, positions, width);
+I pixel_scratch(const phase *phases, I count, const source *g) {
+  pixel_job job = job_of(phases, count, g);
   return entries_of(&job);
 }
 
-/* `phases`: x, pixels, the number and the address of the offsets of each, as in `phase`; an image's rows are as long as
-   those of the output, `width`. `scratch`: zeros; what it holds before it is written is multiplied by zero. `out`: squared
-   norms and both parts of reaches, [samples, 3]. */
-void pixel_norms(const I *phases, I count, I channels, I outputs, I positions, I width, for_each *parallel,
-                 index_of_thread *thread, const REAL *g, I samples, REAL *scratch, double beside_inputs,
-                 double beside_outputs, REAL *out) {
-  pixel_job job = job_of(phases, count, channels, outputs, positions, width);
-  double pixels = 0;
-  job.thread = thread, job.g = g, job.scratch = scratch, job.out = out;
+/* `scratch`: zeros; what it holds before it is written is multiplied by zero. `out`: squared norms and both parts of
+   reaches, [samples, 3]. */
+void pixel_norms(const phase *phases, I count, const source *g, for_each *parallel, index_of_thread *thread, I samples,
+                 REAL *scratch, double beside_inputs, double beside_outputs, REAL *out) {
+  pixel_job job = job_of(phases, count, g);
+  double work = (double)job.positions * job.positions * g->features;
+  job.thread = thread, job.scratch = scratch, job.out = out;
   job.lost[0] = beside_inputs, job.lost[1] = beside_outputs;
-  for (I k = 0; k < count; k++) pixels += (double)job.phases[k].pixels * job.phases[k].pixels;
-  each(parallel, samples, 0.5 * (pixels * channels + (double)positions * positions * outputs), pixel_units, &job);
+  for (I k = 0; k < count; k++) {
+    double pixels = pixels_of(&phases[k].images, job.width);
+    work += pixels * pixels * phases[k].images.features;
+  }
+  each(parallel, samples, 0.5 * work, pixel_units, &job);
 }

@@ -165,7 +165,8 @@ def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_for
             found = rule.weighted(g, factors)
         taken = measured_peak(lambda: rule.weighted(g, factors), [], CPU).peak_bytes
     assert "aten::convolution_backward" not in {event.key for event in profiled.key_averages()}
-    assert rule.summing_bytes(g) + layer.weight.numel() * 4 == pytest.approx(taken, rel=0.15)
+    said = rule.summing_bytes(g) + layer.weight.numel() * 4
+    assert 0.8 * said < taken < 1.2 * said  # of two libraries the faster is taken: one needs a copy of g, one none
     expected = torch.autograd.grad((layer(x) * g * factors.view(-1, 1, 1, 1)).sum(), layer.weight)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 

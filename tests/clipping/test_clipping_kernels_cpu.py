@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import random
 import subprocess
@@ -121,6 +122,29 @@ def test_images_of_other_widths_than_the_output(size: tuple[int, int], stride: i
         want = [torch.autograd.grad(output[i], weight, g[i], retain_graph=True)[0].square().sum() for i in range(2)]
         found = compiled_norm(x, g, Geometry([3, 3], [stride] * 2, [padding] * 2, [1, 1]))
         torch.testing.assert_close(found, torch.stack(want), rtol=1e-10, atol=1e-12)
+
+
+@LIBRARY
+@pytest.mark.parametrize("stride", [1, 2, 3])
+@pytest.mark.parametrize("size", [(16, 16), (9, 7), (1, 1), (33, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_images_are_read_as_they_lie_in_memory(dtype: torch.dtype, size: tuple[int, int], stride: int):
+    """Any strides; the same bits as of a copy."""
+    torch.manual_seed(0)
+    geometry, sides = Geometry([3, 3], [stride] * 2, [1, 1], [1, 1]), [(n - 1) // stride + 1 for n in size]
+
+    def laid_out(channels: int, rows: int, columns: int) -> list[Tensor]:
+        return [
+            torch.randn(3, channels, rows, columns).to(memory_format=torch.channels_last).to(dtype),
+            torch.randn(1, channels, rows, columns).to(dtype).expand(3, -1, -1, -1),
+            torch.randn(3, channels, columns, rows).to(dtype).transpose(2, 3),
+            torch.randn(3, 2 * channels, rows + 3, 2 * columns).to(dtype)[:, ::2, 2:-1, 1::2],
+            torch.randn(3, channels, 1, 1).to(dtype).expand(-1, -1, rows, columns),
+        ]
+
+    for x, g in itertools.product(laid_out(5, *size), laid_out(6, *sides)):
+        found = compiled_norms(x, g, geometry, (0.25, 0.5))
+        assert torch.equal(found, compiled_norms(x.contiguous(), g.contiguous(), geometry, (0.25, 0.5)))
 
 
 @LIBRARY
