@@ -25,7 +25,7 @@ from clipping.batches import map_tensors
 from clipping.draws import Draws
 from clipping.formats import without_autocast
 from clipping.types import Problem
-from clipping.verification import CAST_TOLERANCE, in_float64
+from clipping.verification import CAST_TOLERANCE, reading_float64
 
 if TYPE_CHECKING:
     from clipping.tape.record import Tape
@@ -97,7 +97,7 @@ class Occasions:
         self._shapes.add(self._shape)
 
     def _half(self, batch_size: int) -> Tensor:
-        chosen = torch.zeros(batch_size, dtype=torch.bool)
+        chosen = torch.zeros(batch_size, dtype=torch.bool, device="cpu")
         chosen[self._random.sample(range(batch_size), batch_size // 2)] = True
         return chosen
 
@@ -111,7 +111,7 @@ def separating(batch_size: int) -> list[Tensor]:
         batch_size: B, at least 1.
     """
     n = next(n for n in range(1, 64) if math.comb(n, n // 2) >= batch_size)
-    sets = torch.zeros(n, batch_size, dtype=torch.bool)
+    sets = torch.zeros(n, batch_size, dtype=torch.bool, device="cpu")
     for i, chosen in enumerate(islice(combinations(range(n), n // 2), batch_size)):
         sets[list(chosen), i] = True
     return [each for each in sets if each.any() and not each.all()]
@@ -191,7 +191,8 @@ def changed(
     if sample is None or tolerance <= CAST_TOLERANCE:
         return sample
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
-    with suppress(RuntimeError, TypeError, NotImplementedError), in_float64(model), without_autocast(before[0].device):
+    autocast = without_autocast(before[0].device)
+    with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), autocast:
         with repeated(model, draws):
             in_wide = run(wide)
         sample = differs(wide, in_wide, CAST_TOLERANCE)

@@ -275,6 +275,6 @@ class Backend(ABC):
             self.replicated = True
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
-        some = next((p for _, p in self._named), torch.empty(0))
+        some = next((p for _, p in self._named), torch.empty(0, device="cpu"))
         empty = some.new_zeros(0, dtype=norm_dtype(some.dtype))
         return ClippedGradient({n: torch.zeros_like(p) for n, p in parameters.items()}, empty, empty.clone())

@@ -29,7 +29,7 @@ from clipping.interface import Backend
 from clipping.oracle import Microbatch
 from clipping.reference import Sums, gradients, with_zeros
 from clipping.sources import mark_data
-from clipping.tape.compiled import compiled_modules
+from clipping.tape.compiled import called_from_compiled_code, compiled_modules
 from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 from clipping.tape_backends import BkMixed, TapeBackend
@@ -73,7 +73,7 @@ class Recording:
             rows = max(1, batch_size)
             self.tape = Tape(self.parameters, inputs, rows, backend.stand_in, lets_go=backend.lets_go)
             self.tape.arrivals.by_hand = by_hand
-        elif occasions is not None and not any(compiled_modules(backend.model)):
+        elif occasions is not None and not any(compiled_modules(backend.model)) and not called_from_compiled_code():
             self.tape = Tape(self.parameters, inputs, batch_size)
 
     def again(self, inputs: Any) -> None:

@@ -110,7 +110,10 @@ class Sums:
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._wide = {name: wide_dtype(p.dtype) for name, p in parameters.items()}
-        self._totals = {name: torch.zeros_like(p, dtype=sum_dtype(p)) for name, p in parameters.items()}
+        self._totals = {
+            name: torch.zeros_like(p, dtype=sum_dtype(p), memory_format=torch.contiguous_format)
+            for name, p in parameters.items()
+        }
 
     def add(self, grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor) -> torch.Tensor:
         """Add one gradient, clipped; its norm before clipping, [1], of the device of `like`.

@@ -214,7 +214,7 @@ def _in_float64(backend: Clips, few: Any) -> _Both | None:
     """Both answers in float64; None if the model cannot be cast, or its losses are of another dtype all the same."""
     wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, few)
     try:
-        with in_float64(backend.model):
+        with _cast_to_float64(backend.model):
             both = _both(backend, *wide)
     except (RuntimeError, TypeError, NotImplementedError):  # a cast of the model's own, or a device without float64
         return None
@@ -254,12 +254,43 @@ def _both(backend: Clips, inputs: Any, targets: Any) -> _Both:
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Iterator[None]:
-    """Its parameters and buffers are of float64 meanwhile.
+def reading_float64(model: nn.Module) -> Iterator[None]:
+    """Its modules read copies of float64 meanwhile. The parameters are not touched: a cast in place would cut them off
+    from what an earlier forward pass computed, and its gradients would be none.
 
     Args:
-        model: whose parameters and buffers are cast, and put back.
+        model: whose modules hold other parameters and buffers meanwhile.
     """
+    copies = {id(x): _copied(x) for x in (*model.parameters(), *model.buffers()) if x.is_floating_point()}
+    held: list[tuple[nn.Module, dict[str, Any], str, Tensor]] = []
+    try:
+        for module in model.modules():
+            kinds: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for kind in kinds:
+                for name, x in kind.items():
+                    if id(x) in copies:
+                        _hold(module, kind, name, copies[id(x)])
+                        held.append((module, kind, name, x))
+        yield
+    finally:
+        for each in held:
+            _hold(*each)
+
+
+def _copied(x: Tensor) -> Tensor:
+    wide = x.detach().double()
+    return nn.Parameter(wide, x.requires_grad) if isinstance(x, nn.Parameter) else wide
+
+
+def _hold(module: nn.Module, kind: dict[str, Any], name: str, x: Tensor) -> None:
+    kind[name] = x
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:  # it reads a list of its own
+        module._flat_weights[module._flat_weights_names.index(name)] = x
+
+
+@contextmanager
+def _cast_to_float64(model: nn.Module) -> Iterator[None]:
+    """Its parameters and buffers are of float64 meanwhile, for whoever holds them; of no graph that is still wanted."""
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     before = [t.data for t in tensors]
     try:

@@ -78,7 +78,7 @@ def discrete_noisy(
             continue
         for total, result, nonce in zip(chosen, results, own, strict=True):
             nearest = torch.round((total.double() / grid).clamp(-WIDEST, WIDEST)).long().view(-1)
-            noise = torch.tensor(drawn(total.numel(), log, key, nonce), dtype=torch.int64)
+            noise = torch.tensor(drawn(total.numel(), log, key, nonce), dtype=torch.int64, device="cpu")
             result.copy_(((nearest + noise).double() * grid).view(total.shape)).div_(divisor)
     return [result.to(total.device) for result, total in zip(found, totals, strict=True)]
 

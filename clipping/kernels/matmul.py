@@ -141,7 +141,7 @@ def _timed_from() -> float:
         return found
     with torch.no_grad():
         for side in SIDES:
-            x = torch.rand(COUNT, side, side)
+            x = torch.rand(COUNT, side, side, dtype=torch.float32, device="cpu")
             if _ratio(lambda x=x: [_onednn(a, a.t()) for a in x], lambda x=x: torch.bmm(x, x)) > FASTER:  # type: ignore[misc]
                 break
             found = side**3

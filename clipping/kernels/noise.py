@@ -352,7 +352,7 @@ def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
         block: the number of the first; after 2³² - 1 comes 0.
     """
     cipher = _loaded(torch.float32).cipher_words
-    out = torch.empty(cipher(None, None), WORDS, BLOCKS, dtype=torch.int32)
+    out = torch.empty(cipher(None, None), WORDS, BLOCKS, dtype=torch.int32, device="cpu")
     states = (_state(key, (block + i * BLOCKS) % 2**32, nonce) for i in range(len(out)))
     cipher(_unsigned(list(itertools.chain(*states))), out.data_ptr())
     return out

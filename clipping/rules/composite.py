@@ -65,7 +65,7 @@ def multi_head_attention_forward(
         context = F.scaled_dot_product_attention(q, k, v, mask, dropout_p if training else 0.0, causal)
         attention = None
     out = F.linear(context.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
-    return out.transpose(0, 1), attention
+    return out.transpose(0, 1).contiguous(), attention  # in torch's layout: dropout draws as entries lie in memory
 
 
 def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

@@ -170,10 +170,12 @@ def _unrolled(
                 if inside is not None:
                     h, s = (torch.where(inside[:, t, None], *pair) for pair in zip((h, s), before, strict=True))
                 found.append(h)
-            outputs.append(torch.stack(found[::-1] if direction else found, dim=1))
+            outputs.append(torch.stack(found[::-1] if direction else found))
             last_hidden.append(h)
             last_state.append(s)
-        x = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]
+        out = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]
         if dropout and train and layer < num_layers - 1:
-            x = F.dropout(x, dropout, train)
+            out = F.dropout(out, dropout, train)
+        # steps first in memory, as torch has them: dropout draws in that order
+        x = mark_data(out.transpose(0, 1), samples_of(h))
     return x if batch_first else x.transpose(0, 1), torch.stack(last_hidden), torch.stack(last_state)

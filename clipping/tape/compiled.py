@@ -7,12 +7,14 @@ refused before, or named after: the first would pass off the time of an uncompil
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from torch import nn
 
 from clipping.types import Problem
 
+CALL = "call the model itself, not what torch.compile made of it or of the function around it, or use microbatch"
 REMEDY = "hand over the model as it was before torch.compile (its _orig_mod), or use microbatch"
 
 
@@ -31,6 +33,19 @@ def compiled_modules(model: nn.Module) -> Iterator[Problem]:
                 "is compiled, and what reads its parameters inside of compiled code cannot be recorded",
                 REMEDY if wrapped else "make the model without Module.compile, or use microbatch",
             )
+
+
+def called_from_compiled_code() -> Problem | None:
+    """The problem of a forward pass within a function or a wrapper that torch.compile has made; None if it is in none.
+
+    Whatever Python runs there torch.compile takes apart, what records operations included.
+    """
+    frame = sys._getframe()
+    while (caller := frame.f_back) is not None:
+        if caller.f_code.co_name == "compile_wrapper" and caller.f_globals.get("__name__") == _COMPILER:
+            return Problem("model", "is called from compiled code, inside of which nothing can be recorded", CALL)
+        frame = caller
+    return None
 
 
 def compiled_code(error: Exception) -> Problem | None:
@@ -71,4 +86,5 @@ def selective_checkpoint(error: Exception) -> Problem | None:
 
 
 # by name: importing torch._dynamo takes seconds, and nothing is compiled unless somebody has imported it
-_WRAPPER = "torch._dynamo.eval_frame.OptimizedModule"
+_COMPILER = "torch._dynamo.eval_frame"
+_WRAPPER = f"{_COMPILER}.OptimizedModule"

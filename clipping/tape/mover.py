@@ -62,7 +62,9 @@ class Mover:
 
     def unknown(self) -> Rows:
         """Rows whose owners are not known after this operation."""
-        return Rows(torch.full((), NOBODY), self.batch_size, getattr(self.func, "__name__", str(self.func)))
+        return Rows(
+            torch.full((), NOBODY, device="cpu"), self.batch_size, getattr(self.func, "__name__", str(self.func))
+        )
 
     def option(self, position: int, name: str, default: Any = None) -> Any:
         """An argument of the operation.

@@ -63,7 +63,7 @@ def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows
         at = max(at, place)
     if not rows:
         vectors = batch_size == 1 and func in OF_FEATURES and all(x.dim() == 1 for x in data)
-        return (0, Rows(torch.zeros((), dtype=torch.long), 1)) if vectors else (at, None)
+        return (0, Rows(torch.zeros((), dtype=torch.long, device="cpu"), 1)) if vectors else (at, None)
     order = max(rows, key=lambda each: each.owners.dim())
     dims = order.owners.dim()
     if dims and func in OF_FEATURES and any(x.dim() <= dims for x in data):

@@ -228,7 +228,7 @@ class PrivacyEngine(State):
         """
         ticket = self._tickets.first()
         real, handed = self._mask if ticket is None else (ticket.real, ticket.handed)
-        return torch.arange(handed) < real
+        return torch.arange(handed, device="cpu") < real
 
     def data_loader(
         self, dataset: Any, *, max_physical_batch_size: int | None = None, pad: bool | None = None, **options: Any

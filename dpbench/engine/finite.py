@@ -143,7 +143,7 @@ def sent(flags: Tensor) -> tuple[Tensor, Any]:
     """
     if flags.device.type != "cuda":
         return flags.clone(), None
-    host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    host = torch.empty(flags.shape, dtype=flags.dtype, device="cpu", pin_memory=True)
     host.copy_(flags, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record(torch.cuda.current_stream(flags.device))

@@ -73,7 +73,8 @@ class PrivateLoader:
     def __iter__(self) -> Iterator[Any]:
         self._engine._begin_drawing()
         key = self._pieces.key
-        batches = iter(self._loader)
+        with torch.device("cpu"):  # where its generator is, whatever the default device
+            batches = iter(self._loader)
         drawn = self._pieces.drawn
         for batch in batches:
             if self._pieces.key != key:

@@ -24,6 +24,8 @@ from clipping.draws import Draws
 from clipping.formats import coarsest
 from clipping.interface import Backend
 from clipping.recording import Recording
+from clipping.tape.compiled import called_from_compiled_code
+from clipping.tape_backends import TapeBackend
 from clipping.types import ClippedGradient, UnsupportedModel
 from dpbench.engine.containers import tensors_in
 from dpbench.engine.distributed import quieten
@@ -66,8 +68,9 @@ class Recorder:
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
-        before = self._model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True)
-        after = self._model.register_forward_hook(Hook(self._after), always_call=True)
+        hooks = (Hook(torch.compiler.disable(hook)) for hook in (self._before, self._after))
+        before = self._model.register_forward_pre_hook(next(hooks), prepend=True, with_kwargs=True)
+        after = self._model.register_forward_hook(next(hooks), always_call=True)
         self._handles = [before, after]
         self._buffers = Buffers(self._model)
 
@@ -186,6 +189,8 @@ class Recorder:
         if not module.training:
             self._skipped = True
             return None
+        if isinstance(self.backend, TapeBackend) and (problem := called_from_compiled_code()) is not None:
+            raise UnsupportedModel(self.backend.name, [problem])
         self._refuse_batch_norm()
         self._quieten_caller()
         batch_size = leading_dimension(args, kwargs)

@@ -19,7 +19,7 @@ from clipping.distributed import is_sharded
 from dpbench.engine.distributed import place
 from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise
-from dpbench.engine.sharded import as_sharded, everywhere, replicas, shard_of
+from dpbench.engine.sharded import as_sharded, everywhere, here, replicas, shard_of
 from dpbench.engine.sums import Block, Sums, gathered
 
 
@@ -122,7 +122,13 @@ def _hand_over(blocks: Sequence[Block]) -> None:
         block.data = block.data.to(next(iter(block.parameters.values())).dtype)
         for name, part in block.parts().items():
             p = block.parameters[name]
-            p.grad = as_sharded(part, p)
+            p.grad = as_sharded(_laid_out_as(here(p), part), p)
+
+
+def _laid_out_as(p: Tensor, grad: Tensor) -> Tensor:
+    """In memory as autograd would lay it out: a fused optimizer pairs entries by where they lie, and does not ask."""
+    like = grad if p.is_contiguous() else torch.empty_like(p, dtype=grad.dtype)
+    return grad if like.stride() == grad.stride() else like.copy_(grad)
 
 
 def _wait(work: dist.Work | None) -> None:

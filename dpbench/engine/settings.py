@@ -197,7 +197,8 @@ def require_sensitivity(clip: ClipFunction) -> None:
     """
     import torch
 
-    norms = torch.cat([torch.zeros(1), torch.logspace(-18, 18, 721)]).double() * max(clip.sensitivity, 1e-12)
+    norms = torch.logspace(-18, 18, 721, dtype=torch.float64, device="cpu")
+    norms = torch.cat([norms.new_zeros(1), norms]) * max(clip.sensitivity, 1e-12)
     for layers in (1, 2, 7) if clip.per_layer else (0,):
         of_layers = norms.expand(layers, -1) if layers else norms[None]
         factors = clip.factors(of_layers if layers else norms).double()

@@ -318,11 +318,11 @@ class _Probe:
         own = storage.nbytes() == x.numel() * x.element_size()  # not a part of what other batches are parts of, too
         self._storage, self._shape = storage.data_ptr() if own else 0, x.shape
         count = x.shape[0]
-        self._rows = torch.linspace(0, max(0, count - 1), min(count, ROWS)).long()
-        self._columns = torch.zeros(0, dtype=torch.long)
+        self._rows = _spread(count, ROWS)
+        self._columns = _spread(0, 0)
         if x.numel():
             features = x.numel() // count
-            candidates = torch.linspace(0, features - 1, min(features, CANDIDATES)).long()
+            candidates = _spread(features, CANDIDATES)
             self._columns = candidates
             spread = self._of(x).var(0, correction=0)
             if bool(spread.any()):
@@ -367,6 +367,11 @@ class _Probe:
         flat = x.detach().reshape(x.shape[0], -1)
         rows, columns = self._rows.to(x.device), self._columns.to(x.device)
         return flat[rows][:, columns].to("cpu", torch.float64)
+
+
+def _spread(count: int, most: int) -> Tensor:
+    """At most so many places of 0 ... count - 1, the first and the last among them, evenly apart."""
+    return torch.linspace(0, max(0, count - 1), min(count, most), dtype=torch.float64, device="cpu").long()
 
 
 def _version(x: Tensor) -> int:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from clipping.apart import repeated
 from clipping.draws import Draws, WithoutDropping
 from clipping.formats import coarsest, without_autocast
-from clipping.verification import in_float64
+from clipping.verification import reading_float64
 from dpbench.engine import Misuse
 from dpbench.engine.containers import mapped, tensors_in
 from dpbench.integrations.whole_states import is_shared
@@ -116,7 +116,7 @@ def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float,
     if not is_shared(model):
         seen.wide = True
         device = next(model.parameters()).device
-        with suppress(RuntimeError, TypeError, NotImplementedError), in_float64(model), without_autocast(device):
+        with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), without_autocast(device):
             return seen.differing()
         seen.wide = False
     seen.tolerance = MUCH

@@ -226,7 +226,7 @@ class Look(Trace):
             found = _run(draws, partial(self._gradients, change, fixed))
             return None if found is None else [x for x, wanted in zip(found, reached, strict=True) if wanted]
 
-        everybody = torch.ones(batch_size, dtype=torch.bool)
+        everybody = torch.ones(batch_size, dtype=torch.bool, device="cpu")
         base = gradients(_copy) if len(reached) == len(self._handed) else None
         if base is not None and _differ(was, base, everybody, tolerance):
             with draws.again():  # are there random numbers in the loss? Then others give another one

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from clipping import compare, load_backend
 from clipping.kernels import chunked_conv as pieces
+from clipping.kernels import matmul
 from clipping.kernels.chunked_conv import Pieces, in_pieces
 from clipping.kernels.conv_memory import Convolution
 from clipping.rules import base
@@ -151,8 +154,10 @@ def test_a_sum_is_formed_in_portions_as_it_is_at_once_and_takes_less(monkeypatch
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_format):
-    """No convolution is asked for it, and it takes what was said."""
+@pytest.mark.parametrize("onednn_from", [0.0, math.inf])
+def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_format, onednn_from, monkeypatch):
+    """No convolution is asked for it, and it takes what was said, by whichever library."""
+    monkeypatch.setitem(matmul._FROM, torch.get_num_threads(), onednn_from)
     layer, x = nn.Conv2d(256, 320, 1, stride), torch.randn(8, 256, 3, 3).to(memory_format=memory_format)
     tape = Tape({"weight": layer.weight}, (x,), len(x))
     with tape:
@@ -166,7 +171,8 @@ def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_for
         taken = measured_peak(lambda: rule.weighted(g, factors), [], CPU).peak_bytes
     assert "aten::convolution_backward" not in {event.key for event in profiled.key_averages()}
     said = rule.summing_bytes(g) + layer.weight.numel() * 4
-    assert 0.8 * said < taken < 1.2 * said  # of two libraries the faster is taken: one needs a copy of g, one none
+    most = 1.1 if memory_format == torch.contiguous_format else 1.45  # nothing there is copied
+    assert 0.85 < said / taken < most
     expected = torch.autograd.grad((layer(x) * g * factors.view(-1, 1, 1, 1)).sum(), layer.weight)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 

@@ -259,7 +259,7 @@ class _Handed(torch.autograd.Function):
 
 def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
     """The same numbers, and the leaf that their graph ends at."""
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
     return _Handed.apply(anchor, [x], arrived), anchor
 
 

@@ -121,7 +121,7 @@ class Quantile:
             engine: whose noise the count gets.
             norm: C, of the batch that was released.
         """
-        count, self.count = torch.tensor([self.count], dtype=torch.float64), 0.0
+        count, self.count = torch.tensor([self.count], dtype=torch.float64, device="cpu"), 0.0
         place = At(engine.steps, 0, sum(1 for _ in engine.model.parameters()))
         noisy = float(engine.noise.added(count, self._deviation, place))
         share = noisy / engine.settings.batch_size + 0.5

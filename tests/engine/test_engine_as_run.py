@@ -1,0 +1,282 @@
+"""What people run: dropout, channels_last, fused optimizers, other defaults of torch, compiled callers.
+
+Each step is the ordinary one's, clipped: by autograd, in the same graph, of the same random numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from clipping import UnsupportedModel, apart
+from clipping.kernels import matmul
+from clipping.verification import reading_float64
+from dpbench import PrivacyEngine
+
+B, C = 4, 0.3
+
+
+class Words(nn.Module):
+    """[B, T, 16] -> [B, T, 16], by something that drops, and a dropout after it."""
+
+    def __init__(self, inside: nn.Module, width: int = 16, steps_first: bool = False) -> None:
+        super().__init__()
+        self.before, self.inside, self.drop, self.after = (
+            nn.Linear(16, 16),
+            inside,
+            nn.Dropout(0.2),
+            nn.Linear(width, 3),
+        )
+        self.steps_first = steps_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        x = x.transpose(0, 1) if self.steps_first else x
+        if isinstance(self.inside, nn.MultiheadAttention):
+            x = self.inside(x, x, x, need_weights=False)[0]
+        elif isinstance(self.inside, nn.Transformer):
+            x = self.inside(x, x.flip(1))
+        else:
+            x = self.inside(x)
+        x = self.drop(x[0] if isinstance(x, tuple) else x)
+        return self.after(x.transpose(0, 1) if self.steps_first else x)
+
+
+def recurrent(kind: type[nn.RNNBase], batch_first: bool, bidirectional: bool) -> nn.Module:
+    inside = kind(16, 8, num_layers=2, dropout=0.3, batch_first=batch_first, bidirectional=bidirectional)
+    return Words(inside, 16 if bidirectional else 8, not batch_first)
+
+
+DROPPING = {
+    "attention": lambda: Words(nn.MultiheadAttention(16, 4, dropout=0.1, batch_first=True)),
+    "attention, steps first": lambda: Words(nn.MultiheadAttention(16, 4, dropout=0.1), steps_first=True),
+    "encoder layer": lambda: Words(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)),
+    "encoder layer, norm first": lambda: Words(
+        nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=True)
+    ),
+    "encoder layer, steps first": lambda: Words(nn.TransformerEncoderLayer(16, 4, 32), steps_first=True),
+    "transformer": lambda: Words(nn.Transformer(16, 4, 1, 1, 32, batch_first=True)),
+    **{
+        f"{kind.__name__}, {'batch' if first else 'steps'} first{', both ways' * both}": (
+            lambda kind=kind, first=first, both=both: recurrent(kind, first, both)
+        )
+        for kind in (nn.LSTM, nn.GRU, nn.RNN)
+        for first in (True, False)
+        for both in (True, False)
+    },
+}
+
+
+class Images(nn.Module):
+    """Weights of several layouts: two that `channels_last` turns, and two that are permuted as they are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Conv2d(4, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 6, 3)
+        self.turned = nn.Parameter(torch.randn(9, 6).t())
+        self.permuted = nn.Parameter(torch.randn(3, 4, 5).permute(2, 0, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(F.relu(self.norm(self.first(x)))).mean((2, 3)) @ self.turned
+        return x[:, :5] * torch.einsum("abc,nb->na", self.permuted, x[:, :3])
+
+
+def channels_last() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model, x = Images(), torch.randn(B, 4, 8, 8)
+    return model.to(memory_format=torch.channels_last), x.to(memory_format=torch.channels_last)
+
+
+def losses_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).flatten(1).square().mean(1)
+
+
+def engine_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options) -> PrivacyEngine:
+    given = {"batch_size": B, "sample_size": 64, "steps": 20, "max_grad_norm": C, "noise_multiplier": 0.0} | options
+    engine = PrivacyEngine(model, **given)
+    engine.attach(optimizer)
+    return engine
+
+
+def clipped(losses: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
+    for loss in losses:
+        grads = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True)
+        norm = torch.sqrt(sum(g.square().sum() for g in grads))
+        for (_, sums), g in zip(total.items(), grads, strict=True):
+            sums += g * min(1.0, C / float(norm)) / B
+    return total
+
+
+def step_like_the_ordinary_one(model: nn.Module, x: Tensor, backend: str = "bk_mixed", seed: int = 5) -> None:
+    """One step of SGD with lr = 1 takes the clipped gradient off."""
+    ordinary, before = copy.deepcopy(model), copy.deepcopy(dict(model.named_parameters()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine_for(model, optimizer, backend=backend)
+    torch.manual_seed(seed)
+    losses = losses_of(model, x)
+    optimizer.step(loss=losses)
+    torch.manual_seed(seed)
+    expected = losses_of(ordinary, x)
+    torch.testing.assert_close(torch.Tensor(losses.detach()), expected.detach(), rtol=1e-5, atol=1e-6)
+    for name, g in clipped(expected, dict(ordinary.named_parameters())).items():
+        found = before[name] - dict(model.named_parameters())[name]
+        torch.testing.assert_close(found, g, rtol=1e-3, atol=1e-5 * float(g.abs().max()) + 1e-7)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+@pytest.mark.parametrize("name", DROPPING)
+def test_what_drops_draws_as_the_ordinary_model_does(name: str, backend: str, monkeypatch):
+    """So that a look whether samples stay apart sees no difference, and needs none in float64."""
+    monkeypatch.setattr(apart, "reading_float64", lambda model: pytest.fail("looked in float64"))
+    torch.manual_seed(0)
+    step_like_the_ordinary_one(DROPPING[name](), torch.randn(B, 7, 16), backend)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+def test_a_look_in_float64_leaves_the_gradient(backend: str, monkeypatch):
+    differing = apart.differing
+    looked = []
+
+    def differs_in_float32(before, after, half, tolerance):
+        looked.append(before[0].dtype)
+        return 0 if before[0].dtype == torch.float32 else differing(before, after, half, tolerance)
+
+    monkeypatch.setattr(apart, "differing", differs_in_float32)
+    torch.manual_seed(0)
+    step_like_the_ordinary_one(recurrent(nn.LSTM, True, True), torch.randn(B, 7, 16), backend)
+    assert set(looked) == {torch.float32, torch.float64}
+
+
+def test_float64_is_read_beside_the_parameters():
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.rnn, self.out = nn.Embedding(9, 4), nn.LSTM(4, 4), nn.Linear(4, 9)
+            self.out.weight = self.words.weight
+            self.register_buffer("scale", torch.ones(4))
+            self.register_buffer("nothing", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.out(self.rnn(self.words(x) * self.scale)[0])
+
+    model, x = Tied(), torch.arange(6).view(2, 3)
+    parameters, state = dict(model.named_parameters()), copy.deepcopy(model.state_dict())
+    loss = model(x).square().sum()
+    with pytest.raises(RuntimeError, match="on the way"), reading_float64(model):
+        assert {p.dtype for p in model.parameters()} == {torch.float64} == {model.scale.dtype}
+        assert len(list(model.parameters())) == len(parameters) and model.out.weight is model.words.weight
+        wide = model(x)
+        assert wide.dtype == torch.float64
+        raise RuntimeError("on the way")
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    assert all(g is not None for g in torch.autograd.grad(loss, list(parameters.values()), allow_unused=True))
+    torch.testing.assert_close(model(x).double(), wide, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "fastgradclip", "microbatch"])
+def test_weights_in_channels_last(backend: str):
+    step_like_the_ordinary_one(*channels_last(), backend)
+
+
+@pytest.mark.parametrize("noise", ["gaussian", "discrete"])
+@pytest.mark.parametrize("backend", ["bk_mixed", "microbatch"])
+def test_gradients_lie_in_memory_as_autograd_lays_them(backend: str, noise: str):
+    model, x = channels_last()
+    losses_of(model, x).mean().backward()
+    strides = {name: p.grad.stride() for name, p in model.named_parameters()}
+    assert any(not p.grad.is_contiguous() for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    engine = engine_for(model, optimizer, backend=backend, noise=noise, noise_multiplier=1.0)
+    engine.virtual_step(losses_of(model, x[:2]))
+    optimizer.step(loss=losses_of(model, x[2:]))
+    assert {name: p.grad.stride() for name, p in model.named_parameters()} == strides
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_fused_optimizers_pair_the_right_entries(kind: type[torch.optim.Optimizer]):
+    """They go by memory, and ask nobody."""
+    found = []
+    for fused in (False, True):
+        model, x = channels_last()
+        optimizer = kind(model.parameters(), lr=1e-2, fused=fused)
+        engine_for(model, optimizer)
+        for _ in range(3):
+            optimizer.step(loss=losses_of(model, x))
+        found.append(model.state_dict())
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+@contextmanager
+def torch_defaults(to: torch.dtype | str) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_device(to) if isinstance(to, str) else torch.set_default_dtype(to)
+        yield
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.filterwarnings("ignore:.*not private")
+@pytest.mark.parametrize("options", [{}, {"noise": "discrete"}, {"clip": "automatic"}, {"clip": "per_layer"}], ids=str)
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16, "meta"], ids=str)
+def test_defaults_of_torch_change_nothing(default: torch.dtype | str, options: dict, monkeypatch):
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8, 8), torch.arange(64) % 5)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 5))
+
+    def trained() -> dict[str, Tensor]:
+        mine = copy.deepcopy(model)
+        seeded = {} if "noise" in options else {"generator": torch.Generator("cpu").manual_seed(3)}
+        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
+        engine = engine_for(mine, optimizer, noise_multiplier=1.0, **seeded, **options)
+        for x, y in engine.data_loader(data):
+            optimizer.step(loss=F.cross_entropy(mine(x), y, reduction="none"))
+        engine.privacy_spent()
+        return mine.state_dict()
+
+    expected = trained()
+    monkeypatch.setattr(matmul, "_FROM", {})  # which library multiplies is timed anew
+    with torch_defaults(default):
+        found = trained()
+    if "noise" not in options:  # discrete noise has no seed
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert {x.dtype for x in found.values()} == {torch.float32}
+
+
+def called(how: str, model: nn.Module, x: Tensor) -> Tensor:
+    if how == "the model":
+        return losses_of(torch.compile(model, backend="eager"), x)
+    if how == "in place":
+        model.compile(backend="eager")
+        return losses_of(model, x)
+    return torch.compile(losses_of, backend="eager")(model, x)
+
+
+@pytest.mark.parametrize("how", ["the model", "in place", "a function around it"])
+def test_what_is_compiled_after_the_engine_is_refused_or_exact(how: str):
+    torch.manual_seed(0)
+    x = torch.randn(B, 5)
+    for backend in ("bk_mixed", "microbatch"):
+        torch.compiler.reset()
+        model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
+        ordinary = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        engine_for(model, optimizer, backend=backend)
+        if backend != "microbatch":
+            with pytest.raises(UnsupportedModel, match=r"compiled.*or use microbatch"):
+                called(how, model, x)
+            continue
+        optimizer.step(loss=called(how, model, x))
+        expected = clipped(losses_of(ordinary, x), dict(ordinary.named_parameters()))
+        for name, p in ordinary.named_parameters():
+            torch.testing.assert_close(p - expected[name], model.state_dict()[name], rtol=1e-5, atol=1e-6)
