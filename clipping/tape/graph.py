@@ -9,6 +9,7 @@ take another path than the last one did: a step takes hundreds of times as long.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,9 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         losses: ℓ [B], with their graph.
         tape: of the forward pass.
         parameters: name -> trainable parameter.
+
+    Raises:
+        RuntimeError: autograd's own, of an input that was changed in place since.
     """
     used = [source for use in tape.uses for source, _ in use.rules]  # some were changed in place since
     sources = {*tape.sources(), *used}
@@ -55,6 +59,8 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         numbers.add(number)
         kinds.append(type(node))
         mine = maker.get(number)
+        if mine is not None and mine.node >= mine.last and not tape.hooked:
+            _require_unchanged(node)
         for child, _ in node.next_functions:
             if type(child) is _LEAF:
                 leaf = child.variable
@@ -109,6 +115,21 @@ def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Pro
         )
         for name in dict.fromkeys(stale)
     ]
+
+
+def _require_unchanged(node: Any) -> None:
+    """Of a node that no backward pass runs here, since an anchor is tied to what it gives: ask for what it has saved.
+
+    autograd looks then whether that was changed in place since, as it would in a backward pass.
+    """
+    kind: Any = type(node)
+    for name in _saved(kind):
+        getattr(node, name)
+
+
+@functools.cache
+def _saved(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_") or name == "saved_tensors"]
 
 
 def _names(node: Any, known: dict[int, str], tape: Tape) -> list[str]:

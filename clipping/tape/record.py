@@ -78,7 +78,7 @@ class Tape(TorchFunctionMode):
         uses: in the order of the forward pass; complete when the tape is no longer active.
         counts: parameter name -> number of uses.
         problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
-        arrivals, let_go: of the gradients of the uses; what was let go of.
+        arrivals, let_go, hooked: of the uses' gradients; what was let go of; whether hooks save what operations keep.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Tape(TorchFunctionMode):
         self._batch_size, self._stand_in = batch_size, stand_in
         self._sources = {id(p): parameter_source(name, p) for name, p in parameters.items()}
         self._depth = 0
-        self._hooked = self._replays = False
+        self.hooked = self._replays = False
         self.let_go = LetGo(lets_go)
         self._noted: list[Noted] = []
         me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
@@ -118,7 +118,7 @@ class Tape(TorchFunctionMode):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
-        self._hooked = self._hooked or hooks_of_saving(True) is not None
+        self.hooked = self.hooked or hooks_of_saving(True) is not None
         if in_transform() is not None:
             self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
@@ -169,7 +169,7 @@ class Tape(TorchFunctionMode):
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Backward passes in here compute what was checkpointed once more by handlers; nothing is noted again."""
-        if not self._hooked:
+        if not self.hooked:
             yield
             return
         known = dict(self._sources)
@@ -286,7 +286,7 @@ class Tape(TorchFunctionMode):
             return output
         if not mine:
             return output
-        mine, again = self.let_go.taken(mine) if self._hooked else (mine, None)
+        mine, again = self.let_go.taken(mine) if self.hooked else (mine, None)
         if self._replays:
             return output
         made = first, _next_number()

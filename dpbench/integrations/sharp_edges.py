@@ -21,6 +21,7 @@
 | a frozen parameter with a gradient left on it | it is not applied | `test_a_gradient_left_on_a_frozen_parameter_is_not_applied` |
 | the same record in two pieces of a logical batch | `data_loader` knows which are pieces; by hand it is refused | `test_what_the_loader_hands_out_is_not_accumulated_by_hand` |
 | a loader that reads ahead of the step | each batch is known by its tensors; an unknown one is refused | `test_what_is_not_known_is_refused_by_name` |
+| a buffer that the next batch is copied into before the step | autograd's error: "modified by an inplace operation" | `test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does` |
 | a step that raises, is caught, and is tried again | nothing is in a sum twice, nothing is released twice | `test_a_batch_of_which_something_was_released_is_not_released_again` |
 | going on from a checkpoint without the engine's state | refused: ε would begin anew | `test_training_resumed_without_the_engine_s_state_is_refused` |
 | going back to a checkpoint | the steps gone back behind count, too | `test_to_go_back_does_not_lower_epsilon` |
@@ -42,6 +43,8 @@
 | a sum over the batch, said to be a mean, or the other way round | refused: "the loss is a sum over the batch" | `test_a_sum_is_no_mean_and_a_mean_no_sum` |
 | `max_grad_norm=0`, which is no clipping to Trainer | refused: nothing would be learned | `test_lengths_norms_and_privacy_that_do_not_fit_are_refused` |
 | LBFGS, or a closure | refused: one gradient a step | `test_an_optimizer_of_several_gradients_a_step_is_refused` |
+| a fused optimizer on weights in `channels_last`, which goes by memory | gradients lie as autograd lays them | `test_fused_optimizers_pair_the_right_entries` |
+| torch.compile of the model, or of a function that calls it | refused; `microbatch` runs | `test_what_is_compiled_after_the_engine_is_refused_or_exact` |
 | one loss for the whole batch | refused: "one loss a sample" | `test_scalar_loss` |
 | a record that is not a number | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | buffers that learn from the data (running statistics) | told: they are not accounted | `test_a_buffer_that_learns_from_the_data_is_told` |

@@ -97,6 +97,40 @@ def losses_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).flatten(1).square().mean(1)
 
 
+class Shift(nn.Module):
+    """Of an input that nothing has to keep."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.layer = nn.Parameter(torch.zeros(8)), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x + self.bias)
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.first(x)
+        return self.second(self.kept)
+
+
+FIRST = {
+    "linear": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)), lambda: torch.randn(B, 8)),
+    "positions": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)), lambda: torch.randn(B, 5, 8)),
+    "convolution": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3)), lambda: torch.randn(B, 3, 8, 8)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), lambda: torch.randint(0, 9, (B, 5))),
+    "layer norm": (lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3)), lambda: torch.randn(B, 8)),
+    "group norm": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Conv2d(4, 2, 3)), lambda: torch.randn(B, 4, 8, 8)),
+    "LSTM": (lambda: Words(nn.LSTM(16, 8, batch_first=True), 8), lambda: torch.randn(B, 7, 16)),
+    "bias": (Shift, lambda: torch.randn(B, 8)),
+    "activation": (Keeps, lambda: torch.randn(B, 8)),
+}
+
+
 def engine_for(model: nn.Module, optimizer: torch.optim.Optimizer, **options) -> PrivacyEngine:
     given = {"batch_size": B, "sample_size": 64, "steps": 20, "max_grad_norm": C, "noise_multiplier": 0.0} | options
     engine = PrivacyEngine(model, **given)
@@ -213,6 +247,41 @@ def test_fused_optimizers_pair_the_right_entries(kind: type[torch.optim.Optimize
             optimizer.step(loss=losses_of(model, x))
         found.append(model.state_dict())
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "fastgradclip", "microbatch"])
+@pytest.mark.parametrize("name", FIRST)
+def test_what_is_changed_in_place_before_the_step_is_noticed_as_autograd_does(name: str, backend: str):
+    """A buffer that the next batch is copied into, say."""
+    make, batch = FIRST[name]
+    torch.manual_seed(0)
+    model, x = make(), batch()
+
+    def changed(x: Tensor) -> Tensor:
+        losses = losses_of(model, x)
+        (model.kept.detach() if isinstance(model, Keeps) else x).zero_()
+        return losses
+
+    try:
+        changed(x.clone()).mean().backward()
+        refused = False
+    except RuntimeError as error:
+        refused = "modified by an inplace operation" in str(error)
+    assert refused == (name != "bias")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    engine = engine_for(model, optimizer, backend=backend)
+    for _ in range(2):  # and not by the verification of the first step
+        mine = x.clone()
+        optimizer.step(loss=losses_of(model, mine))
+        mine.zero_()
+    if refused:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            optimizer.step(loss=changed(x.clone()))
+    else:
+        optimizer.step(loss=changed(x.clone()))
+    optimizer.step(loss=losses_of(model, x))
+    assert engine.steps == (3 if refused else 4)
 
 
 @contextmanager
