@@ -1,12 +1,11 @@
-"""LSTM, GRU and plain RNN, and their cells, as steps that the tape sees: torch's kernels give no gradient per step.
+"""LSTM, GRU and plain RNN, and their cells: torch's kernels give no gradient for each step.
 
-Each step reads the recurrent weight once more; the uses add up before the norm. A packed sequence is padded: where it
-has ended the state stays as it was.
+A layer is linear layers over all of its steps (`clipping.rules.recurrence`); a cell is one step that the tape sees, and
+the uses of several add up before the norm. A packed sequence is padded: where it has ended the state stays as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,73 +13,48 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rules.base import Refused
+from clipping.rules.recurrence import GRU, LSTM, RELU, TANH, Cell, Layer, recurrence
 from clipping.sources import depends_on_data, mark_data, samples_of
-
-Cell = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(gates from the input [B, gH], gates from the hidden state [B, gH], state) -> (hidden state, state)."""
-
-
-def _lstm_cell(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
-    i, f, g, o = (x + h).chunk(4, dim=1)
-    c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-    return torch.sigmoid(o) * torch.tanh(c), c
-
-
-def _gru_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    (xr, xz, xn), (hr, hz, hn) = x.chunk(3, dim=1), h.chunk(3, dim=1)
-    z, n = torch.sigmoid(xz + hz), torch.tanh(xn + torch.sigmoid(xr + hr) * hn)
-    state = n + z * (state - n)
-    return state, state
-
-
-def _tanh_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.tanh(x + h)
-    return out, out
-
-
-def _relu_cell(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.relu(x + h)
-    return out, out
 
 
 def lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """torch.lstm."""
-    return _sequence(_lstm_cell, input, *args)
+    return _sequence(LSTM, input, *args)
 
 
 def gru(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """torch.gru."""
-    return _sequence(_gru_cell, input, *args)[:2]
+    return _sequence(GRU, input, *args)[:2]
 
 
 def rnn_tanh(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """torch.rnn_tanh."""
-    return _sequence(_tanh_cell, input, *args)[:2]
+    return _sequence(TANH, input, *args)[:2]
 
 
 def rnn_relu(input: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """torch.rnn_relu."""
-    return _sequence(_relu_cell, input, *args)[:2]
+    return _sequence(RELU, input, *args)[:2]
 
 
 def gru_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
     """torch.gru_cell."""
-    return _stepped(_gru_cell, input, hx, hx, *params)[0]
+    return _stepped(GRU, input, hx, hx, *params)[0]
 
 
 def lstm_cell(input: Tensor, hx: Any, *params: Any) -> tuple[Tensor, Tensor]:
     """torch.lstm_cell."""
-    return _stepped(_lstm_cell, input, hx[0], hx[1], *params)
+    return _stepped(LSTM, input, hx[0], hx[1], *params)
 
 
 def rnn_tanh_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
     """torch.rnn_tanh_cell."""
-    return _stepped(_tanh_cell, input, hx, hx, *params)[0]
+    return _stepped(TANH, input, hx, hx, *params)[0]
 
 
 def rnn_relu_cell(input: Tensor, hx: Tensor, *params: Any) -> Tensor:
     """torch.rnn_relu_cell."""
-    return _stepped(_relu_cell, input, hx, hx, *params)[0]
+    return _stepped(RELU, input, hx, hx, *params)[0]
 
 
 def _stepped(
@@ -95,7 +69,7 @@ def _stepped(
 ) -> tuple[Tensor, Tensor]:
     """One step: input [B, d], hidden and state [B, H]."""
     hidden, state = (_as_rows_of(input, x.view(x.shape)) for x in (hidden, state))
-    return cell(F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh), state)
+    return cell.run(F.linear(input, w_ih, b_ih), F.linear(hidden, w_hh, b_hh), state)
 
 
 def _as_rows_of(x: Tensor, state: Tensor) -> Tensor:
@@ -161,16 +135,9 @@ def _unrolled(
             projection = more[-1] if per_cell > plain else None
             from_input = F.linear(x, w_ih, b_ih)
             h, s = (_as_rows_of(x, each[index]) for each in (hidden, state))
-            steps = range(x.shape[1])
-            found: list[Tensor] = []
-            for t in reversed(steps) if direction else steps:
-                before = h, s
-                h, s = cell(from_input[:, t], F.linear(h, w_hh, b_hh), s)
-                h = h if projection is None else F.linear(h, projection)
-                if inside is not None:
-                    h, s = (torch.where(inside[:, t, None], *pair) for pair in zip((h, s), before, strict=True))
-                found.append(h)
-            outputs.append(torch.stack(found[::-1] if direction else found))
+            run = Layer(cell, w_hh, b_hh, projection, bool(direction), inside)
+            out, h, s = recurrence(run, from_input, h, s)
+            outputs.append(out)
             last_hidden.append(h)
             last_state.append(s)
         out = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]

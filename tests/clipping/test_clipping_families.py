@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from clipping import Flat, PerLayer, UnsupportedModel, compare, load_backend
+from clipping.tape.record import Tape
 
 TAPE = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 B, T, D, P, E = 5, 4, 6, 3, 3
@@ -333,11 +334,29 @@ def last_states(m: Any, x: Tensor) -> Tensor:
     return m.head(torch.cat([h[0], h[1]], dim=1) + torch.stack([states[0], states[1]])[-1].repeat(1, 2))
 
 
+def learned_states(m: Any, x: Tensor) -> Tensor:
+    first = tuple(p.expand(-1, len(x), -1).contiguous() for p in (m.h, m.c))
+    made, (h, c) = m.rnn(x, first)
+    return torch.cat([made.flatten(1), h[0], c[0]], 1)
+
+
+def states_of_an_encoder(m: Any, x: Tensor) -> Tensor:
+    return m.decoder(x.flip(1), m.rnn(x)[1])[0]
+
+
+def steps_first(m: Any, x: Tensor) -> Tensor:
+    return m.rnn(x.transpose(0, 1))[0].transpose(0, 1)
+
+
 def recurrent(frozen: bool) -> Callable[[], dict[str, Any]]:
     return lambda: {
         "rnn": nn.LSTM(D, 3, B, batch_first=True, bidirectional=True).requires_grad_(not frozen),
         "head": nn.Linear(6, 3),
     }
+
+
+def gru() -> nn.GRU:
+    return nn.GRU(D, 3, batch_first=True)
 
 
 def row() -> dict[str, Any]:
@@ -365,6 +384,14 @@ ROWS = [
     Case("by length", by_length, only("layer", "p", "head")),
     Case("last states", last_states, recurrent(frozen=False)),
     Case("last states, frozen", last_states, recurrent(frozen=True)),
+    Case(
+        "learned states",
+        learned_states,
+        lambda: {"rnn": nn.LSTM(D, 3, batch_first=True), "h": torch.randn(1, 1, 3), "c": torch.randn(1, 1, 3)},
+    ),
+    Case("an encoder's states", states_of_an_encoder, lambda: {n: gru() for n in ("rnn", "decoder")}),
+    Case("projected", steps_first, lambda: {"rnn": nn.LSTM(D, 4, 2, proj_size=3, bidirectional=True)}),
+    Case("steps first, relu", steps_first, lambda: {"rnn": nn.RNN(D, 3, 2, nonlinearity="relu", bias=False)}),
     Case("packed LSTM", packed, lambda: {"head": nn.Linear(D, 4), "rnn": nn.LSTM(4, 3, 2, batch_first=True)}),
     Case("packed GRU", packed, lambda: {"head": nn.Linear(D, 4), "rnn": nn.GRU(4, 3, bidirectional=True)}),
     Case("packed, positions first", packed_positions_first, lambda: {"rnn": nn.LSTM(D, 4, proj_size=3)}),
@@ -490,6 +517,15 @@ def test_exact_by_timed_routes_in_batches_of_other_sizes(case: Case) -> None:
             x, y = torch.randn(count, T, D).double(), torch.randn(count).double()
             agreement = compare(b(x, y), oracle(x, y))
             assert agreement.within(1e-9), (count, agreement)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_weight_is_one_use_over_all_steps(kind: type[nn.RNNBase]) -> None:
+    layer, x = kind(D, 3, 2, bidirectional=True, batch_first=True), torch.randn(B, 9, D)
+    tape = Tape(dict(layer.named_parameters()), (x,), B)
+    with tape:
+        layer(x)
+    assert set(tape.counts) == set(dict(layer.named_parameters())) and set(tape.counts.values()) == {1}
 
 
 def merged(m: Any, x: Tensor) -> Tensor:
