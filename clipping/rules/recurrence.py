@@ -18,20 +18,20 @@ from torch.autograd.function import once_differentiable
 
 from clipping.sources import mark_data, samples_of
 
-Step = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""t, gradients [B, H] of what step t gives and of its state -> those of both its gates [B, gH], of the state before."""
-
 
 class Cell(NamedTuple):
     """One step of a recurrent layer.
 
     Attributes:
         run: (gates from the input [B, gH], from the hidden state [B, gH], state [B, H]) -> (what it gives, state).
-        back: (the same of all steps [B, T, ·], the states after each) -> its `Step`.
+        slopes: (the same of all steps [B, T, ·], the states after each) -> what `back` multiplies by, each [B, T, ·].
+        back: (those of one step, the gradients [B, H] of what it gives and of its state) -> those of both its gates and
+            of the state before.
     """
 
     run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    back: Callable[[Tensor, Tensor, Tensor, Tensor], Step]
+    slopes: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+    back: Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class Layer(NamedTuple):
@@ -70,23 +70,18 @@ def recurrence(layer: Layer, from_input: Tensor, hidden: Tensor, state: Tensor) 
     with torch.no_grad(), torch._C.DisableTorchFunction():
         ran = _run(layer, from_input.detach(), hidden.detach(), state.detach())
     gates = F.linear(mark_data(ran.read, samples), layer.weight, layer.bias)
-    projected = None if layer.projection is None else F.linear(mark_data(ran.given, samples), layer.projection)
+    projected = None if ran.given is None else F.linear(mark_data(ran.given, samples), layer.projection)  # type: ignore[arg-type]
     out, *last = _Recurrence.apply(layer, ran, from_input, gates, projected, hidden, state)
     h, s = (mark_data(x, samples) for x in last)
     return out, h, s
 
 
 class _Ran(NamedTuple):
-    """Of each step, [B, T, ·]: what it read, its gates from that, its state before and after, what its cell gave.
-
-    And what the layer gives.
-    """
+    """What each step read and, if it is projected, what its cell gave, [B, T, ·]; slopes; what the layer gives."""
 
     read: Tensor
-    gates: Tensor
-    before: Tensor
-    after: Tensor
-    given: Tensor
+    given: Tensor | None
+    slopes: tuple[Tensor, ...]
     out: Tensor
     hidden: Tensor
     state: Tensor
@@ -104,9 +99,15 @@ def _run(layer: Layer, from_input: Tensor, h: Tensor, s: Tensor) -> _Ran:
         if layer.inside is not None:
             now = layer.inside[:, t, None]
             h, s = torch.where(now, h, read), torch.where(now, s, before)
-        found[t] = read, gates, before, after, given, h
-    *steps, out = zip(*found, strict=True)
-    return _Ran(*(torch.stack(each, 1) for each in steps), torch.stack(out), h.clone(), s.clone())  # type: ignore[call-arg]
+        found[t] = read, given, h, gates, before, after
+    columns = [list(column) for column in zip(*found, strict=True)]
+    found.clear()
+    after, before, gates = (torch.stack(columns.pop(), 1) for _ in range(3))
+    slopes = layer.cell.slopes(from_input, gates, before, after)
+    del after, before, gates
+    out, cells = torch.stack(columns.pop()), columns.pop()
+    projects = None if projection is None else torch.stack(cells, 1)
+    return _Ran(torch.stack(columns.pop(), 1), projects, slopes, out, h.clone(), s.clone())
 
 
 def _cast(weight: Tensor) -> Tensor:
@@ -131,35 +132,39 @@ class _Recurrence(torch.autograd.Function):
         state: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weights = layer.weight.detach(), None if layer.projection is None else layer.projection.detach()
-        ctx.save_for_backward(from_input, ran.gates, ran.before, ran.after, *weights, layer.inside)
+        ctx.save_for_backward(*weights, layer.inside, *ran.slopes)
         ctx.cell, ctx.reverse = layer.cell, layer.reverse
-        ctx.projected = None if projected is None else projected.dtype
+        ctx.dtypes = from_input.dtype, gates.dtype, None if projected is None else projected.dtype
         return ran.out, ran.hidden, ran.state
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        from_input, gates, before, after, weight, projection, inside = ctx.saved_tensors
+        weight, projection, inside, *slopes = ctx.saved_tensors
+        of_input, of_hidden, of_projected = ctx.dtypes
+        weight = weight.to(of_hidden)
         outs, dh, ds = grads
-        count, step = from_input.shape[1], ctx.cell.back(from_input, gates, before, after)
-        weight = weight.to(gates.dtype)
-        found: list[Any] = [None] * count
-        for t in range(count) if ctx.reverse else reversed(range(count)):
-            dh = dh + outs[t]
+        steps = list(zip(outs.unbind(0), *(each.unbind(1) for each in slopes), strict=True))
+        found: list[Any] = [None] * len(steps)
+        for t in range(len(steps)) if ctx.reverse else reversed(range(len(steps))):
+            out, *mine = steps[t]
+            dh = dh + out
             kept: Any = None
             if inside is not None:
                 now = inside[:, t, None]
                 kept = torch.where(now, 0, dh), torch.where(now, 0, ds)
                 dh, ds = torch.where(now, dh, 0), torch.where(now, ds, 0)
-            given = dh if projection is None else dh.to(ctx.projected) @ projection.to(ctx.projected)
-            into, out_of, ds = step(t, given, ds)
+            given = dh if projection is None else dh.to(of_projected) @ projection.to(of_projected)
+            into, out_of, ds = ctx.cell.back(*mine, given, ds)
             found[t] = into, out_of, dh
-            dh = (out_of.to(gates.dtype) @ weight).to(outs.dtype)
+            dh = (out_of.to(of_hidden) @ weight).to(outs.dtype)
             if kept is not None:
                 dh, ds = dh + kept[0], ds + kept[1]
-        into, out_of, through = (torch.stack(each, 1) for each in zip(*found, strict=True))
-        projected = None if projection is None else through.to(ctx.projected)
-        return None, None, into.to(from_input.dtype), out_of.to(gates.dtype), projected, dh, ds
+        same = all(into is out_of for into, out_of, _ in found)
+        into = torch.stack([each[0] for each in found], 1)
+        out_of = into if same else torch.stack([each[1] for each in found], 1)
+        projected = None if projection is None else torch.stack([each[2] for each in found], 1).to(of_projected)
+        return None, None, into.to(of_input), out_of.to(of_hidden), projected, dh, ds
 
 
 def _lstm(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,22 +173,17 @@ def _lstm(x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
-def _lstm_back(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> Step:
+def _lstm_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, ...]:
     i, f, g, o = (x + h).chunk(4, dim=-1)
     i, f, g, o, c = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid(), after.tanh()
-    slopes = torch.cat([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), c * o * (1 - o)], -1)
-    reaching = o * (1 - c * c)
+    of_gates = torch.cat([g * i * (1 - i), before * f * (1 - f), i * (1 - g * g), c * o * (1 - o)], -1)
+    return of_gates, o * (1 - c * c), f
 
-    def step(t: int, given: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = (
-            torch.addcmul(state, given, reaching[:, t])
-            if state.dtype == given.dtype
-            else state + given * reaching[:, t]
-        )
-        both = torch.cat([state, state, state, given], -1) * slopes[:, t]
-        return both, both, state * f[:, t]
 
-    return step
+def _lstm_back(of_gates: Tensor, of_state: Tensor, f: Tensor, given: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+    state = state + given * of_state
+    both = torch.cat([state, state, state, given], -1) * of_gates
+    return both, both, state * f
 
 
 def _gru(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,20 +193,20 @@ def _gru(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return state, state
 
 
-def _gru_back(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> Step:
+def _gru_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, ...]:
     (xr, xz, xn), (hr, hz, hn) = x.chunk(3, dim=-1), h.chunk(3, dim=-1)
     r, z = torch.sigmoid(xr + hr), torch.sigmoid(xz + hz)
     n = torch.tanh(xn + r * hn)
     candidate = (1 - z) * (1 - n * n)
-    slopes = torch.cat([candidate * hn * r * (1 - r), (before - n) * z * (1 - z), candidate], -1)
-    of_hidden = torch.cat([torch.ones_like(z), torch.ones_like(z), r], -1)
+    return candidate * hn * r * (1 - r), (before - n) * z * (1 - z), candidate, r, z
 
-    def step(t: int, given: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        state = state + given
-        of_input = torch.cat([state, state, state], -1) * slopes[:, t]
-        return of_input, of_input * of_hidden[:, t], state * z[:, t]
 
-    return step
+def _gru_back(
+    of_r: Tensor, of_z: Tensor, of_n: Tensor, r: Tensor, z: Tensor, given: Tensor, state: Tensor
+) -> tuple[Tensor, ...]:
+    state = state + given
+    first, second, third = state * of_r, state * of_z, state * of_n
+    return torch.cat([first, second, third], -1), torch.cat([first, second, third * r], -1), state * z
 
 
 def _tanh(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,8 +214,8 @@ def _tanh(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, out
 
 
-def _tanh_back(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> Step:
-    return _of_output(1 - after * after)
+def _tanh_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+    return (1 - after * after,)
 
 
 def _relu(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -223,18 +223,15 @@ def _relu(x: Tensor, h: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, out
 
 
-def _relu_back(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> Step:
-    return _of_output((after > 0).to(after.dtype))
+def _relu_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, ...]:
+    return ((after > 0).to(after.dtype),)
 
 
-def _of_output(slopes: Tensor) -> Step:
+def _plain_back(slope: Tensor, given: Tensor, state: Tensor) -> tuple[Tensor, ...]:
     """Of a cell whose state is what it gives, and which does not read the one before."""
-
-    def step(t: int, given: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        both = (given + state) * slopes[:, t]
-        return both, both, torch.zeros_like(state)
-
-    return step
+    both = (given + state) * slope
+    return both, both, torch.zeros_like(state)
 
 
-LSTM, GRU, TANH, RELU = Cell(_lstm, _lstm_back), Cell(_gru, _gru_back), Cell(_tanh, _tanh_back), Cell(_relu, _relu_back)
+LSTM, GRU = Cell(_lstm, _lstm_slopes, _lstm_back), Cell(_gru, _gru_slopes, _gru_back)  # type: ignore[arg-type]
+TANH, RELU = Cell(_tanh, _tanh_slopes, _plain_back), Cell(_relu, _relu_slopes, _plain_back)  # type: ignore[arg-type]
