@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.rows import NOBODY, Rows
 from clipping.rules.rewritten import methods
-from clipping.sources import samples_of
+from clipping.sources import is_marked, samples_of
 from clipping.tape.batch_dimension import PERMUTATIONS
 from clipping.tape.mover import Moved, Mover, Place
 
@@ -268,10 +268,21 @@ def _scattered(it: Mover, target: Tensor, index: tuple[Any, ...], values: Tensor
 
 
 def _recurrent(it: Mover) -> Moved:
-    """Sequences, and the last states [layers, B, H]; rows in another order were followed through the steps."""
-    if isinstance(samples_of(it.args[0]), Rows) or not it.args[1][0].is_floating_point():
-        return [samples_of(x) for x in it.output]
-    return [samples_of(it.output[0]), *[1] * (len(it.output) - 1)]
+    """Sequences, packed or not, and the last states [layers, B, H]."""
+    x, states = it.args[0], len(it.output) - 1
+    place, packed = samples_of(x), not it.args[1][0].is_floating_point()
+    if is_marked(it.output[0]):  # its parameters train, and it was followed through its parts
+        at = samples_of(it.output[0])
+        return [samples_of(y) for y in it.output] if packed or isinstance(place, Rows) else [at, *[1] * states]
+    if not isinstance(place, Rows):
+        return [place, *[1] * states]
+    dims = 1 if packed else 2  # and perhaps one for the features
+    owners = it.owners(x, dims)
+    if owners is None:
+        return it.unknown()
+    owners = owners.reshape(*owners.shape[:dims], -1)[..., 0]
+    first = owners[: int(it.args[1][0])] if packed else owners[:, 0] if it.args[8] else owners[0]
+    return [it.rows(owners), *[it.rows(first.expand(y.shape[:2])) for y in it.output[1:]]]
 
 
 def _padded_up(it: Mover) -> Moved:

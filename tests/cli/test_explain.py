@@ -228,7 +228,7 @@ def test_every_problem_of_a_refused_model_is_listed():
         rows(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), 4)
 
 
-def test_hundreds_of_uses_of_a_recurrent_weight():
+def test_a_recurrent_weight_is_one_use_over_all_steps():
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -238,7 +238,24 @@ def test_hundreds_of_uses_of_a_recurrent_weight():
             return self.lstm(x)[0]
 
     found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH)).rows
-    steps = [row for row in found if row.parameter == "lstm.weight_hh_l0"]
+    (use,) = (row for row in found if row.parameter == "lstm.weight_hh_l0")
+    assert (use.positions, use.inputs, use.outputs) == (200, 8, 32)
+
+
+def test_hundreds_of_uses_of_a_cell_s_weight():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTMCell(8, 8)
+
+        def forward(self, x):
+            state = None
+            for t in range(x.shape[1]):
+                state = self.cell(x[:, t], state)
+            return state[0]
+
+    found = explain(Recurrent(), total, torch.randn(BATCH, 200, 8), torch.zeros(BATCH)).rows
+    steps = [row for row in found if row.parameter == "cell.weight_hh"]
     assert len(steps) == 200 and {row.routes["mixed"] for row in steps} == {"ghost"}
     # 200 uses of one position, and 200·199/2 pairs
     assert sum(row.operations.ghost or 0 for row in steps) == 2 * (8 + 32) * (200 + 200 * 199 // 2)

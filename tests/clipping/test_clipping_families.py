@@ -284,6 +284,7 @@ def packed(m: Any, x: Tensor) -> Tensor:
     sequence = sequence._replace(data=m.head(sequence.data))
     made, state = m.rnn(sequence)
     made, _ = nn.utils.rnn.pad_packed_sequence(made, batch_first=True, total_length=T)
+    made = m.after(made) if hasattr(m, "after") else made
     states = state if isinstance(state, tuple) else (state,)
     return torch.cat([made.flatten(1), *(each.transpose(0, 1).flatten(1) for each in states)], 1)
 
@@ -355,6 +356,21 @@ def recurrent(frozen: bool) -> Callable[[], dict[str, Any]]:
     }
 
 
+def frozen(rnn: nn.Module) -> dict[str, Any]:
+    return {"head": nn.Linear(D, 4), "rnn": rnn.requires_grad_(False), "after": nn.Linear(3, 2)}
+
+
+def steps_first_after_a_layer(m: Any, x: Tensor) -> Tensor:
+    made, (h, _) = m.rnn(m.head(x).transpose(0, 1))
+    return torch.cat([m.after(made).transpose(0, 1).flatten(1), m.after(h[-1])], 1)
+
+
+def sequences_by_length_after_a_layer(m: Any, x: Tensor) -> Tensor:
+    order = x[:, 0, 0].argsort()
+    made, h = m.rnn(m.head(x)[order])
+    return torch.cat([m.after(made).flatten(1), m.after(h[-1])], 1)[order.argsort()]
+
+
 def gru() -> nn.GRU:
     return nn.GRU(D, 3, batch_first=True)
 
@@ -392,6 +408,10 @@ ROWS = [
     Case("an encoder's states", states_of_an_encoder, lambda: {n: gru() for n in ("rnn", "decoder")}),
     Case("projected", steps_first, lambda: {"rnn": nn.LSTM(D, 4, 2, proj_size=3, bidirectional=True)}),
     Case("steps first, relu", steps_first, lambda: {"rnn": nn.RNN(D, 3, 2, nonlinearity="relu", bias=False)}),
+    Case("steps first, frozen", steps_first_after_a_layer, lambda: frozen(nn.LSTM(4, 3, 2))),
+    Case("packed, frozen", packed, lambda: frozen(nn.LSTM(4, 3, 2, batch_first=True))),
+    Case("packed, frozen, steps first", packed, lambda: frozen(nn.GRU(4, 3))),
+    Case("by length, frozen", sequences_by_length_after_a_layer, lambda: frozen(nn.GRU(4, 3, batch_first=True))),
     Case("packed LSTM", packed, lambda: {"head": nn.Linear(D, 4), "rnn": nn.LSTM(4, 3, 2, batch_first=True)}),
     Case("packed GRU", packed, lambda: {"head": nn.Linear(D, 4), "rnn": nn.GRU(4, 3, bidirectional=True)}),
     Case("packed, positions first", packed_positions_first, lambda: {"rnn": nn.LSTM(D, 4, proj_size=3)}),
