@@ -113,7 +113,7 @@ def _run(layer: Layer, from_input: Tensor, h: Tensor, s: Tensor) -> _Ran:
 def _cast(weight: Tensor) -> Tensor:
     """Once, and not in each step, where autocast would."""
     kind = weight.device.type
-    wanted = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    wanted = weight.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return weight.to(torch.get_autocast_dtype(kind)) if wanted else weight
 
 
