@@ -143,6 +143,7 @@ class _Recurrence(torch.autograd.Function):
         weight, projection, inside, *slopes = ctx.saved_tensors
         of_input, of_hidden, of_projected = ctx.dtypes
         weight = weight.to(of_hidden)
+        projection = None if projection is None else projection.to(of_projected)
         outs, dh, ds = grads
         steps = list(zip(outs.unbind(0), *(each.unbind(1) for each in slopes), strict=True))
         found: list[Any] = [None] * len(steps)
@@ -154,7 +155,7 @@ class _Recurrence(torch.autograd.Function):
                 now = inside[:, t, None]
                 kept = torch.where(now, 0, dh), torch.where(now, 0, ds)
                 dh, ds = torch.where(now, dh, 0), torch.where(now, ds, 0)
-            given = dh if projection is None else dh.to(of_projected) @ projection.to(of_projected)
+            given = dh if projection is None else dh.to(of_projected) @ projection
             into, out_of, ds = ctx.cell.back(*mine, given, ds)
             found[t] = into, out_of, dh
             dh = (out_of.to(of_hidden) @ weight).to(outs.dtype)

@@ -68,10 +68,11 @@ class Recorder:
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
-        hooks = (Hook(torch.compiler.disable(hook)) for hook in (self._before, self._after))
-        before = self._model.register_forward_pre_hook(next(hooks), prepend=True, with_kwargs=True)
-        after = self._model.register_forward_hook(next(hooks), always_call=True)
-        self._handles = [before, after]
+        before, after = Hook(torch.compiler.disable(self._before)), Hook(torch.compiler.disable(self._after))
+        self._handles = [
+            self._model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(after, always_call=True),
+        ]
         self._buffers = Buffers(self._model)
 
     def close(self) -> None:
