@@ -46,8 +46,10 @@ class EmbeddingWeight(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         ids, g = self._positions(g, samples)
-        rows = torch.zeros(ids.shape[0], *self.parameter.shape, dtype=norm_dtype(g.dtype), device=g.device)
-        return rows.scatter_add_(1, ids[:, :, None].expand_as(g), _wide(g))
+        count, known = len(ids), len(self.parameter)
+        rows = torch.zeros(count * known, self.outputs, dtype=norm_dtype(g.dtype), device=g.device)
+        at = ids + known * torch.arange(count, device=g.device)[:, None]  # whole rows are added, not number by number
+        return rows.index_add_(0, at.flatten(), _wide(g).flatten(0, 1)).view(count, known, self.outputs)
 
     def features(self) -> int:
         return self.outputs if self.route.way == GRAM_KERNEL else 0
