@@ -242,6 +242,18 @@ def _added(it: Mover) -> Moved:
     return _scattered(it, target, (index,), values)
 
 
+def _scattered_whole(it: Mover) -> Moved:
+    """x.scatter_add(0, index, values) and its like, with one index for each row, expanded over what a row holds."""
+    target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "src")))
+    if not isinstance(values, Tensor) or not index.numel() or index.dim() * values.dim() == 0:
+        return None
+    if dim % max(1, target.dim()) or len(index) != len(values):
+        return None
+    if any(size > 1 and stride for size, stride in zip(index.shape[1:], index.stride()[1:], strict=True)):
+        return None
+    return _scattered(it, target, (index[(slice(None), *[0] * (index.dim() - 1))],), values)
+
+
 def _set(it: Mover) -> Moved:
     """x[index] = values."""
     target, index, values = it.args
@@ -342,6 +354,8 @@ VIEWS |= {torch.Tensor.view, torch.Tensor.unflatten}
 REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")
 WRITES = methods("index_add", "index_add_", "index_copy", "index_copy_") | {torch.Tensor.__setitem__}
 """Operations that write rows into a tensor, perhaps in place: it has other owners afterwards."""
+SCATTERS = methods("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
+"""And those that do so if an index is one of rows."""
 
 GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch.Tensor.__getitem__: _read,
@@ -353,6 +367,7 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch.Tensor.repeat: _repeated,
     **dict.fromkeys(methods("sort", "argsort"), _ordered),
     **dict.fromkeys(methods("index_add", "index_add_", "index_copy", "index_copy_"), _added),
+    **dict.fromkeys(SCATTERS, _scattered_whole),
     torch.Tensor.__setitem__: _set,
     **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
     torch._C._nn.pad_sequence: _padded_up,

@@ -212,6 +212,19 @@ def jagged(m: Any, x: Tensor) -> Tensor:
     return m.head(sums)
 
 
+def graphs(m: Any, x: Tensor) -> Tensor:
+    """Graphs end to end, as torch_geometric's layers have them: messages along edges, and the largest node of each."""
+    count, nodes, _ = x.shape
+    start, order = nodes * torch.arange(count)[:, None], x.argsort(1)
+    ends = (start + order[..., 0]).flatten(), (start + order[..., 1] // 2).flatten()
+    h = m.layer(m.norm(x.flatten(0, 1)))
+    messages = h.index_select(0, ends[0]) * m.p
+    arrived = h.new_zeros(len(h), 3).scatter_add_(0, ends[1][:, None].expand_as(messages), messages)
+    h = (h + arrived) * m.p
+    of = torch.arange(count).repeat_interleave(nodes)[:, None].expand_as(h)
+    return m.head(h.new_zeros(count, 3).scatter_reduce_(0, of, h, "amax", include_self=False))
+
+
 def jagged_back(m: Any, x: Tensor) -> Tensor:
     inside = x[..., 0] > 0
     h = torch.zeros(*x.shape[:2], 3).to(x)
@@ -385,6 +398,7 @@ def only(*names: str) -> Callable[[], dict[str, Any]]:
 
 ROWS = [
     Case("jagged, added up", jagged, row),
+    Case("graphs, end to end", graphs, row),
     Case("jagged, put back", jagged_back, only("layer", "p", "head")),
     Case("jagged, split", split_up, row),
     Case("one by one", one_by_one, row),
