@@ -46,10 +46,7 @@ class EmbeddingWeight(Rule):
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         ids, g = self._positions(g, samples)
-        count, known = len(ids), len(self.parameter)
-        rows = torch.zeros(count * known, self.outputs, dtype=norm_dtype(g.dtype), device=g.device)
-        at = ids + known * torch.arange(count, device=g.device)[:, None]  # whole rows are added, not number by number
-        return rows.index_add_(0, at.flatten(), _wide(g).flatten(0, 1)).view(count, known, self.outputs)
+        return _added_up(g, ids, len(self.parameter))
 
     def features(self) -> int:
         return self.outputs if self.route.way == GRAM_KERNEL else 0
@@ -90,15 +87,11 @@ class EmbeddingWeight(Rule):
         ids, g = self._positions(g, samples)
         if way == GRAM_KERNEL:
             return cuda.embedding_gram_norm(ids, g)
-        count, positions, outputs = g.shape
         ordered, order = ids.sort(1)
         rank = torch.zeros_like(ordered)
         rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # of each position's id among those of its sample
-        rank += torch.arange(count, device=g.device)[:, None] * positions
-        rows = torch.zeros(count * positions, outputs, dtype=norm_dtype(g.dtype), device=g.device)
         at = torch.zeros_like(rank).scatter_(1, order, rank)
-        rows.index_add_(0, at.flatten(), _wide(g).flatten(0, 1))
-        return sum_of_squares(rows.view(count, positions * outputs))
+        return sum_of_squares(_added_up(g, at, g.shape[1]).flatten(1))
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         """With a linear layer that has the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].
@@ -137,8 +130,12 @@ class EmbeddingWeight(Rule):
         return ids, g
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(norm_dtype(x.dtype))
+def _added_up(g: Tensor, at: Tensor, rows: int) -> Tensor:
+    """g [n, T, p], each position added to row `at` [n, T] of its sample: [n, rows, p], float32 or wider."""
+    count, _, outputs = g.shape
+    total = torch.zeros(count * rows, outputs, dtype=norm_dtype(g.dtype), device=g.device)
+    places = at + rows * torch.arange(count, device=g.device)[:, None]  # whole rows are added, not number by number
+    return total.index_add_(0, places.flatten(), g.to(total.dtype).flatten(0, 1)).view(count, rows, outputs)
 
 
 def embedding_bag(

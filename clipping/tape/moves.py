@@ -245,9 +245,9 @@ def _added(it: Mover) -> Moved:
 def _scattered_whole(it: Mover) -> Moved:
     """x.scatter_add(0, index, values) and its like, with one index for each row, expanded over what a row holds."""
     target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "src")))
-    if not isinstance(values, Tensor) or not index.numel() or index.dim() * values.dim() == 0:
+    if dim % max(1, target.dim()) or not isinstance(values, Tensor) or not values.dim() or not index.dim():
         return None
-    if dim % max(1, target.dim()) or len(index) != len(values):
+    if not index.numel() or len(index) != len(values):
         return None
     if any(size > 1 and stride for size, stride in zip(index.shape[1:], index.stride()[1:], strict=True)):
         return None
