@@ -126,8 +126,9 @@ def per_sample_gradients_of_opacus(model: nn.Module, x: torch.Tensor, y: torch.T
 def test_automatic_clipping_by_the_gradients_that_opacus_computes(mode):
     """Opacus has no automatic clipping, but the gradients of the samples to make it of: ten steps of SGD by hand."""
     x, y = (tensor[:200] for tensor in digits())
+    x = x.double()  # in float32 rounding decides, on some processors, which of two alike pixels a pooling layer takes
     torch.manual_seed(4)
-    mine, by_hand = ConvNet(), ConvNet()
+    mine, by_hand = ConvNet().double(), ConvNet().double()
     by_hand.load_state_dict(mine.state_dict())
     made = PrivacyEngine().make_private(
         module=mine,
@@ -151,7 +152,7 @@ def test_automatic_clipping_by_the_gradients_that_opacus_computes(mode):
         with torch.no_grad():
             for name, p in by_hand.named_parameters():
                 p -= 0.5 * torch.einsum("i,i...->...", 0.5 / norms, found[name]) / 20
-    assert distance(model, by_hand) < 1e-5
+    assert distance(model, by_hand) < 1e-12
 
 
 def test_thresholds_of_each_parameter_as_in_opacus():
