@@ -11,43 +11,17 @@ per-sample gradient of what was copied. It is asked for itself, so that nothing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.rules.assigned import FREEZE, Instead, Rewriting, Rows, assigned, broadcast_in_place, put
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
-from clipping.sources import Source, is_marked, samples_of
-
-
-class Rows(Protocol):
-    """What a tape knows and does here.
-
-    Methods take:
-        x, source, rows: a tensor or any other object, what a tensor is made of, how many copies.
-    """
-
-    def source(self, x: Any) -> Source | None:
-        """What a tensor is that is made of parameters alone; None for all else."""
-
-    def copies(self, source: Source, rows: int) -> Tensor:
-        """[rows, *shape of source]: a copy of it for each row."""
-
-    def own(self, source: Source) -> Tensor:
-        """The tensor of a source, which has a row for each row of the batch, as an activation."""
-
-    def let_go(self, x: Tensor) -> None:
-        """It depends on data from now on."""
-
-
-Instead = Callable[[], Any] | None
-Rewriting = Callable[..., Instead]
-"""(rows, operation, its arguments) -> what to run instead, for the tape to see; None if this call may stay as it is."""
-
-FREEZE = "freeze it, or use microbatch or vmap"
+from clipping.sources import is_marked, samples_of
 
 
 def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: Any) -> Instead:
@@ -243,40 +217,6 @@ def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     return None
 
 
-def _broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
-    """target += D and its like, where all that follows is broadcast to the target's shape."""
-    if func is torch.Tensor.add_ and rows.source(target) is None and not target._is_view():
-        return None  # it has a rule, which copies nothing
-    others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
-    aligned = any(x.dim() == target.dim() > 0 and len(x) == len(target) for x in others if rows.source(x) is None)
-
-    def broadcast(x: Any) -> Any:
-        source = rows.source(x)
-        return x if source is None else _for_each_row(rows, source, target.shape)
-
-    args, kwargs = tuple(map(broadcast, args)), {key: broadcast(x) for key, x in kwargs.items()}
-    _as_activation(rows, target, aligned)
-    return lambda: func(target, *args, **kwargs)
-
-
-def _set(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Instead:
-    """target[index] = value. The index must take all samples, in order, or be a mask of samples and positions."""
-    first = index[0] if isinstance(index, tuple) and index else index
-    masked = isinstance(first, Tensor) and first.dtype == torch.bool and first.dim() > 0 and len(first) == len(target)
-    masked = masked and (first is index or len(index) == 1)
-    whole = first is Ellipsis and (first is index or len(index) <= target.dim())
-    whole = whole or (isinstance(first, slice) and first == slice(None))
-    source = rows.source(value)
-    if source is not None and masked:
-        value = _masked(rows, source, first, target.shape)
-    elif source is not None and whole:
-        value = _for_each_row(rows, source, target.detach()[index].shape)
-    elif source is not None:
-        raise Refused("sets some rows of the batch to a parameter", "use torch.where with a mask, or microbatch")
-    _as_activation(rows, target, whole or masked)
-    return lambda: func(target, index, value)
-
-
 def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
     """x[index], with an index that depends on data: a part of x, or a row of a table for each row of the index."""
     entries = index if isinstance(index, tuple) else (index,)
@@ -308,44 +248,6 @@ def _looked_up(x: Tensor, ids: Tensor) -> Instead:
         return found.unflatten(-1, x.shape[1:]) if x.dim() > 2 else found if x.dim() == 2 else found.squeeze(-1)
 
     return instead
-
-
-def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
-    """A target that is made of parameters becomes a copy of them for each row, which data may be written to."""
-    source = rows.source(target)
-    if source is None:
-        return
-    if not aligned or target._is_view() or source.is_parameter:
-        raise Refused("writes data into a tensor made of parameters", "join them by torch.cat or torch.where")
-    activation = rows.own(source)
-    rows.let_go(target)
-    target.detach_().copy_(activation)  # what it was made of is read no more
-
-
-def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:
-    """The source as an activation that is broadcast to `shape`, whose first dimension is the rows."""
-    x = source.tensor
-    if shape and x.dim() == len(shape) and shape[0] == len(x):
-        return rows.own(source)
-    if x.dim() > len(shape) or (x.dim() == len(shape) and len(x) != 1) or not shape:
-        raise Refused(f"no exact rule for a parameter of shape {list(x.shape)} in one of {list(shape)}", FREEZE)
-    return _spread(rows.copies(source, shape[0]), x.shape[1:] if x.dim() == len(shape) else x.shape, len(shape))
-
-
-def _masked(rows: Rows, source: Source, mask: Tensor, shape: torch.Size) -> Tensor:
-    """target[mask] = D: for each entry of the mask the copy of its row."""
-    entry = shape[mask.dim() :]
-    source = source if source.row is None else source.row
-    x = source.tensor
-    inner = x.shape[1:] if x.dim() == len(entry) + 1 and len(x) == 1 else x.shape
-    if len(inner) > len(entry):
-        raise Refused("sets rows of the batch to a parameter that has one for each", FREEZE)
-    return _spread(rows.copies(source, shape[0]), inner, len(shape)).expand(shape)[mask]
-
-
-def _spread(copies: Tensor, inner: Sequence[int], dims: int) -> Tensor:
-    """[rows, *] of what was copied to [rows, 1, ..., 1, *inner] of so many dimensions."""
-    return copies.reshape(copies.shape[0], *[1] * (dims - 1 - len(inner)), *inner)
 
 
 def methods(*names: str) -> set[Any]:
@@ -388,8 +290,9 @@ REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(methods("masked_scatter"), _masked_scatter),
     **dict.fromkeys(methods("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"), _cell),
     **dict.fromkeys(MIXING, _batch_norm),
-    **dict.fromkeys(BROADCAST_IN_PLACE, _broadcast_in_place),
-    torch.Tensor.__setitem__: _set,
+    **dict.fromkeys(BROADCAST_IN_PLACE, broadcast_in_place),
+    torch.Tensor.__setitem__: assigned,
+    **dict.fromkeys(methods("index_put", "index_put_"), put),
     torch.Tensor.__getitem__: _read,
     **dict.fromkeys(methods("index_select"), _index_select),
 }

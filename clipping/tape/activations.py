@@ -28,10 +28,11 @@ class Activations:
     Args:
         sources: by the identity of their tensors; the tape's own.
         note: called for each activation.
+        place: called with what has a row for each row of the batch; gives it back, and notes whose these are.
     """
 
-    def __init__(self, sources: dict[int, Source], note: Note) -> None:
-        self._sources, self._note = sources, note
+    def __init__(self, sources: dict[int, Source], note: Note, place: Callable[[Tensor], Tensor]) -> None:
+        self._sources, self._note, self._place = sources, note, place
 
     def source(self, x: Any) -> Source | None:
         """What a tensor is that is made of parameters alone; None for all else.
@@ -71,7 +72,7 @@ class Activations:
             source: made of parameters.
             rows: of the batch.
         """
-        return self.each(source.tensor, rows).view(rows, *source.tensor.shape)
+        return self._place(self.each(source.tensor, rows).view(rows, *source.tensor.shape))
 
     def own(self, source: Source) -> Tensor:
         """The tensor of a source that has a row for each row of the batch: itself, as an activation.
@@ -84,10 +85,10 @@ class Activations:
             row = source.row.tensor
             inner = row.shape[1:] if row.dim() == len(shape) else row.shape
             copies = self.each(row, shape[0])
-            return copies.view(shape[0], *[1] * (len(shape) - 1 - len(inner)), *inner).expand(shape)
+            return self._place(copies.view(shape[0], *[1] * (len(shape) - 1 - len(inner)), *inner).expand(shape))
         copies = _Repeated.apply(source.tensor, 1)
         self._note(source, (source.tensor, Broadcast, shape), Spec(shape, copies.dtype), copies)
-        return copies.view(shape)
+        return self._place(copies.view(shape))
 
 
 class _Repeated(torch.autograd.Function):

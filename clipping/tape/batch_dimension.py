@@ -50,7 +50,7 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
             return _viewed(x.shape, output.shape, at, batch_size)
     for x in data:
         at = samples_of(x)
-        if not at:
+        if not at or not isinstance(at, int):  # or an index of rows, whose owners say nothing of this output's
             continue
         if output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at

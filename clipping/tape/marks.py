@@ -14,7 +14,8 @@ from clipping.rules import CHANGES, LIKE, MIXING
 from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of
 from clipping.tape.batch_dimension import dimension_after
 from clipping.tape.mover import Mover, Place
-from clipping.tape.moves import GATHERS, MOVES, VIEWS, WRITES, inherited, of_later_dimension
+from clipping.tape.moves import GATHERS, MOVES, VIEWS, of_later_dimension
+from clipping.tape.writes import WRITES
 
 UNUSUAL = CONSTANTS | LIKE | CHANGES | MIXING
 """Operations whose output is not made of the values of all operands, or that write into one, or mix samples."""
@@ -32,6 +33,8 @@ class Marks:
         self._batch_size, self._mixes = batch_size, mixes
         self._marked: list[weakref.ref[Tensor]] = []
         self._in_order = True
+        self.order: Rows | None = None
+        """Of the rows of the use at hand; None if they are in the samples'."""
 
     def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
         """Mark what an operation made of `data`, and give it back.
@@ -48,7 +51,7 @@ class Marks:
         for made in (output,) if isinstance(output, Tensor) else tensors((output,), None):
             at: Place = dimension_after(func, args, kwargs, data, made, self._batch_size)
             if not at and func in VIEWS and samples_of(args[0]):
-                at = of_later_dimension(Mover(func, args, kwargs, made, self._batch_size))
+                at = of_later_dimension(Mover(func, args, kwargs, made, data, self._batch_size))
                 self._in_order &= not isinstance(at, Rows)
             if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
                 self._marked.append(weakref.ref(mark_data(made, at)))
@@ -65,12 +68,20 @@ class Marks:
         self._marked.append(weakref.ref(mark_data(x, place)))
         return x
 
+    def placed(self, copies: Tensor) -> Tensor:
+        """Mark what has a row for each row of the use at hand as having their order, and give it back.
+
+        Args:
+            copies: [rows, ...].
+        """
+        return copies if self.order is None else self.put(copies, self.order)
+
     def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
         """Mark what an operation made of rows that are not in the samples' order any more; False if they are."""
         irregular = not self._in_order and any(isinstance(samples_of(x), Rows) for x in data)
         if func in CONSTANTS or not (irregular or func in GATHERS):
             return False
-        mover = Mover(func, args, kwargs, output, self._batch_size)
+        mover = Mover(func, args, kwargs, output, data, self._batch_size)
         move = (MOVES if irregular else GATHERS).get(func)
         moved = None if move is None else move(mover)
         if func in WRITES:
@@ -78,7 +89,7 @@ class Marks:
         else:
             made = [output] if isinstance(output, Tensor) else tensors((output,), None)
         if moved is None and irregular and func not in WRITES:
-            moved = [inherited(data, x, mover) for x in made]
+            moved = [mover.inherited(data, x) for x in made]
         if moved is None:
             return False
         places: list[Place] = moved if isinstance(moved, list) else [moved] * len(made)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.rows import NOBODY, Rows, in_order
-from clipping.sources import is_marked, samples_of
+from clipping.sources import samples_of
 
 Place = int | Rows
 """Where an activation has its samples: in a dimension, or in rows of any order."""
@@ -21,12 +23,13 @@ class Mover:
 
     Args:
         func, args, kwargs, output: the operation and what it gave.
+        data: its operands that depend on the batch; what is made of parameters is nobody's.
         batch_size: B.
     """
 
-    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any, batch_size: int) -> None:
+    def __init__(self, func: Any, args: Any, kwargs: Any, output: Any, data: Sequence[Tensor], batch_size: int) -> None:
         self.func, self.args, self.kwargs, self.output = func, args, kwargs, output
-        self.batch_size = batch_size
+        self.data, self.batch_size = data, batch_size
 
     def owners(self, x: Tensor, dims: int) -> Tensor | None:
         """Of x, for at least so many leading dimensions; None if they are not known.
@@ -40,7 +43,7 @@ class Mover:
             found = place.owners
             if place.unknown:
                 return None
-        elif not (is_marked(x) or x.requires_grad):
+        elif not any(x is operand for operand in self.data):
             found = torch.full((), NOBODY, device=x.device)
         elif x.dim() <= place or not x.shape[place] or x.shape[place] % self.batch_size:
             return None
@@ -65,6 +68,24 @@ class Mover:
         return Rows(
             torch.full((), NOBODY, device="cpu"), self.batch_size, getattr(self.func, "__name__", str(self.func))
         )
+
+    def inherited(self, data: Sequence[Tensor], output: Tensor) -> Place:
+        """Of an operation that leaves rows where they are: those of the operand whose rows the output has.
+
+        Args:
+            data: the operands that depend on the batch.
+            output: of the operation.
+        """
+        places = [place for x in data if isinstance(place := samples_of(x), Rows)]
+        known = [place for place in places if not place.unknown]
+        fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]
+        if fitting:
+            most = max(fitting, key=lambda place: place.owners.dim())
+            several = len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor)
+            return self.unknown() if several and len({int(place.owners) for place in fitting}) > 1 else most
+        if output.shape[:1] == (self.batch_size,):
+            return 0
+        return self.unknown() if known else places[0] if places else 0
 
     def option(self, position: int, name: str, default: Any = None) -> Any:
         """An argument of the operation.

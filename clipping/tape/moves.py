@@ -1,7 +1,8 @@
 """How operations move the rows of activations, and with them the numbers of the samples that they belong to.
 
 An operation that only moves entries does the same to the numbers. Of the batch itself, and of what has its rows in
-order, only the few operations of `GATHERS` are looked at; the others once rows have left that order.
+order, only the few operations of `GATHERS` are looked at; the others once rows have left that order. Those that write
+rows into a tensor are in `clipping.tape.writes`.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.rows import NOBODY, Rows
+from clipping.rules.assigned import width
 from clipping.rules.rewritten import methods
 from clipping.sources import is_marked, samples_of
 from clipping.tape.batch_dimension import PERMUTATIONS
 from clipping.tape.mover import Moved, Mover, Place
+from clipping.tape.writes import WRITES
 
 
 def _read(it: Mover) -> Moved:
@@ -35,7 +37,7 @@ def _read(it: Mover) -> Moved:
         return _left(entries, place, x.dim())
     if Ellipsis in [entry for entry in entries if not isinstance(entry, Tensor)]:
         return None
-    dims = sum(_width(entry) for entry in entries)
+    dims = sum(width(entry) for entry in entries)
     owners = it.owners(x, dims)
     if owners is None:
         return it.unknown() if isinstance(place, Rows) else None
@@ -57,13 +59,6 @@ def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
             after -= isinstance(entry, int) and dim < place
             dim += 1
     return after
-
-
-def _width(entry: Any) -> int:
-    """Dimensions that an entry of an index reads."""
-    if entry is None or isinstance(entry, bool):
-        return 0
-    return entry.dim() if isinstance(entry, Tensor) and entry.dtype == torch.bool else 1
 
 
 def _is_stack(x: Tensor) -> bool:
@@ -98,6 +93,16 @@ def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
         return _all(it, it.func(*args, **it.kwargs))
 
     return moved
+
+
+def _gathered(it: Mover) -> Moved:
+    """x.gather(0, index) and take_along_dim: each entry from a row of its own."""
+    x, *others = it.args
+    place, dim = samples_of(x), it.option(2 if it.func in TAKEN else 1, "dim")
+    if not isinstance(dim, int) or (dim % max(1, x.dim()) != place and not isinstance(place, Rows)):
+        return None
+    owners = it.owners(x, x.dim())
+    return it.unknown() if owners is None else it.rows(it.func(owners, *others, **it.kwargs))
 
 
 def _all(it: Mover, owners: Any) -> Moved:
@@ -171,6 +176,8 @@ def of_later_dimension(it: Mover) -> Place:
 
 def _in_other_dimensions(it: Mover, owners: Tensor) -> Rows:
     x, shape = it.args[0], it.output.shape
+    if shape[: owners.dim()] == owners.shape:
+        return it.rows(owners)
     each = x.shape[owners.dim() :].numel()
     for dims in range(len(shape) + 1):
         rest = shape[dims:].numel()
@@ -213,7 +220,7 @@ def _positions(it: Mover) -> Moved:
     """where and nonzero of a mask: numbers of positions."""
     mask = it.args[0]
     if len(it.args) > 1 or it.kwargs:
-        return inherited([x for x in it.args if isinstance(x, Tensor)], it.output, it)
+        return it.inherited([x for x in it.args if isinstance(x, Tensor)], it.output)
     owners = it.owners(mask, mask.dim())
     if owners is None:
         return it.unknown()
@@ -232,51 +239,6 @@ def _ordered(it: Mover) -> Moved:
         return None
     moved = it.rows(owners[order])
     return moved if isinstance(it.output, Tensor) else [moved, moved]
-
-
-def _added(it: Mover) -> Moved:
-    """x.index_add(0, index, values) and its like."""
-    target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "source")))
-    if dim % max(1, target.dim()) or index.dim() > 1:
-        return None
-    return _scattered(it, target, (index,), values)
-
-
-def _scattered_whole(it: Mover) -> Moved:
-    """x.scatter_add(0, index, values) and its like, with one index for each row, expanded over what a row holds."""
-    target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "src")))
-    if dim % max(1, target.dim()) or not isinstance(values, Tensor) or not values.dim() or not index.dim():
-        return None
-    if not index.numel() or len(index) != len(values):
-        return None
-    if any(size > 1 and stride for size, stride in zip(index.shape[1:], index.stride()[1:], strict=True)):
-        return None
-    return _scattered(it, target, (index[(slice(None), *[0] * (index.dim() - 1))],), values)
-
-
-def _set(it: Mover) -> Moved:
-    """x[index] = values."""
-    target, index, values = it.args
-    entries = index if isinstance(index, tuple) else (index,)
-    if not isinstance(values, Tensor) or not entries or not isinstance(entries[0], Tensor):
-        return None
-    return _scattered(it, target, entries, values)
-
-
-def _scattered(it: Mover, target: Tensor, index: tuple[Any, ...], values: Tensor) -> Moved:
-    """Owners of the rows of a target into which values with owners are written; of the target itself, too."""
-    if not isinstance(samples_of(target), Rows) and not isinstance(samples_of(values), Rows):
-        return None
-    dims = sum(_width(entry) for entry in index)
-    before, written = it.owners(target, dims), it.owners(values, 1)
-    if written is None:
-        return it.unknown()
-    after = torch.full(target.shape[:dims], NOBODY, device=target.device) if before is None else before.clone()
-    shape = after[index].shape
-    if written.dim() > len(shape):
-        return it.unknown()
-    after[index] = written.view(*written.shape, *[1] * (len(shape) - written.dim())).expand(shape)
-    return it.rows(after)
 
 
 def _recurrent(it: Mover) -> Moved:
@@ -327,48 +289,23 @@ def _padded(it: Mover) -> Moved:
     return [it.rows(rows[..., 0]), it.unknown()]
 
 
-def inherited(data: Sequence[Tensor], output: Tensor, it: Mover) -> Place:
-    """Of an operation that leaves rows where they are: those of the operand whose rows the output has.
-
-    Args:
-        data: the operands that depend on the batch.
-        output: of the operation.
-        it: the operation.
-    """
-    places = [place for x in data if isinstance(place := samples_of(x), Rows)]
-    known = [place for place in places if not place.unknown]
-    fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]
-    if fitting:
-        most = max(fitting, key=lambda place: place.owners.dim())
-        several = len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor)
-        return it.unknown() if several and len({int(place.owners) for place in fitting}) > 1 else most
-    if output.shape[:1] == (it.batch_size,):
-        return 0
-    return it.unknown() if known else places[0] if places else 0
-
-
 UNSQUEEZES = methods("unsqueeze")
 SINGLE = methods("select", "unbind")
+TAKEN = methods("take_along_dim")
 VIEWS = methods("view", "reshape", "flatten", "unflatten", "squeeze", "contiguous", "clone", "detach", "ravel")
 VIEWS |= {torch.Tensor.view, torch.Tensor.unflatten}
 REDUCTIONS = methods("sum", "mean", "amax", "amin", "logsumexp", "prod", "norm", "var", "std")
-WRITES = methods("index_add", "index_add_", "index_copy", "index_copy_") | {torch.Tensor.__setitem__}
-"""Operations that write rows into a tensor, perhaps in place: it has other owners afterwards."""
-SCATTERS = methods("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
-"""And those that do so if an index is one of rows."""
-
 GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch.Tensor.__getitem__: _read,
     **dict.fromkeys(methods("index_select", "narrow"), _along(1, None)),
     **dict.fromkeys(SINGLE, _along(1)),
     **dict.fromkeys(methods("chunk", "split", "tensor_split"), _along(2)),
     **dict.fromkeys(methods("flip"), _along(1, None)),
+    **dict.fromkeys(methods("gather", "take_along_dim"), _gathered),
     **dict.fromkeys(methods("cat", "concat", "stack"), _joined),
     torch.Tensor.repeat: _repeated,
     **dict.fromkeys(methods("sort", "argsort"), _ordered),
-    **dict.fromkeys(methods("index_add", "index_add_", "index_copy", "index_copy_"), _added),
-    **dict.fromkeys(SCATTERS, _scattered_whole),
-    torch.Tensor.__setitem__: _set,
+    **WRITES,
     **dict.fromkeys({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}, _recurrent),
     torch._C._nn.pad_sequence: _padded_up,
     torch._pack_padded_sequence: _packed,

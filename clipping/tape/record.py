@@ -33,7 +33,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from clipping.batches import map_tensors
-from clipping.rows import Rows
 from clipping.rules import (
     COMPOSITES,
     HANDLERS,
@@ -99,8 +98,7 @@ class Tape(TorchFunctionMode):
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
         self._mark = self._marks.mark
         self._composite: Any = None
-        self._order: Rows | None = None
-        self._activations = Activations(self._sources, lambda *use: me._note(*use))
+        self._activations = Activations(self._sources, lambda *use: me._note(*use), self._marks.placed)
         map_tensors(mark_data, batch)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,12 +123,12 @@ class Tape(TorchFunctionMode):
         if not data:
             return self._derive(func, func(*args, **kwargs), sources, args, kwargs)
         try:
-            at, order = whose(func, data, self._batch_size)
+            at, order = whose(func, args, data, self._batch_size)
             if order is not None and order.owners.dim() != 1:
                 with self:
                     output = as_rows(func, args, kwargs, order, data)
                 return self._marks.put(output, order)
-            self._order = order
+            self._marks.order = order
         except Refused as refused:
             self._refuse(func, sources, refused)
             return self._mark(func, args, kwargs, func(*args, **kwargs), data)
@@ -299,7 +297,7 @@ class Tape(TorchFunctionMode):
         node, view = whole.grad_fn, output.grad_fn
         assert node is not None and view is not None
         at, numbers = whole.output_nr, (node._sequence_nr(), view._sequence_nr())
-        self._noted.append(Noted(operation, spec, node, at, *numbers, mine, made, None, self._order, again))
+        self._noted.append(Noted(operation, spec, node, at, *numbers, mine, made, None, self._marks.order, again))
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -383,7 +381,8 @@ class Tape(TorchFunctionMode):
         assert node is not None
         number, mine = node._sequence_nr(), [(source, gradient)]
         made = number, number + 1
-        self._noted.append(Noted(self._composite, output, node, 0, number, number, mine, made, copies, self._order))
+        at = 0, number, number
+        self._noted.append(Noted(self._composite, output, node, *at, mine, made, copies, self._marks.order))
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Refuse an operation for what it does to data, unless this call of it is harmless."""

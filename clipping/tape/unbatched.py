@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.rows import Rows
+from clipping.rules.assigned import takes_all
 from clipping.rules.base import Refused
 from clipping.rules.rewritten import LIKE, methods
 from clipping.sources import samples_of
@@ -29,15 +30,17 @@ BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minim
 """Operations entry by entry."""
 OTHERWISE = LIKE | {torch.Tensor.to, F.embedding_bag, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 """Operations whose output has other rows, or that are run as their parts."""
+ASSIGNS = methods("index_put", "index_put_") | {torch.Tensor.__setitem__}
+"""Operations that write into their first operand at an index, the second."""
 GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microbatch"
 REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
 
 
-def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
+def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
     """The dimension of a use's activations that holds the samples; or their rows, if it is not as simple as that.
 
     Args:
-        func: the operation.
+        func, args: the operation, and what it was called with.
         data: its operands that depend on the batch.
         batch_size: B.
 
@@ -47,6 +50,8 @@ def whose(func: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows
     at = 0
     rows: list[Rows] = []
     for x in data:
+        if func in ASSIGNS and x is not args[0] and not takes_all(args[1]):
+            continue  # some rows are written, whosever: all of the target's are not theirs
         place = samples_of(x)
         if isinstance(place, Rows):
             numbers = not (x.is_floating_point() or x.is_complex())

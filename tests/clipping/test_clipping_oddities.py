@@ -6,6 +6,7 @@ import pytest
 import torch
 from oddities import EXACT, REFUSED, B, Case, Odd
 from torch import Tensor, nn
+from written import WRITTEN
 
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.reference import definition
@@ -37,12 +38,12 @@ def assert_exact(backend: str, case: Case, verify: bool = False) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EXACT, *WRITTEN], ids=lambda case: case.name)
 def test_exact(case: Case, backend: str):
     assert_exact(backend, case)
 
 
-@pytest.mark.parametrize("case", EXACT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*EXACT, *WRITTEN], ids=lambda case: case.name)
 def test_exact_with_verification(case: Case):
     assert_exact("bk_mixed", case, verify=True)
 
