@@ -21,6 +21,7 @@ from clipping.draws import Draws, same_for_each
 from clipping.formats import formats
 from clipping.functions import Flat
 from clipping.reference import definition
+from clipping.tape.overwriting import of_any_size
 from clipping.types import ClippedGradient, Clips
 
 FLOOR = 1e-3
@@ -178,7 +179,8 @@ def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, sampl
 def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
     few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
     before = Draws()
-    found, limit, drew = of(backend, few)
+    with of_any_size():
+        found, limit, drew = of(backend, few)
     if drew and not found.within(limit):
         with before.again(), _in_eval(backend.model):
             found, limit, _ = of(backend, few)

@@ -33,6 +33,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from clipping.kernels.chunked_conv import Pieces, in_pieces
 from clipping.kernels.conv_memory import Convolution
 from clipping.tape.graph import nodes
+from clipping.tape.overwriting import node_name, overwrites
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,11 @@ class Timeline:
         for storage, time in self._freed.items():
             changes[0] += self._sizes[storage]
             changes[time] -= self._sizes[storage]
-        for first, last, size in _on_the_way(visited):
+        ordinary = list(changes)
+        for first, last, size in _on_the_way(visited, overwritten=False):
+            ordinary[first] += size
+            ordinary[last + 1] -= size
+        for first, last, size in _on_the_way(visited, overwritten=True):
             changes[first] += size
             born[first] += size
             changes[last + 1] -= size
@@ -107,7 +112,8 @@ class Timeline:
         gradients = [0] * (count + 1)
         for node, size in uses:
             gradients[self._moment(node)] += size
-        everything = zip(both, accumulate(gradients), (ordinary for ordinary, _ in inside), strict=True)
+        temporary = [theirs for theirs, _ in inside]
+        everything = zip(accumulate(ordinary), accumulate(gradients), temporary, strict=True)
         self.ordinary = max(map(sum, everything))
         arrivals = {self._moment(node) for node, _ in uses}
         events = {0, count, *self._freed.values(), *arrivals}
@@ -300,11 +306,12 @@ ALIASES = (
 """Nodes that hand on the gradient that they are given, or a view of it."""
 
 
-def _on_the_way(visited: Sequence[Any]) -> Iterable[tuple[int, int, int]]:
+def _on_the_way(visited: Sequence[Any], *, overwritten: bool) -> Iterable[tuple[int, int, int]]:
     """(time at which it is made, last time at which it is held, bytes) of each gradient between nodes.
 
     Args:
         visited: the nodes in the order of the backward pass.
+        overwritten: by activation functions that may, which ordinary training's do not.
     """
     incoming: dict[Any, tuple[int, int]] = {}  # node -> its gradient: (key, bytes)
     born: dict[int, tuple[int, int]] = {}  # key -> (when it is made, bytes)
@@ -313,7 +320,7 @@ def _on_the_way(visited: Sequence[Any]) -> Iterable[tuple[int, int, int]]:
         given = incoming.get(node)
         if given is not None:
             last[given[0]] = time
-        hands_on = given is not None and type(node).__name__.rstrip("0123456789").removesuffix("Backward") in ALIASES
+        hands_on = given is not None and (node_name(type(node)) in ALIASES or (overwritten and overwrites(node)))
         for child, index in node.next_functions:
             if child is None or not child.next_functions or _leads_to_a_leaf(child):
                 continue

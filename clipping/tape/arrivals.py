@@ -23,6 +23,7 @@ from torch import Tensor
 
 from clipping.formats import without_autocast
 from clipping.rules.base import Refused
+from clipping.tape.overwriting import from_losses
 from clipping.tape.uses import Noted, Use
 
 Arrival = Callable[[Use, Tensor], None]
@@ -98,7 +99,8 @@ class Arrivals:
             uses = [use for use, _ in self._copies]
             wanted = [*(copies for _, copies in self._copies), *self._anchors.values(), *self._leaves]
             if wanted and losses.requires_grad:
-                found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
+                with from_losses():
+                    found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
                 with torch.no_grad():
                     for use, g in zip(uses, found, strict=False):
                         self._arrive(use, None if g is None else g.reshape(use.output.shape))

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.tape.overwriting import is_followed, note_alone
 from clipping.tape.record import Tape
 from clipping.types import Parameters, Problem
 
@@ -30,6 +31,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
 
     The tape is told which of its uses are in this graph: so many gradients must arrive. (A use of a forward pass that
     came to nothing is not.) And it is told the number of the graph, which is that of other graphs of the same nodes.
+    Activation functions are told whether the gradient that they are handed is theirs alone.
 
     Args:
         losses: ℓ [B], with their graph.
@@ -51,6 +53,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
     leaves: dict[int, Tensor] = {}
     numbers: set[int] = set()
     kinds: list[type] = []
+    leads: dict[Any, list[Any]] = {}
     seen = {losses.grad_fn, None} | inside
     stack = [losses.grad_fn] if losses.grad_fn is not None else []
     while stack:
@@ -62,7 +65,10 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
         if mine is not None and mine.node >= mine.last and not tape.hooked:
             _require_unchanged(node)
         for child, _ in node.next_functions:
-            if type(child) is _LEAF:
+            kind: Any = type(child)
+            if is_followed(kind):
+                leads.setdefault(child, []).append(node)
+            if kind is _LEAF:
                 leaf = child.variable
                 name = known.get(id(leaf)) or tape.name_of(leaf)
                 if not name:
@@ -70,7 +76,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
                 elif mine is None:
                     unseen.append(name)
                 continue
-            if child in inside or (type(child) is _CAST and _is_parameter(child, known)):
+            if child in inside or (kind is _CAST and _is_parameter(child, known)):
                 unseen += _names(child, known, tape) if mine is None else []
                 continue
             if child not in seen:
@@ -80,6 +86,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             use = maker.get(below)
             if use is not mine and use is not None and not {use.node, use.view} & {number, below}:
                 unseen += [name for source, _ in use.rules for name in source.parameters]
+    note_alone(leads)
     reached = [use for use in tape.uses if use.node in numbers]
     tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
     return [

@@ -51,6 +51,7 @@ from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first
 from clipping.tape.marks import Marks, tensors
+from clipping.tape.overwriting import run
 from clipping.tape.replay import LetGo, Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
 from clipping.tape.uses import Noted, Use, count_parts, given
@@ -115,7 +116,7 @@ class Tape(TorchFunctionMode):
             elif depends_on_data(operand):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
-            return self._mark(func, args, kwargs, func(*args, **kwargs), data)
+            return self._mark(func, args, kwargs, run(func, args, kwargs), data)
         self.hooked = self.hooked or hooks_of_saving(True) is not None
         if in_transform() is not None:
             self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))
