@@ -104,7 +104,7 @@ def run(func: Any, args: Any, kwargs: Any) -> Any:
     options = dict(kwargs)
     x, *others = args or (options.pop("input"),)
     in_place = func in IN_PLACE or bool(options.pop("inplace", others[0] if others else False))
-    if not _applies(x) or (in_place and (activation is not RELU or x._is_view() or x.is_leaf)):
+    if not _applies(x) or "out" in options or (in_place and (activation is not RELU or x._is_view() or x.is_leaf)):
         return func(*args, **kwargs)
     y = Overwriting.apply(x, activation, options, in_place)
     y.grad_fn.output = weakref.ref(y)

@@ -182,3 +182,13 @@ def test_small_activations_are_left_to_torch():
     with tape:
         losses = loss(model(x), y)
     assert not any(type(node) is Overwriting._backward_cls for node in nodes([losses.grad_fn]))
+
+
+def test_what_torch_refuses_stays_refused():
+    model, x, y = made("relu", lambda h, act, m: torch.tanh(m.second(h), out=torch.empty_like(h)))
+    with (
+        of_any_size(),
+        load_backend("ghost")(model, loss, clip=CLIP, verify=False) as b,
+        pytest.raises(RuntimeError, match="don't support automatic differentiation"),
+    ):
+        b(x, y)
