@@ -33,7 +33,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from clipping.kernels.chunked_conv import Pieces, in_pieces
 from clipping.kernels.conv_memory import Convolution
 from clipping.tape.graph import nodes
-from clipping.tape.overwriting import node_name, overwrites
+from clipping.tape.overwriting import overwrites
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,12 @@ class Timeline:
             changes[0] += self._sizes[storage]
             changes[time] -= self._sizes[storage]
         ordinary = list(changes)
-        for first, last, size in _on_the_way(visited, overwritten=False):
+        ours = list(_on_the_way(visited, overwritten=True))
+        theirs = _on_the_way(visited, overwritten=False) if any(map(overwrites, visited)) else ours
+        for first, last, size in theirs:
             ordinary[first] += size
             ordinary[last + 1] -= size
-        for first, last, size in _on_the_way(visited, overwritten=True):
+        for first, last, size in ours:
             changes[first] += size
             born[first] += size
             changes[last + 1] -= size
@@ -112,7 +114,7 @@ class Timeline:
         gradients = [0] * (count + 1)
         for node, size in uses:
             gradients[self._moment(node)] += size
-        temporary = [theirs for theirs, _ in inside]
+        temporary = [with_weights for with_weights, _ in inside]
         everything = zip(accumulate(ordinary), accumulate(gradients), temporary, strict=True)
         self.ordinary = max(map(sum, everything))
         arrivals = {self._moment(node) for node, _ in uses}
@@ -289,20 +291,8 @@ def storage_of(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-ALIASES = (
-    "Add",
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Transpose",
-    "T",
-    "Permute",
-    "Unsqueeze",
-    "Squeeze",
-    "Clone",
-    "Anchored",
-    "Alias",
-)
+ALIASES = {"Add", "View", "UnsafeView", "Reshape", "Transpose", "T", "Permute", "Unsqueeze", "Squeeze", "Clone"}
+ALIASES |= {"Anchored", "Alias"}
 """Nodes that hand on the gradient that they are given, or a view of it."""
 
 
@@ -320,7 +310,8 @@ def _on_the_way(visited: Sequence[Any], *, overwritten: bool) -> Iterable[tuple[
         given = incoming.get(node)
         if given is not None:
             last[given[0]] = time
-        hands_on = given is not None and (node_name(type(node)) in ALIASES or (overwritten and overwrites(node)))
+        alias = type(node).__name__.rstrip("0123456789").removesuffix("Backward") in ALIASES
+        hands_on = given is not None and (alias or (overwritten and overwrites(node)))
         for child, index in node.next_functions:
             if child is None or not child.next_functions or _leads_to_a_leaf(child):
                 continue

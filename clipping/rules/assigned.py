@@ -37,6 +37,7 @@ Rewriting = Callable[..., Instead]
 """(rows, operation, its arguments) -> what to run instead, for the tape to see; None if this call may stay as it is."""
 
 FREEZE = "freeze it, or use microbatch or vmap"
+INTO_PARAMETERS = "writes data into a tensor made of parameters", "join them by torch.cat or torch.where"
 
 
 def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
@@ -103,7 +104,7 @@ def put(rows: Rows, func: Any, input: Tensor, indices: Any, values: Tensor, accu
         return None
     _require_first(input, *entries, values)
     if target is not None and (target.is_parameter or func is torch.Tensor.index_put_):
-        raise Refused("writes data into a tensor made of parameters", "join them by torch.cat or torch.where")
+        raise Refused(*INTO_PARAMETERS)
     into = input if target is None else rows.own(target)
     if source is None:
         return lambda: func(into, indices, values, accumulate)
@@ -148,7 +149,7 @@ def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
     if source is None:
         return
     if not aligned or target._is_view() or source.is_parameter:
-        raise Refused("writes data into a tensor made of parameters", "join them by torch.cat or torch.where")
+        raise Refused(*INTO_PARAMETERS)
     activation = rows.own(source)
     rows.let_go(target)
     target.detach_().copy_(activation)  # what it was made of is read no more

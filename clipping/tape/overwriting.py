@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from clipping.kernels.chunked_conv import Pieces
 from clipping.rules.rewritten import methods
 
 LEAST = 4 * 2**20
@@ -151,23 +152,16 @@ def of_any_size() -> Iterator[None]:
         _least.reset(before)
 
 
-PRODUCTS = {
-    "Convolution",
-    "MkldnnConvolution",
-    "Pieces",
-    "Addmm",
-    "Mm",
-    "Bmm",
-    "Baddbmm",
-    "Linear",
-    "MkldnnLinear",
-    "Mul",
-}
+PRODUCTS = {"Convolution", "MkldnnConvolution", "Addmm", "Mm", "Bmm", "Baddbmm", "Linear", "MkldnnLinear", "Mul"}
 NORMS = {"NativeGroupNorm", "NativeLayerNorm", "NativeBatchNorm"}
-ANEW = PRODUCTS | NORMS | {"MaxPool2DWithIndices", "AvgPool2D", "Overwriting"}
-"""Nodes that make the gradient of each input anew, in memory that nobody else has."""
-VIEWS = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Unsqueeze", "Squeeze", "Permute"}
-"""Nodes that hand on a view of the gradient that they are handed."""
+ANEW = {f"{name}Backward0" for name in PRODUCTS | NORMS | {"MaxPool2DWithIndices", "AvgPool2D"}}
+"""torch's nodes that make the gradient of each input anew, in memory that nobody else has.
+
+A number ends their names alone: the node of a custom function has none, whatever that is called.
+"""
+MOVES = {"View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Unsqueeze", "Squeeze", "Permute"}
+VIEWS = {f"{name}Backward{number}" for name in MOVES for number in range(3)}
+"""Its nodes that hand on a view of the gradient that they are handed."""
 
 
 @functools.cache
@@ -177,7 +171,7 @@ def makes_anew(kind: Any) -> bool:
     Args:
         kind: the type of a node.
     """
-    return node_name(kind) in ANEW
+    return kind in (_NODE, Pieces._backward_cls) or kind.__name__ in ANEW
 
 
 @functools.cache
@@ -187,7 +181,7 @@ def is_followed(kind: Any) -> bool:
     Args:
         kind: the type of a node.
     """
-    return kind is _NODE or node_name(kind) in VIEWS
+    return kind is _NODE or kind.__name__ in VIEWS
 
 
 def overwrites(node: Any) -> bool:
@@ -197,15 +191,6 @@ def overwrites(node: Any) -> bool:
         node: of the graph.
     """
     return type(node) is _NODE and node.alone
-
-
-def node_name(kind: Any) -> str:
-    """Of a type of nodes, as "Convolution" of ConvolutionBackward0.
-
-    Args:
-        kind: the type.
-    """
-    return kind.__name__.rstrip("0123456789").removesuffix("Backward")
 
 
 def note_alone(leads: dict[Any, list[Any]]) -> None:

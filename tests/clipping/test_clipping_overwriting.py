@@ -45,6 +45,10 @@ class Shared(torch.autograd.Function):
         return grads[0], grads[0]
 
 
+class Mul(Shared):
+    """The same, of which the node is called as that of torch's product is, but for a number."""
+
+
 class Model(nn.Module):
     """Images [B, 3, 8, 8]; `act` is the activation function, `join(h, act, module)` what is in the middle."""
 
@@ -79,6 +83,10 @@ def by_hand(h: Tensor, act: Any, m: Model) -> Tensor:
     return Shared.apply(act(m.second(h)), act(m.third(h)))
 
 
+def by_another_name(h: Tensor, act: Any, m: Model) -> Tensor:
+    return Mul.apply(act(m.second(h)), act(m.third(h)))
+
+
 def twice(h: Tensor, act: Any, m: Model) -> Tensor:
     return m.second(h) * act(m.third(h))
 
@@ -93,7 +101,7 @@ def in_views(h: Tensor, act: Any, m: Model) -> Tensor:
     return m.third(act(m.second(h)).flatten(2).unflatten(2, (8, 8)))
 
 
-JOINS = (plain, skipped, skipped_in_place, by_hand, twice, left_out, in_views)
+JOINS = (plain, skipped, skipped_in_place, by_hand, by_another_name, twice, left_out, in_views)
 
 
 def made(kind: str, join: Callable[..., Tensor]) -> tuple[Model, Tensor, Tensor]:
@@ -139,6 +147,7 @@ def recorded(model: Model, x: Tensor, y: Tensor) -> tuple[Tape, Tensor, list[Any
         (skipped, [True, True, False]),
         (skipped_in_place, [True, True, True, False]),
         (by_hand, [True, False, False, True]),
+        (by_another_name, [True, False, False, True]),
         (twice, [True, True, True]),
         (left_out, [True, False, False]),
         (in_views, [True, True, True]),
