@@ -139,7 +139,7 @@ def _timed_from() -> float:
     found = math.inf
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return found
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for side in SIDES:
             x = torch.rand(COUNT, side, side, dtype=torch.float32, device="cpu")
             if _ratio(lambda x=x: [_onednn(a, a.t()) for a in x], lambda x=x: torch.bmm(x, x)) > FASTER:  # type: ignore[misc]

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from clipping.draws import Draws
 from clipping.planning.choices import Choice, choices_of, formula_route, has_choice, held_without_choice
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.planning.timeline import Balance, Held, Timeline
@@ -209,7 +210,7 @@ class Planner:
         cache = self._cache(losses.device)
         costs: dict[Kind, Costs] = {}
         new: dict[str, Costs] = {}
-        with torch.no_grad():
+        with torch.no_grad(), Draws().again():  # what is timed draws no number that the caller would have
             for (use, source, rule), what in zip(readings, kinds, strict=True):
                 if what in costs or not has_choice(source, rule, counts):
                     continue
