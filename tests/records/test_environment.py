@@ -145,15 +145,32 @@ def test_the_commit_is_what_the_environment_says_where_git_does_not(root, monkey
 
 
 @pytest.mark.parametrize(
-    ("info", "model"),
+    ("info", "name", "model"),
     [
-        ("model\t\t: 17\nmodel name\t: AMD EPYC\ncpu family\t: 25\nstepping\t: 1\n", "family 25, model 17, stepping 1"),
-        ("processor\t: 0\nBogoMIPS\t: 50.00\n", None),
+        (
+            "model\t\t: 17\nmodel name\t: AMD EPYC\ncpu family\t: 25\nstepping\t: 1\n",
+            "AMD EPYC (family 25, model 17)",
+            "family 25, model 17, stepping 1",
+        ),
+        (
+            "model\t\t: 17\nmodel name\t: AMD EPYC 9654\ncpu family\t: 25\nstepping\t: 1\n",
+            "AMD EPYC 9654",
+            "family 25, model 17, stepping 1",
+        ),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", None, None),
     ],
 )
-def test_processors_of_one_name_are_told_apart(monkeypatch, info, model):
+def test_processors_of_one_name_are_told_apart(monkeypatch, info, name, model):
+    """By what keeps records together, too: figures of two generations are two."""
     monkeypatch.setattr(environment, "_read", lambda path: info if path == "/proc/cpuinfo" else None)
-    assert environment.host_facts("cpu")["cpu_model"] == model
+    environment._cpu_name.cache_clear()
+    try:
+        facts = environment.host_facts("cpu")
+    finally:
+        environment._cpu_name.cache_clear()
+    assert facts["cpu_model"] == model
+    assert name is None or facts["cpu"] == name
+    assert facts["device_name"] == f"{facts['cpu']}, {facts['cpus_available']} CPUs"
 
 
 def test_git_is_believed_before_the_environment(root, monkeypatch):
