@@ -51,6 +51,15 @@ class Occasions:
         self._shapes: set[str] = set()
         self._shape = ""
         self._random = random.Random(0)
+        self._insisted = [False, False]
+
+    def insist(self) -> None:
+        """Rows and others are looked at in the next step that is asked about: those before ran as graphs, unseen."""
+        self._insisted = [True, True]
+
+    def _is_due(self, what: int) -> bool:
+        insisted, self._insisted[what] = self._insisted[what], False
+        return self._random.random() < RATE or insisted
 
     def rows(self, batch_size: int, graph: int) -> Sequence[Tensor]:
         """Sets S, [B] bool, to look at the rows of this step by; none for most steps.
@@ -59,7 +68,7 @@ class Occasions:
             batch_size: B.
             graph: the same number for graphs of the same nodes.
         """
-        due = self._random.random() < RATE
+        due = self._is_due(0)
         if batch_size < 2:
             return ()
         if graph not in self._graphs and len(self._graphs) < KNOWN:
@@ -83,7 +92,7 @@ class Occasions:
             batch_size: B.
             trees: the batch's tensors [B, ...], and numbers about it.
         """
-        due = self._random.random() < RATE
+        due = self._is_due(1)
         if batch_size < 2:
             return ()
         shapes: list[Any] = [tree for tree in trees if isinstance(tree, (bool, int))]

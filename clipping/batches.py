@@ -62,12 +62,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and dicts, in the order in which `map_tensors` comes to them.
+
+    Args:
+        tree: tensors in nested tuples, lists and dicts.
+    """
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (dict, tuple, list)):
         for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)
+            yield from tensors_of(value)
 
 
 def leading_dimension(*trees: Any) -> int:
@@ -76,7 +81,7 @@ def leading_dimension(*trees: Any) -> int:
     Raises:
         ValueError: no tensor, a scalar, or two tensors that disagree.
     """
-    shapes = [list(x.shape) for x in _tensors(trees)]
+    shapes = [list(x.shape) for x in tensors_of(trees)]
     if not shapes:
         raise ValueError("expected at least one tensor in inputs and targets, got none")
     sizes = {shape[0] if shape else None for shape in shapes}

@@ -23,6 +23,7 @@ from clipping.draws import Draws
 from clipping.finite import require_numbers
 from clipping.formats import coarsest, norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
+from clipping.graphs import Graphs, Run
 from clipping.members import named_parameters
 from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.verification import verify
@@ -41,8 +42,10 @@ class Backend(ABC):
         verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
             if they differ; and see that samples stay apart (`clipping.apart`) at first, in new shapes and graphs, and
             in one step of 200. Costs a few steps, once, and 0.4 % of a step.
+        compile: from the third batch of a shape on, run the step as one graph if that is faster (`clipping.graphs`).
 
     Raises:
+        ValueError: `compile`, of a backend whose step is no graph.
         UnsupportedModel: for what this backend cannot treat exactly, here or at the first call.
     """
 
@@ -56,9 +59,17 @@ class Backend(ABC):
     """Raise for a record whose gradient is no number; comparisons want to see it."""
     book_kept: ClassVar[bool] = False
     """One backward pass leaves all that the sum is formed from: what a model sharded by FSDP2 can be trained by."""
+    compilable: ClassVar[bool] = False
+    """A step decides by shapes alone, and calls nothing but torch: it can be traced to a graph."""
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        clip: ClipFunction | None = None,
+        verify: bool = True,
+        compile: bool = False,
     ) -> None:
         self.model = spread.unwrapped(model)
         self.replicated = self.model is not model
@@ -76,6 +87,11 @@ class Backend(ABC):
         """Samples that routes are chosen for, and those of a batch as it is expected; 0 while nobody knows."""
         self._named = tuple(self.model.named_parameters())
         self._closed = False
+        self.graphs: Graphs | None = None
+        """Of its steps; None if they run as they are."""
+        self._ways: Mapping[str, str] = {}
+        if compile:
+            self.use_graphs(self._unlooked)
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
         if problems:
             raise UnsupportedModel(self.name, problems)
@@ -128,19 +144,22 @@ class Backend(ABC):
             self._verify = False  # before the call: verifying calls this backend
             verified = False
             occasions, self.occasions = self.occasions, None
-            chosen_for = self.chosen_for
+            chosen_for, graphs, self.graphs = self.chosen_for, self.graphs, None
             try:
                 verify(self, inputs, targets)
                 verified = batch_size > self.together  # one sample cannot show that samples are told apart
             finally:
                 self._verify = not verified
-                self.occasions, self.chosen_for = occasions, chosen_for
+                self.occasions, self.chosen_for, self.graphs = occasions, chosen_for, graphs
         with torch.enable_grad():
             if self.occasions is not None:
+                if self.graphs is not None and self.graphs.is_due():
+                    self.occasions.insist()
                 halves = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))
                 if halves:
                     return self._twice(halves, parameters, inputs, targets, batch_size)
-            found = self._clipped(parameters, inputs, targets, batch_size)
+            graph = self.graphs and self.graphs.find(parameters, inputs, targets, batch_size)
+            found = (graph or self._clipped)(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
             require_numbers(found)
         return found
@@ -174,6 +193,32 @@ class Backend(ABC):
         if occasions is not None:
             occasions.others_passed()
         return result
+
+    def use_graphs(self, run: Run, *, timing: bool = True) -> Graphs:
+        """Have steps of one shape run as one graph. See `clipping.graphs`.
+
+        Args:
+            run: the step.
+            timing: take the fastest way to run a graph; else one whose results do not depend on time.
+
+        Raises:
+            ValueError: of this backend, or of a sharded model, a step is no graph.
+        """
+        if not self.compilable or self.sharded:
+            what = "a model sharded by FSDP2" if self.sharded else self.name
+            raise ValueError(f"expected compile=False for {what}, whose step is no graph; bk_mixed's is one")
+        self.graphs = Graphs(self.name, self.model, run, version=lambda: self.chosen_for, timing=timing)
+        if self._ways:
+            self.graphs.resume(self._ways)
+        return self.graphs
+
+    def _unlooked(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        """A step in which nobody looks whether samples stay apart."""
+        occasions, self.occasions = self.occasions, None
+        try:
+            return self._clipped(parameters, inputs, targets, batch_size)
+        finally:
+            self.occasions = occasions
 
     def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
         """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.rounding` derives it.
@@ -246,7 +291,8 @@ class Backend(ABC):
 
     def settle(self) -> dict[str, Any]:
         """Decide nothing anew that changes how a step rounds; what was decided, as plain values for `resume`."""
-        return {}
+        ways = self._ways if self.graphs is None else self.graphs.settle()
+        return {"graphs": ways} if ways else {}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
         """Decide as the backend that was settled: the same batches give the same bits, on a machine of that kind.
@@ -254,7 +300,9 @@ class Backend(ABC):
         Args:
             settled: what `settled` of that backend gave.
         """
-        del settled  # a backend that decides nothing has nothing to go on with
+        self._ways = settled.get("graphs", {})
+        if self.graphs is not None:
+            self.graphs.resume(self._ways)
 
     def close(self) -> None:
         """Take every hook off the model. Closing twice is fine."""

@@ -64,6 +64,7 @@ class NonPrivate(Backend):
     """Ordinary training: ∂(Σ_i ℓ_i)/∂θ. The baseline of every ratio; `clip` is ignored and norms are not known."""
 
     name = "nonprivate"
+    compilable = True
     private = False
     trusted = True
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from clipping.known import require_numbers, with_numbers
+
 NOBODY = -1
 """The owner of a row that no sample has written to."""
 
@@ -42,8 +44,13 @@ class Rows:
         owners = self.owners
         if self.unknown:
             return self
+        require_numbers(owners)
         if isinstance(owners, FakeTensor):  # without numbers: rows that are as many as they should be are in order
             return self if owners.dim() != 1 or owners.shape[0] % self.batch_size else 0
+        with with_numbers():
+            return self._simplest(owners)
+
+    def _simplest(self, owners: Tensor) -> int | Rows:
         while owners.dim() > 1 and _alike(owners, owners.dim() - 1):
             owners = owners.amax(-1) if owners.shape[-1] else owners.new_full(owners.shape[:-1], NOBODY)
         for dim in range(owners.dim()):
@@ -54,7 +61,8 @@ class Rows:
     @cached_property
     def padded(self) -> Tensor:
         """[B, L]: the rows of each sample, filled up with the number of rows; L is at least 1."""
-        return padded(self.owners, self.batch_size)
+        with with_numbers():
+            return padded(self.owners, self.batch_size)
 
     def _in_order(self, owners: Tensor) -> bool:
         count = owners.shape[-1]
@@ -72,7 +80,8 @@ def in_order(count: int, batch_size: int, device: torch.device) -> Tensor:
         batch_size: B.
         device: where they are to be.
     """
-    return torch.arange(count, device=device) // (count // batch_size)
+    with with_numbers():
+        return torch.arange(count, device=device) // (count // batch_size)
 
 
 def padded(owners: Tensor, count: int) -> Tensor:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
-from clipping.batches import forward
+from clipping.batches import forward, losses_of
 from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.formats import norm_dtype, without_autocast
 from clipping.functions import ClipFunction
+from clipping.graphs import Run
 from clipping.interface import Backend
 from clipping.kernels.matmul import onednn_from, take_onednn_from
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
@@ -53,11 +54,18 @@ class TapeBackend(Backend):
     """Forward under the tape, one backward pass of activation gradients, and `norms` to take what arrives."""
 
     norms: ClassVar[type[Norms]] = TwoPasses
+    compilable = True
 
     def __init__(
-        self, model: nn.Module, loss_fn: LossFunction, *, clip: ClipFunction | None = None, verify: bool = True
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        clip: ClipFunction | None = None,
+        verify: bool = True,
+        compile: bool = False,
     ) -> None:
-        super().__init__(model, loss_fn, clip=clip, verify=verify)
+        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile)
         self.stand_in = stand_ins(self.model)
         self._sizes = UNSEEN
 
@@ -86,10 +94,11 @@ class TapeBackend(Backend):
 
     def settle(self) -> dict[str, Any]:
         """See `clipping.interface.Backend.settle`."""
-        return {"chosen_for": self.chosen_for}
+        return super().settle() | {"chosen_for": self.chosen_for}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
         """See `clipping.interface.Backend.resume`."""
+        super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
 
     def _saw(self, tape: Tape) -> None:
@@ -134,11 +143,30 @@ class TapeBackend(Backend):
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        return self._step(self.loss_fn, self.occasions, parameters, inputs, targets, batch_size)
+
+    def step_of(self, loss_fn: LossFunction) -> Run:
+        """The step with this loss, in which nobody looks whether samples stay apart.
+
+        Args:
+            loss_fn: loss_fn(outputs, targets) -> [B].
+        """
+        return partial(self._step, loss_fn, None)
+
+    def _step(
+        self,
+        loss_fn: LossFunction,
+        occasions: Occasions | None,
+        parameters: Parameters,
+        inputs: Any,
+        targets: Any,
+        batch_size: int,
+    ) -> ClippedGradient:
         tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in, lets_go=self.lets_go)
         with self._explained(tape):
             with tape:
-                losses = self.losses(inputs, targets, batch_size)
-            return self._rest(tape, losses, parameters, self.occasions)
+                losses = losses_of(self.model, loss_fn, inputs, targets, batch_size)
+            return self._rest(tape, losses, parameters, occasions)
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
         if not self.sharded:
@@ -280,7 +308,7 @@ class BkMixed(TapeBackend):
     the graph twice then, as `MixedGhost` does, but for a model sharded by FSDP2.
 
     Args:
-        model, loss_fn, clip, verify: as for every backend.
+        model, loss_fn, clip, verify, compile: as for every backend.
         plan: what the planner aims at (see `clipping.planning.planner`); None is the `strategy` of the class.
         memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
         timing: time the routes on this device in the second step; else the plan is the same everywhere, by formula.
@@ -298,11 +326,12 @@ class BkMixed(TapeBackend):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
+        compile: bool = False,
         plan: Strategy | None = None,
         memory_overhead: float = 0.05,
         timing: bool = True,
     ) -> None:
-        super().__init__(model, loss_fn, clip=clip, verify=verify)
+        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile)
         # between a sharded module's passes its parameters are not there to be timed with
         self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
 

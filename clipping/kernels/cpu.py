@@ -37,6 +37,7 @@ from torch.nn import Parameter
 
 from clipping.formats import norm_dtype
 from clipping.kernels import library
+from clipping.kernels.traced import operation
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 """dtype -> type of C."""
@@ -57,6 +58,7 @@ def supported(*tensors: Tensor) -> bool:
     return True
 
 
+@operation
 def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     """Σ_g Σ_{t,s} (a_t · a_s)(g_t · g_s): the squared norms of linear layers of one input, added up.
 
@@ -70,6 +72,7 @@ def gram_norm(a: Tensor, gradients: Sequence[Tensor]) -> Tensor:
     return _gram(a, gradients, ())[0]
 
 
+@operation
 def gram_norm_and_reach(
     a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, float]]
 ) -> tuple[Tensor, Tensor]:
@@ -102,6 +105,7 @@ def _gram(a: Tensor, gradients: Sequence[Tensor], lost: Sequence[tuple[float, fl
     return (found.sum(1), reaches.sum(1)) if parts > 1 else (found[:, 0], reaches[:, 0])
 
 
+@operation
 def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -> Tensor:
     """‖∂/∂W‖² of each sample for a convolution of one group, in one or two dimensions; nothing is unfolded. And its
     `patch_reach`, of the norms that the Gram matrices have on their diagonals.
@@ -131,6 +135,7 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
     return found
 
 
+@operation
 def sum_of_squares(x: Tensor) -> Tensor:
     """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.kernels.gram` does in several
     operations.
@@ -144,6 +149,7 @@ def sum_of_squares(x: Tensor) -> Tensor:
     return found
 
 
+@operation
 def column_norms(x: Tensor) -> Tensor:
     """[n, C, *size] in one piece to [n, *size]: norms over C, where torch reduces one number at a time.
 
@@ -158,6 +164,7 @@ def column_norms(x: Tensor) -> Tensor:
     return found
 
 
+@operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
     """Σ_t g (x - mean) rstd: per-sample gradients of a layer norm's γ, with x̂ nowhere in memory.
 
@@ -180,6 +187,7 @@ def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: i
     return found
 
 
+@operation
 def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     """Σ_t ‖a_t‖ ‖g_t‖ and Σ_t (‖a_t‖ · lost[0] + ‖g_t‖ · lost[1]) of each sample, [n, 2].
 
@@ -198,6 +206,7 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     return found
 
 
+@operation
 def patch_reach(
     pixels: Tensor, norms: Tensor, geometry: Sequence[Sequence[int]], width: int, lost: tuple[float, float]
 ) -> Tensor:

@@ -17,13 +17,11 @@ are chosen by sizes and dtype alone, not by timing: the same tensors give the sa
 which would have to time (and so synchronise) and could choose other tiles, hence other last bits, in the next run. The
 first call with a new kind of sizes compiles, on the host. The very first question whether tensors are `supported` waits
 once, for a program whose result is looked at: where Triton cannot launch (it needs a C compiler, Python's headers and a
-folder to write to) that is said, and torch's operations remain. The tiles are chosen so that nothing spills from
-registers for compute capabilities 8.0 and 9.0; whether they, or these kernels, are faster than torch's own on a given
-device is for whoever calls to find out: `tiles` overrides them.
+folder to write to) that is said, and torch's operations remain. Tiles are such that nothing spills from registers for
+compute capabilities 8.0 and 9.0; `tiles` overrides them.
 
-Importing this module imports no Triton. `supported` says whether tensors can be handed to it; where not, the formulas
-of `clipping.rules` are the exact fallback. Fake tensors of a CUDA device are given fake results, with the memory that
-a launch would take.
+Importing this imports no Triton. Where `supported` says no, the formulas of `clipping.rules` are the exact fallback.
+Fake tensors of a CUDA device are given fake results, with the memory that a launch would take.
 """
 
 from __future__ import annotations
@@ -43,6 +41,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
+
+from clipping.kernels.traced import operation
 
 Precision = Literal["ieee", "tf32x3", "tf32"]
 
@@ -79,7 +79,8 @@ def supported(*tensors: Tensor) -> bool:
     a dtype that they know, ids aside, and plain ones: nothing that torch.func wraps. Not on an AMD GPU: tiles are those
     of NVIDIA's, and nothing has compiled or run there.
     """
-    if not tensors or (tensors[0].is_cpu and not _interpreted()) or not _has_triton() or _is_rocm():
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not tensors or (tensors[0].is_cpu and not interpreted) or not _has_triton() or _is_rocm():
         return False
     device = tensors[0].device
     for x in tensors:
@@ -121,6 +122,7 @@ def trouble(device: torch.device) -> str | None:
     return reason
 
 
+@operation
 def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """Σ_{t,s} (a_t · a_s)(g_t · g_s) = ‖gᵀa‖² of each sample, by Gram matrices that are never in memory.
 
@@ -156,6 +158,7 @@ def gram_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Til
     )
 
 
+@operation
 def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """Σ_{t,s} [id_t = id_s] (g_t · g_s) of each sample: ‖∂/∂W‖² of an embedding.
 
@@ -188,6 +191,7 @@ def embedding_gram_norm(ids: Tensor, g: Tensor, *, precision: Precision = "ieee"
     )
 
 
+@operation
 def instantiated_norm(a: Tensor, g: Tensor, *, precision: Precision = "ieee", tiles: Tiles | None = None) -> Tensor:
     """‖Σ_t g_t a_tᵀ‖² of each sample, by per-sample gradients [p, d] that are never in memory.
 
@@ -223,6 +227,7 @@ def _one_gradient(a: Tensor, g: Tensor, tiles: Tiles, precision: Precision) -> T
     )
 
 
+@operation
 def convolution_norm(
     x: Tensor,
     g: Tensor,
@@ -261,8 +266,8 @@ def convolution_norm(
     positions, inputs = g.shape[2] * g.shape[3], channels * math.prod(kernel)
     tiles = tiles or _gradient_tiles(positions, inputs, outputs, g.dtype, _generation(g))
     sizes = (groups, channels, outputs, *x.shape[2:], *g.shape[2:])
-    names = ("KERNEL", "STRIDE", "PADDING", "DILATION")
-    constants = {f"{n}_{axis}": o[i] for n, o in zip(names, options, strict=True) for i, axis in enumerate("HW")}
+    named = zip(("KERNEL", "STRIDE", "PADDING", "DILATION"), options, strict=True)
+    constants = {f"{name}_{axis}": option[i] for name, option in named for i, axis in enumerate("HW")}
     return _launch(
         "convolution",
         (x, g),
@@ -375,11 +380,6 @@ def _same(expected: str, found: bool, *tensors: Tensor) -> None:
 @functools.cache
 def _programs() -> ModuleType:
     return importlib.import_module("clipping.kernels.programs")
-
-
-@functools.cache
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _is_rocm() -> bool:

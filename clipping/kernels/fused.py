@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.kernels import cuda
+from clipping.kernels.traced import operation
 
 TILE = 64
 """Positions of a tile's sides: 4,096 products, 16 to a thread."""
@@ -43,6 +44,7 @@ def runs(*tensors: Tensor) -> bool:
     return tensors[0].is_cuda and cuda.supported(*tensors)
 
 
+@operation
 def shifted_norms(
     x: Tensor,
     g: Tensor,
@@ -79,6 +81,7 @@ def shifted_norms(
     return _whole(out)
 
 
+@operation
 def reach(
     x: Tensor, g: Tensor, lost: tuple[float, float], geometry: Sequence[Sequence[int]] | None = None, width: int = 0
 ) -> Tensor:
@@ -105,6 +108,7 @@ def reach(
     return _whole(out)
 
 
+@operation
 def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
     """Σ over the first dimension of both, in float64: [count, *shape] float32, contiguous, to [*shape] float32.
 
@@ -119,6 +123,7 @@ def added(parts: Tensor, rest: Tensor | None = None) -> Tensor:
     return out
 
 
+@operation
 def scale_gradient(x: Tensor, mean: Tensor, rstd: Tensor, g: Tensor, features: int) -> Tensor:
     """Σ_t g (x - mean) rstd of each sample.
 

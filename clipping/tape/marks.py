@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.kernels.traced import is_traced
+from clipping.known import note, with_numbers
 from clipping.rows import Rows
 from clipping.rules import CHANGES, LIKE, MIXING
 from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of
@@ -44,6 +46,8 @@ class Marks:
             output: what it gave.
             data: its operands that depend on the batch.
         """
+        if not data and is_traced():
+            note(func, args, kwargs, output)
         if (func in GATHERS or not self._in_order) and data and self._moved(func, args, kwargs, output, data):
             return output
         if not data or (func in UNUSUAL and not self._is_made_of(func, args, kwargs, data)):
@@ -51,7 +55,8 @@ class Marks:
         for made in (output,) if isinstance(output, Tensor) else tensors((output,), None):
             at: Place = dimension_after(func, args, kwargs, data, made, self._batch_size)
             if not at and func in VIEWS and samples_of(args[0]):
-                at = of_later_dimension(Mover(func, args, kwargs, made, data, self._batch_size))
+                with with_numbers():
+                    at = of_later_dimension(Mover(func, args, kwargs, made, data, self._batch_size))
                 self._in_order &= not isinstance(at, Rows)
             if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
                 self._marked.append(weakref.ref(mark_data(made, at)))
@@ -83,7 +88,8 @@ class Marks:
             return False
         mover = Mover(func, args, kwargs, output, data, self._batch_size)
         move = (MOVES if irregular else GATHERS).get(func)
-        moved = None if move is None else move(mover)
+        with with_numbers():
+            moved = None if move is None else move(mover)
         if func in WRITES:
             made = [args[0] if func is torch.Tensor.__setitem__ else output]
         else:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from clipping.known import require_numbers
 from clipping.rows import NOBODY, Rows, in_order
 from clipping.sources import samples_of
 
@@ -81,6 +82,7 @@ class Mover:
         fitting = [place for place in known if output.shape[: place.owners.dim()] == place.owners.shape]
         if fitting:
             most = max(fitting, key=lambda place: place.owners.dim())
+            require_numbers(most.owners)
             several = len(fitting) > 1 and not most.owners.dim() and not isinstance(most.owners, FakeTensor)
             return self.unknown() if several and len({int(place.owners) for place in fitting}) > 1 else most
         if output.shape[:1] == (self.batch_size,):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.known import numbers_of
 from clipping.rows import NOBODY, Rows
 from clipping.rules.assigned import width
 from clipping.rules.rewritten import methods
@@ -41,8 +42,27 @@ def _read(it: Mover) -> Moved:
     owners = it.owners(x, dims)
     if owners is None:
         return it.unknown() if isinstance(place, Rows) else None
-    at = owners[tuple(entry.to(owners.device) if isinstance(entry, Tensor) else entry for entry in entries)]
-    return it.rows(at)
+    return it.rows(owners[_with_numbers(entries, owners)])
+
+
+def _with_numbers(entries: Sequence[Any], owners: Tensor) -> tuple[Any, ...]:
+    """The same entries of an index, for owners; where all along a dimension are the same, any numbers will do."""
+    found: list[Any] = []
+    dim = 0
+    for entry in entries:
+        if isinstance(entry, Tensor):
+            known = numbers_of(entry)
+            if known is None and entry.dtype != torch.bool and owners.numel() and _same_along(owners, dim):
+                known = torch.zeros(entry.shape, dtype=torch.long, device=owners.device)
+            found.append((entry if known is None else known).to(owners.device))
+        else:
+            found.append(entry)
+        dim += width(entry)
+    return tuple(found)
+
+
+def _same_along(owners: Tensor, dim: int) -> bool:
+    return bool((owners.amin(dim) == owners.amax(dim)).all())
 
 
 def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:

@@ -1,0 +1,343 @@
+"""Steps that run as one graph: the same bits where it is traced, the same but for rounding where it is compiled."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+import clipping.graphs
+from clipping import Flat, UnsupportedModel, load_backend
+from clipping.verification import WrongGradient, compare
+from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
+
+CLIP = Flat(max_grad_norm=0.5)
+BY_NUMBERS = {"bags of different sizes"}
+"""Whose rows are where depends on numbers."""
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def opened(backend, model, loss=cross_entropy, *, timing=False, **options):
+    """One whose steps are traced, and not timed unless `timing`."""
+    made = load_backend(backend)(model, loss, clip=CLIP, compile=True, **planned(backend), **options)
+    made.graphs._timing = timing
+    return made
+
+
+def planned(backend):
+    """By formula: a plan that is timed differs from one made anew."""
+    return {"timing": False} if backend == "bk_mixed" else {}
+
+
+def small(*layers):
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), *layers, nn.Linear(8, 3))
+
+
+def batch(size=6, dtype=torch.float32):
+    return torch.randn(size, 5, dtype=dtype), torch.randint(3, (size,))
+
+
+def steps(backend, x, y, count=4):
+    """The last of several steps, each from the same seed."""
+    for _ in range(count):
+        torch.manual_seed(1)
+        found = backend(x, y)
+    return found
+
+
+@pytest.mark.parametrize(
+    "backend", ["bk_mixed", "vmap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ghost", "fastgradclip"))]
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
+    if case.name in NOT_FOR.get(backend, ()):
+        pytest.skip("refused without a graph, too")
+    model, x, y, loss = case.make()
+    with load_backend(backend)(model, loss, clip=CLIP, verify=False, **planned(backend)) as eager:
+        expected = steps(eager, x, y)
+    with opened(backend, model, loss, verify=False) as traced:
+        if case.name in BY_NUMBERS:
+            with pytest.raises(UnsupportedModel, match=r"its step is no graph.*remedy: compile=False"):
+                steps(traced, x, y)
+            return
+        found = steps(traced, x, y)
+        assert traced.graphs.ways == ["traced"]
+        assert traced.graphs.steps > 0
+        assert traced.coverage == eager.coverage
+        assert traced.sensitivity_bound(64) == eager.sensitivity_bound(64)
+    assert torch.equal(found.norms, expected.norms)
+    assert torch.equal(found.losses, expected.losses)
+    assert list(found.grads) == list(expected.grads)
+    assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+@pytest.mark.parametrize("backend", ["bk_mixed", "nonprivate"])
+def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch):
+    """Dropout draws what it draws in an eager step, and what is timed draws nothing."""
+    model, (x, y) = small(nn.Dropout(0.4)), batch()
+    monkeypatch.setattr(clipping.graphs.time, "perf_counter", iter(range(10**6)).__next__)
+    with (
+        load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=0.5)) as eager,
+        opened(backend, model) as b,
+    ):
+        b.graphs.resume({})
+        b.graphs._made = lambda kind, *given: made_as(b, "compiled", *given)
+        for seed in range(6):
+            torch.manual_seed(seed)
+            expected, after = eager(x, y), torch.rand(())
+            torch.manual_seed(seed)
+            found = b(x, y)
+            assert compare(found, expected).within(1e-5)
+            assert torch.equal(torch.rand(()), after)
+        assert b.graphs.ways == ["compiled"]
+
+
+def made_as(backend, way, parameters, inputs, targets, batch_size):
+    graph = clipping.graphs.Graph(
+        backend.name, backend.model, backend.graphs._run, parameters, (inputs, targets), batch_size
+    )
+    graph.take_fastest([way], parameters, inputs, targets)
+    return graph
+
+
+def test_the_fastest_way_is_taken(monkeypatch):
+    model, (x, y) = small(), batch()
+    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", lambda self, inputs, targets: None)
+    for fastest in ("eager", "traced"):
+        slept = []
+        run = clipping.graphs.Graph._by_graph
+
+        def by_graph(self, *given, run=run, fastest=fastest, slept=slept):
+            slept.append(1)
+            if fastest == "eager":
+                clipping.graphs.time.sleep(0.02)
+            return run(self, *given)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(clipping.graphs.Graph, "_by_graph", by_graph)
+            with opened("bk_mixed", model, timing=True) as b:
+                if fastest == "traced":
+                    inner = b.graphs._run
+                    b.graphs._run = lambda *given, inner=inner: (clipping.graphs.time.sleep(0.02), inner(*given))[1]
+                steps(b, x, y, 5)
+                assert b.graphs.ways == [fastest]
+                assert (b.graphs.steps == 0) == (fastest == "eager")
+        assert slept
+
+
+def test_where_nothing_compiles_that_is_said_and_the_traced_graph_runs(monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr("torch._inductor.compile", broken)
+    model, (x, y) = small(), batch()
+    with (
+        opened("bk_mixed", model, timing=True) as b,
+        pytest.warns(RuntimeWarning, match=r"got RuntimeError: no compil"),
+    ):
+        steps(b, x, y)
+    assert b.graphs.ways[0] in ("traced", "eager")
+
+
+def test_kernels_are_in_the_graph():
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Flatten(), nn.Linear(32, 3))
+    x, y = torch.randn(4, 8, 6), torch.randint(3, (4,))
+    with opened("ghost", model) as b:
+        steps(b, x, y)
+        (graph,) = b.graphs._graphs.values()
+    assert isinstance(graph._step, GraphModule)
+    names = [str(node.target) for node in graph._step.graph.nodes]
+    if clipping.kernels.cpu.supported(x):
+        assert "dpbench.kernel.default" in names
+    assert not any("empty" in name for name in names)  # memory that a kernel was to fill
+
+
+class Scaled(nn.Module):
+    """Times a number that Python keeps, and a count in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(5, 3), 1.0
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.layer(x) * self.scale
+
+
+def test_a_number_that_changes_after_the_graph_was_traced_is_found():
+    model, (x, y) = Scaled(), batch()
+    with opened("bk_mixed", model, verify=False) as b:
+        steps(b, x, y, 5)
+        model.scale = 0.5
+        with pytest.raises(WrongGradient, match=r"as a graph \(compile=False runs it without\)"):
+            steps(b, x, y, 3)
+
+
+def test_after_so_many_graphs_somebody_looks_whether_samples_stay_apart(monkeypatch):
+    monkeypatch.setattr(clipping.graphs, "COMPARED", 5)
+    looks, insist = [], clipping.apart.Occasions.insist
+    monkeypatch.setattr(clipping.apart.Occasions, "insist", lambda self: (looks.append(1), insist(self))[1])
+    with opened("bk_mixed", small()) as b:
+        steps(b, *batch(), 30)
+        assert b.graphs.steps >= 20
+    assert 4 <= len(looks) <= 6
+
+
+def test_buffers_are_those_of_the_step_and_change_in_it_alone():
+    model, (x, y) = Scaled(), batch()
+    with opened("bk_mixed", model, verify=False) as b:
+        steps(b, x, y, 2)
+        before = int(model.count)
+        for more in range(1, 10):
+            b(x, y)
+            assert int(model.count) == before + more
+        assert b.graphs.steps > 0
+
+
+@pytest.mark.parametrize("change", ["parameter", "dtype", "mode", "autocast", "frozen", "strides"])
+def test_what_is_another_step_has_another_graph(change):
+    model, (x, y) = small(nn.Dropout(0.4)), batch()
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=change == "autocast")
+    with opened("bk_mixed", model, verify=False) as b:
+        steps(b, x, y)
+        if change == "parameter":
+            model[0].weight.data = model[0].weight.data * 2
+            model[3].weight = nn.Parameter(torch.randn(3, 8))
+            b._named = tuple(model.named_parameters())
+        elif change == "dtype":
+            model.double()
+            x = x.double()
+        elif change == "mode":
+            model.eval()
+        elif change == "frozen":
+            model[0].weight.requires_grad_(False)
+        elif change == "strides":
+            x = x.t().contiguous().t()
+        with autocast:
+            found = steps(b, x, y)
+            assert len(b.graphs.ways) == 2
+            with load_backend("bk_mixed")(model, cross_entropy, clip=CLIP, verify=False, timing=False) as eager:
+                expected = steps(eager, x, y)
+    assert found.grads.keys() == expected.grads.keys()
+    assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
+    assert torch.equal(found.norms, expected.norms)
+
+
+def test_more_shapes_than_there_are_graphs_for(monkeypatch):
+    monkeypatch.setattr(clipping.graphs, "MOST", 2)
+    model = small()
+    with opened("bk_mixed", model) as b, load_backend("bk_mixed")(model, cross_entropy, clip=b.clip) as eager:
+        with pytest.warns(RuntimeWarning, match=r"at most 2 shapes.*pad=True"):
+            for size in (4, 5, 6):
+                x, y = batch(size)
+                assert compare(steps(b, x, y), steps(eager, x, y)).within(1e-6)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            steps(b, x, y)  # said once
+        assert len(b.graphs.ways) == 2
+
+
+def test_an_empty_batch_has_no_graph():
+    with opened("bk_mixed", small()) as b:
+        found = steps(b, *batch(0))
+    assert found.losses.shape == (0,)
+    assert all(not grad.any() for grad in found.grads.values())
+
+
+def test_ways_are_part_of_what_is_settled(monkeypatch):
+    model, (x, y) = small(), batch()
+    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", lambda self, inputs, targets: None)
+    with opened("bk_mixed", model, timing=True) as b:
+        steps(b, x, y, 5)
+        settled = b.settle()
+    assert list(settled["graphs"].values()) == b.graphs.ways
+    other = load_backend("bk_mixed")(model, cross_entropy, clip=b.clip, compile=True)
+    other.resume({**settled, "graphs": dict.fromkeys(settled["graphs"], "eager")})
+    steps(other, x, y, 5)
+    assert other.graphs.ways == ["eager"]
+    assert other.settle()["graphs"] == dict.fromkeys(settled["graphs"], "eager")
+
+
+@pytest.mark.parametrize("backend", ["microbatch", "opacus_hooks"])
+def test_a_step_that_is_no_graph_is_refused(backend):
+    pytest.importorskip("opacus")
+    with pytest.raises(ValueError, match=rf"^expected compile=False for {backend}, whose step is no graph"):
+        load_backend(backend)(small(), cross_entropy, compile=True)
+
+
+class Last(nn.Module):
+    """Reads of each sample the position where it ends, as heads of decoders do."""
+
+    def __init__(self, rows=lambda x: torch.arange(len(x))) -> None:
+        super().__init__()
+        self.embed, self.first, self.head, self.rows = nn.Embedding(9, 5), nn.Linear(5, 5), nn.Linear(5, 3), rows
+
+    def forward(self, ids):
+        last = (ids != 0).sum(1) - 1
+        x = torch.tanh(self.first(self.embed(ids)))
+        return self.head(x[self.rows(ids), last])
+
+
+def sentences(size=6):
+    ids = torch.randint(1, 9, (size, 7))
+    for i, length in enumerate(torch.randint(1, 8, (size,)).tolist()):
+        ids[i, length:] = 0
+    return ids, torch.randint(3, (size,))
+
+
+@pytest.mark.parametrize("rows", [lambda x: torch.arange(len(x)), lambda x: torch.arange(len(x) + 1)[:-1].view(-1)])
+def test_positions_that_numbers_choose_within_samples_are_those_of_each_batch(rows):
+    model = Last(rows)
+    options = {"clip": CLIP, "verify": False, "timing": False}
+    with (
+        opened("bk_mixed", model, verify=False) as b,
+        load_backend("bk_mixed")(model, cross_entropy, **options) as eager,
+    ):
+        for _ in range(6):
+            x, y = sentences()
+            found, expected = b(x, y), eager(x, y)
+            assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
+            assert torch.equal(found.norms, expected.norms)
+        assert b.graphs.steps > 2
+
+
+def written(ids):
+    """Shapes do not say what is in it any more."""
+    rows = torch.arange(len(ids))
+    rows[0] = ids[0, 0] % 2
+    return rows
+
+
+@pytest.mark.parametrize("rows", [lambda ids: (ids.sum(1) % 6).argsort().argsort(), written], ids=["sorted", "written"])
+def test_rows_that_numbers_choose_among_samples_are_refused(rows):
+    with opened("bk_mixed", Last(rows), verify=False) as b, pytest.raises(UnsupportedModel, match="by numbers alone"):
+        for _ in range(4):
+            b(*sentences())
+
+
+class Sorted(nn.Module):
+    """Reads its samples in an order that numbers decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        order = x[:, 0].argsort()
+        return self.layer(x[order])[order.argsort()]
+
+
+def test_rows_that_numbers_order_are_refused_by_name():
+    model, (x, y) = Sorted(), batch()
+    with opened("bk_mixed", model) as b, pytest.raises(UnsupportedModel, match=r"whose they are is known by numbers"):
+        steps(b, x, y)
