@@ -14,6 +14,8 @@ already, each in the process that holds the shard; there the noise is added, see
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -77,16 +79,26 @@ def same_settings(mine: dict[str, Any]) -> None:
                 )
 
 
-def agree(succeeded: bool, steps: int, batch: int) -> None:
-    """Before a release: every process succeeded, and is at the same step and logical batch; else raise Misuse in all.
+@contextmanager
+def agreed(steps: int, batch: int) -> Iterator[None]:
+    """Before a release: in all processes what is inside succeeds, at the same logical batch, or all of them raise.
 
-    In a process that failed nothing is raised: it has an error of its own.
+    Else a process whose error was caught would be a batch behind for good, and its sums in another batch's. Where it
+    fails, its own error is raised, and Misuse in the others.
 
     Args:
-        succeeded: this process has its part of the sum.
-        steps: logical batches that it has released.
+        steps: logical batches that this process has released.
         batch: the number of the loader's logical batch; -1 where batches are the caller's.
     """
+    succeeded = False
+    try:
+        yield
+        succeeded = True
+    finally:
+        _agree(succeeded, steps, batch)
+
+
+def _agree(succeeded: bool, steps: int, batch: int) -> None:
     rank, processes = place()
     if processes == 1:
         return

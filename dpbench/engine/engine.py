@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from clipping.distributed import reshard, sharded_modules, unwrapped
 from clipping.functions import ClipFunction
 from clipping.recording import for_recording
-from clipping.types import UnsupportedModel
+from clipping.types import LossFunction, UnsupportedModel
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import load, save
 from dpbench.engine.discrete import accountant_for, source_of
-from dpbench.engine.distributed import agree, place, quieten, same_model, same_settings, shared_key
+from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
@@ -44,6 +44,7 @@ from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
 from dpbench.engine.tickets import Ticket, Tickets
+from dpbench.engine.whole_step import WholeStep
 
 
 class PrivacyEngine(State):
@@ -131,7 +132,7 @@ class PrivacyEngine(State):
         self.model, self.backend = model, name
         self.noise = source_of(noise, self.noise_multiplier, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
-        timing = generator is None and self.noise_multiplier > 0  # else it is to be compared, or repeated
+        timing = self.timing = generator is None and self.noise_multiplier > 0  # else it is to be compared, or repeated
         planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
@@ -199,6 +200,17 @@ class PrivacyEngine(State):
         ticket = self._tickets.take(self.drawn)
         self.stepped = ticket is None or ticket.is_last
         self._end(ticket, lambda: self._accumulate(loss, None if ticket is None else self._mask))
+
+    def make_step(self, loss_fn: LossFunction, *, compile: bool = False) -> WholeStep:
+        """step(inputs, targets) -> losses [B]: forward, clip, noise and optimizer, as `optimizer.step(loss=...)` does.
+
+        Args:
+            loss_fn: loss_fn(outputs, targets) -> [B].
+            compile: from the third or fourth batch of a shape on, as one graph if that is faster (`clipping.graphs`).
+                Batches of one shape come from `data_loader(..., max_physical_batch_size=B, pad=True)`. What goes on
+                from a checkpoint takes the same way; its first steps, before there is a graph, are equal to rounding.
+        """
+        return WholeStep(self, loss_fn, compile=compile)
 
     def virtual_step(self, loss: Any) -> None:
         """`optimizer.virtual_step(loss=losses)`: part of a logical batch, clipped and added; no noise, no step yet.
@@ -304,7 +316,7 @@ class PrivacyEngine(State):
         before = self.steps
         try:
             self._begin(ticket)
-            with self._agreed():
+            with agreed(before, self._drawing) if self.stepped else nullcontext():
                 if self.stepped:
                     self._unread.read(wait=place()[1] > 1)  # in several processes all raise at the same step
                 add()
@@ -331,20 +343,6 @@ class PrivacyEngine(State):
         sums.add(self._sums)
         size = len(result.losses) if drawn is None else drawn[0]
         self._sums, self._size = sums, self._size + size  # of a piece all, or nothing: it may be tried again
-
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """All processes succeed in what is inside, and are at the same logical batch, or all raise before a release.
-
-        Else a process whose error was caught would be a batch behind for good, and its sums in another batch's.
-        """
-        succeeded = False
-        try:
-            yield
-            succeeded = True
-        finally:
-            if self.stepped:
-                agree(succeeded, self.steps, self._drawing)
 
     def _release(self, *, sampled: bool) -> None:
         patch, parameters = self._attached(), self._recorder.backend.members()

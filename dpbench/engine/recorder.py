@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +64,8 @@ class Recorder:
         self._trace: Trace | None = None
         self._second: _Second | None = None
         self._quiet: list[nn.Module] = []
+        self._paused = False
+        self._given: ClippedGradient | None = None  # for the next `finish`, of a forward pass that was not recorded
         self.see: Callable[[Tensor], None] | None = None
         """Told the norms of the data's own samples."""
 
@@ -84,8 +87,32 @@ class Recorder:
             quieten(self._quiet.pop(), False)
         self.drop()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Forward passes within it are nobody's batch: they are not recorded."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def hand_over(self, gradient: ClippedGradient) -> None:
+        """The next `finish`, with its losses, gives this: its forward pass ran as part of a graph.
+
+        Args:
+            gradient: of this backend.
+        """
+        self.drop()
+        self._given = gradient
+
+    def insist(self) -> None:
+        """See that samples stay apart in the next step that is recorded."""
+        if self._occasions is not None:
+            self._occasions.insist()
+
     def drop(self) -> None:
         """Let go of what was recorded since the last step."""
+        self._given = None
         if self._recording is not None:
             self._recording.close()
         self._recording = None
@@ -108,6 +135,9 @@ class Recorder:
         """
         if self._entered and not _running(self._model):
             self._unwind()
+        given, self._given = self._given, None
+        if given is not None and losses is given.losses:
+            return self._told(given, len(losses) if drawn is None else drawn[0])
         if isinstance(losses, Tensor):
             sample = None
             if self._trace is not None and len(losses.shape) == 1:
@@ -150,6 +180,10 @@ class Recorder:
                 raise Misuse(_BACKWARD) from error
             raise
         self._verify = self._verify and few < 2  # one sample cannot show that samples are told apart
+        return self._told(result, few)
+
+    def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
+        """The result, whose first `few` norms are of the data's own samples."""
         if self.see is not None:
             assert result.norms is not None
             self.see(result.norms[:few])
@@ -185,7 +219,7 @@ class Recorder:
         if self._entered and _running(module) < 2:  # the last one was interrupted (ctrl-C), and nobody told the hooks
             self._unwind()
         self._entered.append(False)
-        if any(self._entered) or not torch.is_grad_enabled():
+        if self._paused or any(self._entered) or not torch.is_grad_enabled():
             return None
         if not module.training:
             self._skipped = True

@@ -30,6 +30,8 @@ class State(ABC):
     """Logical batches released."""
     drawn: int
     """Logical batches of the loader that were stepped, or left out before one that was."""
+    timing: bool
+    """May what is fastest be taken? Not where training is to be repeated bit for bit."""
     _sampler: Sampler
     _tickets: Tickets
     _recorder: Recorder
@@ -44,6 +46,10 @@ class State(ABC):
     """The loader's logical batch whose pieces are in the sum; -1 for none."""
     _ended: int
     """Logical batches at the end of the last iteration of a loader."""
+
+    @abstractmethod
+    def _attached(self) -> Any:
+        """The patch of the optimizer; raises Misuse where there is none."""
 
     @abstractmethod
     def step(self, loss: Any) -> None:

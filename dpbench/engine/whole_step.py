@@ -1,0 +1,98 @@
+"""A whole step in one call: forward pass, clipping, noise, optimizer, of a loss function that is known beforehand.
+
+Where the caller runs the forward pass, autograd and the tape work between all its operations. Here nothing of the
+caller's runs between, so all but noise and optimizer can be one graph for each shape of batch (`clipping.graphs`). What
+is clipped, noised and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.batches import forward, leading_dimension
+from clipping.graphs import Graph, Graphs
+from clipping.tape_backends import TapeBackend
+from clipping.types import ClippedGradient, LossFunction, Parameters
+from dpbench.engine.errors import Misuse
+from dpbench.engine.state import State
+from dpbench.engine.traced import plain
+
+
+class WholeStep:
+    """step(inputs, targets) -> losses [B], detached; the parameters have moved, or a piece is accumulated.
+
+    Args:
+        engine: attached to an optimizer.
+        loss_fn: loss_fn(outputs, targets) -> [B].
+        compile: run steps as graphs where that is faster.
+
+    Raises:
+        ValueError: `compile`, with a backend or a model whose step is no graph.
+    """
+
+    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: bool) -> None:
+        self._engine, self._loss_fn = engine, loss_fn
+        self.graphs: Graphs | None = None
+        if compile:
+            self.graphs = engine._recorder.backend.use_graphs(self._without_noise, timing=engine.timing)
+
+    def __call__(self, inputs: Any, targets: Any) -> Tensor:
+        """One physical batch: of a `data_loader`'s, or of the caller's.
+
+        Args:
+            inputs: a tensor, a tuple (positional) or a dict (keyword arguments); every tensor [B, ...].
+            targets: handed to the loss; every tensor in it [B, ...].
+
+        Raises:
+            Misuse: as `optimizer.step` does.
+        """
+        engine = self._engine
+        step: Any = engine._attached().optimizer.step
+        if self.graphs is not None and (size := leading_dimension(inputs, targets)):
+            gradient = self._by_graph(self.graphs, inputs, targets, size)
+            if gradient is not None:
+                engine._recorder.hand_over(gradient)
+                step(loss=gradient.losses)
+                return gradient.losses
+        losses = self._loss_fn(forward(engine.model, inputs), targets)
+        step(loss=losses)
+        return plain(losses).detach()
+
+    def _by_graph(self, graphs: Graphs, inputs: Any, targets: Any, size: int) -> ClippedGradient | None:
+        """Σ_i c_i g_i of the data's own samples; None where the step is to be recorded."""
+        engine, recorder = self._engine, self._engine._recorder
+        if not (engine.model.training and torch.is_grad_enabled()):
+            return None
+        if graphs.is_due():
+            recorder.insist()
+            return None
+        parameters: Parameters = {n: p for n, p in recorder.backend.members().items() if p.requires_grad}
+        real = self._real_samples(inputs, size)
+        with recorder.paused(), torch.enable_grad():
+            graph: Graph | None = graphs.find(parameters, inputs, (targets, real), size)
+            return None if graph is None else graph(parameters, inputs, (targets, real), size)
+
+    def _real_samples(self, inputs: Any, size: int) -> Tensor:
+        """[B] bool: which are the data's own; the loader's padding is none of them."""
+        tickets = self._engine._tickets
+        tickets.read(inputs, size, False)
+        ticket, device = tickets.current, next(self._engine.model.parameters()).device
+        if ticket is None:
+            return torch.ones(size, dtype=torch.bool, device=device)
+        if ticket.handed != size:
+            raise Misuse(f"expected the {ticket.handed} samples that data_loader handed out, got {size}")
+        return torch.arange(size, device=device) < ticket.real
+
+    def _without_noise(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
+        """The eager step up to the sum. `targets`: those of the loss, and which samples are the data's own [B]."""
+        backend = self._engine._recorder.backend
+        assert isinstance(backend, TapeBackend)
+        return backend.step_of(self._masked_losses)(parameters, inputs, targets, batch_size)
+
+    def _masked_losses(self, outputs: Any, targets: Any) -> Tensor:
+        targets, real = targets
+        losses = self._loss_fn(outputs, targets)
+        return torch.where(real, losses, torch.zeros_like(losses))

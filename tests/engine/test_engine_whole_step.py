@@ -1,0 +1,253 @@
+"""Steps of the engine in one call, as they are and as graphs: what is clipped, noised and counted is the same."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import clipping.graphs
+from clipping import UnsupportedModel
+from dpbench import Misuse, PrivacyEngine
+from dpbench.engine.errors import PrivacyWarning
+
+
+def losses_of(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def network():
+    torch.manual_seed(0)
+    layers = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Dropout(0.2), nn.Linear(64, 3)
+    return nn.Sequential(*layers).double()
+
+
+def data(size=40):
+    numbers = torch.Generator().manual_seed(2)
+    x = torch.randn(size, 1, 6, 6, dtype=torch.float64, generator=numbers)
+    return TensorDataset(x, torch.randint(0, 3, (size,), generator=numbers))
+
+
+def make(model=None, **changes):
+    model = network() if model is None else model
+    settings = {
+        "batch_size": 9,
+        "sample_size": 40,
+        "max_grad_norm": 0.5,
+        "noise_multiplier": 1.0,
+        "backend": "bk_mixed",
+    }
+    engine = PrivacyEngine(model, **settings | {"generator": torch.Generator().manual_seed(1)} | changes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PrivacyWarning)
+        engine.attach(optimizer)
+    return engine, optimizer
+
+
+def weights(engine):
+    return torch.cat([p.detach().flatten() for p in engine.model.parameters()])
+
+
+def train(engine, step, epochs=2, **loading):
+    torch.manual_seed(5)
+    for _ in range(epochs):
+        for x, y in engine.data_loader(data(), **loading):
+            losses = step(x, y)
+            assert losses.shape == (len(x),)
+            assert not losses.requires_grad
+    return weights(engine)
+
+
+def by_hand(engine, optimizer):
+    """What everybody writes."""
+
+    def step(x, y):
+        losses = losses_of(engine.model(x), y)
+        optimizer.step(loss=losses)
+        return losses.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("loading", [{}, {"max_physical_batch_size": 4, "pad": True}], ids=["as drawn", "padded"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_the_same_training_bit_for_bit(compile, loading, clip):
+    """With noise, momentum and dropout, pieces and empty batches; of a generator, so that nothing is timed."""
+    engine, optimizer = make(clip=clip)
+    wanted = train(engine, by_hand(engine, optimizer), **loading)
+    other, _ = make(clip=clip)
+    step = other.make_step(losses_of, compile=compile)
+    found = train(other, step, **loading)
+    if compile and loading:
+        assert step.graphs.ways == ["traced"]
+        assert step.graphs.steps > 5
+    assert torch.equal(found, wanted)
+    assert (other.steps, other.drawn) == (engine.steps, engine.drawn) == (10, 10)
+    assert other.privacy_spent().epsilon == engine.privacy_spent().epsilon
+
+
+def test_what_padding_is_does_not_matter():
+    ends = []
+    for factor in (1.0, 50.0):
+        engine, _ = make()
+        step = engine.make_step(losses_of, compile=True)
+        for x, y in engine.data_loader(data(), max_physical_batch_size=12, pad=True):
+            step(torch.where(engine.mask[:, None, None, None], x, factor * x), y)
+        for x, y in engine.data_loader(data(), max_physical_batch_size=12, pad=True):
+            step(torch.where(engine.mask[:, None, None, None], x, factor * x), y)
+        assert step.graphs.steps > 2
+        ends.append(weights(engine))
+    assert torch.equal(*ends)
+
+
+def test_a_batch_is_stepped_once():
+    engine, _ = make()
+    step = engine.make_step(losses_of, compile=True)
+    for _ in range(2):
+        for x, y in engine.data_loader(data(), max_physical_batch_size=12, pad=True):
+            step(x, y)
+            last = x, y
+    assert step.graphs.steps > 0
+    before = weights(engine)
+    with pytest.raises(Misuse, match="not stepped yet"):
+        step(*last)
+    assert torch.equal(weights(engine), before)
+
+
+def test_batches_of_one_s_own():
+    engine, _ = make(sampling="shuffled", batch_size=8)
+    step = engine.make_step(losses_of, compile=True)
+    x, y = (each[:8] for each in data().tensors)
+    for _ in range(5):
+        step(x, y)
+    assert (engine.steps, step.graphs.steps) == (5, 2)  # the first one chooses what batch size routes are for
+
+
+def test_a_loss_of_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+
+        def forward(self, a, b):
+            return self.layer(a) + self.layer(b)
+
+    x, y = torch.randn(6, 5), torch.randint(3, (6,))
+    ends = []
+    for inputs in ((x, 2 * x), {"a": x, "b": 2 * x}):
+        torch.manual_seed(0)
+        engine, _ = make(Two(), batch_size=6, sampling="shuffled")
+        step = engine.make_step(losses_of, compile=True)
+        for _ in range(5):
+            step(inputs, y)
+        assert step.graphs.steps > 0
+        ends.append(weights(engine))
+    assert torch.equal(*ends)
+
+
+def test_numbers_that_are_none_release_nothing():
+    engine, _ = make(sampling="shuffled", batch_size=8)
+    step = engine.make_step(losses_of, compile=True)
+    x, y = (each[:8].clone() for each in data().tensors)
+    for _ in range(4):
+        step(x, y)
+    assert step.graphs.steps > 0
+    before = weights(engine)
+    x[3] = float("inf")
+    with pytest.raises(FloatingPointError, match="nothing of this batch is released"):
+        step(x, y)
+    assert torch.equal(weights(engine), before)
+    assert engine.steps == 4
+
+
+def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
+    engine, optimizer = make(generator=None)
+    step = engine.make_step(losses_of, compile=True)
+    step.graphs._timing = False
+    loading = {"max_physical_batch_size": 12, "pad": True}
+    train(engine, step, 1, **loading)
+    state = copy.deepcopy((engine.state_dict(), engine.model.state_dict(), optimizer.state_dict()))
+    wanted = train(engine, step, 2, **loading)
+    engine.detach()
+    other, mover = make(generator=None)
+    other.model.load_state_dict(state[1])
+    mover.load_state_dict(state[2])
+    other.load_state_dict(state[0], replay=True)
+    again = other.make_step(losses_of, compile=True)
+    assert torch.equal(train(other, again, 2, **loading), wanted)
+    assert again.graphs.ways == step.graphs.ways == ["traced"]
+    assert other.steps == engine.steps
+
+
+def test_samples_that_mix_only_later_are_looked_for_in_a_step_that_is_recorded(monkeypatch):
+    """One step in so many runs as it is, and both looks are taken."""
+
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mixes = nn.Linear(5, 3), False
+
+        def forward(self, x):
+            return self.layer(x) + (self.layer(x).mean(0, keepdim=True) if self.mixes else 0)
+
+    monkeypatch.setattr(clipping.graphs, "COMPARED", 3)
+    torch.manual_seed(0)
+    engine, _ = make(Later(), batch_size=6, sampling="shuffled")
+    step = engine.make_step(losses_of, compile=True)
+    x, y = torch.randn(6, 5), torch.randint(3, (6,))
+    for _ in range(6):
+        step(x, y)
+    assert step.graphs.steps in (3, 4)
+    monkeypatch.setattr(clipping.graphs.Graph, "_compare", lambda *_: None)  # which would find it, too
+    engine.model.mixes = True
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for _ in range(6):
+            step(x, y)
+
+
+@pytest.mark.parametrize("backend", ["microbatch"])
+def test_a_backend_whose_step_is_no_graph(backend):
+    engine, _ = make(backend=backend)
+    with pytest.raises(ValueError, match=r"^expected compile=False for microbatch"):
+        engine.make_step(losses_of, compile=True)
+    step = engine.make_step(losses_of)
+    step(*(each[:8] for each in data().tensors))
+    assert engine.steps == 1
+
+
+def test_without_an_optimizer_or_in_eval_mode_it_is_refused():
+    engine, optimizer = make(sampling="shuffled", batch_size=8)
+    step = engine.make_step(losses_of, compile=True)
+    x, y = (each[:8] for each in data().tensors)
+    for _ in range(4):
+        step(x, y)
+    engine.model.eval()
+    with pytest.raises(Misuse, match="eval mode"):
+        step(x, y)
+    engine.model.train()
+    step(x, y)
+    engine.detach()
+    with pytest.raises(Misuse, match=r"engine\.attach"):
+        step(x, y)
+    assert "step" not in vars(optimizer)
+
+
+def test_a_forward_pass_between_is_no_part_of_a_step():
+    """The model is recorded where the caller runs it, and not where a graph does."""
+    engine, optimizer = make(sampling="shuffled", batch_size=8)
+    step = engine.make_step(losses_of, compile=True)
+    x, y = (each[:8] for each in data().tensors)
+    for _ in range(4):
+        step(x, y)
+        engine.model(x)
+        step(x, y)
+    optimizer.step(loss=losses_of(engine.model(x), y))
+    assert engine.steps == 9
+    assert engine._recorder._recording is None
