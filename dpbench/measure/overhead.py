@@ -18,10 +18,11 @@ a backend keeps of its own from step to step is part of its own peak and of no o
 The result is ``{"parameters", "precision", "backends": {name: entry}}``, the entries in the order of the trial;
 ``precision`` is what torch's switches were (`dpbench.measure.precision.facts`). An entry has
 ``outcome`` and ``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``,
-``turns``, ``loss``, ``memory``. A turn is ``{"round", "position", "step_seconds"}``, with the position within its
-round's order; on CUDA also ``gpu``, its clocks, power and temperature as the turn ended (`dpbench.measure.gpu`). A
-backend that is refused, wrong, out of memory or broken ends there; the others go on. If an entry's outcome is not
-final, it is the record's too (`PartlyFailed`), so that ``--retry`` finds it.
+``turns``, ``loss``, ``memory``, and ``way`` (`clipping.graphs`) if the trial is compiled. A turn is ``{"round",
+"position", "step_seconds"}``, with the position within its round's order; on CUDA also ``gpu``, its clocks, power and
+temperature as the turn ended (`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken ends
+there; the others go on. If an entry's outcome is not final, it is the record's too (`PartlyFailed`), so that
+``--retry`` finds it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ from typing import Any
 
 import torch
 
-from clipping import Backend, Flat
+from clipping import Backend, Flat, UnsupportedModel
+from clipping.graphs import BEFORE, Graphs
+from clipping.types import Problem
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.memory import measured_peak
@@ -54,6 +57,8 @@ FEWEST_ROUNDS = 3
 #: A turn of a short step is several of them: so long, and so many at most.
 TURN_SECONDS = 0.2
 MOST_IN_A_TURN = 20
+#: Steps after which a backend that compiles has done so, and compared its graph with the eager step.
+TO_A_GRAPH = BEFORE + 4
 #: Of the memory that is free when a trial on a CPU begins, this share is left to everybody else.
 SPARED = 0.05
 
@@ -164,8 +169,9 @@ class Entry:
             gc.collect()
             stopwatch = stopwatch_for(self.device)
             seconds = warm_up(self._step, stopwatch=stopwatch, max_seconds=self.trial.max_seconds / 2)
-            if len(seconds) < self.fewest:
-                seconds += stopwatch(self._step, self.fewest - len(seconds), math.inf)
+            fewest = max(self.fewest, TO_A_GRAPH if self.trial.compiled else 0)
+            if len(seconds) < fewest:
+                seconds += stopwatch(self._step, fewest - len(seconds), math.inf)
             expected = min(seconds)  # a first step pays for kernels, a second one may time a planner's routes
             self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
             self.rounds = range(self.trial.rounds)
@@ -177,7 +183,10 @@ class Entry:
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
         """Make its step."""
         clip = Flat(max_grad_norm=self.trial.max_grad_norm)
-        backend = backend_class(self.name)(workload.model, workload.loss_fn, clip=clip, verify=False)
+        cls, options = backend_class(self.name), {"compile": True} if self.trial.compiled else {}
+        if self.trial.compiled and not cls.compilable:
+            raise NoGraph(self.name)
+        backend = cls(workload.model, workload.loss_fn, clip=clip, verify=False, **options)
         self._step, self.private = Step(backend, inputs, targets), backend.private
         if self.verified:
             self._verify(backend, inputs, targets)
@@ -216,12 +225,19 @@ class Entry:
             return
         with self._guarded():
             assert self._step.losses is not None
+            if self.trial.compiled:
+                graphs = self._graphs()
+                self.record["way"] = graphs.ways[-1] if graphs is not None and graphs.ways else "eager"
             self.record["loss"] = float(self._step.losses.double().mean())
             memory = self._peak()
             self._close()
             if self.device.type == "cuda":
                 memory = without(self._left_by_others(memory), memory)
             self.record["memory"] = memory.as_record()
+
+    def _graphs(self) -> Graphs | None:
+        """What its steps run as."""
+        return None if self._step is None else self._step.backend.graphs
 
     def _peak(self) -> Memory:
         assert self._step is not None
@@ -254,6 +270,17 @@ class Entry:
             self._step.close()
         self._step = None
         gc.collect()
+
+
+class NoGraph(UnsupportedModel):
+    """A step that is no graph cannot be compiled.
+
+    Args:
+        name: of the backend or engine.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name, [Problem("step", "is no graph, which could be compiled", "compiled=False")])
 
 
 def without(others: int, memory: Memory) -> Memory:

@@ -1,11 +1,13 @@
 """Body of a `TrainingStepTrial`: whole training steps, of engines as their libraries ship them, interleaved.
 
 A step is forward pass, losses, backward, clipping, noise (σ = 1) and the optimizer's own; gradients are let go of at
-its end. Each engine has a copy of the model, of the same seed, and an optimizer of its own; all share the batch.
-Otherwise they are opened, timed in turns and watched as the backends of `dpbench.measure.overhead` are, by which an
-engine's clipping is first compared with the oracle. What a loader draws is no part of it. Three steps at the least are
-run first, since a second may time routes yet, and one more, not timed, before each turn: in a loop a step follows one
-of its own kind, and not an engine's that has just let go of every sample's gradients.
+its end. Compiled, our engine takes it in one call (`PrivacyEngine.make_step`), and the plain step runs as a graph, too:
+each in the way that is fastest for it, the optimizer as it is. Each engine has a copy of the model, of the same seed,
+and an optimizer of its own; all share the batch. Otherwise they are opened, timed in turns and watched as the backends
+of `dpbench.measure.overhead` are, by which an engine's clipping is first compared with the oracle. What a loader draws
+is no part of it. Three steps at the least are run first, since a second may time routes yet, and one more, not timed,
+before each turn: in a loop a step follows one of its own kind, and not an engine's that has just let go of every
+sample's gradients.
 
 The result is that of an `OverheadTrial`, and ``energy``: by which counter, or "not readable". With one, a turn has
 ``joules_per_step``: of all that the machine's processors, or the GPU, did meanwhile.
@@ -17,17 +19,19 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from clipping import load_backend
 from clipping.batches import forward
+from clipping.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
-from dpbench.measure.overhead import Entry, compared
+from dpbench.measure.overhead import Entry, NoGraph, compared
 from dpbench.models.workload import Workload
 from dpbench.trials.whole_step import TrainingStepTrial
 
@@ -93,14 +97,18 @@ class _Engine(Entry):
     lead: int = 1
     _step: Any = field(default=None)
     _batch_bytes: int = 0
+    _compiled: Graphs | None = None
 
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
         super()._opened(workload, inputs, targets)
         self._close()
         own = open_workload(self.trial)
         optimizer = _optimizer(self.trial.optimizer, own.model)
-        opened = _OF_OTHERS.get(self.name, _ours)
-        take, undo = opened(self.name, own, optimizer, inputs, targets)
+        if self.trial.compiled and self.name in _OF_OTHERS and self.name != "nonprivate":
+            raise NoGraph(self.name)
+        known = {"nonprivate": _plain_compiled} if self.trial.compiled else _OF_OTHERS
+        opened = known.get(self.name, _ours_compiled if self.trial.compiled else _ours)
+        take, undo, self._compiled = opened(self.name, own, optimizer, inputs, targets)
         self._batch_bytes = storage_bytes(tensors_in(inputs, targets))
         self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
@@ -111,6 +119,9 @@ class _Engine(Entry):
         if self.joules is not None and self._step is not None:
             self.record["turns"][-1]["joules_per_step"] = (self.joules() - before) / (self.lead + self.steps)
 
+    def _graphs(self) -> Graphs | None:
+        return self._compiled
+
     def _peak(self) -> Memory:
         return measured_peak(self._step, self._step.holds(), self.device)
 
@@ -119,7 +130,18 @@ class _Engine(Entry):
         return torch.cuda.memory_allocated(self.device) - self._batch_bytes
 
 
-Opened = tuple[Callable[[], Tensor], Callable[[], None]]
+class Opened(NamedTuple):
+    """An engine on a model.
+
+    Attributes:
+        take: a step; the losses [B].
+        undo: takes it off.
+        graphs: what its steps run as; None where they run as they are.
+    """
+
+    take: Callable[[], Tensor]
+    undo: Callable[[], None]
+    graphs: Graphs | None = None
 
 
 def _optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -149,16 +171,53 @@ def _by_backward(
 
 
 def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
-    return _by_backward(workload, workload.model, optimizer, inputs, targets), _nothing
+    return Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), _nothing)
 
 
-def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    """Ordinary training in the way that is fastest for it."""
+    size, named = len(targets), dict(workload.model.named_parameters())
+    backend = load_backend("nonprivate")(
+        workload.model, lambda outputs, targets: workload.loss_fn(outputs, targets) / size, compile=True
+    )
+
+    def take() -> Tensor:
+        found = backend(inputs, targets)
+        for name, grad in found.grads.items():
+            named[name].grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        return found.losses * size
+
+    return Opened(take, backend.close, backend.graphs)
+
+
+def _attached(name: str, workload: Workload, optimizer: torch.optim.Optimizer, targets: Any) -> PrivacyEngine:
     size = len(targets)
     options: dict[str, Any] = {"batch_size": size, "sample_size": STEPS * size, "max_grad_norm": 1.0}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         engine = PrivacyEngine(workload.model, noise_multiplier=1.0, backend=name, sampling="shuffled", **options)
         engine.attach(optimizer)
+    return engine
+
+
+def _ours_compiled(
+    name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any
+) -> Opened:
+    engine = _attached(name, workload, optimizer, targets)
+    step = engine.make_step(workload.loss_fn, compile=True)
+
+    def take() -> Tensor:
+        losses = step(inputs, targets)
+        optimizer.zero_grad()
+        return losses
+
+    return Opened(take, engine.detach, step.graphs)
+
+
+def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
+    engine = _attached(name, workload, optimizer, targets)
     step: Any = optimizer.step
 
     def take() -> Tensor:
@@ -167,7 +226,7 @@ def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, input
         optimizer.zero_grad()
         return losses.detach()
 
-    return take, engine.detach
+    return Opened(take, engine.detach)
 
 
 def _not_in_place(model: nn.Module) -> nn.Module:
@@ -185,7 +244,7 @@ def _opacus_hooks(_: str, workload: Workload, optimizer: torch.optim.Optimizer, 
     model = GradSampleModule(_not_in_place(workload.model), loss_reduction="mean")
     private = DPOptimizer(optimizer, noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(targets))
 
-    return _by_backward(workload, model, private, inputs, targets), model.to_standard_module
+    return Opened(_by_backward(workload, model, private, inputs, targets), model.to_standard_module)
 
 
 def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
@@ -207,7 +266,7 @@ def _opacus_ghost(_: str, workload: Workload, optimizer: torch.optim.Optimizer, 
         private.zero_grad()
         return losses.detach()
 
-    return take, model.to_standard_module
+    return Opened(take, model.to_standard_module)
 
 
 def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
@@ -233,7 +292,7 @@ def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, i
         optimizer.zero_grad()
         return losses.detach()
 
-    return take, engine.detach
+    return Opened(take, engine.detach)
 
 
 def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
@@ -252,7 +311,7 @@ def _fastdp(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs
     )
     engine.attach(optimizer)
 
-    return _by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach
+    return Opened(_by_backward(workload, workload.model, optimizer, inputs, targets), engine.detach)
 
 
 def _nothing() -> None:

@@ -109,7 +109,7 @@ _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("sample_rate", "delta", "max_grad_norm", "lr", "max_seconds", "timeout"), FINITE),
     "noise_multiplier": Or(FINITE, None),
     "target_epsilon": Or(ABOVE_0, None),
-    **dict.fromkeys(("simulated", "measure", "small"), FLAG),
+    **dict.fromkeys(("simulated", "measure", "small", "compiled"), FLAG),
     "backends": [TEXT],
 }
 _OF_ANY_KIND: Shape = {
@@ -170,6 +170,7 @@ _ENTRY: Shape = {
     "memory?": _MEMORY,
     "verification?": _VERIFICATION,
     "coverage?": _COVERAGE,
+    "way?": TEXT,
     "turns?": [_TURN],
     "step_seconds?": [SECONDS],
     "warmup_seconds?": [SECONDS],

@@ -89,9 +89,10 @@ class OverheadTrial(Trial):
     `rounds` turns would take more than `max_seconds` has fewer, spread over the rounds, but three. One that is refused,
     wrong or fails has an entry that says so, and the others go on.
 
-    `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. All run in one `precision`, one of
-    `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads text. Seeds: `seed` is
-    that of the weights, the data and the orders.
+    `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. `compiled`: all of them, ordinary
+    training too, run as graphs in the way that is fastest for each (`clipping.graphs`). All run in one `precision`, one
+    of `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads text. Seeds: `seed`
+    is that of the weights, the data and the orders.
     """
 
     kind: ClassVar[str] = "overhead"
@@ -111,6 +112,7 @@ class OverheadTrial(Trial):
     rounds: int = 7
     max_seconds: float = 10.0
     timeout: float = 3600.0
+    compiled: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
@@ -124,7 +126,8 @@ class OverheadTrial(Trial):
         return modules_of_step(self, self.model, self.backends)
 
     def label(self) -> str:
-        return f"{super().label()}, {len(self.backends)} backends"
+        compiled = ", compiled" if self.compiled else ""
+        return f"{super().label()}, {len(self.backends)} backends{compiled}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,6 +34,17 @@ def test_every_engine_has_turns_and_memory(optimizer):
     assert plain == ours, "model, batch and the optimizer's state"
 
 
+def test_compiled_both_run_as_graphs_and_others_are_refused(monkeypatch):
+    monkeypatch.setattr("clipping.graphs.Graph._compiled", lambda *_: None)
+    found = training_step.run(trial(compiled=True, backends=("nonprivate", "bk_mixed", "opacus_hooks")))
+    refused = found["backends"].pop("opacus_hooks")
+    assert (refused["outcome"], "is no graph" in refused["evidence"]) == ("unsupported", True)
+    for name, entry in found["backends"].items():
+        assert entry["outcome"] == "ok", (name, entry["evidence"])
+        assert entry["way"] in ("eager", "traced")
+    assert trial(compiled=True).label().endswith("compiled, SGD")
+
+
 def test_of_text():
     found = training_step.run(trial(model=TEXT, image_size=None, data="synthetic", backends=("nonprivate", "bk_mixed")))
     assert {entry["outcome"] for entry in found["backends"].values()} == {"ok"}
@@ -49,7 +60,7 @@ def test_a_step_moves_the_parameters_and_ends_without_gradients(name):
     optimizer = training_step._optimizer("SGD", workload.model)
     before = [p.detach().clone() for p in workload.model.parameters()]
     opened = training_step._OF_OTHERS.get(name, training_step._ours)
-    take, undo = opened(name, workload, optimizer, inputs, targets)
+    take, undo, _ = opened(name, workload, optimizer, inputs, targets)
     assert take().shape == (4,)
     assert not any(torch.equal(p, old) for p, old in zip(workload.model.parameters(), before, strict=True))
     assert not any(p.grad is not None and p.grad.any() for p in workload.model.parameters())
@@ -65,22 +76,27 @@ def test_an_engine_without_noise_that_clips_nothing_takes_the_plain_step(monkeyp
 
     monkeypatch.setattr(training_step, "PrivacyEngine", without_noise)
     moved = []
-    for opened in (training_step._plain, training_step._ours):
+    ways = training_step._plain, training_step._ours, training_step._plain_compiled, training_step._ours_compiled
+    monkeypatch.setattr("clipping.graphs.Graph._compiled", lambda *_: None)  # which takes a minute
+    for opened in ways:
         workload = open_workload(trial())
         inputs, targets = workload.batch(4)
         optimizer = training_step._optimizer("SGD", workload.model)
-        take, undo = opened("bk_mixed", workload, optimizer, inputs, targets)
-        take()
+        take, undo, graphs = opened("bk_mixed", workload, optimizer, inputs, targets)
+        for _ in range(5):
+            losses = take()
+        assert graphs is None or graphs.ways in (["eager"], ["traced"])
         undo()
-        moved.append(torch.cat([p.detach().flatten() for p in workload.model.parameters()]))
-    torch.testing.assert_close(*moved, rtol=1e-5, atol=1e-7)
+        moved.append(torch.cat([losses, *(p.detach().flatten() for p in workload.model.parameters())]))
+    for other in moved[1:]:
+        torch.testing.assert_close(other, moved[0], rtol=1e-4, atol=1e-6)
 
 
 def test_records_are_those_of_engines():
     assert {cell.kind for cell in EXPERIMENT.cells("cpu")} == {"training_step", "parts"}
     models = {cell.model for cell in EXPERIMENT.cells("cpu")}
-    assert len({model.removesuffix("?in_place=false") for model in models}) == 8  # one of them in two forms
-    assert len(models) == 9
+    assert len({model.removesuffix("?in_place=false") for model in models}) == 10  # one of them in two forms
+    assert len(models) == 11
     with pytest.raises(ValueError, match="expected an optimizer, one of SGD, AdamW, got 'Adam'"):
         trial(optimizer="Adam")
     assert entries([]) == []

@@ -6,6 +6,7 @@ name: nothing depends on colour.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,6 +85,8 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic."
     ]
+    if told := ways(records):
+        said.append(told)
     said += memory_source(frame)
     if absent := nowhere(frame):
         said.append(f"No number on any model: {', '.join(absent)}.")
@@ -110,6 +113,19 @@ def pairs(frame: pd.DataFrame) -> str:
         return "no pair gave a number"
     many = f"{counts[0]} pairs" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} pairs (fewer of slow backends)"
     return "one pair" if counts == [1] else f"median of {many}, whiskers their range"
+
+
+def ways(records: Sequence[Record]) -> str:
+    """How compiled steps ran, in a sentence; nothing where none was compiled."""
+    if not any(record.trial.get("compiled") for record in records):
+        return ""
+    found = [entry for record in records for name, entry in record.result.get("backends", {}).items() if name]
+    counts = Counter(str(entry["way"]) for entry in found if "way" in entry)
+    named = ", ".join(f"{way} {count}" for way, count in sorted(counts.items()))
+    return (
+        "Compiled: ordinary training and ours run as one graph a shape, each in the fastest of three ways (eager, its "
+        f"operations as they were traced, compiled by TorchInductor): {named}."
+    )
 
 
 def memory_source(frame: pd.DataFrame) -> list[str]:
@@ -233,7 +249,7 @@ FIGURE = FigureKind(
     doc="time and memory of every backend beside ordinary training, interleaved in one process",
     kinds=("overhead",),
     cell=cell,
-    facets=dict.fromkeys(("experiment", "precision", "threads"), ("overhead",)),
+    facets=dict.fromkeys(("experiment", "precision", "threads", "compiled"), ("overhead",)),
     table=table,
     text=text,
     caption=caption,

@@ -29,6 +29,8 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
         "dpbench.PrivacyEngine. The axes are logarithmic."
     ]
+    if ways := overhead.ways(records):
+        said.append(ways)
     said += overhead.memory_source(frame)
     if energy:
         said.append(f"Energy: {', '.join(energy)}.")
@@ -41,7 +43,7 @@ FIGURE = FigureKind(
     doc="the whole private training step of every engine beside the plain one, interleaved in one process",
     kinds=(KIND,),
     cell=overhead.cell,
-    facets=dict.fromkeys(("experiment", "precision", "threads", "optimizer"), (KIND,)),
+    facets=dict.fromkeys(("experiment", "precision", "threads", "optimizer", "compiled"), (KIND,)),
     table=overhead.table,
     text=text,
     caption=caption,
