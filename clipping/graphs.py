@@ -237,13 +237,20 @@ class Graph:
         with repeated(self._model, draws):
             expected = _sketched(eager())
         for way in ways:
-            step = self._compiled(inputs, targets) if way == "compiled" else traced
-            if step is None:
-                continue
-            steps[way] = self._step = step  # type: ignore[index]
-            if way != "eager":
-                with repeated(self._model, draws):
-                    self._compare(self._sketched_by_graph(inputs, targets), expected)
+            self._step = traced
+            try:
+                if way == "compiled":
+                    self._step = self._compiled(inputs, targets)
+                if way != "eager":
+                    with repeated(self._model, draws):
+                        self._compare(self._sketched_by_graph(inputs, targets), expected)
+            except (UnsupportedModel, WrongGradient) as error:
+                if way == "traced":
+                    raise
+                text = f"expected TorchInductor to compile the step, got {error}; its graph runs as it was traced"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            else:
+                steps[way] = self._step  # type: ignore[index]
         if not steps:  # what a checkpoint was made with cannot be had here
             steps["traced"] = traced
         taken = {way: [0.0] * TURNS for way in steps}
@@ -338,13 +345,13 @@ class Graph:
             for (held, key, _), x in zip(self._places, before, strict=True):
                 held[key] = x
 
-    def _compiled(self, inputs: Any, targets: Any) -> Callable[..., Iterable[Tensor]] | None:
-        """The same by TorchInductor; None, with a warning, where that is not to be had."""
+    def _compiled(self, inputs: Any, targets: Any) -> Callable[..., Iterable[Tensor]]:
+        """What TorchInductor makes of the graph."""
         held = [x.detach() for x in self._held()]
         batch = [x.detach() for x in tensors_of((inputs, targets))]
+        inductor: Any = importlib.import_module("torch._inductor")  # takes a second
         try:
             with torch.no_grad(), without_autocast(batch[0].device):
-                inductor: Any = importlib.import_module("torch._inductor")  # takes a second
                 step: Callable[..., Iterable[Tensor]] = inductor.compile(
                     self._step,
                     [*held, *batch],
@@ -352,13 +359,7 @@ class Graph:
                 )
                 return step
         except Exception as error:
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            warnings.warn(
-                f"expected TorchInductor to compile the step, got {said}; its graph runs as it was traced",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return None
+            raise self._no_graph("it does not compile", error) from error
 
 
 def _sketched(of: ClippedGradient) -> ClippedGradient:

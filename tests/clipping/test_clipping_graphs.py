@@ -18,6 +18,7 @@ from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
 CLIP = Flat(max_grad_norm=0.5)
 BY_NUMBERS = {"bags of different sizes"}
 """Whose rows are where depends on numbers."""
+NEEDS_COMPILER = pytest.mark.skipif(not (shutil.which("c++") or shutil.which("g++")), reason="needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +80,7 @@ def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
     assert all(torch.equal(found.grads[name], expected.grads[name]) for name in expected.grads)
 
 
-@pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler")
+@NEEDS_COMPILER
 @pytest.mark.parametrize("backend", ["bk_mixed", "nonprivate"])
 def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch):
     """Dropout draws what it draws in an eager step, and what is timed draws nothing."""
@@ -109,9 +110,19 @@ def made_as(backend, way, parameters, inputs, targets, batch_size):
     return graph
 
 
+def not_compiled(monkeypatch):
+    """Which takes seconds."""
+
+    def refused(self, inputs, targets):
+        raise self._no_graph("it is a test", RuntimeError("told so"))
+
+    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", refused)
+
+
+@pytest.mark.filterwarnings("ignore:expected TorchInductor:RuntimeWarning")
 def test_the_fastest_way_is_taken(monkeypatch):
     model, (x, y) = small(), batch()
-    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", lambda self, inputs, targets: None)
+    not_compiled(monkeypatch)
     for fastest in ("eager", "traced"):
         slept = []
         run = clipping.graphs.Graph._by_graph
@@ -142,10 +153,53 @@ def test_where_nothing_compiles_that_is_said_and_the_traced_graph_runs(monkeypat
     model, (x, y) = small(), batch()
     with (
         opened("bk_mixed", model, timing=True) as b,
-        pytest.warns(RuntimeWarning, match=r"got RuntimeError: no compil"),
+        pytest.warns(RuntimeWarning, match=r"RuntimeError: no compil"),
     ):
         steps(b, x, y)
     assert b.graphs.ways[0] in ("traced", "eager")
+
+
+def test_what_compiles_to_another_step_is_not_taken(monkeypatch):
+    def wrong(graph, inputs, options):
+        return lambda *given: [2 * x for x in graph(*given)]
+
+    monkeypatch.setattr("torch._inductor.compile", wrong)
+    model, (x, y) = small(), batch()
+    with (
+        opened("bk_mixed", model, timing=True) as b,
+        pytest.warns(RuntimeWarning, match=r"not exact.*as it was traced"),
+    ):
+        steps(b, x, y)
+    assert b.graphs.ways[0] in ("traced", "eager")
+
+
+class Half(nn.Module):
+    """A layer that no loss depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.used(x) + 0.0 * self.idle(x).detach()
+
+
+@pytest.mark.parametrize("way", ["traced", pytest.param("compiled", marks=NEEDS_COMPILER)])
+def test_what_a_graph_gives_is_the_caller_s_to_write_to(way):
+    """As the engine does, which adds its noise in place."""
+    model, (x, y) = Half(), batch()
+    with opened("bk_mixed", model, verify=False) as b:
+        b.graphs._made = lambda kind, *given: made_as(b, way, *given)
+        first = steps(b, x, y)
+        kept = {name: grad.clone() for name, grad in first.grads.items()}, first.norms.clone(), first.losses.clone()
+        for _ in range(3):
+            for tensor in (*first.grads.values(), first.norms, first.losses):
+                tensor.fill_(7.0)
+            first = b(x, y)
+            assert all(torch.equal(first.grads[name], kept[0][name]) for name in kept[0])
+            assert torch.equal(first.norms, kept[1])
+            assert torch.equal(first.losses, kept[2])
+        assert not kept[0]["idle.weight"].any()
 
 
 def test_kernels_are_in_the_graph():
@@ -254,9 +308,10 @@ def test_an_empty_batch_has_no_graph():
     assert all(not grad.any() for grad in found.grads.values())
 
 
+@pytest.mark.filterwarnings("ignore:expected TorchInductor:RuntimeWarning")
 def test_ways_are_part_of_what_is_settled(monkeypatch):
     model, (x, y) = small(), batch()
-    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", lambda self, inputs, targets: None)
+    not_compiled(monkeypatch)
     with opened("bk_mixed", model, timing=True) as b:
         steps(b, x, y, 5)
         settled = b.settle()

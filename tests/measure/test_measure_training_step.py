@@ -20,6 +20,15 @@ def trial(**changes) -> TrainingStepTrial:
     return TrainingStepTrial(**(given | changes))
 
 
+def not_compiled(monkeypatch):
+    """Which takes a minute."""
+
+    def refused(self, inputs, targets):
+        raise self._no_graph("it is a test", RuntimeError("told so"))
+
+    monkeypatch.setattr("clipping.graphs.Graph._compiled", refused)
+
+
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 def test_every_engine_has_turns_and_memory(optimizer):
     pytest.importorskip("opacus")
@@ -34,8 +43,9 @@ def test_every_engine_has_turns_and_memory(optimizer):
     assert plain == ours, "model, batch and the optimizer's state"
 
 
+@pytest.mark.filterwarnings("ignore:expected TorchInductor:RuntimeWarning")
 def test_compiled_both_run_as_graphs_and_others_are_refused(monkeypatch):
-    monkeypatch.setattr("clipping.graphs.Graph._compiled", lambda *_: None)
+    not_compiled(monkeypatch)
     found = training_step.run(trial(compiled=True, backends=("nonprivate", "bk_mixed", "opacus_hooks")))
     refused = found["backends"].pop("opacus_hooks")
     assert (refused["outcome"], "is no graph" in refused["evidence"]) == ("unsupported", True)
@@ -68,6 +78,7 @@ def test_a_step_moves_the_parameters_and_ends_without_gradients(name):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in workload.model.modules())
 
 
+@pytest.mark.filterwarnings("ignore:expected TorchInductor:RuntimeWarning")
 def test_an_engine_without_noise_that_clips_nothing_takes_the_plain_step(monkeypatch):
     made = training_step.PrivacyEngine
 
@@ -77,7 +88,7 @@ def test_an_engine_without_noise_that_clips_nothing_takes_the_plain_step(monkeyp
     monkeypatch.setattr(training_step, "PrivacyEngine", without_noise)
     moved = []
     ways = training_step._plain, training_step._ours, training_step._plain_compiled, training_step._ours_compiled
-    monkeypatch.setattr("clipping.graphs.Graph._compiled", lambda *_: None)  # which takes a minute
+    not_compiled(monkeypatch)
     for opened in ways:
         workload = open_workload(trial())
         inputs, targets = workload.batch(4)
