@@ -55,7 +55,7 @@ def steps(backend, x, y, count=4):
 
 
 @pytest.mark.parametrize(
-    "backend", ["bk_mixed", "vmap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ghost", "fastgradclip"))]
+    "backend", ["bk_mixed", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ghost", "fastgradclip", "vmap"))]
 )
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
