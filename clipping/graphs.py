@@ -74,7 +74,7 @@ class Graphs:
         model: nn.Module,
         run: Run,
         *,
-        version: Callable[[], Hashable] = lambda: None,
+        version: Callable[[], Hashable],
         timing: bool = True,
     ) -> None:
         self._name, self._model, self._run, self._version, self._timing = name, model, run, version, timing
@@ -293,11 +293,14 @@ class Graph:
         """Parameters and buffers, as they are now; each once."""
         return [held[key] for held, key in (self._first[i] for i in range(len(self._first)))]
 
+    def _given(self, inputs: Any, targets: Any) -> list[Tensor]:
+        """What a graph takes: parameters and buffers, then the tensors of the batch."""
+        return [x.detach() for x in (*self._held(), *tensors_of((inputs, targets)))]
+
     def _by_graph(self, inputs: Any, targets: Any) -> ClippedGradient:
-        held = [x.detach() for x in self._held()]
-        batch = [x.detach() for x in tensors_of((inputs, targets))]
-        with torch.no_grad(), without_autocast(batch[0].device):
-            losses, *others = self._step(*held, *batch)
+        given = self._given(inputs, targets)
+        with torch.no_grad(), without_autocast(given[-1].device):
+            losses, *others = self._step(*given)
         norms = others.pop(0) if self._has_norms else None
         return ClippedGradient(dict(zip(self._names, others, strict=True)), norms, losses)
 
@@ -347,14 +350,13 @@ class Graph:
 
     def _compiled(self, inputs: Any, targets: Any) -> Callable[..., Iterable[Tensor]]:
         """What TorchInductor makes of the graph."""
-        held = [x.detach() for x in self._held()]
-        batch = [x.detach() for x in tensors_of((inputs, targets))]
+        given = self._given(inputs, targets)
         inductor: Any = importlib.import_module("torch._inductor")  # takes a second
         try:
-            with torch.no_grad(), without_autocast(batch[0].device):
+            with torch.no_grad(), without_autocast(given[-1].device):
                 step: Callable[..., Iterable[Tensor]] = inductor.compile(
                     self._step,
-                    [*held, *batch],
+                    given,
                     options={"fallback_random": True},  # dropout draws what it draws in an eager step
                 )
                 return step

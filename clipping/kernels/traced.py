@@ -29,14 +29,10 @@ def is_traced() -> bool:
 
 
 @contextmanager
-def tracing(active: bool = True) -> Iterator[None]:
-    """Within it a step is traced, in all threads.
-
-    Args:
-        active: False for what a graph runs.
-    """
+def tracing() -> Iterator[None]:
+    """Within it a step is traced, in all threads."""
     global _tracing
-    before, _tracing = _tracing, active
+    before, _tracing = _tracing, True
     try:
         yield
     finally:
@@ -90,17 +86,13 @@ def _given(noted: Any, tensors: Sequence[Tensor]) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _read(name: str, text: str) -> tuple[Callable[..., Any], Any]:
     module, _, function = name.partition(":")
-    return getattr(importlib.import_module(module), function), ast.literal_eval(text)
+    return getattr(importlib.import_module(module), function).__wrapped__, ast.literal_eval(text)
 
 
 def _run(name: str, arguments: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     function, noted = _read(name, arguments)
     args, kwargs = _given(noted, tensors)
-    if _tracing:
-        with tracing(False):
-            found = function(*args, **kwargs)
-    else:
-        found = function(*args, **kwargs)
+    found = function(*args, **kwargs)
     return [found] if isinstance(found, Tensor) else list(found)
 
 

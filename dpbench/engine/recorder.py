@@ -360,7 +360,17 @@ def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
         )
     if real == handed:
         return losses
-    return torch.where(torch.arange(handed, device=losses.device) < real, losses, torch.zeros_like(losses))
+    return only_real(losses, torch.arange(handed, device=losses.device) < real)
+
+
+def only_real(losses: Tensor, real: Tensor) -> Tensor:
+    """The losses of padding made 0, which has no gradient.
+
+    Args:
+        losses: [B].
+        real: [B] bool, true of the data's own samples.
+    """
+    return torch.where(real, losses, torch.zeros_like(losses))
 
 
 def _running(model: nn.Module) -> int:

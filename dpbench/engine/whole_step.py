@@ -17,6 +17,7 @@ from clipping.graphs import Graph, Graphs
 from clipping.tape_backends import TapeBackend
 from clipping.types import ClippedGradient, LossFunction, Parameters
 from dpbench.engine.errors import Misuse
+from dpbench.engine.recorder import only_real
 from dpbench.engine.state import State
 from dpbench.engine.traced import plain
 
@@ -94,5 +95,4 @@ class WholeStep:
 
     def _masked_losses(self, outputs: Any, targets: Any) -> Tensor:
         targets, real = targets
-        losses = self._loss_fn(outputs, targets)
-        return torch.where(real, losses, torch.zeros_like(losses))
+        return only_real(self._loss_fn(outputs, targets), real)

@@ -31,7 +31,7 @@ from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in
 from dpbench.measure.memory import measured_peak
-from dpbench.measure.overhead import Entry, NoGraph, compared
+from dpbench.measure.overhead import Entry, compared
 from dpbench.models.workload import Workload
 from dpbench.trials.whole_step import TrainingStepTrial
 
@@ -104,10 +104,8 @@ class _Engine(Entry):
         self._close()
         own = open_workload(self.trial)
         optimizer = _optimizer(self.trial.optimizer, own.model)
-        if self.trial.compiled and self.name in _OF_OTHERS and self.name != "nonprivate":
-            raise NoGraph(self.name)
-        known = {"nonprivate": _plain_compiled} if self.trial.compiled else _OF_OTHERS
-        opened = known.get(self.name, _ours_compiled if self.trial.compiled else _ours)
+        others, ours = (_COMPILED, _ours_compiled) if self.trial.compiled else (_OF_OTHERS, _ours)
+        opened = others.get(self.name, ours)
         take, undo, self._compiled = opened(self.name, own, optimizer, inputs, targets)
         self._batch_bytes = storage_bytes(tensors_in(inputs, targets))
         self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
@@ -325,3 +323,5 @@ _OF_OTHERS = {
     "private_cnn": _private_cnn,
     "fastdp": _fastdp,
 }
+#: Of other libraries' engines no step is a graph: as backends they are refused before.
+_COMPILED = {"nonprivate": _plain_compiled}

@@ -335,19 +335,19 @@ def _nvidia_smi(query: str) -> list[str]:
 @functools.cache
 def _cpu_name() -> str:
     """With family and model where virtual machines call processors of several generations by one name."""
-    facts = _cpu_facts()
-    name = facts.get("model name") or platform.processor() or platform.machine()
-    numbers = [
-        f"{short} {facts[long]}" for long, short in (("cpu family", "family"), ("model", "model")) if long in facts
-    ]
-    return f"{name} ({', '.join(numbers)})" if numbers and not any(map(str.isdigit, name)) else name
+    name = _cpu_facts().get("model name") or platform.processor() or platform.machine()
+    numbers = _cpu_numbers({"cpu family": "family", "model": "model"})
+    return f"{name} ({numbers})" if numbers and not any(map(str.isdigit, name)) else name
 
 
 def _cpu_model() -> str | None:
     """ "family 25, model 17, stepping 1"."""
+    return _cpu_numbers({"cpu family": "family", "model": "model", "stepping": "stepping"}) or None
+
+
+def _cpu_numbers(names: Mapping[str, str]) -> str:
     facts = _cpu_facts()
-    names = {"cpu family": "family", "model": "model", "stepping": "stepping"}
-    return ", ".join(f"{short} {facts[name]}" for name, short in names.items() if facts.get(name)) or None
+    return ", ".join(f"{short} {facts[name]}" for name, short in names.items() if facts.get(name))
 
 
 def _cpu_facts() -> dict[str, str]:

@@ -14,6 +14,7 @@ import clipping.graphs
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.verification import WrongGradient, compare
 from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
+from tests.support.graphs import not_compiled
 
 CLIP = Flat(max_grad_norm=0.5)
 BY_NUMBERS = {"bags of different sizes"}
@@ -108,15 +109,6 @@ def made_as(backend, way, parameters, inputs, targets, batch_size):
     )
     graph.take_fastest([way], parameters, inputs, targets)
     return graph
-
-
-def not_compiled(monkeypatch):
-    """Which takes seconds."""
-
-    def refused(self, inputs, targets):
-        raise self._no_graph("it is a test", RuntimeError("told so"))
-
-    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", refused)
 
 
 @pytest.mark.filterwarnings("ignore:expected TorchInductor:RuntimeWarning")

@@ -64,6 +64,13 @@ def train(engine, step, epochs=2, **loading):
     return weights(engine)
 
 
+def own_batches():
+    """Compiled steps of batches that are the caller's, of one size."""
+    engine, optimizer = make(sampling="shuffled", batch_size=8)
+    x, y = (each[:8].clone() for each in data().tensors)
+    return engine, optimizer, engine.make_step(losses_of, compile=True), x, y
+
+
 def by_hand(engine, optimizer):
     """What everybody writes."""
 
@@ -122,9 +129,7 @@ def test_a_batch_is_stepped_once():
 
 
 def test_batches_of_one_s_own():
-    engine, _ = make(sampling="shuffled", batch_size=8)
-    step = engine.make_step(losses_of, compile=True)
-    x, y = (each[:8] for each in data().tensors)
+    engine, _, step, x, y = own_batches()
     for _ in range(5):
         step(x, y)
     assert (engine.steps, step.graphs.steps) == (5, 2)  # the first one chooses what batch size routes are for
@@ -153,9 +158,7 @@ def test_a_loss_of_several_inputs():
 
 
 def test_numbers_that_are_none_release_nothing():
-    engine, _ = make(sampling="shuffled", batch_size=8)
-    step = engine.make_step(losses_of, compile=True)
-    x, y = (each[:8].clone() for each in data().tensors)
+    engine, _, step, x, y = own_batches()
     for _ in range(4):
         step(x, y)
     assert step.graphs.steps > 0
@@ -223,9 +226,7 @@ def test_a_backend_whose_step_is_no_graph(backend):
 
 
 def test_without_an_optimizer_or_in_eval_mode_it_is_refused():
-    engine, optimizer = make(sampling="shuffled", batch_size=8)
-    step = engine.make_step(losses_of, compile=True)
-    x, y = (each[:8] for each in data().tensors)
+    engine, optimizer, step, x, y = own_batches()
     for _ in range(4):
         step(x, y)
     engine.model.eval()
@@ -241,9 +242,7 @@ def test_without_an_optimizer_or_in_eval_mode_it_is_refused():
 
 def test_a_forward_pass_between_is_no_part_of_a_step():
     """The model is recorded where the caller runs it, and not where a graph does."""
-    engine, optimizer = make(sampling="shuffled", batch_size=8)
-    step = engine.make_step(losses_of, compile=True)
-    x, y = (each[:8] for each in data().tensors)
+    engine, optimizer, step, x, y = own_batches()
     for _ in range(4):
         step(x, y)
         engine.model(x)

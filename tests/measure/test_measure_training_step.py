@@ -10,6 +10,7 @@ from dpbench.measure.bench import open_workload
 from dpbench.records.reader import entries
 from dpbench.trials.whole_step import TrainingStepTrial
 from experiments.training_step import EXPERIMENT
+from tests.support.graphs import not_compiled
 
 ENGINES = ("nonprivate", "bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
 TEXT = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
@@ -18,15 +19,6 @@ TEXT = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
 def trial(**changes) -> TrainingStepTrial:
     given = {"model": "cnn", "backends": ENGINES, "batch_size": 4, "rounds": 2, "max_seconds": 0.1}
     return TrainingStepTrial(**(given | changes))
-
-
-def not_compiled(monkeypatch):
-    """Which takes a minute."""
-
-    def refused(self, inputs, targets):
-        raise self._no_graph("it is a test", RuntimeError("told so"))
-
-    monkeypatch.setattr("clipping.graphs.Graph._compiled", refused)
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])

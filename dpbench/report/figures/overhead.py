@@ -85,9 +85,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic."
     ]
-    if told := ways(records):
-        said.append(told)
-    said += memory_source(frame)
+    said += ways(records) + memory_source(frame)
     if absent := nowhere(frame):
         said.append(f"No number on any model: {', '.join(absent)}.")
     if frame.published_time_ratio.notna().any():
@@ -115,17 +113,17 @@ def pairs(frame: pd.DataFrame) -> str:
     return "one pair" if counts == [1] else f"median of {many}, whiskers their range"
 
 
-def ways(records: Sequence[Record]) -> str:
+def ways(records: Sequence[Record]) -> list[str]:
     """How compiled steps ran, in a sentence; nothing where none was compiled."""
     if not any(record.trial.get("compiled") for record in records):
-        return ""
-    found = [entry for record in records for name, entry in record.result.get("backends", {}).items() if name]
+        return []
+    found = [entry for record in records for entry in record.result.get("backends", {}).values()]
     counts = Counter(str(entry["way"]) for entry in found if "way" in entry)
     named = ", ".join(f"{way} {count}" for way, count in sorted(counts.items()))
-    return (
+    return [
         "Compiled: ordinary training and ours run as one graph a shape, each in the fastest of three ways (eager, its "
         f"operations as they were traced, compiled by TorchInductor): {named}."
-    )
+    ]
 
 
 def memory_source(frame: pd.DataFrame) -> list[str]:

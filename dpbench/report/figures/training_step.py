@@ -29,9 +29,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
         "dpbench.PrivacyEngine. The axes are logarithmic."
     ]
-    if ways := overhead.ways(records):
-        said.append(ways)
-    said += overhead.memory_source(frame)
+    said += overhead.ways(records) + overhead.memory_source(frame)
     if energy:
         said.append(f"Energy: {', '.join(energy)}.")
     if absent := overhead.nowhere(frame):
