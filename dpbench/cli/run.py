@@ -118,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
     from dpbench.execution.runner import run as run_request
 
     request = request_from(args)
+    if request.experiment.figures:
+        from dpbench.report import find_figures
+
+        find_figures(request.experiment.figures)  # before hours are spent on what they are drawn from
     done = run_request(request, Progress())
     if done.outcomes:
         where = done.path if len(done.paths) == 1 else f"{len(done.paths)} files of {request.folder}"

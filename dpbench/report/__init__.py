@@ -32,10 +32,22 @@ from dpbench.report.figures import found
 from dpbench.report.output import files, page
 from dpbench.report.parts import Claim, FigureKind, Part
 
-__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "write_report"]
+__all__ = ["FIGURES", "Claim", "FigureKind", "LeftOut", "Part", "find_figures", "write_report"]
 
 #: Name -> figure, in the order of a page.
 FIGURES = found()
+
+
+def find_figures(names: Sequence[str]) -> dict[str, FigureKind]:
+    """The figures of these names.
+
+    Args:
+        names: out of `FIGURES`.
+
+    Raises:
+        UsageError: for one that is not known.
+    """
+    return {name: FIGURES[one_of("a figure", name, FIGURES)] for name in names}
 
 
 def write_report(
@@ -58,7 +70,7 @@ def write_report(
         UsageError: for a figure that is not known.
         OSError: if `output` cannot be written to.
     """
-    chosen = {name: FIGURES[one_of("a figure", name, FIGURES)] for name in figures}
+    chosen = find_figures(figures)
     records = read(source)
     if not records:
         return []

@@ -142,6 +142,15 @@ def test_a_number_or_a_path_that_cannot_be_is_one_line(line, experiment, tmp_pat
     assert said.out == "" and said.err.startswith("dpbench: expected ") and said.err.count("\n") == 1
 
 
+def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, capsys):
+    path, output = tmp_path / "mine.py", tmp_path / "results"
+    path.write_text(HEAD + "EXPERIMENT = make(figures=('epsilon_epoch',))\n")
+    assert main(["run", str(path), "--device", "cpu", "--output", str(output)]) == 2
+    said = capsys.readouterr().err
+    assert "expected a figure, one of" in said and "did you mean 'epsilon_epochs'" in said
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
 def test_steps_of_400_digits_have_an_answer(capsys):
     given = ["--target-epsilon", "1", "--sample-rate", "0.1", "--delta", "1e-5", "--accountant", "rdp", "--steps"]
     assert main(["calibrate", *given, NINES]) == 0
