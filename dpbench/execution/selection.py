@@ -11,6 +11,8 @@ from dpbench.experiment import Cell, MaxBatch
 Only = Mapping[str, Sequence[str]]
 #: A comma between values, not one within a value: ``timm:convnext_atto?depths=(2,2,6,2)``.
 _COMMA = re.compile(r",(?![^(\[]*[)\]])")
+#: As people type it -> as a field of a trial is shown.
+_TRUTH = {"true": "True", "false": "False"}
 
 
 def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
@@ -27,7 +29,7 @@ def parse_only(texts: Iterable[str]) -> dict[str, list[str]]:
         field, equals, values = text.partition("=")
         if not (field and equals and values):
             raise UsageError("--only field=value or field=value,value", text)
-        chosen.setdefault(field, []).extend(_COMMA.split(values))
+        chosen.setdefault(field, []).extend(_TRUTH.get(value, value) for value in _COMMA.split(values))
     return chosen
 
 

@@ -207,6 +207,10 @@ def test_only_selects_by_fields():
     assert len(select(CELLS, {"kind": ["peak"]})) == 1
 
 
+def test_only_takes_a_boolean_as_people_type_it():
+    assert parse_only(["compiled=true,False"]) == {"compiled": ["True", "False"]}
+
+
 @pytest.mark.parametrize(
     ("only", "said"),
     [
