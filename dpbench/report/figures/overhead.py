@@ -51,7 +51,8 @@ def cell(record: Record) -> tuple[Any, ...]:
 
 
 def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """A row for each (model, batch size, input size, backend): see `paired.paired_row`.
+    """A row for each (model, batch size, input size, backend), of the trial that measured this backend last: see
+    `paired.paired_row`.
 
     Args:
         records: `overhead` records of one device and one setting.
@@ -59,12 +60,13 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     """
     rows = []
     for (model, batch_size, size), group in grouped(records, cell).items():
-        own = entries(newest_trial(group, left_out))
-        count_failures(own, left_out)
-        by_backend = grouped(own, lambda r: r.trial["backend"])
-        for backend, found in by_backend.items():
+        by_backend = grouped(entries(group), lambda r: r.trial["backend"])
+        ordinary = by_backend.get("nonprivate", [])
+        for backend, own in by_backend.items():
+            found = newest_trial(own, left_out if backend != "nonprivate" else LeftOut())
+            count_failures(found, left_out)
             row = {"model": model, "batch_size": batch_size, "image_size": size, "backend": backend}
-            row |= paired_row(found, by_backend.get("nonprivate", []))
+            row |= paired_row(found, [r for r in ordinary if r.id == found[0].id])
             if size == 32 and found[0].trial["precision"] == "float32" and backend != "nonprivate":
                 row["published_time_ratio"] = published.ratio("time_per_epoch", model, backend)
                 row["published_memory_ratio"] = published.ratio("active_memory", model, backend)

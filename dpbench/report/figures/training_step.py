@@ -25,7 +25,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
     energy = sorted({str(record.result["energy"]) for record in records if "energy" in record.result})
     said = [
         "Time and peak memory of one whole training step, forward to optimizer, each library's noise included, beside "
-        f"the plain step of the same optimizer ({optimizer}): all engines take turns in one process, and "
+        f"the plain step of the same optimizer ({optimizer}): an engine takes turns with that in one process, and "
         f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
         "dpbench.PrivacyEngine. The axes are logarithmic."
     ]
