@@ -94,6 +94,17 @@ def test_rounds_of_a_run_are_pooled(run, report):
     assert (ghost.paired_rounds, ghost.time_ratio) == (4, pytest.approx(2.15))
 
 
+def test_a_row_is_of_the_trial_that_measured_its_backend_last(run, report):
+    """And beside the ordinary training of that trial; what a later trial has not measured stays."""
+    run.overhead("cnn", {"nonprivate": [1.0, 1.0], "ghost": [3.0, 3.0], "opacus_hooks": [8.0, 6.0]})
+    run.overhead("cnn", {"nonprivate": [2.0, 2.0], "ghost": [2.2, 2.6]})
+    table, text = report("overhead")
+    assert row(table, backend="ghost").time_ratio == pytest.approx(1.2)
+    assert row(table, backend="opacus_hooks").time_ratio == pytest.approx(7.0)
+    assert row(table, backend="nonprivate").step_seconds == 2.0
+    assert "1 of an older declaration of the same cell" in text
+
+
 def test_a_record_with_a_wrong_backend_shows_the_others(run, report):
     failed = {"vmap": ("mismatch", "vmap differs from the microbatch oracle")}
     run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0]}, failed=failed, outcome="mismatch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -12,6 +13,11 @@ from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
 
 KIND = "training_step"
+
+
+def cell(record: Record) -> tuple[Any, ...]:
+    """What is of one version: as of `overhead`, and the engines, for ours and the others' are two trials."""
+    return *overhead.cell(record), *record.trial["backends"]
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -40,7 +46,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 FIGURE = FigureKind(
     doc="the whole private training step of every engine beside the plain one, interleaved in one process",
     kinds=(KIND,),
-    cell=overhead.cell,
+    cell=cell,
     facets=dict.fromkeys(("experiment", "precision", "threads", "optimizer", "compiled"), (KIND,)),
     table=overhead.table,
     text=text,
