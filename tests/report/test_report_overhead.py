@@ -13,6 +13,7 @@ from test_report_figures import draw
 from dpbench.report import style, write_report
 from dpbench.report.data import published
 from dpbench.trials import OverheadTrial
+from dpbench.trials.whole_step import TrainingStepTrial
 
 FOLDER = "cpu-test-cpu-2-cpus"
 GPT2 = "transformers:gpt2?n_layer=2&n_embd=256&n_head=4&vocab_size=1024"
@@ -103,6 +104,17 @@ def test_a_row_is_of_the_trial_that_measured_its_backend_last(run, report):
     assert row(table, backend="opacus_hooks").time_ratio == pytest.approx(7.0)
     assert row(table, backend="nonprivate").step_seconds == 2.0
     assert "1 of an older declaration of the same cell" in text
+
+
+def test_engines_of_others_are_of_a_version_of_their_own(run, report):
+    """Their libraries are part of their trial's."""
+    of = {"kind": TrainingStepTrial, "optimizer": "SGD"}
+    run.overhead("cnn", {"nonprivate": [1.0], "fastdp": [3.0]}, fingerprint="with fastDP", **of)
+    run.overhead("cnn", {"nonprivate": [2.0], "bk_mixed": [2.2]}, fingerprint="without", **of)
+    table, text = report("training_step")
+    assert row(table, backend="fastdp").time_ratio == pytest.approx(3.0)
+    assert row(table, backend="bk_mixed").time_ratio == pytest.approx(1.1)
+    assert "give no number" not in text
 
 
 def test_a_record_with_a_wrong_backend_shows_the_others(run, report):
