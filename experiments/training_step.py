@@ -3,7 +3,7 @@
 Of each model and optimizer two trials, each a process, in which the plain step takes turns, too: ours, and the others'
 engines. Noise is in it, each library's default. Where the C library's memory comes to lie is another in each process,
 and a ratio differs between processes by more than within one: ours, which is short, is best run in three, whose turns
-are pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')"``).
+are pooled (``--rounds 3 --only "backends=('nonprivate', 'bk_mixed')" --only compiled=false``).
 
 ResNet18 comes in both forms, its ReLUs in place, as people have them, and not. The engine of ours beside the plain step
 once more, in parts; and, of transformers and small steps, both compiled. On a CPU it ends in an hour on two cores.
