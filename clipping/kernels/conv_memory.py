@@ -1,19 +1,19 @@
 """What a convolution allocates and lets go of while it runs, on a CPU.
 
-oneDNN computes in a layout of its own, channels in blocks of 16. Hence each operand is copied into that layout first,
-and the result out of it afterwards; copies of the operands are gone by then. With ' for a copy,
+oneDNN computes in a layout of its own, channels in blocks of 16, or of 8 without AVX-512. Hence each operand is copied
+into that layout first, and the result out of it afterwards; copies of the operands are gone by then. With ' for a copy,
 
     forward           max(x' + w' + y', y' + y)
     input gradient    max(y' + w' + x', x' + x), but max(y' + w' + x', x' + 2x) with a stride
     weight gradient   max(y' + x' + w' + s', w' + w)
 
-where an operand is not copied that the kernel reads as it lies: an input of fewer than 16 channels, groups of a number
+where an operand is not copied that the kernel reads as it lies: an input of less than a block, groups of a number
 of channels that its blocks do not fit. These go through patches of one sample instead, as does everything (of the whole
 batch) where oneDNN is not used: one small sample, or float64. s' are the weights of each further thread, where threads
 share the positions of an image: each reads less of it, and all add up what they found.
 
-All found by the profiler's memory timeline (torch 2.15, AVX-512 and 1 or 2 threads), and meant to be right within a few
-percent of an operation. cuDNN's workspaces are others, and are not predicted.
+All found by the profiler's memory timeline (torch 2.14 and 2.15, AVX-512 and AVX2, 1 or 2 threads), and meant to be
+right within a few percent of an operation. cuDNN's workspaces are others, and are not predicted.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from typing import NamedTuple
 
 import torch
 
-BLOCK = 16
-"""Channels to a block of the layout."""
+BLOCK = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
+"""Channels to a block of the layout: as many as a vector has numbers."""
+FEW = 16
+"""Samples, below which one thread multiplies by 1x1 kernels without oneDNN (ATen's `use_mkldnn`)."""
 SMALL = 20480
 """Entries of a single sample from which on it is worth a conversion (ATen's `use_mkldnn`)."""
 SHARED, SHARED_1X1 = 5, 12
@@ -102,7 +104,7 @@ class Convolution(NamedTuple):
         if self.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
             return False
         sides = list(self.weight[2:])[-2:]
-        few = self.x[0] < BLOCK and torch.get_num_threads() == 1
+        few = self.x[0] < FEW and torch.get_num_threads() == 1
         if few and max(sides) == max(self.stride) == 1:
             return False
         return self.groups > 1 or min(sides) > 3 or self.x[0] > 1 or math.prod(self.x) > SMALL

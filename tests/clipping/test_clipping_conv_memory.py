@@ -39,7 +39,7 @@ GEOMETRIES = {
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="the formulas are oneDNN's")
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_temporaries_are_the_measured_ones(name):
-    """Found: within 2 %, 5 % for the weight gradient on several threads; other CPUs have other blocks."""
+    """Found: within 2 %, 5 % for the weight gradient on several threads; blocks of 8 and of 16 channels."""
     batch, inputs, side, outputs, kernel, stride, groups = GEOMETRIES[name]
     x, weight = torch.randn(batch, inputs, side, side), torch.randn(outputs, inputs // groups, kernel, kernel)
     geometry = [stride] * 2, [kernel // 2] * 2, [1, 1], False, [0, 0], groups
@@ -172,7 +172,9 @@ def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_for
     assert "aten::convolution_backward" not in {event.key for event in profiled.key_averages()}
     said = rule.summing_bytes(g) + layer.weight.numel() * 4
     most = 1.1 if memory_format == torch.contiguous_format else 1.45  # nothing there is copied
-    assert 0.85 < said / taken < most
+    # without AVX-512 oneDNN packs an operand once more; nor is it chosen there
+    least = 0.85 if math.isinf(onednn_from) or torch.backends.cpu.get_cpu_capability() != "AVX2" else 0.75
+    assert least < said / taken < most
     expected = torch.autograd.grad((layer(x) * g * factors.view(-1, 1, 1, 1)).sum(), layer.weight)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
