@@ -22,7 +22,19 @@ typedef uint32_t words __attribute__((vector_size(BYTES)));
 
 #define AT_ONCE (BYTES / 4) /* blocks */
 
+#if defined(__AVX2__) && !defined(__AVX512VL__) && !defined(__clang__)
+/* There is no instruction that rotates; one that moves bytes, which GCC does not come upon, does for three. */
+typedef uint8_t bytes __attribute__((vector_size(BYTES)));
+
+INLINE words rotated(words x, int bits) {
+  if (bits % 8) return x << bits | x >> (32 - bits);
+  bytes from;
+  UNROLL for (int i = 0; i < BYTES; i++) from[i] = i / 4 * 4 + ((i - bits / 8) & 3);
+  return (words)__builtin_shuffle((bytes)x, from);
+}
+#else
 INLINE words rotated(words x, int bits) { return x << bits | x >> (32 - bits); }
+#endif
 
 #define QUARTER(a, b, c, d)                                                                                            \
   a += b, d = rotated(d ^ a, 16), c += d, b = rotated(b ^ c, 12), a += b, d = rotated(d ^ a, 8), c += d,               \

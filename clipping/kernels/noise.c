@@ -12,9 +12,20 @@ typedef double doubles __attribute__((vector_size(BYTES)));
 
 #define HALF (BYTES / 8) /* words of 64 bits */
 
+/* Signed integers as float64, rounded to the nearest. */
+INLINE doubles converted(longs x) {
+#if defined(__AVX__) && !defined(__AVX512DQ__)
+  /* There is no instruction for it. Both halves are digits of a number that is exact, and their sum is rounded once. */
+  doubles high = (doubles)(x >> 32 ^ 0x4530000080000000) - (0x1p84 + 0x1p63 + 0x1p52); /* 2^84 + 2^63 + 2^32 half */
+  return high + (doubles)((x & 0xffffffff) | 0x4330000000000000);                     /* 2^52 + half */
+#else
+  return __builtin_convertvector((integers)x, doubles);
+#endif
+}
+
 /* √(-2 ln u), u = (⌊z/2⌋ + ½) 2⁻⁶³: u = m 2ᵏ with √½ <= m < √2, and ln m = 2 artanh(s), s = (m - 1) / (m + 1). */
 INLINE doubles radius(longs z) {
-  doubles u = __builtin_convertvector((integers)(z >> 1), doubles) + 0.5;
+  doubles u = converted(z >> 1) + 0.5;
   longs above = (longs)u - 0x3fd6a09e667f3bcd; /* √½ / 2 */
   longs power = above >> 52;
   doubles m = (doubles)((longs)u - (power << 52)) * 2;
@@ -40,7 +51,7 @@ APART void normals(const blocks given, double out[GROUP]) {
       memcpy(&z, &given[w][2 * first], BYTES);
       memcpy(&a, &given[w + WORDS / 2][2 * first], BYTES);
       doubles r = radius(z);
-      doubles x = __builtin_convertvector((integers)(a << 2 | 2), doubles) * (0x1.921fb54442d18p-1 * 0x1p-63), q = x * x;
+      doubles x = converted(a << 2 | 2) * (0x1.921fb54442d18p-1 * 0x1p-63), q = x * x;
       doubles c = q * (1.0 / 20922789888000) - 1.0 / 87178291200, s = q * (1.0 / 355687428096000) - 1.0 / 1307674368000;
       c = q * (q * (q * (q * c + 1.0 / 479001600) - 1.0 / 3628800) + 1.0 / 40320) - 1.0 / 720;
       s = q * (q * (q * (q * s + 1.0 / 6227020800) - 1.0 / 39916800) + 1.0 / 362880) - 1.0 / 5040;
