@@ -7,10 +7,11 @@ into that layout first, and the result out of it afterwards; copies of the opera
     input gradient    max(y' + w' + x', x' + x), but max(y' + w' + x', x' + 2x) with a stride
     weight gradient   max(y' + x' + w' + s', w' + w)
 
-where an operand is not copied that the kernel reads as it lies: an input of less than a block, groups of a number
-of channels that its blocks do not fit. These go through patches of one sample instead, as does everything (of the whole
-batch) where oneDNN is not used: one small sample, or float64. s' are the weights of each further thread, where threads
-share the positions of an image: each reads less of it, and all add up what they found.
+where an operand is not copied that the kernel reads as it lies: an input of less than a block, groups of a number of
+channels that its blocks do not fit. Weight gradients of these groups go by patches of one sample in each thread, and
+so do those of kernels larger than their image without AVX-512; through patches of the whole batch goes everything where
+oneDNN is not used: one small sample, or float64. s' are the weights of each further thread, where threads share the
+positions of an image: each reads less of it, and all add up what they found.
 
 All found by the profiler's memory timeline (torch 2.14 and 2.15, AVX-512 and AVX2, 1 or 2 threads), and meant to be
 right within a few percent of an operation. cuDNN's workspaces are others, and are not predicted.
@@ -73,8 +74,9 @@ class Convolution(NamedTuple):
             return result + self._patches()
         weight = self._copy_of_weight()
         depthwise = self.weight[1] == 1 and self.groups == self.weight[0]
-        if self.groups > 1 and not (self._fits(8) or (depthwise and max(self.weight[2:]) <= 3)):
-            return result + max(result, self._patches(samples=1) + 4 * result)
+        narrow = self.groups > 1 and not (self._fits(8) or (depthwise and max(self.weight[2:]) <= 3))
+        if narrow or (BLOCK == 8 and self._has_larger_kernel()):
+            return result + torch.get_num_threads() * (self._patches(samples=1) + 4 * result)
         x = self._copy(self.x, 8) if self.groups > 1 or self.x[1] > 3 else 0
         y = self._copy(self.y)
         shared = self.groups == 1 and min(x or y, y) > (SHARED if max(self.weight[2:]) > 1 else SHARED_1X1) * weight
@@ -108,6 +110,10 @@ class Convolution(NamedTuple):
         if few and max(sides) == max(self.stride) == 1:
             return False
         return self.groups > 1 or min(sides) > 3 or self.x[0] > 1 or math.prod(self.x) > SMALL
+
+    def _has_larger_kernel(self) -> bool:
+        """Than its image, along any dimension but the last: AVX2's kernel for the weight does without no row."""
+        return any(kernel > size for kernel, size in zip(self.weight[2:-1], self.x[2:-1], strict=True))
 
     def _fits(self, multiple: int) -> bool:
         """The channels of a group are so many times a number, or one each."""

@@ -33,6 +33,8 @@ GEOMETRIES = {
     "groups of two blocks, strided": (8, 64, 16, 64, 3, 2, 2),
     "batch in the groups": (1, 512, 16, 512, 3, 1, 16),
     "depthwise": (8, 32, 16, 32, 3, 1, 32),
+    "narrow groups": (8, 32, 16, 32, 3, 1, 16),
+    "larger than the image": (8, 64, 2, 64, 3, 1, 1),
 }
 
 
