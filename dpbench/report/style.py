@@ -88,6 +88,7 @@ RC: dict[Any, Any] = {
 # Models with options, by their reference without the length of their sequences; patch sizes behind a stroke.
 MODELS = {
     "resnet18?in_place=false": "ResNet18, copying",  # its ReLUs do not work in place
+    "timm:resnet18": "timm's ResNet18",
     "timm:vit_tiny_patch16_224": "ViT-tiny/16",
     "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
     "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
