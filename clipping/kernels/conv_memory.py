@@ -112,7 +112,7 @@ class Convolution(NamedTuple):
         return self.groups > 1 or min(sides) > 3 or self.x[0] > 1 or math.prod(self.x) > SMALL
 
     def _has_larger_kernel(self) -> bool:
-        """Than its image, along any dimension but the last: AVX2's kernel for the weight does without no row."""
+        """A kernel has more rows than its image: AVX2's code for weight gradients takes none such."""
         return any(kernel > size for kernel, size in zip(self.weight[2:-1], self.x[2:-1], strict=True))
 
     def _fits(self, multiple: int) -> bool:
