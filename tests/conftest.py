@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are small, and waiting threads spin
+os.environ["OMP_WAIT_POLICY"] = "passive"  # two threads of a trial spin long where a test holds the other core
 os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run has measured
 os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as where nobody has said what they are
 
