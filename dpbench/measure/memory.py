@@ -39,6 +39,7 @@ from dpbench.measure.bench import (
 from dpbench.measure.phases import BACKWARD, FORWARD, NAMES, Phases
 from dpbench.measure.precision import arithmetic
 from dpbench.measure.simulate import simulated_device, simulated_peak
+from dpbench.process.linux import available_cpus
 from dpbench.trials import PeakTrial
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.outcome import OverBudget
@@ -213,6 +214,8 @@ def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
             model_bytes, parameters = _model_bytes(step), parameter_count(step.backend.model)
             yield step
 
+    threads = torch.get_num_threads()
+    torch.set_num_threads(available_cpus())  # as the step has that is foreseen; each takes memory of its own
     try:
         memory = simulated_peak(
             open_step,
@@ -221,6 +224,8 @@ def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
         )
     except UnsupportedModel as error:
         raise UnsupportedSimulation(error) from error
+    finally:
+        torch.set_num_threads(threads)
     return memory, model_bytes, parameters
 
 

@@ -22,6 +22,7 @@ needs_cuda = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
@@ -144,6 +145,18 @@ def test_the_body_of_a_peak_trial(simulated):
     with pytest.raises(OverBudget, match="over the budget"):
         memory.run(trial.replace(memory_budget=kept["peak_bytes"] - 1))
     assert memory.run(trial.replace(memory_budget=kept["peak_bytes"]))["memory"] == kept
+
+
+@needs_onednn
+def test_a_simulated_step_has_the_threads_that_a_measured_one_would_have(monkeypatch):
+    """The weight gradient of few groups takes memory in each thread: conv_memory's."""
+    trial = PeakTrial(model="resnext", backend="nonprivate", batch_size=1, simulated=True)
+    before, peaks = torch.get_num_threads(), []
+    for cpus in (1, 8):
+        monkeypatch.setattr(memory, "available_cpus", lambda cpus=cpus: cpus)
+        peaks.append(memory.run(trial)["memory"]["peak_bytes"])
+        assert torch.get_num_threads() == before
+    assert peaks[0] < peaks[1]
 
 
 def test_a_budget_is_no_business_of_the_cpu():
