@@ -69,6 +69,22 @@ def test_an_ordinary_record_moves_the_sum_by_c(dtype):
     assert found.excess <= found.limit <= LIMITS[dtype]
 
 
+def test_sums_that_are_compared_go_by_the_same_plan():
+    """One that is timed changes in its second step."""
+
+    class Replanned(Microbatch):
+        planner, steps = "changes once", 0
+
+        def _clipped(self, parameters, inputs, targets, batch_size):
+            out = super()._clipped(parameters, inputs, targets, batch_size)
+            self.steps += 1
+            grads = {name: grad * (1 + 0.5 * (self.steps == 1)) for name, grad in out.grads.items()}
+            return ClippedGradient(grads, out.norms, out.losses)
+
+    found = measured(CASES["ordinary"], Replanned, "float32")
+    assert found.outcome == "within" and found.excess == pytest.approx(1, abs=1e-6)
+
+
 def test_the_excess_is_in_units_of_c_and_above_the_limit_it_is_too_far():
     twice = measured(CASES["ordinary"], changed(lambda grad, _: 2 * grad), "float32")
     assert twice.outcome == "exceeds" and twice.excess == pytest.approx(2)
