@@ -22,7 +22,6 @@ needs_cuda = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 
@@ -147,7 +146,7 @@ def test_the_body_of_a_peak_trial(simulated):
     assert memory.run(trial.replace(memory_budget=kept["peak_bytes"]))["memory"] == kept
 
 
-@needs_onednn
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="the formulas are oneDNN's")
 def test_a_simulated_step_has_the_threads_that_a_measured_one_would_have(monkeypatch):
     """The weight gradient of few groups takes memory in each thread: conv_memory's."""
     trial = PeakTrial(model="resnext", backend="nonprivate", batch_size=1, simulated=True)
