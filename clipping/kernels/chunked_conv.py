@@ -13,12 +13,14 @@ tensors, so that it can be differentiated once more.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.blocks import each, in_parts
 from clipping.formats import without_autocast
@@ -43,8 +45,89 @@ class Share:
         self.input_only = False
 
 
+class Meeting:
+    """Where a gradient of a tensor waits for another one of the same tensor, to be added to in its memory.
+
+    autograd holds it meanwhile, and adds up what it is handed; handed nothing by the second node, it hands on the first
+    gradient, with what that node has added to it. So a sum of two takes the memory of one. As autograd itself does, we
+    add in place only if nobody else holds the gradient: a hook that keeps it, a norm that is still to read it.
+    """
+
+    def __init__(self) -> None:
+        self._waits: Tensor | None = None
+
+    def __bool__(self) -> bool:
+        """Whether a gradient waits."""
+        return self._waits is not None
+
+    def leave(self, g: Tensor) -> None:
+        """Let a gradient wait, which autograd is handed as well.
+
+        Args:
+            g: of the shape of the tensor.
+        """
+        self._waits = g
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """The gradient that waits, which waits no more; None if it is not of x's form, or others hold it.
+
+        Args:
+            x: the tensor whose gradient it is.
+        """
+        g, holders = self._taken()
+        ours = holders == _ALONE or isinstance(g, FakeTensor)  # of which nothing is computed
+        return g if g is not None and ours and _are_alike(g, x) else None
+
+    def _taken(self) -> tuple[Tensor | None, Holders]:
+        g, self._waits = self._waits, None
+        return g, (0, 0, 0) if g is None else _holders(g)
+
+
+Holders = tuple[int, int, int]
+
+
+def _holders(g: Tensor) -> Holders:
+    """How many names Python has for a tensor, how many hold the tensor, and how many its memory."""
+    tensors: int = g._use_count()  # type: ignore[attr-defined]
+    return sys.getrefcount(g), tensors, torch._C._storage_Use_Count(g.untyped_storage()._cdata)
+
+
+class _Probe(torch.autograd.Function):
+    """Identity. Of two of one tensor the second looks at the holders of the gradient that the first has left."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, meeting: Meeting, found: list[Holders]) -> Tensor:
+        ctx.meeting, ctx.found = meeting, found
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        if ctx.meeting:
+            ctx.found.append(ctx.meeting._taken()[1])
+            return None, None, None
+        g = grads[0].clone()
+        ctx.meeting.leave(g)
+        return g, None, None
+
+
+def _held_by_autograd_alone() -> Holders:
+    """`_holders` of a gradient that waits and nobody else has: versions of Python and torch count them otherwise."""
+    meeting, found = Meeting(), list[Holders]()
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(1, device="cpu", requires_grad=True)
+        (_Probe.apply(x, meeting, found) + _Probe.apply(x, meeting, found)).sum().backward()
+    return found[0]
+
+
+_ALONE = _held_by_autograd_alone()
+
+
+def _are_alike(g: Tensor, x: Tensor) -> bool:
+    return g.shape == x.shape and g.dtype == x.dtype and g.is_contiguous()
+
+
 class Pieces(torch.autograd.Function):
-    """convNd of an input that requires a gradient."""
+    """convNd of an input that requires a gradient; `meeting` of its node is where that meets another one, or None."""
 
     @staticmethod
     def forward(
@@ -61,7 +144,7 @@ class Pieces(torch.autograd.Function):
         function = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
         output = function(x, weight, bias, stride, padding, dilation, groups)
         ctx.save_for_backward(x, weight)
-        ctx.share, ctx.has_bias = share, bias is not None
+        ctx.share, ctx.has_bias, ctx.meeting = share, bias is not None, None
         ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
         ctx.sizes = Convolution(x.shape, weight.shape, output.shape, stride, groups, x.dtype)
         return output
@@ -72,7 +155,7 @@ class Pieces(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.share.input_only:
             ctx.share.input_only = False
-            return None, _in_pieces(g, x, weight, ctx.geometry, pieces(ctx.sizes)), *[None] * 6
+            return None, _met(ctx.meeting, g, x, weight, ctx.geometry, pieces(ctx.sizes)), *[None] * 6
         wanted = [ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.has_bias and ctx.needs_input_grad[3]]
         biases = [weight.shape[0]] if ctx.has_bias else None
         found = torch.ops.aten.convolution_backward.default(g, x, weight, biases, *ctx.geometry, wanted)
@@ -141,14 +224,32 @@ def _is_large(
     return pieces(Convolution(x, weight, [x[0], weight[0], *size], stride, groups, dtype)) > 1
 
 
-def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int) -> Tensor:
+def _met(
+    meeting: Meeting | None, g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int
+) -> Tensor | None:
+    """The input's gradient; None if it was added to the one that waited."""
+    first = meeting is not None and not meeting
+    total = meeting.take(x) if meeting else None
+    if total is not None:
+        _in_pieces(g, x, weight, geometry, count, total)
+        return None
+    found = _in_pieces(g, x, weight, geometry, count)
+    if meeting is not None and first:
+        meeting.leave(found)
+    return found
+
+
+def _in_pieces(
+    g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int, add_to: Tensor | None = None
+) -> Tensor:
     with torch.no_grad(), without_autocast(g.device):
         wanted = [True, False, False]
-        result = torch.empty_like(x)
+        result = torch.empty_like(x) if add_to is None else add_to
+        put = Tensor.copy_ if add_to is None else Tensor.add_
 
         def form(samples: slice) -> tuple[()]:
             into, *operands = (whole[samples] for whole in (result, g, x))
-            into.copy_(torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
+            put(into, torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
             return ()
 
         each(form, in_parts(len(x), count))

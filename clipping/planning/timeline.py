@@ -33,7 +33,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 from clipping.kernels.chunked_conv import Pieces, in_pieces
 from clipping.kernels.conv_memory import Convolution
 from clipping.tape.graph import nodes
-from clipping.tape.overwriting import overwrites
+from clipping.tape.overwriting import adds, overwrites
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ def _on_the_way(visited: Sequence[Any], *, overwritten: bool) -> Iterable[tuple[
                 key = len(born)
                 born[key] = time, size
                 incoming[child] = key, size
-            elif not hands_on:  # added to the one that is there, and let go of
+            elif not hands_on and not (overwritten and adds(node)):  # added to the one that is there, and let go of
                 yield time, time, size
     for key, (time, size) in born.items():
         yield time, last.get(key, time), size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
+from clipping.kernels import chunked_conv
+from clipping.kernels.chunked_conv import Meeting
 from clipping.reference import definition
 from clipping.tape.graph import nodes, unrecorded
 from clipping.tape.overwriting import Overwriting, of_any_size, overwrites
@@ -201,3 +203,144 @@ def test_what_torch_refuses_stays_refused():
         pytest.raises(RuntimeError, match="don't support automatic differentiation"),
     ):
         b(x, y)
+
+
+class Block(nn.Module):
+    """Images [B, 3, 8, 8]: of a ResNet the first convolution, a block of its own form, and the next stage."""
+
+    def __init__(self, join: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.join = join
+        self.first, self.a, self.b, self.c, self.d = nn.Conv2d(3, 4, 3, padding=1), *(conv() for _ in range(4))
+        self.norms, self.head = nn.ModuleList(nn.GroupNorm(2, 4) for _ in range(4)), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.norms[0](self.first(x)))
+        h = self.join(self, h, self.norms[2](self.b(torch.relu(self.norms[1](self.a(h))))))
+        return self.head(F.max_pool2d(torch.relu(self.norms[3](self.c(h))), 2).flatten(1))
+
+
+def conv() -> nn.Conv2d:
+    return nn.Conv2d(4, 4, 3, padding=1)
+
+
+def identity(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(y + h)
+
+
+def in_place(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    y += h
+    return F.relu(y, inplace=True)
+
+
+def other_way_round(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(h + y)
+
+
+def shortcut(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(y + m.norms[2](m.d(h)))
+
+
+def scaled(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(torch.add(y, h, alpha=0.5))
+
+
+def of_a_convolution(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    """A summand is a convolution's output, whose weight's rule is handed the gradient that waits."""
+    return torch.relu(m.d(y) + h)
+
+
+def three(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(y + h) + m.d(h)
+
+
+def sums_of_sums(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(y + h + m.d(y))
+
+
+def broadcast(m: Block, h: Tensor, y: Tensor) -> Tensor:
+    return torch.relu(y.unsqueeze(1).expand(-1, 2, -1, -1, -1) + h.unsqueeze(1)).sum(1)
+
+
+#: How a block ends -> gradients that are added where they meet in a backward pass of the model.
+ENDS = {
+    identity: 1,
+    in_place: 1,
+    other_way_round: 1,
+    shortcut: 1,
+    scaled: 0,
+    of_a_convolution: 1,
+    three: 0,
+    sums_of_sums: 0,
+    broadcast: 0,
+}
+
+
+@pytest.fixture
+def joined(monkeypatch) -> Iterator[list[bool]]:
+    """For each gradient that waited whether it was added to; convolutions of any size are done in pieces."""
+    monkeypatch.setattr(chunked_conv, "PIECE", 64)
+    chunked_conv._is_large.cache_clear()
+    found: list[bool] = []
+    take = Meeting.take
+
+    def counted(self: Meeting, x: Tensor) -> Tensor | None:
+        g = take(self, x)
+        found.append(g is not None)
+        return g
+
+    monkeypatch.setattr(Meeting, "take", counted)
+    yield found
+    chunked_conv._is_large.cache_clear()
+
+
+def opened_block(join: Callable[..., Tensor]) -> tuple[Block, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = Block(join).double()
+    return model, torch.randn(8, 3, 8, 8, dtype=torch.float64), torch.randint(0, 3, (8,))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("join", ENDS)
+def test_gradients_that_meet_are_added_in_place(join: Callable[..., Tensor], backend: str, joined: list[bool]):
+    model, x, y = opened_block(join)
+    expected = definition(model, loss, x, y, clip=CLIP)
+    with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False) as b:
+        for _ in range(3):
+            joined.clear()
+            out = b(x, y)
+            assert joined in [[True] * ENDS[join] * passes for passes in (1, 2)]
+            torch.testing.assert_close(out.norms, expected.norms, rtol=1e-10, atol=1e-12)
+            for name, g in expected.grads.items():
+                torch.testing.assert_close(out.grads[name], g, rtol=1e-9, atol=1e-12)
+
+
+def test_a_gradient_that_a_norm_is_still_to_read_is_not_added_to(joined: list[bool]):
+    """Book-keeping with ghost norms keeps it until the factors are known."""
+    model, x, y = opened_block(of_a_convolution)
+    expected = definition(model, loss, x, y, clip=CLIP)
+    with of_any_size(), load_backend("bk_ghost")(model, loss, clip=CLIP, verify=False) as b:
+        out = b(x, y)
+    assert joined and not any(joined)
+    for name, g in expected.grads.items():
+        torch.testing.assert_close(out.grads[name], g, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("as_view", [False, True])
+def test_a_gradient_that_somebody_keeps_is_not_added_to(as_view: bool, joined: list[bool]):
+    """A hook at the sum is handed the tensor that waits."""
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def watched(m: Block, h: Tensor, y: Tensor) -> Tensor:
+        total = y + h
+        total.register_hook(lambda g: kept.append((g[1:] if as_view else g, (g[1:] if as_view else g).clone())))
+        return torch.relu(total)
+
+    model, x, y = opened_block(watched)
+    expected = definition(model, loss, x, y, clip=CLIP)
+    kept.clear()
+    with of_any_size(), load_backend("ghost")(model, loss, clip=CLIP, verify=False) as b:
+        out = b(x, y)
+    torch.testing.assert_close(out.norms, expected.norms, rtol=1e-10, atol=1e-12)
+    assert joined and not any(joined)
+    assert kept and all(torch.equal(g, before) for g, before in kept)
