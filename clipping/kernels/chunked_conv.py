@@ -13,18 +13,17 @@ tensors, so that it can be differentiated once more.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.blocks import each, in_parts
 from clipping.formats import without_autocast
 from clipping.kernels.conv_memory import Convolution
+from clipping.meeting import Meeting
 
 PIECE = 2 * 2**20
 """Bytes of the input or of the output that a piece may have."""
@@ -43,87 +42,6 @@ class Share:
 
     def __init__(self) -> None:
         self.input_only = False
-
-
-class Meeting:
-    """Where a gradient of a tensor waits for another one of the same tensor, to be added to in its memory.
-
-    autograd holds it meanwhile, and adds up what it is handed; handed nothing by the second node, it hands on the first
-    gradient, with what that node has added to it. So a sum of two takes the memory of one. As autograd itself does, we
-    add in place only if nobody else holds the gradient: a hook that keeps it, a norm that is still to read it.
-    """
-
-    def __init__(self) -> None:
-        self._waits: Tensor | None = None
-
-    def __bool__(self) -> bool:
-        """Whether a gradient waits."""
-        return self._waits is not None
-
-    def leave(self, g: Tensor) -> None:
-        """Let a gradient wait, which autograd is handed as well.
-
-        Args:
-            g: of the shape of the tensor.
-        """
-        self._waits = g
-
-    def take(self, x: Tensor) -> Tensor | None:
-        """The gradient that waits, which waits no more; None if it is not of x's form, or others hold it.
-
-        Args:
-            x: the tensor whose gradient it is.
-        """
-        g, holders = self._taken()
-        ours = holders == _ALONE or isinstance(g, FakeTensor)  # of which nothing is computed
-        return g if g is not None and ours and _are_alike(g, x) else None
-
-    def _taken(self) -> tuple[Tensor | None, Holders]:
-        g, self._waits = self._waits, None
-        return g, (0, 0, 0) if g is None else _holders(g)
-
-
-Holders = tuple[int, int, int]
-
-
-def _holders(g: Tensor) -> Holders:
-    """How many names Python has for a tensor, how many hold the tensor, and how many its memory."""
-    tensors: int = g._use_count()  # type: ignore[attr-defined]
-    return sys.getrefcount(g), tensors, torch._C._storage_Use_Count(g.untyped_storage()._cdata)
-
-
-class _Probe(torch.autograd.Function):
-    """Identity. Of two of one tensor the second looks at the holders of the gradient that the first has left."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, meeting: Meeting, found: list[Holders]) -> Tensor:
-        ctx.meeting, ctx.found = meeting, found
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        if ctx.meeting:
-            ctx.found.append(ctx.meeting._taken()[1])
-            return None, None, None
-        g = grads[0].clone()
-        ctx.meeting.leave(g)
-        return g, None, None
-
-
-def _held_by_autograd_alone() -> Holders:
-    """`_holders` of a gradient that waits and nobody else has: versions of Python and torch count them otherwise."""
-    meeting, found = Meeting(), list[Holders]()
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros(1, device="cpu", requires_grad=True)
-        (_Probe.apply(x, meeting, found) + _Probe.apply(x, meeting, found)).sum().backward()
-    return found[0]
-
-
-_ALONE = _held_by_autograd_alone()
-
-
-def _are_alike(g: Tensor, x: Tensor) -> bool:
-    return g.shape == x.shape and g.dtype == x.dtype and g.is_contiguous()
 
 
 class Pieces(torch.autograd.Function):
@@ -228,13 +146,12 @@ def _met(
     meeting: Meeting | None, g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int
 ) -> Tensor | None:
     """The input's gradient; None if it was added to the one that waited."""
-    first = meeting is not None and not meeting
-    total = meeting.take(x) if meeting else None
-    if total is not None:
-        _in_pieces(g, x, weight, geometry, count, total)
-        return None
+    if meeting:
+        total = meeting.take(x)
+        found = _in_pieces(g, x, weight, geometry, count, total)
+        return found if total is None else None
     found = _in_pieces(g, x, weight, geometry, count)
-    if meeting is not None and first:
+    if meeting is not None:
         meeting.leave(found)
     return found
 

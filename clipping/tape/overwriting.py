@@ -11,7 +11,7 @@ it `alone`, and only in a backward pass from the losses, in which no other node 
 
 Where a block of a ResNet begins, two gradients meet: that of its first convolution, and that of its skip connection or
 of another convolution. The second one is formed in pieces and added to the first, in its memory
-(`clipping.kernels.chunked_conv.Meeting`): it takes no memory of its own, and nothing is gone over once more.
+(`clipping.meeting`): it takes no memory of its own, and nothing is gone over once more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from clipping.kernels.chunked_conv import Meeting, Pieces
+from clipping.kernels.chunked_conv import Pieces
+from clipping.meeting import Meeting, alike
 from clipping.rules.rewritten import methods
 
 LEAST = 4 * 2**20
@@ -93,7 +94,7 @@ class Overwriting(torch.autograd.Function):
         (g,), (kept,), activation = grads, ctx.saved_tensors, ctx.activation
         given = (g, kept, *activation.arguments)
         ours = getattr(_passes, "running", False) and not torch.is_grad_enabled()
-        if ctx.alone and ours and _alike(g, kept):
+        if ctx.alone and ours and alike(g, kept):
             found = activation.backward.grad_input(*given, **ctx.options, grad_input=g)
         else:
             found = activation.backward.default(*given, **ctx.options)
@@ -137,12 +138,6 @@ def _applies(x: Any) -> bool:
         and get_proxy_mode() is None
         and torch.autograd.forward_ad._current_level < 0
     )
-
-
-def _alike(g: Tensor, kept: Tensor) -> bool:
-    """Whether each entry of g has memory of its own, in the order of what was kept."""
-    dense = g.is_contiguous() or (g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last))
-    return dense and g.shape == kept.shape and g.stride() == kept.stride() and g.dtype == kept.dtype
 
 
 @contextmanager
