@@ -2,11 +2,8 @@
 
 A library lies in the folder of `clipping.cache`, in a file that is named after all that it was made of. Behind what the
 compiler wrote come a line that says by which compiler, and the SHA-256 of all before it, so that a file that is empty,
-cut off or changed is known as such, and compiled anew. It is written aside, synced, and renamed: whoever is killed, or
-compiles the same at the same time, leaves a whole file or none.
-
-**Whom it trusts.** Code that is loaded may do anything. A library is refused if its file or folder belongs to somebody
-else or may be written by others, or if a folder above is such that others may put another one in its place.
+cut off or changed is known as such, and compiled anew. It is written aside and renamed: whoever is killed, or compiles
+the same at the same time, leaves a whole file or none. What others could have written is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import os
 import platform
 import shlex
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -118,11 +114,7 @@ def _find(real: str) -> Library:
     known = "\n".join([*compiler, *flags, *(file.read_text() for file in SOURCES), platform.node(), _processor()])
     name = f"kernels-{real}-{hashlib.sha256(known.encode(errors='surrogateescape')).hexdigest()[:16]}.so"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = folder.resolve()  # where a link leads is looked at once; and a bare name is no path to dlopen
-        path = folder / name
-        if (why := _others_may_change(folder)) is not None:
-            raise NoLibrary(why)
+        path = cache.own_folder(folder) / name  # absolute: a bare name is no path to dlopen
         whole = _whole(path)
         if whole is None:
             _compile(compiler, [*flags, *(str(file) for file in SOURCES if file.suffix == ".c")], path)
@@ -167,18 +159,12 @@ def _whole(path: Path) -> tuple[str, str] | None:
     """(digest, compiler) of a library that is as it was written; None if it is not, or there is none.
 
     Raises:
-        NoLibrary: somebody else could have written it.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or somebody else could have written it.
     """
     try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        data = cache.read(path)
     except FileNotFoundError:
         return None
-    with os.fdopen(file, "rb") as opened:
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            raise NoLibrary(f"{path} is not this user's own file, or others may write to it: delete it")
-        data = opened.read()
     body, mark, label = data[:-_DIGITS].rpartition(_MARK)
     if not mark or hashlib.sha256(data[:-_DIGITS]).hexdigest().encode() != data[-_DIGITS:]:
         return None
@@ -202,33 +188,7 @@ def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
         partial = Path(aside) / path.name
         subprocess.run([*compiler, *arguments, "-o", str(partial)], check=True, **quietly)
         data = partial.read_bytes() + _MARK + json.dumps(label).encode()
-        partial.unlink()
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(data + hashlib.sha256(data).hexdigest().encode())
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    with contextlib.suppress(OSError):  # a file system that syncs no folders
-        os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def _others_may_change(folder: Path) -> str | None:
-    """Who but this user and root could put a library into a folder whose path has no links, in words; None: nobody."""
-    own = folder.stat()
-    if own.st_uid != os.geteuid():
-        return f"{folder} belongs to another user; name a folder of your own by DPBENCH_CACHE"
-    if own.st_mode & 0o022:
-        return f"others may write to {folder}: chmod go-w, or name another folder by DPBENCH_CACHE"
-    trusted = {os.geteuid(), 0, os.stat("/").st_uid}
-    for above in reversed(folder.parents):
-        found = above.stat()
-        if found.st_uid not in trusted or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
-            return f"others may write to {above}, above {folder}: name a folder by DPBENCH_CACHE where they may not"
-        if found.st_uid == os.geteuid() and not found.st_mode & 0o077:
-            return None  # nobody else comes further
-    return None
+    cache.replace(path, data + hashlib.sha256(data).hexdigest().encode(), sync=True)
 
 
 def _processor() -> str:

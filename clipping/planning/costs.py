@@ -5,7 +5,7 @@ of one sample: of the norm by every way that is not hopeless, in blocks of vario
 sum by the ordinary weight gradient, and from kept gradients. All are measured on the input of the step at hand and a
 random output gradient. They are written to a file that is the device's, the version of torch's, the number of threads'
 and the rules' source's, in the folder DPBENCH_CACHE (default: $XDG_CACHE_HOME/dpbench or ~/.cache/dpbench; "off" keeps
-nothing).
+nothing). A folder or a file that others could have written is not used, and a warning says so.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
+import math
+import operator
 import platform
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,6 +71,16 @@ class Costs(NamedTuple):
             return None
         key = min(found, key=self.norms.__getitem__)
         return Route(*key), self.norms[key]
+
+    def fit(self, rule: Rule) -> bool:
+        """Whether every way is one of this rule, and there is one.
+
+        Args:
+            rule: of a use.
+        """
+        return bool(self.norms) and all(
+            way in (rule.ghosts if ghost else rule.instantiations) for ghost, way, _ in self.norms
+        )
 
 
 def ghost_by_paper(positions: int, inputs: int, outputs: int) -> bool:
@@ -208,8 +220,8 @@ def _clock(device: torch.device, *, emptied: bool = False) -> Clock:
     return seconds
 
 
-#: What reading a file can come to that is not there, torn, or not ours.
-_FOREIGN = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
+#: What an entry that is torn, or not ours, can come to.
+_FOREIGN = (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError)
 
 
 class CostCache:
@@ -221,13 +233,21 @@ class CostCache:
     """
 
     def __init__(self, device: torch.device, *, file: bool = True) -> None:
-        self._path = _path(device) if file else None
         self._costs: dict[str, Costs] = {}
+        self._path = _path(device) if file else None
+        entries: object = {}
         if self._path is not None:
             try:
-                self._costs = {kind: _decoded(entry) for kind, entry in json.loads(self._path.read_text()).items()}
-            except _FOREIGN:  # measured again
-                self._costs = {}
+                self._path = cache.own_folder(self._path.parent) / self._path.name
+                entries = json.loads(cache.read(self._path))
+            except cache.Untrusted as error:
+                warnings.warn(f"timed routes are not kept: {error}", stacklevel=2)
+                self._path = None
+            except (OSError, *_FOREIGN):  # not there yet, or torn: measured again
+                pass
+        for kind, entry in entries.items() if isinstance(entries, dict) else ():
+            with contextlib.suppress(*_FOREIGN):
+                self._costs[kind] = _decoded(entry)
 
     def get(self, kind: str) -> Costs | None:
         """What is known of a kind of use.
@@ -247,14 +267,8 @@ class CostCache:
         if self._path is None:
             return
         entries = {kind: _encoded(costs) for kind, costs in self._costs.items()}
-        partial = self._path.with_suffix(f".{os.getpid()}")
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(entries))
-            partial.replace(self._path)
-        except OSError:  # a home that cannot be written to: measured again next time
-            with contextlib.suppress(OSError):
-                partial.unlink()
+        with contextlib.suppress(OSError):  # a home that cannot be written to: measured again next time
+            cache.replace(self._path, json.dumps(entries).encode())
 
 
 def _encoded(costs: Costs) -> dict[str, object]:
@@ -262,10 +276,19 @@ def _encoded(costs: Costs) -> dict[str, object]:
     return {"norms": norms, "weight_gradient": costs.weight_gradient, "kept": costs.kept}
 
 
-def _decoded(entry: dict[str, object]) -> Costs:
-    norms = {(bool(g), str(w), int(b)): float(s) for g, w, b, s in entry["norms"]}  # type: ignore[attr-defined]
+def _decoded(entry: Any) -> Costs:
+    norms = {(bool(g), str(w), operator.index(b)): _seconds(s) for g, w, b, s in entry["norms"]}
+    if not norms or min(block for _, _, block in norms) < 0:
+        raise ValueError("expected a way, and blocks of at least one sample (0: as many as fit)")
     kept = entry["kept"]
-    return Costs(norms, float(entry["weight_gradient"]), None if kept is None else float(kept))  # type: ignore[arg-type]
+    return Costs(norms, _seconds(entry["weight_gradient"]), None if kept is None else _seconds(kept))
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"expected seconds, got {value!r}")
+    return seconds
 
 
 def _path(device: torch.device) -> Path | None:

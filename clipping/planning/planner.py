@@ -215,6 +215,8 @@ class Planner:
                 if what in costs or not has_choice(source, rule, counts):
                     continue
                 on_record = cache.get(repr(what))
+                if on_record is not None and not on_record.fit(rule):
+                    on_record = None
                 if on_record is None and may_time:
                     try:
                         on_record = new[repr(what)] = measured(with_numbers(rule), use.output)

@@ -63,7 +63,7 @@ def test_a_disturbed_turn_is_not_on_record(monkeypatch):
 
 def test_what_is_written_down_is_read_again(folder):
     cache = CostCache(CPU)
-    assert cache.get("a") is None and not folder.exists()
+    assert cache.get("a") is None
     cache.add({"a": COSTS})
     cache.add({"b": OTHER})
     again = CostCache(CPU)
@@ -96,6 +96,79 @@ def test_a_torn_or_foreign_file_is_measured_again(folder, text):
     assert cache.get("a") is None
     cache.add({"b": OTHER})
     assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
+
+
+WRONG = {
+    "no way": {"norms": [], "weight_gradient": 1e-3, "kept": None},
+    "no time": {"norms": [[True, "pixels", 8, float("nan")]], "weight_gradient": 1e-3, "kept": None},
+    "less than no time": {"norms": [[True, "pixels", 8, -1.0]], "weight_gradient": 1e-3, "kept": None},
+    "half a sample": {"norms": [[True, "pixels", 0.5, 1e-3]], "weight_gradient": 1e-3, "kept": None},
+    "less than no sample": {"norms": [[True, "pixels", -1, 1e-3]], "weight_gradient": 1e-3, "kept": None},
+}
+
+
+@pytest.mark.parametrize("entry", WRONG.values(), ids=WRONG)
+def test_a_wrong_entry_is_dropped_and_the_others_are_kept(folder, entry):
+    CostCache(CPU).add({"a": COSTS, "b": OTHER})
+    entries = json.loads(the_file(folder).read_text())
+    the_file(folder).write_text(json.dumps(entries | {"a": entry}))
+    assert (CostCache(CPU).get("a"), CostCache(CPU).get("b")) == (None, OTHER)
+
+
+def test_ways_that_a_rule_does_not_have_do_not_fit_it():
+    rule, _ = conv()
+    known = {(True, rule.ghosts[0], 0): 1e-3, (False, rule.instantiations[0], 4): 1e-3}
+    assert Costs(known, 1e-3, None).fit(rule)
+    assert not Costs({}, 1e-3, None).fit(rule)
+    assert not Costs(known | {(True, "a way of nobody", 0): 1e-9}, 1e-3, None).fit(rule)
+
+
+def test_a_step_goes_on_whatever_stands_in_the_file(folder):
+    """Each entry is wrong in a way of its own; the norms are those of a step without a file."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 10))
+    x, y = torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3])
+    loss_fn = lambda out, y: nn.functional.cross_entropy(out, y, reduction="none")  # noqa: E731
+
+    def norms() -> torch.Tensor:
+        with load_backend("bk_mixed")(model, loss_fn) as backend:
+            return [backend(x, y).norms for _ in range(3)][-1]  # a second step times what is not on record
+
+    expected = norms()
+    entries = json.loads(the_file(folder).read_text())
+    assert entries
+    for wrong in (*WRONG.values(), {"norms": [[True, "nobody's", 0, 1e-9]], "weight_gradient": 1e-3, "kept": None}):
+        the_file(folder).write_text(json.dumps(dict.fromkeys(entries, wrong)))
+        torch.testing.assert_close(norms(), expected)
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link"])
+def test_what_others_could_have_written_is_not_used_and_said(folder, tmp_path, what):
+    CostCache(CPU).add({"a": COSTS})
+    if what == "link":
+        elsewhere = the_file(folder).rename(tmp_path / "elsewhere")
+        content = elsewhere.read_text()
+        (folder / next(iter(costs._path(CPU).parts[-1:]))).symlink_to(elsewhere)
+        cache = CostCache(CPU)
+        cache.add({"b": OTHER})
+        assert cache.get("a") is None and elsewhere.read_text() == content
+        return
+    (folder if what == "folder" else the_file(folder)).chmod(0o777)
+    with pytest.warns(UserWarning, match="timed routes are not kept: .*others may write to"):
+        cache = CostCache(CPU)
+    assert cache.get("a") is None
+    before = the_file(folder).read_text()
+    cache.add({"b": OTHER})
+    assert cache.get("b") == OTHER and the_file(folder).read_text() == before
+
+
+def test_nobody_can_guess_where_a_file_is_written_before_it_has_its_name(folder, tmp_path, monkeypatch):
+    CostCache(CPU).add({"a": COSTS})
+    names, replace = [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, target: (names.append(self.name), replace(self, target))[1])
+    for entry in ("b", "c"):
+        CostCache(CPU).add({entry: OTHER})
+    assert len(set(names)) == 2 and all(len(name) > 20 for name in names) and the_file(folder)
 
 
 def test_bytes_that_are_no_text_are_measured_again(folder):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from clipping import cache
 from clipping.kernels import library
 from dpbench.execution.machines import Machine
 from dpbench.records import environment
@@ -99,17 +100,16 @@ def test_it_is_synced_before_it_has_its_name(folder: Path, monkeypatch: pytest.M
     synced, fsync = [], os.fsync
 
     def note(descriptor: int) -> None:
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), sorted(p.suffix for p in folder.glob("*.so"))))
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), list(folder.glob("kernels-*"))))
         fsync(descriptor)
 
-    monkeypatch.setattr(library.os, "fsync", note)
+    monkeypatch.setattr(cache.os, "fsync", note)
     try:
         library.load("float")
     except library.NoLibrary as missing:
         pytest.skip(str(missing))
-    (aside, before), (parent, after) = synced
-    assert aside.startswith(str(folder / ".compile-")) and before == []
-    assert parent == str(folder) and after == [".so"]
+    ((aside, there),) = synced
+    assert Path(aside).parent == folder and there == [] and len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize("bits", [0o777, 0o775, 0o1777])
@@ -134,7 +134,7 @@ def test_a_link_in_place_of_the_file_is_refused(made: Path, tmp_path: Path):
 
 
 def test_a_folder_of_another_user_is_refused(made: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(library.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(cache.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(library.NoLibrary, match="belongs to another user"):
         library.load("float")
 
@@ -149,14 +149,17 @@ def test_a_file_of_another_user_is_refused(made: Path):
 
 def test_a_folder_above_that_others_may_write_is_refused_unless_they_cannot_come_there():
     with tempfile.TemporaryDirectory() as private:
-        if library._others_may_change(Path(private)) is not None:
+        try:
+            cache.own_folder(Path(private))
+        except cache.Untrusted:
             pytest.skip("others may write to where temporary files lie")
         kept = Path(private, "open", "kept")
         kept.mkdir(mode=0o700, parents=True)
         kept.parent.chmod(0o777)
-        assert library._others_may_change(kept) is None
+        assert cache.own_folder(kept) == kept.resolve()
         Path(private).chmod(0o755)
-        assert f"others may write to {kept.parent}" in str(library._others_may_change(kept))
+        with pytest.raises(cache.Untrusted, match=f"others may write to {kept.parent}"):
+            cache.own_folder(kept)
 
 
 @pytest.mark.parametrize(
