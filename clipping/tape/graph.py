@@ -20,9 +20,11 @@ from clipping.tape.overwriting import is_followed, note_alone
 from clipping.tape.record import Tape
 from clipping.types import Parameters, Problem
 
-_LEAF: Any = type(torch.zeros((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-"""`AccumulateGrad`: the node of a leaf."""
-_CAST: Any = type(torch.zeros((), dtype=torch.float32, requires_grad=True).double().grad_fn)
+_NODES: Any = torch._C._functions
+"""The types of autograd's nodes. They are not read off a node: none can be made while gradients are disabled."""
+_LEAF: Any = _NODES.AccumulateGrad
+"""Of a leaf."""
+_CAST: Any = _NODES.ToCopyBackward0
 """Of one parameter: autocast makes it once, and keeps it for later calls."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import opacus
@@ -292,6 +293,31 @@ def test_checkpoints_with_schedulers(tmp_path):
         made.train(batches=2)
     assert [steps for _, _, steps in two.engine.accountant.history] == [12, 12, 2]
     assert two.engine.get_epsilon(1e-5) == one.engine.get_epsilon(1e-5) > 0
+
+
+class Code:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_a_checkpoint_runs_no_code_unless_the_caller_says_so(tmp_path):
+    made = Made()
+    made.engine.save_checkpoint(path=tmp_path / "c.pt", module=made.model)
+    state = torch.load(tmp_path / "c.pt", weights_only=True)
+    torch.save({**state, "mine": Code(tmp_path / "ran")}, tmp_path / "bad.pt")
+    with pytest.raises(
+        ValueError, match=r"got other objects; a file that you trust .*\"weights_only\": False"
+    ) as caught:
+        made.engine.load_checkpoint(path=tmp_path / "bad.pt", module=made.model)
+    assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
+    trusted = {"weights_only": False}
+    made.engine.load_checkpoint(path=tmp_path / "bad.pt", module=made.model, torch_load_kwargs=trusted)
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_checkpoint_of_opacus_is_gone_on_from_and_its_steps_count(tmp_path):

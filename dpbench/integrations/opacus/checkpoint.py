@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -76,16 +77,23 @@ def load(
     Args:
         private: the optimizer that was made private.
         accountant: of the same engine.
-        path: a path or a file, as `torch.load` takes it.
+        path: a path or a file, as `torch.load` takes it. It runs no code (`weights_only=True`), unless
+            `torch_load_kwargs={"weights_only": False}` says that it is trusted to.
         module: which takes the saved parameters.
         optimizer, noise_scheduler, grad_clip_scheduler: what else is restored, if given.
         module_load_dict_kwargs, torch_load_kwargs: of `module.load_state_dict` and `torch.load`.
 
     Raises:
-        ValueError: a setting that differs from the checkpoint's.
+        ValueError: a setting that differs from the checkpoint's, or objects in a file that may hold none.
         Misuse: after a step of this training, where noise has changed in one of the two.
     """
-    state = torch.load(path, **{"weights_only": False, **(torch_load_kwargs or {})})
+    try:
+        state = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"expected a checkpoint of tensors and plain values in {path}, got other objects; a file that you trust is "
+            'read by load_checkpoint(..., torch_load_kwargs={"weights_only": False})'
+        ) from error
     module.load_state_dict(state["module_state_dict"], **(module_load_dict_kwargs or {}))
     if KEY in state:
         _go_on(
