@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+
+#: Control characters, but for the end of a line and the tabulator; and what turns the direction of a text.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters as escapes, so that what stands in a record does nothing to a terminal.
+
+    Args:
+        text: any.
+    """
+    return _CONTROL.sub(lambda sign: ascii(sign[0])[1:-1], text)
 
 
 class UsageError(Exception):
@@ -22,6 +36,19 @@ class RunEnded(Exception):
 
     What ended is recorded, and the same command goes on from there.
     """
+
+
+@contextlib.contextmanager
+def going_on() -> Iterator[None]:
+    """While a run goes on: an error of the operating system is the run's end, and nothing that a person typed.
+
+    Raises:
+        RunEnded: a full disk, a folder that has moved, a limit; it names the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunEnded(f"the run cannot go on: {error}; what ended before is recorded") from error
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from dpbench.errors import going_on
 from dpbench.execution.allowance import check_minutes
 from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
 from dpbench.execution.runner import Request, check_choices
@@ -138,7 +139,9 @@ def run(args: argparse.Namespace) -> int:
     if request.experiment.figures:
         from dpbench.report import write_report
 
-        for path in write_report(request.folder, request.folder, request.experiment.figures):
+        with going_on():
+            paths = write_report(request.folder, request.folder, request.experiment.figures)
+        for path in paths:
             print(path)
     if done.unrecorded:
         _say(f"{done.unrecorded} trials are not recorded; the same command runs them again")

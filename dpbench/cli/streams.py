@@ -1,7 +1,8 @@
 """Standard streams as they are found: closed, full, or read by somebody who has gone.
 
 What a command says of its progress, on standard error, is lost without harm: nobody can read it any more, and the work
-goes on. What it prints on standard output is what it was asked for: not to be able to is an error.
+goes on. What it prints on standard output is what it was asked for: not to be able to is an error. Both show control
+characters as escapes: much of what is printed stood in somebody's file.
 """
 
 from __future__ import annotations
@@ -9,7 +10,32 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
+
+from dpbench.errors import printable
+
+
+class Shown:
+    """A stream for people: control characters are shown as escapes.
+
+    Args:
+        terminal: the stream underneath, for whoever moves its cursor.
+    """
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal = terminal
+
+    def write(self, text: str) -> int:
+        """All of it.
+
+        Args:
+            text: any.
+        """
+        self.terminal.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
 
 
 class Patient:
@@ -82,5 +108,7 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):  # a path may have bytes, and a record halves of a pair, that are no text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    if not isinstance(sys.stderr, Patient):
-        sys.stderr = Patient(sys.stderr)
+    if not isinstance(sys.stdout, Shown):
+        sys.stdout = cast(TextIO, Shown(sys.stdout))
+    if not isinstance(sys.stderr, Shown):
+        sys.stderr = cast(TextIO, Shown(cast(TextIO, Patient(sys.stderr))))

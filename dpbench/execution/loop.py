@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from dpbench.errors import going_on
 from dpbench.execution.allowance import Allowance
 from dpbench.execution.executors.blocks import Block
 from dpbench.execution.executors.worker import refusal
@@ -157,13 +158,18 @@ class Loop:
         self._outcomes: Counter[str] = Counter()
 
     def run(self) -> Report:
-        """Run until nothing is left, a signal comes or the time is over, and say what was recorded."""
+        """Run until nothing is left, a signal comes or the time is over, and say what was recorded.
+
+        Raises:
+            RunEnded: it cannot go on.
+        """
         try:
-            with Interruption() as interruption:
-                self._fill()
-                while interruption.signum is None and self._running:
-                    self._wait(interruption)
-            self._shards.end()
+            with going_on():
+                with Interruption() as interruption:
+                    self._fill()
+                    while interruption.signum is None and self._running:
+                        self._wait(interruption)
+                self._shards.end()
             paths = self._shards.paths() if self._outcomes else []
             given = self._allowance if interruption.signum is None else None
             left = given.farewell() if given is not None else []
@@ -262,7 +268,8 @@ def make_record(
 class Interruption:
     """While it is entered, SIGINT, SIGTERM and SIGHUP are noted in `signum` instead of striking where they will.
 
-    So a record is never cut off half-way, and the processes are ended in good order.
+    So a record is never cut off half-way, and the processes are ended in good order. A signal that this process was
+    started to ignore (`nohup`, or in the background of a script) stays ignored.
     """
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -273,7 +280,8 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread set them
-            self._before = {signum: signal.signal(signum, self._note) for signum in self._SIGNALS}
+            heard = [signum for signum in self._SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
+            self._before = {signum: signal.signal(signum, self._note) for signum in heard}
         return self
 
     def __exit__(self, *_: object) -> None:

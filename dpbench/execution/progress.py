@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TextIO
 
+from dpbench.errors import printable
 from dpbench.execution.schedule import Record, Run
 from dpbench.trials.outcome import Outcome
 
@@ -39,7 +40,8 @@ class Progress:
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
+        stream = stream or sys.stderr
+        self._stream = getattr(stream, "terminal", stream)  # a bar moves the cursor; the lines are made printable here
         # here, and not when it is first shown: then a trial is already timed, and an import would disturb it
         self._open = _opener(self._stream) if self._stream.isatty() else None
         self._bar: tqdm | None = None
@@ -51,6 +53,7 @@ class Progress:
         Args:
             line: without its end.
         """
+        line = printable(line)
         if self._bar is not None:
             self._bar.write(line, file=self._stream)
             return
@@ -77,8 +80,7 @@ class Progress:
         if evidence:
             # the last line of a traceback says what was raised; what else we write says it in the first
             told = evidence[-1] if record["outcome"] == Outcome.ERROR else evidence[0]
-            # what a trial raised is shown, and does nothing to the terminal
-            line += f"\n    {''.join(c if c.isprintable() else ascii(c)[1:-1] for c in told[:300])}"
+            line += f"\n    {told[:300]}"
         self.say(line)
 
     def cut(self, run: Run, seconds: float) -> None:
@@ -123,7 +125,9 @@ class Progress:
         clock = time.monotonic()
         shown = ", ".join(f"{_words(run)} ({duration(clock - since)})" for run, since in self._started.items())
         self._bar.n, self._bar.total = done, round(done + left)
-        self._bar.set_description_str(f"{_about(seconds)}: {shown}" if shown else _about(seconds), refresh=False)
+        self._bar.set_description_str(
+            printable(f"{_about(seconds)}: {shown}" if shown else _about(seconds)), refresh=False
+        )
 
 
 def _opener(stream: TextIO) -> Callable[[], tqdm]:

@@ -170,7 +170,7 @@ def run(request: Request, progress: Progress) -> Report:
 
     Raises:
         UsageError: before anything is measured: the device, the selection, the cluster, the minutes, another run.
-        OSError: the results folder cannot be written to.
+        OSError: the results folder cannot be written to, which is seen before anything is measured.
         RunEnded: it cannot go on.
     """
     begun = time.monotonic()
@@ -200,7 +200,7 @@ def _run(request: Request, device: str, progress: Progress, begun: float) -> Rep
     with Isolation(server_variables(plan.device)) as isolation:
         try:
             where = environment.gather(plan.device, isolation, with_torch=with_torch)
-        except UsageError as error:
+        except (UsageError, RunEnded) as error:
             if plan.device == "cpu" or request.device == "cuda":
                 raise
             progress.say(f"dpbench: {error}; measuring on the CPU")

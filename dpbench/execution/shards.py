@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dpbench.errors import RunEnded
 from dpbench.process.parent import Answer
 from dpbench.records.conditions import Watch
 from dpbench.records.store import Store
@@ -72,15 +73,14 @@ class Shards:
             answer: that it was made of.
 
         Raises:
-            OSError: it cannot be written, and that is not tolerated.
-            RunEnded: somebody has removed what was written before.
+            RunEnded: it cannot be written, and that is not tolerated; or somebody has removed what was written before.
         """
         shard = self.of(answer)
         try:
             shard.store.append(record)
         except OSError as error:
             if not self._tolerant:
-                raise
+                raise RunEnded(f"a record cannot be written: {error}; {shard.store.save_again()}") from error
             self.unrecorded += 1
             shard.store.close()  # a torn last line is passed over by the reader; what comes after goes to a new file
             shard.store = Store(self._folder, shard.environment, host=shard.environment["host"])

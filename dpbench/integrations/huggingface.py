@@ -28,16 +28,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
-from transformers.trainer import OPTIMIZER_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.integrations.alone import look
-from dpbench.integrations.transformers_losses import per_sample_losses
-from dpbench.integrations.transformers_refusals import refuse
 from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 from dpbench.integrations.whole_states import is_shared, load_whole_states, load_whole_weights, whole
+from dpbench.trials.packages import needed
+
+with needed("transformers", __name__):
+    from transformers import Trainer, TrainingArguments
+    from transformers.trainer import OPTIMIZER_NAME
+    from transformers.trainer_utils import get_last_checkpoint
+
+    from dpbench.integrations.transformers_losses import per_sample_losses
+    from dpbench.integrations.transformers_refusals import refuse
 
 STATE = "privacy_engine_{}.pt"
 """In a checkpoint: the engine's state of the process of this rank."""

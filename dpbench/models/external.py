@@ -23,10 +23,8 @@ from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
+from dpbench.trials.packages import to_be_installed
 from dpbench.trials.reference import load_module, split_file
-
-#: Of the extra `dpbench[models]`.
-_MODELS = ("timm", "transformers")
 
 
 @dataclass
@@ -182,8 +180,7 @@ def needs(package: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        how = "python -m pip install " + ("'dpbench[models]'" if package in _MODELS else package)
-        raise ModelError(f"the package {package} to be installed ({how})", describe(error)) from error
+        raise ModelError(to_be_installed(package), describe(error)) from error
 
 
 @contextmanager

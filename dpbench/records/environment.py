@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from clipping.kernels import library
-from dpbench.errors import UsageError
+from dpbench.errors import RunEnded, UsageError
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation
 from dpbench.process.variables import ALLOCATOR
@@ -116,12 +116,16 @@ def gather(device: str, isolation: Isolation, *, with_torch: bool = True) -> dic
 
     Raises:
         UsageError: cuda is asked for, and torch finds none; or torch cannot be used at all.
+        RunEnded: the process that was to ask torch was killed.
     """
     facts = host_facts(device)
     return facts | _checked(device, isolation.run(TorchFacts(device=device))) if with_torch else facts
 
 
 def _checked(device: str, answer: Answer) -> dict[str, Any]:
+    if answer.outcome is Outcome.CRASH:
+        why = " ".join((answer.evidence or "it crashed").split())
+        raise RunEnded(f"expected torch to answer on {device}, and {why}; nothing was measured")
     if answer.outcome is not Outcome.OK or answer.result is None:
         reason = (answer.evidence or str(answer.outcome)).splitlines()[-1]
         raise UsageError(f"a torch that can be used on {device}", reason)

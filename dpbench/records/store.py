@@ -27,7 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import RunEnded
+from dpbench.errors import RunEnded, printable
 from dpbench.records.host import host_name
 from dpbench.trials.json_text import to_json
 from dpbench.trials.line_shapes import LINES, flaw_of_line
@@ -108,7 +108,7 @@ class Store:
             record: of today's schema.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: it cannot be written, and names the file; `save_again` writes it elsewhere.
             RunEnded: the file is not where it was; see `require_there`.
         """
         if self._file is None:
@@ -116,11 +116,20 @@ class Store:
             while self.path.exists():  # a process may run twice within a second
                 number += 1
                 self.path = self.path.with_name(f"{stem}-{number}.jsonl")
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
             head = {"type": "environment", "schema": SCHEMA, "run": self.path.stem, "utc": utc_now()}
-            self._write(head | {"environment": self._environment})
-            sync_folder(self.path.parent)
-        self._write({"type": "trial", "schema": SCHEMA} | self._detached(record))
+            self._lines = [_text(head | {"environment": self._environment})]
+        line: Line = {"type": "trial", "schema": SCHEMA, **record}
+        try:
+            detached = self._detached(line)
+        except OSError:  # of its files; the numbers can still be saved
+            self._lines.append(_text(line | {"result": line["result"] | {"files": {}}}))
+            raise
+        self._lines.append(_text(detached))
+        try:
+            self._write()
+        except OSError as error:
+            error.filename = str(self.path)  # of a descriptor it is not told
+            raise
         self.require_there()
 
     def require_there(self) -> None:
@@ -139,13 +148,14 @@ class Store:
                     return
                 what = "it has been cut"
         moved = mine.st_nlink and what == "it is gone"
-        told = "who moved it has what it held" if moved else self._saved_again(mine.st_nlink > 0)
+        told = "who moved it has what it held" if moved else self.save_again()
         raise RunEnded(f"expected {self.path} to stay where it is while it is written to, and {what}; {told}")
 
-    def _saved_again(self, cut: bool) -> str:
-        """Write what was written, but for what is still in a file that was cut, to another one; where that is."""
-        assert self._file is not None
-        left = os.pread(self._file, os.fstat(self._file).st_size, 0).splitlines(keepends=True) if cut else []
+    def save_again(self) -> str:
+        """Write what the file lacks to another one, beside it or in a temporary folder; where, in words."""
+        left: list[bytes] = []
+        if self._file is not None and (found := os.fstat(self._file)).st_nlink:
+            left = os.pread(self._file, found.st_size, 0).splitlines(keepends=True)
         content = b"".join([self._lines[0], *(line for line in self._lines[1:] if line not in left)])
         for folder in (self.path.parent, Path(tempfile.gettempdir())):
             path = folder / f"{self.path.stem}-saved.jsonl"
@@ -153,7 +163,10 @@ class Store:
                 make_folder(folder)
                 write_file(path, content, os.O_EXCL)
                 sync_folder(folder)
+            except FileExistsError:
+                continue
             except OSError:
+                path.unlink(missing_ok=True)
                 continue
             return f"what it held is saved in {path}"
         return "what it held could not be saved again"
@@ -171,23 +184,25 @@ class Store:
             names[name] = f"{stem}-{number}-{part}" if alike else f"{stem}-{part}"
             write_file(self.path.with_name(names[name]), base64.b64decode(content))
         sync_folder(self.path.parent)
-        return dict(record) | {"result": dict(record["result"]) | {"files": names}}
+        return dict(record) | {"result": record["result"] | {"files": names}}
 
-    def _write(self, line: Mapping[str, Any]) -> None:
-        assert self._file is not None
-        text = (to_json(line) + "\n").encode()
-        self._lines.append(text)
-        try:
-            _write_synced(self._file, text)
-        except OSError as error:
-            error.filename = str(self.path)  # of a descriptor it is not told
-            raise
+    def _write(self) -> None:
+        """The last line, and the first one before it where there is no file yet."""
+        if self._file is None:
+            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o644)
+            _write_synced(self._file, self._lines[0])
+            sync_folder(self.path.parent)
+        _write_synced(self._file, self._lines[-1])
 
     def close(self) -> None:
         """Close the file, if one was written."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def _text(line: Mapping[str, Any]) -> bytes:
+    return (to_json(line) + "\n").encode()
 
 
 def _write_synced(file: int, data: bytes) -> None:
@@ -211,6 +226,9 @@ def write_file(path: Path, data: bytes, flags: int = 0) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | flags, 0o644)
     try:
         _write_synced(file, data)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(file)
 
@@ -346,10 +364,23 @@ def _whole(text: bytes) -> Line:
     line = json.loads(text, parse_constant=_refuse)
     if b"\\ud" in text.lower():
         line = json.loads(to_json(line))
+    if b"\\u" in text or not text.isascii():
+        line = _shown(line)
     upgraded = _upgrade(line)
     if (why := flaw_of_line(upgraded)) is not None:
         raise ValueError(why)
     return upgraded
+
+
+def _shown(value: Any) -> Any:
+    """The same with control characters as escapes: in a figure they are no XML, on a terminal they are orders."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return list(map(_shown, value))
+    if isinstance(value, dict):
+        return {printable(name): _shown(each) for name, each in value.items()}
+    return value
 
 
 def _refuse(constant: str) -> None:

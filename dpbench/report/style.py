@@ -80,6 +80,7 @@ RC: dict[Any, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
     "hatch.linewidth": 0.9,
+    "text.parse_math": False,  # what stands in a record is never taken for mathematics
     "svg.hashsalt": "dpbench",
     "svg.fonttype": "path",
     "pdf.fonttype": 42,

@@ -1,8 +1,11 @@
-"""The packages that models and backends need, by their references alone: worth importing before a trial is forked."""
+"""The packages that are not always installed: which models and backends need them, and how they are had."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
 
 from clipping.registry import BACKENDS
 
@@ -14,6 +17,58 @@ SCHEMES: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
     "tiny": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
 }
+
+
+#: Package -> the extra of this project that brings it; others are installed by their own name.
+EXTRAS = {
+    "timm": "models",
+    "transformers": "models",
+    "accelerate": "integrations",
+    "lightning": "integrations",
+    "peft": "integrations",
+    "ray": "ray",
+    "submitit": "slurm",
+}
+
+
+def to_be_installed(package: str) -> str:
+    """What a line of error expects where a package is missing: that it is installed, and how.
+
+    Args:
+        package: its name to import.
+    """
+    what = f"'dpbench[{EXTRAS[package]}]'" if package in EXTRAS else package
+    return f"the package {package} to be installed (python -m pip install {what})"
+
+
+def is_missing(package: str) -> bool:
+    """Whether it is not installed. Imports nothing.
+
+    Args:
+        package: its name to import.
+    """
+    return importlib.util.find_spec(package) is None
+
+
+@contextlib.contextmanager
+def needed(package: str, module: str) -> Iterator[None]:
+    """Around the imports of a package that may be missing: say so in one line, and how to have it.
+
+    Args:
+        package: its name to import.
+        module: `__name__` of the module that imports it; a program that a person started ends with exit code 2.
+
+    Raises:
+        ImportError: it cannot be imported.
+    """
+    try:
+        yield
+    except ImportError as error:
+        line = f"expected {to_be_installed(package)}, got {error}"
+        if module == "__main__":
+            print(f"dpbench: {line}", file=sys.stderr)
+            raise SystemExit(2) from error
+        raise ImportError(line, name=package) from error
 
 
 def required_modules(ref: str) -> tuple[str, ...]:

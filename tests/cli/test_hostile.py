@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from report_records import RunFile, save_no_pictures
+from report_records import CPU, RunFile, save_no_pictures
 
 from dpbench.cli import command_line, main
 from dpbench.execution.executors import cpus
@@ -81,7 +81,7 @@ EXPERIMENTS = {
     },
     "EXPERIMENT = make(lambda device: [search(probe=None)])": "MaxBatch: AttributeError",
     "EXPERIMENT = make(lambda device: [search(probe=good(device)[0])])": "MaxBatch: TypeError",
-    "EXPERIMENT = make(lambda device: [search(seed=7)])": "MaxBatch: AttributeError",
+    "EXPERIMENT = make(lambda device: [search(then=7)])": "MaxBatch: AttributeError",
     "EXPERIMENT = make(rounds=True)": "expected at least 1 for rounds of mine, got True",
     **{f"EXPERIMENT = make(figures={value})": "expected names in figures of mine" for value in ("'x'", "5", "(5,)")},
 }
@@ -186,6 +186,40 @@ def test_a_trial_s_path_that_is_not_utf_8_is_one_trial():
     trial = EpsilonTrial(accountant="a\udcff", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=1)
     assert trial.describe()["accountant"] == r"a\udcff" and trial.to_wire()["fields"]["accountant"] == "a\udcff"
     assert EpsilonTrial.from_wire(trial.to_wire()).id == trial.id
+
+
+ESCAPES = "\x1b[2J\x1b]0;owned\x07 \u202etxt"
+MATHS = "$x^2_{$ \\frac{"
+
+
+def test_no_text_of_a_record_is_taken_for_mathematics(tmp_path, capsys):
+    """Wherever a figure or a table has it: a model, a backend, a device, a kind without a figure, a reason."""
+    for number, environment in enumerate((CPU, CPU | {"device_name": MATHS})):
+        file = RunFile(tmp_path / "some" / f"{number}.jsonl", environment=environment)
+        file.step(MATHS, "ghost", [1.0]).step(MATHS, MATHS, [2.0]).step("cnn", "ghost", [1.0])
+        file.search(MATHS, "ghost", fits=(8, 16), fails=(32,)).epsilon(MATHS, 100, 1.0)
+        strange = EpsilonTrial(accountant="rdp", sample_rate=0.1, delta=1e-5, noise_multiplier=1.0, steps=1)
+        file.add(strange, outcome="error", evidence=MATHS)
+        lines = file.path.read_text().splitlines()
+        kind = json.loads(lines[-1])
+        kind["trial"] = {"kind": MATHS, "setting": MATHS}
+        file.path.write_text("\n".join([*lines, json.dumps(kind)]) + "\n")
+    assert main(["report", str(tmp_path / "some")]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_no_text_of_a_record_moves_the_cursor_of_a_terminal(tmp_path, capsys):
+    for name in ("a", "b"):
+        environment = CPU | {"cpu": f"{ESCAPES}{name}", "driver": ESCAPES}
+        file = RunFile(tmp_path / name / "x.jsonl", environment=environment)
+        file.step(f"cnn{ESCAPES}", "ghost", [1.0]).step("cnn", f"ghost{ESCAPES}", [1.0])
+        with file.path.open("a") as opened:
+            opened.write('{"type": "\\u001b[2J"}\n')
+    for command in (["compare", "a", "b"], ["report", "a"], ["plan", f"a{ESCAPES}"]):
+        main([command[0], *(str(tmp_path / name) for name in command[1:])])
+        said = capsys.readouterr()
+        assert not set("\x1b\x07\u202e") & set(said.out + said.err), command
+        assert "\\x1b[2J" in said.out + said.err or command[0] == "report"
 
 
 FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", " =1"]

@@ -3,9 +3,11 @@
 import errno
 import os
 import time
+from pathlib import Path
 
 import matplotlib
 import pytest
+from bodies import FOREVER
 from matplotlib.figure import Figure
 
 from dpbench.report import style
@@ -57,10 +59,10 @@ def test_several_processes_write_what_one_does(figure, tmp_path):
 
 
 def test_what_a_process_met_is_raised_where_the_report_is_made(figure, tmp_path, monkeypatch, left):
-    def full(self, path, **options):
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+    def full(self, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Figure, "savefig", full)
+    monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(OSError, match="No space left on device") as met, Pictures(2) as pictures:
         pictures.save(figure, paths(tmp_path))
     assert met.value.filename == str(tmp_path / "a.png")
@@ -75,10 +77,8 @@ def test_a_process_that_is_killed_is_no_success(figure, tmp_path, monkeypatch, l
 
 
 def test_an_error_elsewhere_ends_the_processes(figure, tmp_path, monkeypatch, left):
-    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: time.sleep(60))
-    start = time.monotonic()
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **options: time.sleep(FOREVER))
     with pytest.raises(KeyError), Pictures(2) as pictures:
         pictures.save(figure, paths(tmp_path))
         raise KeyError("elsewhere")
-    assert time.monotonic() - start < 20
     assert left() == []

@@ -11,6 +11,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import sys
 import sysconfig
 import venv
 from collections.abc import Collection
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from processor import PATIENCE
+from waiting import PATIENCE
 
 from dpbench.experiment import experiment_names
 from dpbench.records.store import read_records
@@ -150,6 +151,55 @@ def test_a_model_of_a_library_that_is_missing_is_one_line(bare, reference):
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT)
     assert done.returncode == 2 and "pip install 'dpbench[models]'" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    checked = subprocess.run(
+        [str(bare), "-m", "dpbench", "check", "--model", reference],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+    )
+    assert checked.returncode == 2 and checked.stdout == "" and checked.stderr.count("\n") == 1
+    assert "pip install 'dpbench[models]'" in checked.stderr
+
+
+INTEGRATIONS = {
+    "huggingface": "transformers",
+    "lightning": "lightning",
+    "tutorials.digits": "lightning",
+    "tutorials.memorisation": "peft",
+}
+
+
+@pytest.mark.parametrize("name", INTEGRATIONS)
+def test_an_integration_whose_library_is_missing_is_one_line(bare, name):
+    """For a program that a person starts; and the last line, where a program of theirs imports it."""
+    module = f"dpbench.integrations.{name}"
+    for command, code in ((["-m", module], 2), (["-c", f"import {module}"], 1)):
+        done = subprocess.run(
+            [str(bare), *command], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT
+        )
+        lines = done.stderr.strip().splitlines()
+        assert done.returncode == code and (code == 1 or len(lines) == 1), done.stderr
+        assert f"expected the package {INTEGRATIONS[name]} to be installed (python -m pip install '" in lines[-1]
+
+
+IMPORTING = """
+import importlib, pkgutil, torch
+import accounting, clipping, dpbench, experiments
+with torch.MODE():
+    for package in (accounting, clipping, dpbench, experiments):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not found.name.endswith("__main__") and "programs" not in found.name:
+                importlib.import_module(found.name)
+"""
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_importing_has_no_condition(mode):
+    code = IMPORTING.replace("MODE", mode)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

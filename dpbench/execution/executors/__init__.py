@@ -55,6 +55,9 @@ class Cluster:
             value = getattr(self, option)
             if value is not None and value < 1:
                 raise UsageError(f"at least 1 for --{option}", value)
+        for option in ("address", "gpu_type", "partition", "cluster"):
+            if getattr(self, option) == "":
+                raise UsageError(f"a name after --{option.replace('_', '-')}", "")
         if self.cluster is not None:
             one_of("a --cluster of --executor slurm", self.cluster, ("slurm", "local"))
 
@@ -73,15 +76,3 @@ def refuse_options_of_others(name: str, options: dict[str, object]) -> None:
         if options.get(option) is not None and name not in takers:
             flag = option.replace("_", "-")
             raise UsageError(f"--{flag} with --executor {' or '.join(takers)}", f"--executor {name}")
-
-
-def missing(package: str, extra: str) -> UsageError:
-    """What is said where the package of an executor is not installed.
-
-    Args:
-        package: its name.
-        extra: of dpbench, which brings it; the executor has the same name.
-    """
-    return UsageError(
-        f"the package {package} for --executor {extra} (python -m pip install 'dpbench[{extra}]')", "none"
-    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import UsageError
+from dpbench.errors import RunEnded, UsageError
 from dpbench.execution.executors.cpus import own_cpus
 from dpbench.execution.progress import Progress
 from dpbench.execution.runner import Request, run
@@ -50,6 +50,6 @@ def _run(spec: Mapping[str, Any]) -> dict[str, Any]:
             retry_before=spec["retry_before"],
         )
         done = run(request, Progress())
-    except (UsageError, OSError) as error:
+    except (UsageError, RunEnded, OSError) as error:
         return {"error": f"node {host_name()}, {spec['results']}: " + " ".join(str(error).split())}
     return {"error": None, "signum": done.signum}

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dpbench.errors import UsageError
+from dpbench.errors import UsageError, going_on
 from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.slurm_queue import JOBS, Queue
 from dpbench.execution.lock import held
@@ -43,7 +43,8 @@ def run(request: Request, progress: Progress) -> Report:
 
     Raises:
         UsageError: submitit or SLURM is not there, or refuses the jobs; the experiment has no name to be found by.
-        OSError: the results folder cannot be written to.
+        OSError: the results folder cannot be written to, which is seen before anything is measured.
+        RunEnded: it cannot go on.
     """
     cluster = request.cluster
     assert cluster is not None
@@ -58,7 +59,7 @@ def run(request: Request, progress: Progress) -> Report:
         return report
     Store(request.folder, {}).close()
     tail = _Tail(request.folder)
-    with held(request.folder, wait=request.wait, say=progress.say), Interruption() as interruption:
+    with held(request.folder, wait=request.wait, say=progress.say), going_on(), Interruption() as interruption:
         left = queue.left_over()
         if left:
             progress.say(

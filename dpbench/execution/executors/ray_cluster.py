@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from dpbench.errors import UsageError, one_of
-from dpbench.execution.executors import Cluster, missing
+from dpbench.execution.executors import Cluster
 from dpbench.process.parent import our_path
+from dpbench.trials.packages import to_be_installed
 
 #: Seconds that a cluster has to answer at all, and then to let this process join it.
 ANSWERS_WITHIN, JOINS_WITHIN = 3.0, 30.0
@@ -30,7 +31,7 @@ def connect(address: str | None) -> Any:
     try:
         import ray
     except ImportError:
-        raise missing("ray", "ray") from None
+        raise UsageError(to_be_installed("ray"), "none") from None
     if not os.getcwd().isprintable():
         raise UsageError("a working folder whose path is text (UTF-8), as Ray needs it", os.getcwd())
     options: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False, "configure_logging": False}

@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from dpbench.errors import UsageError
-from dpbench.execution.executors import Cluster, missing
+from dpbench.execution.executors import Cluster
 from dpbench.execution.executors.job import run_blocks
 from dpbench.process.parent import our_path
 from dpbench.records.host import host_name
+from dpbench.trials.packages import to_be_installed
 
 #: Minutes that a job may take, and jobs at once, where nothing else is asked for.
 MINUTES, JOBS = 240, 16
@@ -50,7 +51,7 @@ class Queue:
         try:
             import submitit
         except ImportError:
-            raise missing("submitit", "slurm") from None
+            raise UsageError(to_be_installed("submitit"), "none") from None
         self._submitit, self._asked, self._device, self._home = submitit, cluster, device, home
         self.local = cluster.cluster == "local"
         if not self.local and shutil.which("sbatch") is None:

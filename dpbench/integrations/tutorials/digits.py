@@ -22,12 +22,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule, Trainer, seed_everything
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpbench.integrations.lightning import PrivateStrategy
+from dpbench.trials.packages import needed
+
+with needed("lightning", __name__):
+    from lightning.pytorch import LightningModule, Trainer, seed_everything
+
+    from dpbench.integrations.lightning import PrivateStrategy
 
 TESTED = 359
 """Images that are held out, of 1797."""

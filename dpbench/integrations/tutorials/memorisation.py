@@ -31,12 +31,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from dpbench.engine import PrivacySpent
-from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+from dpbench.trials.packages import needed
+
+with needed("peft", __name__):
+    from peft import LoraConfig, get_peft_model
+
+with needed("transformers", __name__):
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 
 LENGTH = 48
 """Bytes of a line at the most; shorter ones are filled up, and what fills them is masked."""

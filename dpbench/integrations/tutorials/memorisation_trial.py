@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 import warnings
 from typing import Any
 
 from dpbench.trials.not_here import NotHere
+from dpbench.trials.packages import is_missing, to_be_installed
 
 
 def run(trial: Any) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def run(trial: Any) -> dict[str, Any]:
         NotHere: transformers or peft is not installed.
     """
     for needed in ("transformers", "accelerate", "peft"):
-        if importlib.util.find_spec(needed) is None:
-            raise NotHere(f"{needed} is not installed: pip install 'dpbench[integrations]'")
+        if is_missing(needed):
+            raise NotHere(f"expected {to_be_installed(needed)}, got none")
     from dpbench.integrations.huggingface import PrivacyArguments  # what it needs is here
     from dpbench.integrations.tutorials import memorisation as tutorial  # the same
 

@@ -5,15 +5,18 @@ Such a process is a fork: it has the figure already, writes its files and is gon
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from matplotlib.figure import Figure
 
+from clipping import cache
 from dpbench.process.linux import available_cpus
 
 # Pixels an inch, and pixels at most: Agg draws no image of 2**16 or more.
@@ -27,11 +30,17 @@ def save(figure: Figure, paths: Mapping[str, Path]) -> None:
         figure: to be written.
         paths: suffix -> where.
     """
-    # No version and no date in the files: they would differ with nothing measured anew.
     sharpness = min(_DPI, _TALLEST / figure.get_figheight())
-    figure.savefig(paths["png"], dpi=sharpness, metadata={"Software": None})
-    figure.savefig(paths["svg"], metadata={"Date": None, "Creator": None})
-    figure.savefig(paths["pdf"], metadata={"CreationDate": None, "Creator": None, "Producer": None})
+    # No version and no date in the files: they would differ with nothing measured anew.
+    options: dict[str, dict[str, Any]] = {
+        "png": {"dpi": sharpness, "metadata": {"Software": None}},
+        "svg": {"metadata": {"Date": None, "Creator": None}},
+        "pdf": {"metadata": {"CreationDate": None, "Creator": None, "Producer": None}},
+    }
+    for suffix, given in options.items():
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format=suffix, **given)
+        cache.replace(paths[suffix], drawn.getvalue(), mode=0o666)
 
 
 class Pictures:

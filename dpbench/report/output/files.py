@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 
+from clipping import cache
 from dpbench.report import readable
 from dpbench.report.drawing.pictures import Pictures
 from dpbench.report.output import latex
@@ -34,11 +35,13 @@ def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
     paths = {suffix: folder / f"{part.name}.{suffix}" for suffix in suffixes}
     if part.figure is not None:
         pictures.save(part.figure, paths)
-    _as_data(part.frame).to_csv(paths["csv"], index=False, lineterminator="\n")
+    texts = {"csv": _as_data(part.frame).to_csv(index=False, lineterminator="\n")}
     said = [part.caption.replace("\n", "\n\n"), *map(_claim, part.claims), *part.causes]
     lines = [readable.markdown(part.text), *map(readable.no_html, said)]
-    paths["md"].write_text("\n".join(lines) + "\n", encoding="utf-8")
-    paths["tex"].write_text(latex.table(part.text, part.caption, part.name), encoding="utf-8")
+    texts["md"] = "\n".join(lines) + "\n"
+    texts["tex"] = latex.table(part.text, part.caption, part.name)
+    for suffix, text in texts.items():
+        cache.replace(paths[suffix], text.encode(), mode=0o666)
     return list(paths.values())
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from clipping import cache
 from dpbench.experiment import experiment_names, load_experiment
 from dpbench.records.conditions import pooled
 from dpbench.report import style
@@ -57,7 +58,7 @@ def write(path: Path, parts: Sequence[Part], again: str) -> Path:
     Raises:
         OSError: if it cannot be written.
     """
-    path.write_text(render(parts, again), encoding="utf-8", errors="backslashreplace")
+    cache.replace(path, render(parts, again).encode(errors="backslashreplace"), mode=0o666)
     return path
 
 
