@@ -39,6 +39,12 @@ SMALL = 64
 """What fits so often into a workspace is small: gradients of one parameter that are kept whatever the route says."""
 
 
+def _unknown(squares: Tensor) -> Reach:
+    """Of a use of which nothing is known but its squared norms [B]."""
+    terms = squares.clamp(min=0).sqrt() * UNKNOWN
+    return Reach(terms, torch.zeros_like(terms), terms.square())
+
+
 class Norms(ABC):
     """Adds up squared norms [B], and what several uses of a parameter must share first.
 
@@ -114,7 +120,7 @@ class Norms(ABC):
     def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
         """U of a use; of one of which nothing else is known, by its squared norms."""
         known = rule.reach(g) if source.rearranged else None
-        return known or Reach(squares.clamp(min=0).sqrt() * UNKNOWN, torch.zeros_like(squares))
+        return known or _unknown(squares)
 
     def _doubtful(
         self,
@@ -129,7 +135,15 @@ class Norms(ABC):
     ) -> None:
         """Note that the squared norms of this use are not of the tensor which is summed."""
         reach, ghost = reach or self._reach(source, rule, g, squares), rule.route.ghost
-        (doubt or self._doubt).add(reach, rule.features(), rule.positions, gram=ghost, second_pass=second_pass, of=g)
+        (doubt or self._doubt).add(
+            reach,
+            rule.features(),
+            rule.positions,
+            gram=ghost,
+            second_pass=second_pass,
+            of=g if rule.sums_by_product else None,
+            convolution=rule.convolves,
+        )
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
@@ -174,12 +188,21 @@ class _WholeNorms(Norms):
 
     def _doubt_all(self, uses: list[tuple[Rule, Tensor]], squares: Tensor) -> None:
         """Of the uses of one parameter: their gradients add up, and so do their terms."""
-        unknown = Reach(squares.sqrt() * UNKNOWN, torch.zeros_like(squares))
+        unknown = _unknown(squares)
         found = [rule.reach(g) or unknown for rule, g in uses]
-        terms, lost = (torch.stack(each).sum(0) for each in zip(*found, strict=True))
+        reach = Reach(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
         features = max(rule.features() for rule, _ in uses)
         positions = sum(rule.positions for rule, _ in uses)
-        self._doubt.add(Reach(terms, lost), features, positions, gram=True, second_pass=self.second_pass, of=uses[0][1])
+        multiplied = [g for rule, g in uses if rule.sums_by_product]
+        self._doubt.add(
+            reach,
+            features,
+            positions,
+            gram=True,
+            second_pass=self.second_pass,
+            of=multiplied[0] if multiplied else None,
+            convolution=any(rule.convolves for rule, _ in uses),
+        )
 
     def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:
         squares = torch.zeros_like(self._squares)

@@ -10,6 +10,7 @@ On a CPU, where memory counts and a call does not, portions are formed one after
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from clipping.blocks import sum_dtype
 from clipping.formats import wide_dtype
 from clipping.kernels import fused
+from clipping.kernels.matmul import full_precision
 
 Form = Callable[[slice, int], Tensor]
 """(samples, count) -> [count, *shape]: the sums of `count` portions of these samples, equally many in each."""
@@ -80,6 +82,7 @@ def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:
 
     def form(samples: slice, count: int) -> Tensor:
         some = rows[samples].unflatten(0, (count, -1))
-        return torch.bmm(factors[samples].view(count, 1, -1), some).squeeze(1)
+        with full_precision() if rows.is_cuda else nullcontext():
+            return torch.bmm(factors[samples].view(count, 1, -1), some).squeeze(1)
 
     return added_at_once(form, len(rows), most, len(rows))

@@ -26,6 +26,23 @@ an ordinary record U/‖g‖ is about √T or less (11 at T = 128, 32 at T = 102
 instantiated gradient is kept, norm and sum come of one tensor, and nothing is added; and where a weight was made of
 parameters (standardised, normed, cast), of one that is formed and pulled back twice, by the same operations.
 
+**Operands.** A product may round its operands, too, before they are multiplied: by TF32 to 11 bits, u_o = 2^-11. Which
+does is that product's own: a linear layer's sum is cuBLAS', a convolution's cuDNN's, each with a switch (torch allows
+TF32 in cuDNN by default); norms are formed in full precision, but for gradients that a convolution instantiates. Then
+Σ_t (g_t + δg_t)(a_t + δa_t)ᵀ is summed in place of G = Σ_t g_t a_tᵀ, and with R² = Σ_t ‖a_t‖² ‖g_t‖²
+
+    in the worst case it is off by at most       2 u_o U
+    if each entry rounds at random, uniformly
+    and independently of the others:             ‖G + ΔG‖ ≤ ‖G‖ + κ u_o R, κ = 6
+
+with probability 1 - 1e-12. For across G the error's length is about u_o R √(2/3), and adds to that of G in squares; and
+along G its standard deviation is at most the same, as ⟨G, ΔG⟩ = Σ_tj δg_tj (G a_t)_j + Σ_tk δa_tk (Gᵀ g_t)_k, where
+|(G a_t)_j| ≤ ‖G‖ ‖a_t‖. An ordinary record has R of about ‖G‖, one that cancels more. So 2 κ u_o (6e-3) is stated as
+part of η, and n̂ is raised where κ u_o R is more than that share of it: n̂ ≥ (√(Σ N) + √(Σ (κ u_o R)²)) / (1 + 2 κ u_o).
+Ordinary records keep their factors, to the last bit. Gradients that a convolution instantiated, and did not keep, have
+errors of their own in the norm: √2 κ. Of bfloat16 operands nothing is rounded but the factor's product, in 16 bits
+(`clipping.kernels.matmul`): 2^-16 U, as part of γ_G U. Products of float64 are rounded by no switch.
+
 **The others** are to keep their factors: so routes do not depend on how many records there are (`chosen_for` of a tape
 backend), and what is stated holds for two batches that go by the same ones. A plan that is timed changes them once, in
 its second step. Nor may a record's own numbers depend on its neighbours: the products of a forward and of a backward
@@ -67,6 +84,14 @@ OWN = 64.0
 """Of u, relative to a norm: what it and its factor are rounded by where nothing cancels."""
 UNKNOWN = 8.0
 """U/‖g‖ of a use of which only the gradient is known."""
+HALVES = 2.0**-16
+"""What two bfloat16 numbers keep of one in float32."""
+TF32 = 2.0**-11
+"""u_o of its 11 bits."""
+OPERANDS = 6.0
+"""κ: 7 standard deviations of √(2/3)."""
+ALLOWANCE = 2 * OPERANDS * TF32
+"""η of operands that are rounded to TF32."""
 PORTION = 2e4
 """b √(B T) of a portion of a sum in float32: then b u √(B T) / 4 is 3e-4. With three times as much, records in an order
 that rounds all of them up exceed what is stated for roundings at random."""
@@ -78,10 +103,33 @@ class Reach(NamedTuple):
     Attributes:
         terms: U [B].
         lost: [B] what of it is due to entries that may have been too small to be squared.
+        apart: R² [B], or a number that is larger.
     """
 
     terms: Tensor
     lost: Tensor
+    apart: Tensor
+
+    @classmethod
+    def of_columns(cls, found: Tensor) -> Reach:
+        """From a kernel.
+
+        Args:
+            found: [B, 2], U and what was lost: R is at most U, and no processor whose kernel this is rounds operands.
+                Or [B, 3], with R² beside them.
+        """
+        terms, lost, *apart = found.unbind(-1)
+        return cls(terms, lost, apart[0] if apart else terms.square())
+
+    def of_groups(self, groups: int, repeated: float = 1.0) -> Reach:
+        """Of groups that have outputs of their own, [B · groups], together.
+
+        Args:
+            groups: of each sample.
+            repeated: how often each is there.
+        """
+        terms, lost = (row_norms(each.view(-1, groups)) * repeated for each in (self.terms, self.lost))
+        return Reach(terms, lost, self.apart.view(-1, groups).sum(1) * repeated**2)
 
 
 def smallest(dtype: torch.dtype) -> float:
@@ -103,10 +151,11 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     """
     beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
     if fused.runs(a, g):
-        return Reach(*fused.reach(a, g, (beside_inputs, beside_outputs)).unbind(1))
+        return Reach.of_columns(fused.reach(a, g, (beside_inputs, beside_outputs)))
     of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
     lost = g.sum(1).mul_(beside_outputs).add_(of_inputs, alpha=beside_inputs)
-    return Reach((a * g).sum(1), lost)
+    terms = a * g
+    return Reach(terms.sum(1), lost, terms.square_().sum(1))
 
 
 def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
@@ -129,7 +178,8 @@ def all_alike(terms: Tensor, entries: int) -> Reach:
         entries: of one sample's gradient.
     """
     norms = row_norms(terms.flatten(1))
-    return Reach(norms * math.sqrt(max(1, math.prod(terms.shape[1:]) // max(1, entries))), torch.zeros_like(norms))
+    most = norms * math.sqrt(max(1, math.prod(terms.shape[1:]) // max(1, entries)))
+    return Reach(most, torch.zeros_like(norms), norms.square())
 
 
 def row_norms(x: Tensor, dim: int = -1) -> Tensor:
@@ -175,19 +225,17 @@ def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
     return (4 + PRODUCT * math.sqrt(positions) + (SECOND_PASS if second_pass else 0)) * unit(dtype)
 
 
-def of_operands(of: Tensor) -> float:
-    """What operands of a sum's product lose on CUDA, relative to U: TF32 keeps 11 bits, two bfloat16 numbers 16.
+def rounds_operands(of: Tensor, *, convolution: bool) -> bool:
+    """Whether a product of such operands, in float32, may round them to TF32.
 
     Args:
         of: an operand.
+        convolution: it is a convolution, which is cuDNN's; else a product of matrices, which is cuBLAS'.
     """
-    if not of.is_cuda or of.dtype == torch.float64:
-        return 0.0
-    if of.dtype == torch.bfloat16:
-        return 2.0**-16
+    if not of.is_cuda or torch.finfo(of.dtype).bits > 32 or (of.dtype == torch.bfloat16 and not convolution):
+        return False
     switches: Any = torch.backends
-    allowed = switches.cuda.matmul.fp32_precision, switches.cudnn.conv.fp32_precision
-    return 2.0**-10 if "tf32" in allowed else 0.0
+    return (switches.cudnn.conv if convolution else switches.cuda.matmul).fp32_precision == "tf32"
 
 
 def cap(positions: int, *, of_layer: bool = False) -> float:
@@ -214,7 +262,14 @@ def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
 
 
 def excess(
-    batch_size: int, positions: int, features: int, together: int, dtype: torch.dtype, *, of_layers: bool = False
+    batch_size: int,
+    positions: int,
+    features: int,
+    together: int,
+    dtype: torch.dtype,
+    *,
+    of_layers: bool = False,
+    operands: bool = False,
 ) -> tuple[float, float]:
     """η: what one record may move the computed sum by beyond its threshold, as a share of it.
 
@@ -229,6 +284,7 @@ def excess(
         together: b, samples whose share of the sum is formed at once.
         dtype: of what is summed.
         of_layers: of per-layer clipping.
+        operands: those of some products are rounded to TF32.
 
     Returns:
         If each addition rounds at random, and in the worst case.
@@ -236,7 +292,8 @@ def excess(
     u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
     others = math.sqrt(terms) * (together + most / 2) / 4
     at_random = u * (OWN + max(batch_size / 4 + others, math.hypot(batch_size, others)))
-    return at_random, u * (OWN + batch_size + terms * (together + most) + most * (positions + features))
+    worst = u * (OWN + batch_size + terms * (together + most) + most * (positions + features))
+    return (at_random + ALLOWANCE, worst + 2 * TF32 * most) if operands else (at_random, worst)
 
 
 class Doubt:
@@ -251,7 +308,7 @@ class Doubt:
     def __init__(self, like: Tensor, parameters: int, *, of_layer: bool = False) -> None:
         self._like, self._of_layer = like, of_layer
         self._least = math.sqrt(parameters) * smallest(like.dtype)
-        self._uses: list[tuple[Reach, float, float]] = []
+        self._uses: list[tuple[Reach, float, float, float]] = []
         self._positions = 1
 
     def add(
@@ -263,6 +320,7 @@ class Doubt:
         gram: bool,
         second_pass: bool = False,
         of: Tensor | None = None,
+        convolution: bool = False,
     ) -> None:
         """Of a use whose norm is not that of the tensor which is summed.
 
@@ -272,12 +330,17 @@ class Doubt:
             positions: T.
             gram: the norm came of Gram matrices.
             second_pass: the sum is another backward pass's.
-            of: a tensor of the dtype and device of what the sum is a product of.
+            of: a tensor of the dtype and device of what the sum is a product of; None if it is none.
+            convolution: that product is a convolution.
         """
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
-        of_sums = of_product(positions, dtype, second_pass) + (0.0 if of is None else of_operands(of))
-        self._uses.append((reach, of_squares, of_sums))
+        of_sums, of_operands = of_product(positions, dtype, second_pass), 0.0
+        if of is not None and rounds_operands(of, convolution=convolution):
+            of_operands = OPERANDS * TF32 * (math.sqrt(2) if convolution and not gram else 1)
+        elif of is not None and of.is_cuda and of.dtype == torch.bfloat16:
+            of_sums += HALVES
+        self._uses.append((reach, of_squares, of_sums, of_operands))
         self._positions = max(self._positions, positions)
 
     def bound(self, squares: Tensor) -> Tensor:
@@ -289,8 +352,8 @@ class Doubt:
         squares = squares.clamp(min=0)
         if not self._uses:
             return squares.sqrt() + self._least
-        reaches, of_squares, of_sums = zip(*self._uses, strict=True)
-        terms, lost = ([each.to(self._like.dtype) for each in part] for part in zip(*reaches, strict=True))
+        reaches, of_squares, of_sums, of_operands = zip(*self._uses, strict=True)
+        terms, lost, apart = ([each.to(self._like.dtype) for each in part] for part in zip(*reaches, strict=True))
         rates = [*map(math.sqrt, of_squares), *of_sums]
         scaled = torch._foreach_mul([*terms, *terms], rates)
         sums = torch.stack([*scaled, *terms]).square_().view(3, len(terms), -1).sum(1)
@@ -298,5 +361,8 @@ class Doubt:
         doubted, unlike, reach = sums.sqrt_()
         found = (doubted + unlike).add_(torch.stack(lost).sum(0)).add_(self._least)
         found = torch.maximum(found, reach / cap(self._positions, of_layer=self._of_layer))
+        if any(of_operands):
+            rounded = torch.stack(torch._foreach_mul(apart, [rate**2 for rate in of_operands])).sum(0)
+            found = torch.maximum(found, (squares.sqrt() + rounded.sqrt_()).div_(1 + ALLOWANCE))
         # an overflow: infinities subtracted from one another, or times 0. What is no number itself stays so in the sum
         return found.nan_to_num_(math.inf, math.inf)

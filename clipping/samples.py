@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from clipping.blocks import added, in_parts
 from clipping.formats import norm_dtype, wide_dtype
 from clipping.functions import ClipFunction
+from clipping.kernels.matmul import full_precision
 from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once, weighted_at_once
 from clipping.rounding import portion, smallest
@@ -69,8 +71,9 @@ def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:
         return weighted_at_once(factors[0], rows, most).view(grad.shape[1:])
     if wide != grad.dtype:  # a wide copy of some rows at a time
         most = min(most, max(1, WIDENED // max(1, rows.shape[1])))
-    if len(rows) <= most:
-        return (factors @ rows.to(wide)).view(grad.shape[1:])
-    portions = in_parts(len(rows), -(-len(rows) // most))
-    found = added(lambda samples: factors[:, samples] @ rows[samples].to(wide), portions)
-    return found.view(grad.shape[1:])
+    with full_precision() if rows.is_cuda else nullcontext():
+        if len(rows) <= most:
+            return (factors @ rows.to(wide)).view(grad.shape[1:])
+        portions = in_parts(len(rows), -(-len(rows) // most))
+        found = added(lambda samples: factors[:, samples] @ rows[samples].to(wide), portions)
+        return found.view(grad.shape[1:])

@@ -37,7 +37,7 @@ from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
 from clipping.reference import with_zeros
-from clipping.rounding import excess, portion
+from clipping.rounding import excess, portion, rounds_operands
 from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
 from clipping.sources import Source
@@ -68,6 +68,8 @@ class TapeBackend(Backend):
         super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile)
         self.stand_in = stand_ins(self.model)
         self._sizes = UNSEEN
+        ours = [p for p in model.parameters() if p.requires_grad]
+        self._rounds_operands = any(rounds_operands(p, convolution=each) for p in ours[:1] for each in (False, True))
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
@@ -77,7 +79,9 @@ class TapeBackend(Backend):
         positions, features = self._sizes
         dtype = self._dtype()
         most = min(batch_size, portion(batch_size, positions, dtype))
-        return excess(batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer)
+        return excess(
+            batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer, operands=self._rounds_operands
+        )
 
     def _choose_for(self, tape: Tape, batch_size: int) -> None:
         """Have routes chosen for one batch size, to a power of two, until a batch is more than twice as large.
@@ -106,6 +110,8 @@ class TapeBackend(Backend):
         sizes = ((rule.positions, rule.features()) for use in tape.uses for _, rule in use.rules)
         positions, features = zip(seen, (1, 1), *sizes, strict=True)
         self._sizes = max(positions), max(features)
+        rules = [rule for use in tape.uses for _, rule in use.rules if rule.sums_by_product]
+        self._rounds_operands = any(rounds_operands(rule.parameter, convolution=rule.convolves) for rule in rules)
 
     @property
     def lets_go(self) -> bool:

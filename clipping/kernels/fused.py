@@ -54,7 +54,7 @@ def shifted_norms(
     width: int,
     lost: tuple[float, float],
 ) -> Tensor:
-    """Squared norm, Σ_t √A_tt √G_tt and Σ_t (√A_tt · lost[0] + √G_tt · lost[1]) of each sample.
+    """Squared norm, Σ_t √A_tt √G_tt, Σ_t (√A_tt · lost[0] + √G_tt · lost[1]) and Σ_t A_tt G_tt of each sample.
 
     Args:
         x: [n, ∏ phases, N, N] float32, contiguous: Gram matrices of the pixels of each phase of an image.
@@ -66,18 +66,18 @@ def shifted_norms(
         lost: what is made of the norms of rows.
 
     Returns:
-        [n, 3] float32.
+        [n, 4] float32.
     """
     count, positions, _ = g.shape
     block = cuda._power(positions, TILE)
     blocks = math.ceil(positions / block)
     each = blocks * (blocks // 2 + 1)
-    out = g.new_empty(count, each, 3)
+    out = g.new_empty(count, each, 4)
     numbers = (positions, width, x.shape[2], *grid, *map(float, lost))
     constants = {"PHASES_H": phases[0], "PHASES_W": phases[1], "BLOCK": block}
     step = max(1, cuda.PROGRAMS // max(1, each))
     for at in (slice(start, start + step) for start in range(0, count, step)):
-        _run("shifted", out[at].numel() // 3, (x[at], g[at], out[at]), numbers, **_named(geometry), **constants)
+        _run("shifted", out[at].numel() // 4, (x[at], g[at], out[at]), numbers, **_named(geometry), **constants)
     return _whole(out)
 
 
@@ -85,7 +85,9 @@ def shifted_norms(
 def reach(
     x: Tensor, g: Tensor, lost: tuple[float, float], geometry: Sequence[Sequence[int]] | None = None, width: int = 0
 ) -> Tensor:
-    """Σ_t a_t g_t and Σ_t (a_t · lost[0] + g_t · lost[1]) of each sample, a_t² the sum of the squares that t reads.
+    """Σ_t a_t g_t, Σ_t (a_t · lost[0] + g_t · lost[1]) and Σ_t a_t² g_t² of each sample.
+
+    a_t² is the sum of the squares that t reads.
 
     Args:
         x: [n, rows, columns] float32: norms of an image's pixels; or [n, T] (or [n, 1], of all alike) of rows, a_t
@@ -96,15 +98,15 @@ def reach(
         width: columns of the output's T positions; not read for rows.
 
     Returns:
-        [n, 2] float32.
+        [n, 3] float32.
     """
     count, positions = g.shape
     if geometry is None:
         x, geometry, width = x.expand(count, positions).unsqueeze(1), ([1, 1], [1, 1], [0, 0], [1, 1]), positions
     block = cuda._power(positions, LINE)
-    out = g.new_empty(count, math.ceil(positions / block), 2)
+    out = g.new_empty(count, math.ceil(positions / block), 3)
     numbers = (positions, width, *x.shape[1:], *x.stride(), *g.stride(), *map(float, lost))
-    _run("reach", out.numel() // 2, (x, g, out), numbers, **_named(geometry), BLOCK=block)
+    _run("reach", out.numel() // 3, (x, g, out), numbers, **_named(geometry), BLOCK=block)
     return _whole(out)
 
 

@@ -37,7 +37,8 @@ def shifted(
     """Over a block of positions t and one of positions u: Σ A_tu G_tu, and over t = u what a reach is made of.
 
     A is Σ over the kernel's offsets of shifts of x [n, phases, pixels, pixels], G is g [n, positions, positions]:
-    out [n · pairs, 3], of which the last two are Σ_t √A_tt √G_tt and Σ_t √G_tt · of_outputs + √A_tt · of_inputs.
+    out [n · pairs, 4], of which the last three are Σ_t √A_tt √G_tt, Σ_t √G_tt · of_outputs + √A_tt · of_inputs and
+    Σ_t A_tt G_tt.
     """
     blocks = tl.cdiv(positions, BLOCK)
     distances = blocks // 2 + 1  # half of the pairs of blocks, as in `programs._pair`
@@ -64,13 +65,15 @@ def shifted(
         inside = there & t_inside[:, None] & u_inside[None, :]
         sums += tl.load(x + of_t[:, None] + of_u[None, :], mask=inside, other=0.0)
     of_g = tl.load(g + t.to(tl.int64)[:, None] * positions + u[None, :], mask=there, other=0.0)
-    out += tl.program_id(0).to(tl.int64) * 3
+    out += tl.program_id(0).to(tl.int64) * 4
     tl.store(out, tl.sum(sums * of_g) * weight)
     same = there & (t[:, None] == u[None, :])
     a_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, sums, 0.0), 1), 0.0))
     g_norms = tl.sqrt(tl.maximum(tl.sum(tl.where(same, of_g, 0.0), 1), 0.0))
-    tl.store(out + 1, tl.sum(a_norms * g_norms))
+    terms = a_norms * g_norms
+    tl.store(out + 1, tl.sum(terms))
     tl.store(out + 2, tl.sum(a_norms) * of_inputs + tl.sum(g_norms) * of_outputs)
+    tl.store(out + 3, tl.sum(terms * terms))
 
 
 @triton.jit
@@ -107,8 +110,9 @@ def reach(
     DILATION_W: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Over a block of positions: Σ_t a_t g_t and Σ_t g_t · of_outputs + a_t · of_inputs: out [n · blocks, 2].
+    """Over a block of positions: Σ_t a_t g_t, Σ_t g_t · of_outputs + a_t · of_inputs and Σ_t a_t² g_t².
 
+    out is [n · blocks, 3].
     x are the norms of pixels [n, rows, columns], of which a_t² adds up the squares that position t reads; g [n,
     positions] are norms of rows.
     """
@@ -132,9 +136,11 @@ def reach(
             pixel = tl.load(x + y.to(tl.int64) * x_row + z.to(tl.int64) * x_column, mask=inside, other=0.0)
             squares += pixel * pixel
         of_x = tl.sqrt(squares)
-    out += tl.program_id(0).to(tl.int64) * 2
-    tl.store(out, tl.sum(of_x * of_g))
+    terms = of_x * of_g
+    out += tl.program_id(0).to(tl.int64) * 3
+    tl.store(out, tl.sum(terms))
     tl.store(out + 1, tl.sum(of_x) * of_inputs + tl.sum(of_g) * of_outputs)
+    tl.store(out + 2, tl.sum(terms * terms))
 
 
 @triton.jit

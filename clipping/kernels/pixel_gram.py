@@ -160,7 +160,7 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
         least: see `clipping.rounding.of_lost`.
 
     Returns:
-        [n, 3], float32 or wider: squared norms, and what `clipping.rounding.Reach` has.
+        [n, 4], float32 or wider: squared norms, and what `clipping.rounding.Reach.of_columns` takes.
     """
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry, phases = Geometry(*options), [1, 1]
@@ -173,7 +173,7 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
         phases[i] = 1 if len(remainders) == 1 else stride
     count, channels, *size = x.shape
     if not x.numel():  # the kernel reads nothing but padding
-        return g.new_zeros(count, 3, dtype=norm_dtype(g.dtype))
+        return g.new_zeros(count, 4, dtype=norm_dtype(g.dtype))
     grid = [n // phase for n, phase in zip(size, phases, strict=True)]
     if math.prod(phases) > 1:
         x = x.view(count, channels, grid[0], phases[0], grid[1], phases[1]).permute(0, 3, 5, 1, 2, 4)
@@ -193,7 +193,7 @@ def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least:
         least: see `clipping.rounding.of_lost`.
 
     Returns:
-        [n, 2] float32: what `clipping.rounding.Reach` has.
+        [n, 3] float32: what `clipping.rounding.Reach.of_columns` takes.
     """
     images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
     return fused.reach(images[:, 0], g, least, options, width)

@@ -173,6 +173,10 @@ class Rule(ABC):
     is_fallback = False
     aligned = False
     """The tensor has a row for each row of the output, and each meets its own."""
+    sums_by_product = False
+    """Whether Σ_i c_i g_i is a product of the input and the output's gradient, which may round its operands."""
+    convolves = False
+    """Whether that product is a convolution."""
     fold = 1
     """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
     route = Route()
@@ -209,8 +213,7 @@ class Rule(ABC):
     def _reach_of_rows(self, g: Tensor, of_block: Callable[[slice], Reach], size: int) -> Reach:
         """In blocks of samples, of which each takes so many bytes."""
         found = each(lambda samples: of_block(samples), blocks(self.samples(g), size, self.workspace(g)))
-        terms, lost = zip(*found, strict=True)
-        return Reach(torch.cat(terms), torch.cat(lost)) if len(found) > 1 else Reach(terms[0], lost[0])
+        return Reach(*(map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0]))
 
     def companions(self, g: Tensor) -> Hashable:
         """The same for uses, of different parameters, whose squared norms are found faster together: see there."""
@@ -364,6 +367,7 @@ class Regrouped(Rule):
     def __init__(self, rule: Rule, fold: int) -> None:
         super().__init__(rule.parameter, rule.positions * fold, rule.inputs, rule.outputs, rule.groups)
         self.rule, self.fold = rule, fold
+        self.sums_by_product, self.convolves = rule.sums_by_product, rule.convolves
         self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
 
     def work(self, g: Tensor | Spec, way: str) -> Work:

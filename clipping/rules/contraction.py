@@ -94,7 +94,7 @@ class Contraction(Bilinear):
         def of_block(samples: slice) -> Reach:
             x, of = (each.flatten(0, 1) for each in self.operands(g, samples))
             found = of_rows(row_norms(x), row_norms(of), self.inputs, self.outputs)
-            return Reach(*(row_norms(each.view(-1, self.groups)) * repeated for each in found))
+            return found.of_groups(self.groups, repeated)
 
         return self._reach_of_rows(g, of_block, self.groups * self.positions * self.inputs * g.element_size())
 

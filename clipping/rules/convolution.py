@@ -57,6 +57,7 @@ class ConvolutionWeight(Bilinear):
 
     ghosts: tuple[str, ...] = ("pixels", "patches")
     instantiations: tuple[str, ...] = ("unfold", "grouped")
+    convolves = True
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class ConvolutionWeight(Bilinear):
             if len(self.kernel) <= 2 and (by_kernel or cpu.in_one_piece(pixels, norms)):
                 found = reach_of_pixels if by_kernel else cpu.patch_reach
                 made = found(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
-                return self._of_groups(Reach(*made.unbind(1)))
+                return self._of_groups(Reach.of_columns(made))
             pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
             ones = pixels.new_ones(1, 1, *self.kernel)
@@ -156,7 +157,7 @@ class ConvolutionWeight(Bilinear):
 
     def _of_groups(self, found: Reach) -> Reach:
         """Each group has outputs of its own."""
-        return Reach(*(row_norms(each.view(-1, self.groups)) for each in found)) if self.groups > 1 else found
+        return found.of_groups(self.groups) if self.groups > 1 else found
 
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
@@ -168,15 +169,15 @@ class ConvolutionWeight(Bilinear):
         def found(samples: slice) -> Tensor:
             return self._with_reach(*self.operands(g, samples), way)
 
-        squares, terms, lost = concatenated(found, self.blocks(g, way, route.block)).unbind(1)
-        reach = self._of_groups(Reach(terms, lost))
+        made = concatenated(found, self.blocks(g, way, route.block))
+        squares, reach = made[:, 0], self._of_groups(Reach.of_columns(made[:, 1:]))
         return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
 
     def _finds_reach(self, g: Tensor, way: str) -> bool:
         return way == COMPILED or (way == "pixels" and self._whole(g))
 
     def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
-        """[b·groups, 3]: squared norms, and both parts of reaches."""
+        """[b·groups, 1 + k]: squared norms, and what `Reach.of_columns` takes."""
         found = compiled_norms if way == COMPILED else pixel_norms
         return found(self._grouped(x), self._grouped(g), self._geometry(), self._least(g))
 

@@ -30,6 +30,7 @@ class GroupedWeight(Rule):
     """
 
     ghosts = ("gram",)
+    sums_by_product = True
 
     def __init__(self, weight: Tensor, a: Tensor, ends: Tensor) -> None:
         experts, inputs, outputs = weight.shape

@@ -61,7 +61,7 @@ class LinearWeight(Bilinear):
             a, of = self.operands(g, samples)
             if of.dtype in cpu.REALS and cpu.supported(a, of):
                 lost = of_lost(of.dtype, self.inputs, self.outputs)
-                return Reach(*cpu.row_reach(a, of, lost).unbind(1))
+                return Reach.of_columns(cpu.row_reach(a, of, lost))
             return of_rows(row_norms(a), row_norms(of), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
@@ -79,7 +79,7 @@ class LinearWeight(Bilinear):
 
         parts = each(found, self.blocks(g, COMPILED, route.block))
         squares, reaches = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-        return squares, [Reach(*of.unbind(1)) for of in reaches.unbind(1)]
+        return squares, [Reach.of_columns(of) for of in reaches.unbind(1)]
 
     def copied(self, g: Tensor | Spec) -> int:
         return self.positions * min(self.inputs, self.outputs) * g.element_size()

@@ -50,7 +50,7 @@ class _Scale(Rule):
 
         def of_block(samples: slice) -> Reach:
             terms = row_norms(self.sizes(samples, dtype).mul_(part(g, samples)).flatten(1))
-            return Reach(terms.mul_(math.sqrt(positions)), torch.zeros_like(terms))
+            return Reach(terms * math.sqrt(positions), torch.zeros_like(terms), terms.square())
 
         return self._reach_of_rows(g, of_block, 2 * math.prod(g.shape[1:]) * dtype.itemsize)
 

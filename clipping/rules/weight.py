@@ -28,6 +28,8 @@ class Bilinear(Rule):
         count: of the portions.
     """
 
+    sums_by_product = True
+
     @abstractmethod
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         """The input and the output's gradient of some samples, of g's dtype, samples first, in as many dimensions."""

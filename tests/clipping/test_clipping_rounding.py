@@ -309,7 +309,8 @@ def test_the_worst_case_is_worse_and_float64_far_below():
 def test_the_bound_is_the_norm_where_nothing_cancels_and_the_reach_where_all_does():
     squares = torch.tensor([4.0, 0.0, math.nan, math.inf])
     doubt = Doubt(squares, parameters=10)
-    doubt.add(Reach(torch.tensor([2.0, 1e6, math.inf, 1.0]), torch.zeros(4)), 64, 4, gram=True)
+    terms = torch.tensor([2.0, 1e6, math.inf, 1.0])
+    doubt.add(Reach(terms, torch.zeros(4), terms.square()), 64, 4, gram=True)
     plain_norm, cancelled, overflowed, infinite = doubt.bound(squares).tolist()
     assert plain_norm == pytest.approx(2, rel=1e-5)
     assert cancelled == pytest.approx(1e6 / CAP[0], rel=1e-3)
