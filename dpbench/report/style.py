@@ -90,6 +90,7 @@ RC: dict[Any, Any] = {
 MODELS = {
     "resnet18?in_place=false": "ResNet18, copying",  # its ReLUs do not work in place
     "timm:resnet18": "timm's ResNet18",
+    "timm:vit_base_patch16_224": "ViT-B/16",
     "timm:vit_tiny_patch16_224": "ViT-tiny/16",
     "timm:vit_tiny_patch16_224?patch_size=4": "ViT-tiny/4",
     "timm:beit_base_patch16_224?patch_size=4&embed_dim=192&num_heads=3": "BEiT 12×192/4",
@@ -104,6 +105,7 @@ MODELS = {
     "timm:beit_base_patch16_224": "BEiT-base",
     "timm:beit_large_patch16_224": "BEiT-large",
     "transformers:gpt2": "GPT-2",
+    "transformers:roberta": "RoBERTa",
     "transformers:gpt2-medium": "GPT-2 medium",
     "transformers:gpt2-large": "GPT-2 large",
     "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096": "GPT-2 6×384",

@@ -77,7 +77,7 @@ def _cell(line: Any) -> tuple[Any, ...]:
 
 
 def _named(line: Any) -> str:
-    size = f" at {line.image_size} px" if not missing(line.image_size) and line.image_size != 32 else ""
+    size = f" at {line.image_size:g} px" if not missing(line.image_size) and line.image_size != 32 else ""
     return f"{style.model(line.model)}{size}, B={line.batch_size}"
 
 

@@ -218,7 +218,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
     sized = frame[["model", "image_size"]].drop_duplicates().groupby("model").size().max() > 1
     rows = [
         figures.Row(
-            style.model(c.model) + (f", {c.image_size} px" if sized and not missing(c.image_size) else ""),
+            style.model(c.model) + (f", {c.image_size:g} px" if sized and not missing(c.image_size) else ""),
             c.backend,
             style.backend(c.backend).name,
         )

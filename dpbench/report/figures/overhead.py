@@ -196,7 +196,7 @@ def _head(axes: Axes, key: tuple[Any, ...], own: pd.DataFrame, with_size: bool) 
     else:
         beside = f"1× = {style.duration(base.step_seconds)}"
         beside += "" if missing(base.peak_bytes) else f", {style.size(base.peak_bytes)}"
-    after = (f", {size} px" if with_size and not missing(size) else "") + f", B={batch_size}"
+    after = (f", {size:g} px" if with_size and not missing(size) else "") + f", B={batch_size}"
     name = style.model(model)
     longest = int(axes.get_window_extent().width / axes.figure.dpi / _CHARACTER) + 6 - len(after)
     name = name if len(name) <= longest else f"{name[: longest - 9]}…{name[-8:]}"
