@@ -141,8 +141,8 @@ class Norms(ABC):
             rule.positions,
             gram=ghost,
             second_pass=second_pass,
-            of=g if rule.sums_by_product else None,
-            convolution=rule.convolves,
+            of=g,
+            library=rule.library,
         )
 
     def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
@@ -193,15 +193,15 @@ class _WholeNorms(Norms):
         reach = Reach(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
         features = max(rule.features() for rule, _ in uses)
         positions = sum(rule.positions for rule, _ in uses)
-        multiplied = [g for rule, g in uses if rule.sums_by_product]
+        library = max(rule.library for rule, _ in uses)
         self._doubt.add(
             reach,
             features,
             positions,
             gram=True,
             second_pass=self.second_pass,
-            of=multiplied[0] if multiplied else None,
-            convolution=any(rule.convolves for rule, _ in uses),
+            of=uses[0][1],
+            library=library,
         )
 
     def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:

@@ -150,7 +150,7 @@ class Recording:
     def _verify(self, result: ClippedGradient, losses: Tensor) -> None:
         clip, names = self.backend.clip, list(self.parameters)
         tolerance = coarsest([losses, *self.parameters.values()], TOLERANCE)
-        if any(rounds_operands(losses, convolution=each) for each in (False, True)):  # with as many bits as float16 has
+        if any(rounds_operands(losses, library) for library in ("cublas", "cudnn")):  # with as many bits as float16 has
             tolerance = max(tolerance, TOLERANCE[torch.float16])
         limit = Limit(min(tolerance, limit_of(formats(losses)).norm), tolerance)
         assert result.norms is not None

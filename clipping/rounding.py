@@ -128,6 +128,8 @@ class Reach(NamedTuple):
             groups: of each sample.
             repeated: how often each is there.
         """
+        if groups == 1 and repeated == 1:
+            return self
         terms, lost = (row_norms(each.view(-1, groups)) * repeated for each in (self.terms, self.lost))
         return Reach(terms, lost, self.apart.view(-1, groups).sum(1) * repeated**2)
 
@@ -225,17 +227,18 @@ def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
     return (4 + PRODUCT * math.sqrt(positions) + (SECOND_PASS if second_pass else 0)) * unit(dtype)
 
 
-def rounds_operands(of: Tensor, *, convolution: bool) -> bool:
+def rounds_operands(of: Tensor, library: str) -> bool:
     """Whether a product of such operands, in float32, may round them to TF32.
 
     Args:
         of: an operand.
-        convolution: it is a convolution, which is cuDNN's; else a product of matrices, which is cuBLAS'.
+        library: cudnn for a convolution, cublas for a product of matrices.
     """
-    if not of.is_cuda or torch.finfo(of.dtype).bits > 32 or (of.dtype == torch.bfloat16 and not convolution):
+    if not of.is_cuda or torch.finfo(of.dtype).bits > 32 or (of.dtype == torch.bfloat16 and library == "cublas"):
         return False
     switches: Any = torch.backends
-    return (switches.cudnn.conv if convolution else switches.cuda.matmul).fp32_precision == "tf32"
+    switch = switches.cudnn.conv if library == "cudnn" else switches.cuda.matmul
+    return bool(switch.fp32_precision == "tf32")
 
 
 def cap(positions: int, *, of_layer: bool = False) -> float:
@@ -320,7 +323,7 @@ class Doubt:
         gram: bool,
         second_pass: bool = False,
         of: Tensor | None = None,
-        convolution: bool = False,
+        library: str = "",
     ) -> None:
         """Of a use whose norm is not that of the tensor which is summed.
 
@@ -330,15 +333,15 @@ class Doubt:
             positions: T.
             gram: the norm came of Gram matrices.
             second_pass: the sum is another backward pass's.
-            of: a tensor of the dtype and device of what the sum is a product of; None if it is none.
-            convolution: that product is a convolution.
+            of: a tensor of the dtype and device of what the sum is a product of.
+            library: whose product that is; "" if it is none.
         """
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
         of_sums, of_operands = of_product(positions, dtype, second_pass), 0.0
-        if of is not None and rounds_operands(of, convolution=convolution):
-            of_operands = OPERANDS * TF32 * (math.sqrt(2) if convolution and not gram else 1)
-        elif of is not None and of.is_cuda and of.dtype == torch.bfloat16:
+        if of is not None and library and rounds_operands(of, library):
+            of_operands = OPERANDS * TF32 * (math.sqrt(2) if library == "cudnn" and not gram else 1)
+        elif of is not None and library and of.is_cuda and of.dtype == torch.bfloat16:
             of_sums += HALVES
         self._uses.append((reach, of_squares, of_sums, of_operands))
         self._positions = max(self._positions, positions)

@@ -69,7 +69,7 @@ class TapeBackend(Backend):
         self.stand_in = stand_ins(self.model)
         self._sizes = UNSEEN
         ours = [p for p in model.parameters() if p.requires_grad]
-        self._rounds_operands = any(rounds_operands(p, convolution=each) for p in ours[:1] for each in (False, True))
+        self._rounds_operands = any(rounds_operands(p, library) for p in ours[:1] for library in ("cublas", "cudnn"))
 
     def problems(self) -> Iterable[Problem]:
         yield from super().problems()
@@ -110,8 +110,8 @@ class TapeBackend(Backend):
         sizes = ((rule.positions, rule.features()) for use in tape.uses for _, rule in use.rules)
         positions, features = zip(seen, (1, 1), *sizes, strict=True)
         self._sizes = max(positions), max(features)
-        rules = [rule for use in tape.uses for _, rule in use.rules if rule.sums_by_product]
-        self._rounds_operands = any(rounds_operands(rule.parameter, convolution=rule.convolves) for rule in rules)
+        rules = [rule for use in tape.uses for _, rule in use.rules if rule.library]
+        self._rounds_operands = any(rounds_operands(rule.parameter, rule.library) for rule in rules)
 
     @property
     def lets_go(self) -> bool:

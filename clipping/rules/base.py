@@ -173,10 +173,7 @@ class Rule(ABC):
     is_fallback = False
     aligned = False
     """The tensor has a row for each row of the output, and each meets its own."""
-    sums_by_product = False
-    """Whether Σ_i c_i g_i is a product of the input and the output's gradient, which may round its operands."""
-    convolves = False
-    """Whether that product is a convolution."""
+    library = ""  # whose product forms Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
     fold = 1
     """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
     route = Route()
@@ -366,8 +363,7 @@ class Regrouped(Rule):
 
     def __init__(self, rule: Rule, fold: int) -> None:
         super().__init__(rule.parameter, rule.positions * fold, rule.inputs, rule.outputs, rule.groups)
-        self.rule, self.fold = rule, fold
-        self.sums_by_product, self.convolves = rule.sums_by_product, rule.convolves
+        self.rule, self.fold, self.library = rule, fold, rule.library
         self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
 
     def work(self, g: Tensor | Spec, way: str) -> Work:

@@ -57,7 +57,7 @@ class ConvolutionWeight(Bilinear):
 
     ghosts: tuple[str, ...] = ("pixels", "patches")
     instantiations: tuple[str, ...] = ("unfold", "grouped")
-    convolves = True
+    library = "cudnn"
 
     def __init__(
         self,
@@ -144,20 +144,15 @@ class ConvolutionWeight(Bilinear):
             if len(self.kernel) <= 2 and (by_kernel or cpu.in_one_piece(pixels, norms)):
                 found = reach_of_pixels if by_kernel else cpu.patch_reach
                 made = found(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
-                return self._of_groups(Reach.of_columns(made))
+                return Reach.of_columns(made).of_groups(self.groups)
             pixels = pixels.unsqueeze(1).square_()
             convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.kernel) - 1]
             ones = pixels.new_ones(1, 1, *self.kernel)
             sums = convolve(pixels, ones, None, self.stride, self.padding, self.dilation)
-            return self._of_groups(
-                of_rows(sums.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
-            )
+            reach = of_rows(sums.clamp_(min=0).sqrt_().view(count, -1), norms, self.inputs, self.outputs)
+            return reach.of_groups(self.groups)
 
         return self._reach_of_rows(g, of_block, 4 * sum(self._each(g)) // max(1, self.inputs))
-
-    def _of_groups(self, found: Reach) -> Reach:
-        """Each group has outputs of its own."""
-        return found.of_groups(self.groups) if self.groups > 1 else found
 
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
@@ -170,7 +165,7 @@ class ConvolutionWeight(Bilinear):
             return self._with_reach(*self.operands(g, samples), way)
 
         made = concatenated(found, self.blocks(g, way, route.block))
-        squares, reach = made[:, 0], self._of_groups(Reach.of_columns(made[:, 1:]))
+        squares, reach = made[:, 0], Reach.of_columns(made[:, 1:]).of_groups(self.groups)
         return squares.view(-1, self.groups).sum(1) if self.groups > 1 else squares, [reach]
 
     def _finds_reach(self, g: Tensor, way: str) -> bool:

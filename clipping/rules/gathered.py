@@ -74,7 +74,7 @@ class AddedUp(Rule):
         super().__init__(rule.parameter, rule.positions, rule.inputs, rule.outputs, rule.groups)
         self.rule, self.order = rule, rows
         self.is_fallback, self.instantiations = rule.is_fallback, rule.instantiations
-        self.sums_by_product, self.convolves = rule.sums_by_product, rule.convolves
+        self.library = rule.library
 
     def samples(self, g: Tensor | Spec) -> int:
         return self.order.batch_size

@@ -30,7 +30,7 @@ class GroupedWeight(Rule):
     """
 
     ghosts = ("gram",)
-    sums_by_product = True
+    library = "cublas"
 
     def __init__(self, weight: Tensor, a: Tensor, ends: Tensor) -> None:
         experts, inputs, outputs = weight.shape

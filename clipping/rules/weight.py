@@ -28,7 +28,7 @@ class Bilinear(Rule):
         count: of the portions.
     """
 
-    sums_by_product = True
+    library = "cublas"
 
     @abstractmethod
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:

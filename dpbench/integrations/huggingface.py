@@ -40,8 +40,8 @@ with needed("transformers", __name__):
     from transformers.trainer import OPTIMIZER_NAME
     from transformers.trainer_utils import get_last_checkpoint
 
-    from dpbench.integrations.transformers_losses import per_sample_losses
-    from dpbench.integrations.transformers_refusals import refuse
+    from dpbench.integrations.transformers_losses import per_sample_losses  # needs it, too
+    from dpbench.integrations.transformers_refusals import refuse  # needs it, too
 
 STATE = "privacy_engine_{}.pt"
 """In a checkpoint: the engine's state of the process of this rank."""

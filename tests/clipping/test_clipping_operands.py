@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipping import Flat, load_backend, rounding
+from clipping import Flat, load_backend, rounding, tape_backends
 from clipping.kernels import cpu, matmul
 from clipping.rounding import ALLOWANCE, OPERANDS, TF32, Doubt, Reach, rounds_operands
 from clipping.rules.convolution import ConvolutionWeight
@@ -40,8 +40,8 @@ def tf32(request, monkeypatch):
     )
     for module in (sys.modules[rule.__module__] for rule in (LinearWeight, ConvolutionWeight)):
         monkeypatch.setattr(module, "product", lambda x, y: product(rounded(x), rounded(y)))
-    monkeypatch.setattr(rounding, "rounds_operands", lambda of, convolution: of.dtype != torch.float64)
-    monkeypatch.setattr("clipping.tape_backends.rounds_operands", lambda of, convolution: of.dtype != torch.float64)
+    monkeypatch.setattr(rounding, "rounds_operands", lambda of, library: of.dtype != torch.float64)
+    monkeypatch.setattr(tape_backends, "rounds_operands", lambda of, library: of.dtype != torch.float64)
 
 
 class Images(nn.Module):
@@ -126,14 +126,12 @@ def test_what_cancels_is_lowered_by_what_its_operands_lose():
     squares = torch.tensor([1.0, 1.0, 1.0])
     terms, apart = torch.tensor([8.0, 100.0, 40.0]), torch.tensor([1.0, 100.0, 4.0])
     on_cuda = pytest.MonkeyPatch()
-    on_cuda.setattr(rounding, "rounds_operands", lambda of, convolution: convolution)
+    on_cuda.setattr(rounding, "rounds_operands", lambda of, library: library == "cudnn")
     try:
         bounds = []
-        for convolves in (False, True):
+        for library in ("cublas", "cudnn"):
             doubt = Doubt(squares, parameters=10)
-            doubt.add(
-                Reach(terms, torch.zeros(3), apart.square()), 64, 64, gram=True, of=squares, convolution=convolves
-            )
+            doubt.add(Reach(terms, torch.zeros(3), apart.square()), 64, 64, gram=True, of=squares, library=library)
             bounds.append(doubt.bound(squares))
     finally:
         on_cuda.undo()
@@ -150,7 +148,7 @@ def test_no_switch_rounds_products_of_float64(dtype):
         is_cuda = True
 
     Operand.dtype = dtype
-    assert not rounds_operands(Operand(), convolution=True) and not rounds_operands(Operand(), convolution=False)
+    assert not rounds_operands(Operand(), "cudnn") and not rounds_operands(Operand(), "cublas")
 
 
 def test_each_library_has_a_switch_of_its_own():
@@ -165,9 +163,9 @@ def test_each_library_has_a_switch_of_its_own():
     try:
         for each in (("ieee", "tf32"), ("tf32", "ieee"), ("ieee", "ieee"), ("tf32", "tf32")):
             matrices.fp32_precision, convolutions.fp32_precision = each
-            assert rounds_operands(Operand(), convolution=False) == (each[0] == "tf32")
-            assert rounds_operands(Operand(), convolution=True) == (each[1] == "tf32")
-            assert rounds_operands(Half(), convolution=True) == (each[1] == "tf32")
-            assert not rounds_operands(Half(), convolution=False), "its products are of bfloat16"
+            assert rounds_operands(Operand(), "cublas") == (each[0] == "tf32")
+            assert rounds_operands(Operand(), "cudnn") == (each[1] == "tf32")
+            assert rounds_operands(Half(), "cudnn") == (each[1] == "tf32")
+            assert not rounds_operands(Half(), "cublas"), "its products are of bfloat16"
     finally:
         matrices.fp32_precision, convolutions.fp32_precision = before

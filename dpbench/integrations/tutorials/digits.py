@@ -31,7 +31,7 @@ from dpbench.trials.packages import needed
 with needed("lightning", __name__):
     from lightning.pytorch import LightningModule, Trainer, seed_everything
 
-    from dpbench.integrations.lightning import PrivateStrategy
+    from dpbench.integrations.lightning import PrivateStrategy  # needs it, too
 
 TESTED = 359
 """Images that are held out, of 1797."""

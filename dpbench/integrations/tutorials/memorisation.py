@@ -42,7 +42,7 @@ with needed("peft", __name__):
 with needed("transformers", __name__):
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer  # needs it, too
 
 LENGTH = 48
 """Bytes of a line at the most; shorter ones are filled up, and what fills them is masked."""
