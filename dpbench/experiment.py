@@ -129,7 +129,7 @@ def _flaw_of(cell: Cell) -> str | None:
     try:
         if isinstance(cell, MaxBatch):  # it says itself which batch sizes it tries
             cell.check()
-        trials = [cell.probe_at(1), cell.then_at(1), cell.seed] if isinstance(cell, MaxBatch) else [cell]
+        trials = [cell.probe_at(1), cell.then_at(1)] if isinstance(cell, MaxBatch) else [cell]
         return next((why for trial in trials if trial is not None and (why := _flaw_of_trial(trial))), None)
     except Exception as error:
         return f"{type(cell).__name__}: {_in_words(error)}"

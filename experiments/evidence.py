@@ -1,16 +1,18 @@
 """What a GPU is to give, most telling first: run it with ``--minutes``, and the same line again goes on.
 
-Stages, each of trials that end inside minutes:
+At most 80 trials; `dpbench plan evidence` tells in advance how long each takes. Stages:
 
+- `steps`: the whole private training step of our engine and of the others', the README's table and first figure.
 - `DeviceTrial`: what the device can do at best.
 - `norms`: every way to a norm beside float64, group norm at CUDA's limit, the Triton programs, by precision.
 - `overheads`: time and memory of backends beside ordinary training, interleaved, by model and precision.
 - `parts`: the engine's whole step taken apart, beside the plain step of the same optimizer.
 - `profiles`: where the time of a step goes, with the traces.
 - `peaks`: predicted beside allocated and reserved.
-- `largest`: the largest batch in 16 GiB of ResNets and VGGs. Figure 3 of arXiv:2205.10683.
+- `largest`: the largest batch in 16 GiB, foretold and confirmed (of all models: `dpbench run stress_test`).
 
-Batch sizes on CUDA let every backend run in 80 GB. On a CPU all of it runs in miniature, to show that it would.
+With ``--minutes 9`` the first stage is done, and some of what follows. Batch sizes on CUDA let every backend run in 80
+GB. On a CPU all of it runs in miniature, to show that it would.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from dpbench.experiment import Cell, Experiment
 from dpbench.trials import OverheadTrial, PeakTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.max_batch import searches
+from dpbench.trials.whole_step import TrainingStepTrial
 
 BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost", "opacus_ghost", "opacus_hooks", "vmap")
-#: With memory that a simulation can foretell; each in its own process.
-FORETOLD = ("nonprivate", "bk_mixed", "mixed_ghost", "vmap")
-RESNETS = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
-VGGS = ("vgg11", "vgg13", "vgg16", "vgg19")
+#: Engines of whole steps: ours first, which tells most.
+ENGINES = (
+    ("nonprivate", "bk_mixed"),
+    ("nonprivate", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"),
+)
+#: Whose peaks are foretold, and measured beside that; each in its own process.
+FORETOLD = ("nonprivate", "bk_mixed")
 BUDGET = 16 * 2**30
 #: Profiles of a step, and those in which a norm has arithmetic of its own (autocast's is bfloat16's).
 PRECISIONS = ("bfloat16-autocast", "float32", "tf32", "bfloat16")
@@ -43,6 +49,7 @@ class Model:
     batch_size: int
     image_size: int | None = 32
     num_classes: int = 10
+    optimizer: str = "SGD"
 
     def settings(self) -> dict[str, Any]:
         shape = {"image_size": self.image_size, "num_classes": self.num_classes}
@@ -59,6 +66,18 @@ MODELS = (
     Model("resnet50", 256),
     Model("transformers:roberta@128", 64, None),
     Model("vgg11", 256),
+)
+_SMALL_BERT = "num_hidden_layers=6&hidden_size=384&num_attention_heads=6&intermediate_size=1536&vocab_size=4096"
+#: The README's table.
+TRAINED = (
+    Model("resnet18", 512),
+    Model("timm:vit_tiny_patch16_224?patch_size=4", 512, optimizer="AdamW"),
+    Model("transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096@128", 128, None, optimizer="AdamW"),
+    Model("resnet50", 256),
+    Model(f"transformers:bert?{_SMALL_BERT}@128", 128, None, optimizer="AdamW"),
+    Model("cnn", 2048),
+    Model("vgg11", 512),
+    Model("timm:convnext_pico?patch_size=2", 256, optimizer="AdamW"),
 )
 _TINY = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
 SMALL = (Model("resnet18", 8), Model(_TINY, 4, None), Model("vgg11", 8))
@@ -78,6 +97,23 @@ def norms(device: str, families: Iterable[str], precisions: Iterable[str] = ARIT
         NormsTrial(family=family, precision=precision, device=device, small=device == "cpu")
         for family in families
         for precision in precisions
+    ]
+
+
+def steps(device: str, models: Iterable[Model], **options: Any) -> list[TrainingStepTrial]:
+    """The whole step of our engine beside the plain one, on these models; then the others'.
+
+    Args:
+        device: "cpu" or "cuda".
+        models: to be trained.
+        options: of the trials, all else.
+    """
+    shared: dict[str, Any] = {"device": device, "rounds": 5, "max_seconds": 2.0, "timeout": 900.0} | options
+    models = list(models)
+    return [
+        TrainingStepTrial(backends=engines, optimizer=model.optimizer, **model.settings(), **shared)
+        for engines in ENGINES
+        for model in models
     ]
 
 
@@ -157,6 +193,7 @@ def cells(device: str) -> list[Cell]:
     mixed, full, *others = PRECISIONS
     first = ("kernels", "group_norm")
     return [
+        *steps(device, TRAINED),
         DeviceTrial(device=device),
         *norms(device, first, ("float32", "bfloat16")),
         *overheads(device, [RESNET18], [mixed, full]),
@@ -169,11 +206,9 @@ def cells(device: str) -> list[Cell]:
         *parts(device, [GPT2, MODELS[2]], mixed),
         *profiles(device, [GPT2], mixed),
         *overheads(device, MODELS[1:], [full]),
-        *peaks(device, MODELS, full),
-        *peaks(device, [GPT2], mixed),
-        *largest(device, ("resnet18", "vgg11", "resnet50")),
-        *overheads(device, MODELS, others),
-        *largest(device, [name for name in RESNETS + VGGS if name not in ("resnet18", "vgg11", "resnet50")]),
+        *peaks(device, MODELS[:2], full),
+        *largest(device, ("resnet18",)),
+        *overheads(device, MODELS[:2], others),
     ]
 
 
@@ -195,22 +230,32 @@ def in_miniature(
         options: of the trials of overheads, all else.
     """
     return [
+        *steps(device, models[:1], threads=1, **options),
         DeviceTrial(device=device, sizes=(256, 1024), copied=2**26),
         *(trial.replace(small=True) for trial in norms(device, FAMILIES)),
         *overheads(device, models, PRECISIONS[:2], threads=1, **options),
         *parts(device, models[:1], "float32", threads=1),
         *profiles(device, models[:1], "float32", threads=1),
-        *peaks(device, models[:1], "float32", FORETOLD[:2]),
+        *peaks(device, models[:1], "float32"),
         *largest(device, searched, budget, limit),
     ]
 
 
 EXPERIMENT = Experiment(
     name="evidence",
-    doc="what a GPU is to give, most telling first: exact norms, overhead, a step's parts, peaks, largest batch",
+    doc="what a GPU is to give, most telling first: whole steps, exact norms, overhead, parts, peaks, largest batch",
     cells=cells,
     smoke=smoke,
     rounds=1,
-    figures=("device", "norms", "overhead", "max_batch_throughput", "memory_accuracy", "parts", "profile"),
+    figures=(
+        "training_step",
+        "device",
+        "norms",
+        "overhead",
+        "max_batch_throughput",
+        "memory_accuracy",
+        "parts",
+        "profile",
+    ),
     in_order=True,
 )

@@ -13,7 +13,7 @@ from dpbench.cli.run import add_request_arguments, request_from
 from dpbench.errors import UsageError
 from dpbench.execution.progress import duration
 from dpbench.execution.runner import Plan, make_plan
-from dpbench.execution.schedule import TYPICAL_PROBES, Run, step_search
+from dpbench.execution.schedule import Run, probes_left, step_search
 from dpbench.experiment import MaxBatch
 from dpbench.records.environment import device_name, resolve_device
 from dpbench.trials import OverheadTrial, Trial
@@ -67,13 +67,17 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass
 class Row:
-    """One model under one backend: how many of its runs are where. `left` of a search is an estimate."""
+    """One model under one backend: how many of its runs are where. `left` of a search is an estimate.
+
+    `seconds`: that one of those that are left takes, if that is known.
+    """
 
     name: tuple[str, ...]
     done: int = 0
     left: int = 0
     pruned: int = 0
     failed: int = 0
+    seconds: float | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -87,7 +91,7 @@ def survey(plan: Plan) -> list[Row]:
 
     def row_of(trial: Trial) -> Row:
         name = _name(trial)
-        return rows.setdefault(name, Row(name))
+        return rows.setdefault(name, Row(name, seconds=plan.clock.of(trial)))
 
     for search in plan.schedule.searches:
         _survey_search(search, plan, row_of(search.probe))
@@ -112,13 +116,12 @@ def survey(plan: Plan) -> list[Row]:
 def _survey_search(search: MaxBatch, plan: Plan, row: Row) -> None:
     state = step_search(search, plan.schedule.history)
     row.done += len(state.seen)
-    _note(row, "to be seeded by simulation" if state.seeding else state.seeded_by)
     if state.failed:
         row.done += 1
         row.failed += 1
         _note(row, f"ended by {state.failed}")
     elif not state.ended:
-        row.left += max(1, TYPICAL_PROBES - len(state.seen))
+        row.left += probes_left(search, state)
         _note(row, "searching" if state.seen else "")
     else:
         answer = search.answer(state.seen)
@@ -156,15 +159,20 @@ def table(rows: Sequence[Row]) -> list[str]:
     Args:
         rows: of `survey`.
     """
-    head = ["kind", "model", "backend", "done", "left", "pruned", "failed", ""]
+    head = ["kind", "model", "backend", "done", "left", "pruned", "failed", "each", ""]
     cells = [
-        [*row.name, *(str(n or "-") for n in (row.done, row.left, row.pruned, row.failed)), "; ".join(row.notes)]
+        [
+            *row.name,
+            *(str(n or "-") for n in (row.done, row.left, row.pruned, row.failed)),
+            duration(row.seconds) if row.left and row.seconds is not None else "-",
+            "; ".join(row.notes),
+        ]
         for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
     return [
         "  ".join(
-            _justify(text, width, i in range(3, 7)) for i, (text, width) in enumerate(zip(line, widths, strict=True))
+            _justify(text, width, i in range(3, 8)) for i, (text, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in [head, *cells]
     ]

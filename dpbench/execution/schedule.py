@@ -1,6 +1,6 @@
 """What to run next: a pure function of the declarations and of what has been recorded.
 
-Searches come first; their seeds and probes belong to round 0 and are not timed. Then the trials, and what follows each
+Searches come first; their probes belong to round 0 and are not timed. Then the trials, and what follows each
 search, round by round: rounds are outermost and each is in an order of its own, so that drift falls on every method
 alike. The order is by a hash of the experiment, the round and the trial, so it is the same when a run is continued, and
 when only a part is selected. An experiment may ask for the order in which it declares its cells instead (`in_order`),
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpbench.experiment import Cell, MaxBatch, Probe
-from dpbench.trials import Trial, canonical_json
-from dpbench.trials.max_batch import Forecast
+from dpbench.trials import LargestTrial, Trial, canonical_json
+from dpbench.trials.expected import expected_seconds
+from dpbench.trials.max_batch import probes_of
 from dpbench.trials.outcome import DOES_NOT_FIT, FINAL, Outcome
 
 Record = Mapping[str, Any]
@@ -135,16 +136,11 @@ class History:
 
 @dataclass(frozen=True)
 class SearchState:
-    """Where a search for the largest batch stands.
-
-    `seeding`: its seed is to be run before the probe `next`. `seeded_by` says in words what a seed has come to.
-    """
+    """Where a search for the largest batch stands."""
 
     seen: Mapping[int, Probe]
     next: int | None
     failed: str | None = None
-    seeding: bool = False
-    seeded_by: str = ""
 
     @property
     def ended(self) -> bool:
@@ -164,20 +160,27 @@ def step_search(search: MaxBatch, history: History) -> SearchState:
         outcome = Outcome(record["outcome"])
         if outcome is not Outcome.OK and outcome not in DOES_NOT_FIT:
             return SearchState(seen, None, failed=f"{outcome} at batch {batch_size}")
-        memory = (record.get("result") or {}).get("memory") or {}
-        seen[batch_size] = Probe(outcome is Outcome.OK, memory.get("peak_bytes"), memory.get("baseline_bytes"))
-    if search.seed is None:
-        return SearchState(seen, search.next_batch_size(seen))
-    seed = history.of(Run(search.seed, 0))
-    forecast = Forecast.of_record(seed)
-    following = search.next_batch_size(seen, forecast)
-    if seed is None:
-        return SearchState(seen, following, seeding=not seen)
-    if forecast is None:
-        words = f"not seeded: {seed['outcome']} when simulated"
-    else:
-        words = f"seeded by simulation: {search.next_batch_size({}, forecast)}"
-    return SearchState(seen, following, seeded_by=words)
+        seen |= probes_of(record)
+    return SearchState(seen, search.next_batch_size(seen))
+
+
+def probes_left(search: MaxBatch, state: SearchState) -> int:
+    """How many trials a search that has not ended is expected to need yet.
+
+    Args:
+        search: the declaration.
+        state: where it stands.
+    """
+    return 1 if isinstance(search.probe, LargestTrial) else max(1, TYPICAL_PROBES - len(state.seen))
+
+
+def apart(one: Trial, other: Trial) -> bool:
+    """Whether two trials must not run at the same time.
+
+    Args:
+        one, other: the trials.
+    """
+    return any(a.alone and (b.alone or not a.beside) for a, b in ((one, other), (other, one)))
 
 
 class Schedule:
@@ -210,26 +213,25 @@ class Schedule:
             running: trials and their rounds.
             may: of a trial, whether it may start.
         """
-        if any(run.trial.alone for run in running):
-            return None
-        waiting = self._as_declared() if self.in_order else itertools.chain(self._probes(running), self._left())
-        run = next((run for run in waiting if run not in running and may(run.trial)), None)
-        return None if run is None or (run.trial.alone and running) else run
 
-    def _probes(self, running: Collection[Run]) -> Iterator[Run]:
-        """The next probe of each search, but those that must wait until nothing is running."""
-        for search in self.searches:
-            run = self._probe(search)
-            if run is not None and not (run.trial.alone and running):
-                yield run
+        def can(run: Run) -> bool:
+            return not any(apart(run.trial, other.trial) for other in running)
+
+        waiting = self._as_declared()
+        if not self.in_order:  # what simulations may run beside goes first: then they do
+            first = itertools.chain((run for run in self._left() if run.trial.beside), self._probes())
+            waiting = itertools.chain(filter(can, first), self._left())
+        run = next((run for run in waiting if run not in running and may(run.trial)), None)
+        return run if run is not None and can(run) else None
+
+    def _probes(self) -> Iterator[Run]:
+        """The next probe of each search."""
+        return (run for search in self.searches if (run := self._probe(search)) is not None)
 
     def _probe(self, search: MaxBatch) -> Run | None:
-        """What the search runs next, its seed or a probe; None if it has ended."""
+        """What the search runs next; None if it has ended."""
         state = step_search(search, self.history)
-        if state.next is None:
-            return None
-        seed = search.seed if state.seeding else None
-        return Run(seed or search.probe_at(state.next), 0)
+        return None if state.next is None else Run(search.probe_at(state.next), 0)
 
     def _as_declared(self) -> Iterator[Run]:
         """What is left, cell by cell in each round; of a search that has not ended, its next probe."""
@@ -273,14 +275,11 @@ class Schedule:
 
     def waiting(self) -> list[Run]:
         """What is left and known by its trial: the runs, and the next probe of each search that has not ended."""
-        probes = (self._probe(search) for search in self.searches)
-        return [run for run in probes if run is not None] + list(self._left())
+        return [*self._probes(), *self._left()]
 
     def recorded(self) -> list[Record]:
         """The records so far of these cells, their searches' probes among them, in their present version."""
         probes = [r for search in self.searches for r in self.history.by_batch_size(search.probe).values()]
-        seeds = (self.history.of(Run(search.seed, 0)) for search in self.searches if search.seed is not None)
-        probes += [record for record in seeds if record is not None]
         return probes + [record for run in self.runs() if (record := self.history.of(run)) is not None]
 
     def remaining(self) -> list[tuple[Trial, float]]:
@@ -289,9 +288,7 @@ class Schedule:
         for search in self.searches:
             state = step_search(search, self.history)
             if not state.ended:
-                if state.seeding and search.seed is not None:
-                    left.append((search.seed, 1))
-                left.append((search.probe, max(1, TYPICAL_PROBES - len(state.seen))))
+                left.append((search.probe, probes_left(search, state)))
                 if search.then is not None:
                     left.append((search.then, self.rounds))
         return left
@@ -333,12 +330,18 @@ class Clock:
         return total / self.nodes
 
     def of(self, trial: Trial) -> float | None:
-        """Seconds that a trial takes, by the mean of those that are most like it; None if nothing has been recorded.
+        """Seconds that a trial takes; None if nothing says so.
+
+        By the mean of its like (kind, model and backend), else as on another GPU, else by its kind, or by anything.
 
         Args:
             trial: to be run.
         """
-        known = next((self._sums[key] for key in _likeness(trial.describe()) if key in self._sums), None)
+        own, *others = _likeness(trial.describe())
+        expected = expected_seconds(trial) if own not in self._sums else None
+        if expected is not None:
+            return expected
+        known = next((self._sums[key] for key in (own, *others) if key in self._sums), None)
         return None if known is None else known[0] / known[1]
 
 

@@ -14,13 +14,14 @@ from clipping.batches import map_tensors
 from dpbench.measure.precision import autocasting
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload
-from dpbench.trials import CheckTrial, OverheadTrial, PeakTrial, StepTrial
+from dpbench.trials import CheckTrial, ConfirmTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import PartsTrial, ProfileTrial
 from dpbench.trials.precision import profile_of
 
 
 def open_workload(
-    trial: StepTrial | OverheadTrial | PeakTrial | CheckTrial | PartsTrial | ProfileTrial, device: str | None = None
+    trial: StepTrial | OverheadTrial | PeakTrial | ConfirmTrial | CheckTrial | PartsTrial | ProfileTrial,
+    device: str | None = None,
 ) -> Workload:
     """The model and data of a trial, on its device or on another, in its precision but for TF32.
 
@@ -66,8 +67,9 @@ class Memory:
     """Peak memory of a step, in bytes.
 
     source: "cuda_allocator", "cpu_allocator" or "simulated". They see different things: a number goes with its source.
-    peak_bytes: the most alive at once, baseline included.
+    peak_bytes: the most alive at once, baseline included, and on CUDA what graphs' pools hold beside it.
     baseline_bytes: parameters, buffers and the batch.
+    allocated_bytes, pool_bytes: on CUDA, the peak by the allocator's books, and the size of graphs' private pools.
     active_bytes, reserved_bytes: CUDA's peaks of blocks in use or awaited by a stream, and of what was taken from the
         card.
     alloc_retries: how often CUDA's allocator has had to empty its cache, since the process began: 0 but near a limit.
@@ -77,6 +79,8 @@ class Memory:
     source: str
     peak_bytes: int
     baseline_bytes: int
+    allocated_bytes: int | None = None
+    pool_bytes: int | None = None
     active_bytes: int | None = None
     reserved_bytes: int | None = None
     alloc_retries: int | None = None

@@ -1,7 +1,7 @@
 """Body of a `LargestTrial`: the largest batch that fits in a budget, by a simulated search in one process.
 
 The search is `dpbench.trials.max_batch.MaxBatch`, its probes are simulated steps (`dpbench.measure.simulate`). What it
-says is what was simulated; on CUDA it seeds the search that measures.
+says is what was simulated; on CUDA a `ConfirmTrial` runs real steps there.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ def run(trial: LargestTrial) -> dict[str, Any]:
         UsageError: the model cannot be built.
     """
     image_size, num_classes = sizes(trial)
+    probe = PeakTrial(
+        model=trial.model,
+        backend=trial.backend,
+        batch_size=trial.batch_size,
+        device=trial.device,
+        precision=trial.precision,
+        image_size=image_size,
+        num_classes=num_classes,
+        seed=trial.seed,
+        memory_budget=trial.memory_budget,
+        simulated=True,
+    )
     search = MaxBatch(
-        probe=PeakTrial(
-            model=trial.model,
-            backend=trial.backend,
-            batch_size=trial.batch_size,
-            device=trial.device,
-            precision=trial.precision,
-            image_size=image_size,
-            num_classes=num_classes,
-            seed=trial.seed,
-            memory_budget=trial.memory_budget,
-            simulated=True,
-        ),
+        probe=probe,
         start=trial.batch_size,
         max_batch_size=trial.max_batch_size,
         tolerance=trial.tolerance,
@@ -55,7 +56,7 @@ def run(trial: LargestTrial) -> dict[str, Any]:
         size = search.next_batch_size(seen)
         assert size is not None
         before = time.monotonic()
-        seen[size] = found = _probe(search.probe_at(size))
+        seen[size] = found = _probe(probe.replace(batch_size=size))
         probes.append(
             {
                 "batch_size": size,

@@ -4,9 +4,14 @@
 before and after the step) and what the step itself had allocated then. Never the resident set, which holds the
 interpreter, the libraries, and pages that were freed and kept.
 
-On CUDA: the caching allocator's own peaks. A budget is `set_per_process_memory_fraction`: the allocator then refuses to
-reserve more, which is *an allocator budget on that card* and not a smaller GPU (workspaces that libraries allocate
-beside it, the context and the other processes are not in it).
+On CUDA: the caching allocator's own peaks, and beside them what the private pools of CUDA graphs hold. The tensors of a
+captured step live in a pool of the graph's own: when the capture ends the allocator's books call them free, although
+each replay works in them and nobody else can have them. So with P the bytes of all pools before the step, and F those
+of them that the books call free, ``peak = peak(allocated) + F``, for every step alike: without graphs F is 0. A record
+has ``allocated_bytes`` (the books' peak), ``pool_bytes`` (P) and ``reserved_bytes`` as well. A budget is
+`set_per_process_memory_fraction`: the allocator then refuses to reserve more, which is *an allocator budget on that
+card* and not a smaller GPU (workspaces that libraries allocate beside it, the context and the other processes are not
+in it).
 
 On a CPU: every allocation and release passes the profiler's memory hook as a signed number of bytes, in order. With
 the running sum R_t = Σ_{s≤t} Δ_s, the peak is baseline + max(0, max_t R_t). Kernels' own temporaries are in it (copies
@@ -22,7 +27,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,6 +78,7 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()  # or the peak of `reserved` would be that of the steps before
     torch.cuda.reset_peak_memory_stats(device)
+    pools = graph_pools(device)
     peaks = {FORWARD: 0, BACKWARD: 0}
     highest = {"active": 0, "reserved": 0}
     now = FORWARD
@@ -94,13 +100,34 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     entered(BACKWARD)
     return Memory(
         "cuda_allocator",
-        peak_bytes=max(peaks.values()),
+        peak_bytes=max(peaks.values()) + pools.free,
         baseline_bytes=baseline,
+        allocated_bytes=max(peaks.values()),
+        pool_bytes=pools.all,
         active_bytes=highest["active"],
         reserved_bytes=highest["reserved"],
         alloc_retries=torch.cuda.memory_stats(device)["num_alloc_retries"],
-        phases=peaks if phases is not None else None,
+        phases={part: peak + pools.free for part, peak in peaks.items()} if phases is not None else None,
     )
+
+
+class Pools(NamedTuple):
+    """Bytes of the private pools of CUDA graphs: all, and those that the allocator's books call free."""
+
+    all: int
+    free: int
+
+
+def graph_pools(device: torch.device) -> Pools:
+    """What CUDA graphs hold in pools of their own.
+
+    Args:
+        device: of CUDA, with its index.
+    """
+    segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
+    own = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
+    held = sum(s["total_size"] for s in own)
+    return Pools(held, held - sum(s["allocated_size"] for s in own))
 
 
 def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, int]:

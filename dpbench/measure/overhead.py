@@ -45,7 +45,7 @@ from clipping.graphs import BEFORE, Graphs
 from clipping.types import Problem
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
-from dpbench.measure.memory import measured_peak
+from dpbench.measure.memory import Pools, graph_pools, measured_peak
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
 from dpbench.models.workload import Workload
@@ -232,7 +232,8 @@ class Entry:
             memory = self._peak()
             self._close()
             if self.device.type == "cuda":
-                memory = without(self._left_by_others(memory), memory)
+                torch.cuda.empty_cache()  # the pools of its graphs are no longer theirs
+                memory = without(self._left_by_others(memory), graph_pools(self.device), memory)
             self.record["memory"] = memory.as_record()
 
     def _graphs(self) -> Graphs | None:
@@ -283,15 +284,17 @@ class NoGraph(UnsupportedModel):
         super().__init__(name, [Problem("step", "is no graph, which could be compiled", "compiled=False")])
 
 
-def without(others: int, memory: Memory) -> Memory:
+def without(others: int, pools: Pools, memory: Memory) -> Memory:
     """A peak of a CUDA device less the bytes that the others have there, which are in all that its allocator counts.
 
     Args:
-        others: bytes.
+        others: bytes that are allocated.
+        pools: of the others' CUDA graphs.
         memory: as the device's allocator has it.
     """
-    kinds = ("peak_bytes", "active_bytes", "reserved_bytes")
-    own = {kind: size - others for kind in kinds if (size := getattr(memory, kind)) is not None}
+    held = {"peak_bytes": others + pools.free, "reserved_bytes": others + pools.free, "pool_bytes": pools.all}
+    held |= dict.fromkeys(("allocated_bytes", "active_bytes"), others)
+    own = {kind: size - held[kind] for kind in held if (size := getattr(memory, kind)) is not None}
     return dataclasses.replace(memory, **own)
 
 

@@ -46,6 +46,7 @@ def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
             **_NAMES,
             "Memory": lambda r: _or(r.memory, str, "–"),
             "Maximum batch": max_batch,
+            **(_FORETOLD if frame.foretold_max_batch_size.notna().any() else {}),
             "Published": lambda r: _or(r.published_max_batch_size, "{:,g}".format),
             "Images/s": lambda r: _or(r.images_per_second, style.number, r.throughput_note),
             "Range": lambda r: _range(r.images_per_second_low, r.images_per_second_high, style.number),
@@ -136,6 +137,10 @@ def max_batch(row: Any) -> str:
     return f"{sign}{row.max_batch_size:,}" + _or(row.max_batch_note, lambda note: f", {note}")
 
 
+_FORETOLD: dict[str, Callable[[Any], str]] = {
+    "Foretold": lambda r: _or(r.foretold_max_batch_size, "{:,}".format),
+    "Its peak": lambda r: _or(r.foretold_peak_error, "{:+.1%}".format),
+}
 _NAMES: dict[str, Callable[[Any], str]] = {
     "Model": lambda r: style.model(r.model),
     "Backend": lambda r: style.backend(r.backend).name,

@@ -8,6 +8,7 @@ from dpbench.trials.privacy import CalibrationTrial, EpsilonTrial, MapTrial, Sch
 from dpbench.trials.steps import (
     STEP_SOURCES,
     CheckTrial,
+    ConfirmTrial,
     ExplainTrial,
     LargestTrial,
     OverheadTrial,
@@ -20,6 +21,7 @@ __all__ = [
     "STEP_SOURCES",
     "CalibrationTrial",
     "CheckTrial",
+    "ConfirmTrial",
     "EpsilonTrial",
     "ExplainTrial",
     "LargestTrial",

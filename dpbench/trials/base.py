@@ -66,6 +66,11 @@ class Trial:
         """Whether another trial at the same time would change what this one measures."""
         return True
 
+    @property
+    def beside(self) -> bool:
+        """True if a trial that runs `alone` needs only its device: trials that are not alone may run meanwhile."""
+        return False
+
     def modules(self) -> tuple[str, ...]:
         """Third-party modules that the trial uses: imported before the fork, and their versions fingerprinted."""
         return ()

@@ -124,6 +124,7 @@ _TRIALS = {
     "step": _STEP,
     "peak": f"{_STEP} simulated memory_budget",
     "largest": f"{_STEP} memory_budget",
+    "confirm": f"{_STEP} memory_budget",
     "overhead": f"{_TURNS} rounds",
     "training_step": f"{_TURNS} rounds optimizer",
     "distributed": f"{_TURNS} processes spread",
@@ -152,8 +153,7 @@ _CONTENTS: Shape = {"files?": Each(BASE64)}
 _MEMORY: Shape = {
     "source": TEXT,
     "peak_bytes": POSITIVE,
-    "baseline_bytes?": _WHOLE,
-    "reserved_bytes?": _WHOLE,
+    **dict.fromkeys(("baseline_bytes?", "allocated_bytes?", "reserved_bytes?", "pool_bytes?"), _WHOLE),
     "phases?": Each(WHOLE),
 }
 _VERIFICATION: Shape = {"max_norm_error": NUMBER, "max_grad_error": NUMBER, "tolerance": NUMBER}
@@ -218,6 +218,10 @@ _RESULTS: Mapping[str, Shape] = {
         "batch_size?": WHOLE,
         "ended?": TEXT,
         "probes?": [{"batch_size": POSITIVE, "fits": FLAG, "peak_bytes": POSITIVE}],
+    },
+    "confirm": {
+        "probes": [{"batch_size": POSITIVE, "fits": FLAG, "memory?": Or(_MEMORY, None)}],
+        "verification": _VERIFICATION,
     },
     "overhead": _PAIRED,
     "training_step": _PAIRED | {"energy?": TEXT},

@@ -4,28 +4,27 @@ Nothing is run here. `MaxBatch.next_batch_size` is a pure function of what has b
 killed continues from its records, and is tested on memory models of our own making.
 
 The strategy: memory(B) = a + b·B predicts where the budget is reached; probe there, then one tolerance step to the
-other side. What seeds the line, from the most telling to the least:
+other side. The line, from the most telling to the least:
 
 - two peaks that are known: the line through them;
-- one: the line from it to what is held before the step (the baseline of the probe, or `a` of the forecast);
-- none: the forecast, which is what a trial of another kind (`seed`) has found by simulation;
-- nothing at all: probe `start`, and its double.
+- one: the line from it to what is held before the step (the baseline of the probe);
+- none: probe `start`, and its double.
 
-Where memory is nearly linear in B, as it is for training, that is two to five probes, also after a forecast that is
-wrong by a tenth. After `PATIENCE` probes nothing is believed any more (allocators round, kernels choose workspaces),
-and plain doubling and bisection end the search. Whatever was predicted, the answer is a batch that was seen to fit.
+Where memory is nearly linear in B, as it is for training, that is two to five probes. After `PATIENCE` probes nothing
+is believed any more (allocators round, kernels choose workspaces), and plain doubling and bisection end the search.
+Whatever was predicted, the answer is a batch that was seen to fit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dpbench.errors import UsageError
-from dpbench.trials.base import Trial
-from dpbench.trials.steps import LargestTrial, PeakTrial, StepTrial
+from dpbench.trials.outcome import Outcome
+from dpbench.trials.steps import BatchTrial, ConfirmTrial, LargestTrial, PeakTrial
 
 PATIENCE = 6
 #: Two probes closer than this say little about the slope between them.
@@ -45,37 +44,18 @@ class Probe:
     baseline_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """memory(B) = `fixed` + `slope`·B, in bytes, before anything was probed."""
+def probes_of(record: Mapping[str, Any]) -> dict[int, Probe]:
+    """Batch size -> what a record of a search's probe told of it; of a whole search in one trial, all its probes.
 
-    fixed: float
-    slope: float
-
-    @classmethod
-    def through(cls, points: Mapping[int, int]) -> Forecast | None:
-        """The line through the two largest of (batch size -> peak in bytes); None if they say of no growth.
-
-        Args:
-            points: of probes that have ended.
-        """
-        if len(points) < 2:
-            return None
-        (size_a, peak_a), (size_b, peak_b) = sorted(points.items())[-2:]
-        slope = (peak_b - peak_a) / (size_b - size_a)
-        return cls(peak_a - slope * size_a, slope) if slope > 0 else None
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any] | None) -> Forecast | None:
-        """What a trial of kind `largest` has found; None if it has not ended, or not well.
-
-        Args:
-            record: of the trial, or None.
-        """
-        if record is None or record["outcome"] != "ok":
-            return None
-        probes = record["result"].get("probes", [])
-        return cls.through({probe["batch_size"]: probe["peak_bytes"] for probe in probes})
+    Args:
+        record: of a trial that ended well, or did not fit.
+    """
+    result = record.get("result") or {}
+    if "probes" in result:
+        return {each["batch_size"]: Probe(each["fits"], each["peak_bytes"]) for each in result["probes"]}
+    memory = result.get("memory") or {}
+    fits = record["outcome"] == Outcome.OK
+    return {record["trial"]["batch_size"]: Probe(fits, memory.get("peak_bytes"), memory.get("baseline_bytes"))}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +64,11 @@ class MaxBatch:
 
     The search ends when the largest that fits and the smallest that does not are within `tolerance` (relative) or one
     sample of each other, or when `max_batch_size` fits, which says "not limited by memory". Batch sizes of `probe` and
-    `then` as declared are ignored. `seed`, a trial of kind `largest`, is run before the first probe, which begins where
-    it ended; if it fails, the search goes on without it.
+    `then` as declared are ignored. A probe of kind `largest` is a whole search, and tells of several batches.
     """
 
-    probe: PeakTrial
-    then: StepTrial | None = None
-    seed: Trial | None = None
+    probe: PeakTrial | LargestTrial
+    then: BatchTrial | None = None
     max_batch_size: int = 16384
     start: int = 8
     tolerance: float = 0.02
@@ -107,7 +85,7 @@ class MaxBatch:
         if not isinstance(self.tolerance, int | float) or not 0 <= self.tolerance < 1:
             raise UsageError("a share of at least 0 and below 1 for tolerance", self.tolerance)
 
-    def probe_at(self, batch_size: int) -> PeakTrial:
+    def probe_at(self, batch_size: int) -> PeakTrial | LargestTrial:
         """The probe of a batch size.
 
         Args:
@@ -115,7 +93,7 @@ class MaxBatch:
         """
         return self.probe.replace(batch_size=batch_size)
 
-    def then_at(self, batch_size: int) -> StepTrial | None:
+    def then_at(self, batch_size: int) -> BatchTrial | None:
         """The trial that follows at the largest batch size; None if there is none.
 
         Args:
@@ -143,17 +121,16 @@ class MaxBatch:
         """
         return self.bounds(seen)[0]
 
-    def next_batch_size(self, seen: Mapping[int, Probe], forecast: Forecast | None = None) -> int | None:
+    def next_batch_size(self, seen: Mapping[int, Probe]) -> int | None:
         """The batch size to probe next, never one already seen; None when the search has ended.
 
         Args:
             seen: batch size -> its probe.
-            forecast: what simulations say of larger batches, if they do.
         """
         low, high = self.bounds(seen)
-        predicted = self._predict(seen, low, high, forecast) if len(seen) < PATIENCE else None
+        predicted = self._predict(seen, low, high) if len(seen) < PATIENCE else None
         if not seen:
-            return min(self.start if predicted is None else max(1, self._cap(predicted)), self.max_batch_size)
+            return min(self.start, self.max_batch_size)
         if high is None:
             return self._above(low, predicted)
         if high - low <= max(1, self.tolerance * low):
@@ -188,32 +165,29 @@ class MaxBatch:
         """A batch size a little below the limit that is predicted."""
         return int(min(predicted * (1 - _BELOW * self.tolerance), self.max_batch_size))
 
-    def _predict(
-        self, seen: Mapping[int, Probe], low: int, high: int | None, forecast: Forecast | None
-    ) -> float | None:
+    def _predict(self, seen: Mapping[int, Probe], low: int, high: int | None) -> float | None:
         """Where the budget is reached, by what is known best; None if nothing says so."""
         budget = self.probe.memory_budget
         if budget is None:
             return None
         pair = self._two_points(seen, low, high)
         if pair is None:
-            return self._by_less(seen, low, forecast, budget)
+            return self._by_one(seen, low, budget)
         (size_a, peak_a), (size_b, peak_b) = pair
         slope = (peak_b - peak_a) / (size_b - size_a)
         if slope <= 0:
             return math.inf if high is None else None  # memory does not grow with the batch
         return size_a + (budget - peak_a) / slope
 
-    def _by_less(self, seen: Mapping[int, Probe], low: int, forecast: Forecast | None, budget: int) -> float | None:
+    def _by_one(self, seen: Mapping[int, Probe], low: int, budget: int) -> float | None:
         """The same where fewer than two peaks are known."""
         known = {size: probe for size, probe in seen.items() if probe.peak_bytes is not None}
-        if known:
-            size = max((size for size in known if size <= low), default=min(known))
-            peak, before = known[size].peak_bytes, known[size].baseline_bytes
-            assert peak is not None
-            fixed = before if forecast is None else forecast.fixed
-            return (budget - fixed) / (peak - fixed) * size if fixed is not None and peak > fixed else None
-        return None if forecast is None else max(0.0, (budget - forecast.fixed) / forecast.slope)
+        if not known:
+            return None
+        size = max((size for size in known if size <= low), default=min(known))
+        peak, before = known[size].peak_bytes, known[size].baseline_bytes
+        assert peak is not None
+        return (budget - before) / (peak - before) * size if before is not None and peak > before else None
 
     def _two_points(
         self, seen: Mapping[int, Probe], low: int, high: int | None
@@ -242,7 +216,8 @@ def searches(
 ) -> list[MaxBatch]:
     """The largest batch of each model and backend, as in Figure 3 of arXiv:2205.10683.
 
-    On CUDA it is measured, from where a simulated search ended, and then the step at that batch; on a CPU simulated.
+    It is foretold: simulated on fake tensors of the device, which takes no memory. On CUDA the whole search is one
+    trial, and then two real steps confirm what it found.
 
     Args:
         device: "cpu" or "cuda".
@@ -258,11 +233,10 @@ def searches(
         for backend in backends:
             largest = min(limit, (limits or {}).get(backend, limit))
             shared: dict[str, Any] = {"model": model, "backend": backend, "device": device, "memory_budget": budget}
-            probe = PeakTrial(**shared, batch_size=8, simulated=device == "cpu")
-            search = MaxBatch(probe=probe, max_batch_size=largest, start=32)
+            probe: PeakTrial | LargestTrial = PeakTrial(**shared, batch_size=8, simulated=True)
+            then = None
             if device != "cpu":
-                then = StepTrial(**shared, batch_size=8, steps=10, max_seconds=15.0)
-                seed = LargestTrial(**shared, batch_size=32, max_batch_size=largest)
-                search = replace(search, then=then, seed=seed)
-            found.append(search)
+                probe = LargestTrial(**shared, batch_size=32, max_batch_size=largest)
+                then = ConfirmTrial(**shared, batch_size=8, max_batch_size=largest)
+            found.append(MaxBatch(probe=probe, then=then, max_batch_size=largest, start=32))
     return found

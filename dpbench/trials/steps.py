@@ -189,6 +189,38 @@ class LargestTrial(BatchTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ConfirmTrial(BatchTrial):
+    """Whether the largest batch that was foretold, `batch_size`, is one: verify the backend, then run two real steps.
+
+    The first step has that batch; the second is one step of the search (`tolerance`, relative) larger if it fitted, or
+    smaller if it did not. No batch is larger than `max_batch_size`. Nothing is timed, so simulations may run meanwhile.
+    """
+
+    kind: ClassVar[str] = "confirm"
+    body: ClassVar[str] = "dpbench.measure.confirm:run"
+    data: str = "synthetic"
+    max_batch_size: int = 16384
+    tolerance: float = 0.02
+    timeout: float = 120.0
+
+    @property
+    def beside(self) -> bool:
+        return True
+
+    def second(self, *, fits: bool) -> int | None:
+        """The batch size of the second step; None if there is none: the limit fits, or not even one sample does.
+
+        Args:
+            fits: whether the first step did.
+        """
+        if fits:
+            size = min(self.batch_size + max(1, int(self.tolerance * self.batch_size)), self.max_batch_size)
+            return size if size > self.batch_size else None
+        size = self.batch_size - max(1, int(self.tolerance / (1 + self.tolerance) * self.batch_size))
+        return size if size > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckTrial(ModelTrial):
     """A backend against the microbatch oracle, on batches that are hard to get right."""
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from dpbench.execution.schedule import Clock, History, Run, Schedule, step_search
+from dpbench.execution.schedule import Clock, History, Run, Schedule, apart, step_search
 from dpbench.experiment import MaxBatch, grid
-from dpbench.trials import LargestTrial, PeakTrial, StepTrial
+from dpbench.trials import ConfirmTrial, LargestTrial, OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.outcome import FINAL, Outcome
 
 BACKENDS = ["nonprivate", "ghost", "vmap"]
@@ -172,50 +172,51 @@ def test_a_failed_search_can_be_retried():
     assert schedule([SEARCH], records, retry=["timeout"]).next() == Run(SEARCH.probe_at(8), 0)
 
 
-SEED = LargestTrial(model="cnn", backend="ghost", batch_size=8, memory_budget=1000)
-SEEDED = MaxBatch(probe=PROBE.replace(simulated=False, device="cuda"), seed=SEED)
+WHOLE = LargestTrial(model="cnn", backend="ghost", batch_size=8, memory_budget=1000)
+FORETOLD = MaxBatch(probe=WHOLE, then=ConfirmTrial(model="cnn", backend="ghost", batch_size=1))
 
 
-def seed_record(outcome="ok") -> dict:
-    """What simulation says: 150 + 9·B, where `linear` is 100 + 10·B."""
-    probes = [{"batch_size": size, "peak_bytes": 150 + 9 * size} for size in (8, 92)]
-    return record_of(Run(SEED, 0), outcome) | {"result": {"probes": probes} if outcome == "ok" else None}
+def searched(trial=WHOLE, outcome="ok", found=90, beyond=92) -> dict:
+    """A whole search that ended between two batches; `beyond` None: it was cut off before."""
+    probes = [{"batch_size": found, "peak_bytes": 100 + 10 * found, "fits": True}]
+    probes += [] if beyond is None else [{"batch_size": beyond, "peak_bytes": 100 + 10 * beyond, "fits": False}]
+    return record_of(Run(trial, 0), outcome) | {"result": {"probes": probes} if outcome == "ok" else None}
 
 
-def test_a_seed_runs_before_the_probes_which_begin_where_it_ended():
-    plan = schedule([SEEDED])
-    assert step_search(SEEDED, plan.history).seeding
-    assert plan.next() == Run(SEED, 0) and plan.next([Run(SEED, 0)]) is None
-    assert [trial.kind for trial, _ in plan.remaining()] == ["largest", "peak"]
-    plan.history.add(seed_record())
-    ran = carry_out(plan, outcome=fits, peak=linear)
-    assert ran[0].trial.batch_size == 93 and len(ran) <= 4
-    state = step_search(SEEDED, plan.history)
-    assert state.ended and SEEDED.answer(state.seen) in (88, 89, 90)
-    assert state.seeded_by == "seeded by simulation: 93"
-    assert sum(record["id"] == SEED.id for record in plan.recorded()) == 1
+def test_a_search_in_one_trial_is_followed_by_what_confirms_it():
+    plan = schedule([FORETOLD], rounds=1)
+    assert plan.next() == Run(WHOLE, 0) and {t.kind: n for t, n in plan.remaining()} == {"largest": 1, "confirm": 1}
+    plan.history.add(searched(found=90, beyond=91))
+    assert step_search(FORETOLD, plan.history).ended and plan.next() == Run(FORETOLD.then_at(90), 0)
+    assert len(plan.recorded()) == 1
+
+
+def test_a_search_in_one_trial_that_was_cut_off_goes_on_from_what_it_saw():
+    plan = schedule([FORETOLD], [searched(found=40, beyond=None)], rounds=1)
+    assert plan.next() == Run(WHOLE.replace(batch_size=80), 0)
 
 
 @pytest.mark.parametrize("outcome", ["error", "unsupported", "timeout"])
-def test_a_seed_that_fails_says_so_and_the_search_goes_on_without(outcome):
-    plan = schedule([SEEDED], [seed_record(outcome)])
-    assert step_search(SEEDED, plan.history).seeded_by == f"not seeded: {outcome} when simulated"
-    ran = carry_out(plan, outcome=fits, peak=linear)
-    assert ran[0].trial.batch_size == 8
-    assert SEEDED.answer(step_search(SEEDED, plan.history).seen) >= 88
+def test_what_could_not_be_foretold_is_not_confirmed(outcome):
+    plan = schedule([FORETOLD], [searched(outcome=outcome)], rounds=1)
+    assert plan.next() is None and step_search(FORETOLD, plan.history).failed == f"{outcome} at batch 8"
 
 
-def test_a_search_that_has_begun_without_its_seed_does_not_go_back_to_it():
-    plan = schedule([SEEDED], [record_of(Run(SEEDED.probe_at(64), 0), peak=740)])
-    assert plan.next().trial.kind == "peak"
-
-
-def test_a_seeded_search_continues_from_its_records():
-    plan = schedule([SEEDED], [seed_record()])
-    whole = carry_out(plan, outcome=fits, peak=linear)
-    for done in range(len(whole) + 1):
-        records = [seed_record(), *(record_of(run, fits(run), peak=linear(run)) for run in whole[:done])]
-        assert carry_out(schedule([SEEDED], records), outcome=fits, peak=linear) == whole[done:]
+def test_simulations_run_beside_what_confirms_them_and_nothing_else_does():
+    others = [WHOLE.replace(model=model) for model in ("vgg11", "vgg13")]
+    cells = [FORETOLD, *(MaxBatch(probe=other, then=FORETOLD.then.replace(model=other.model)) for other in others)]
+    plan = schedule([*cells, *CELLS], [searched(found=90, beyond=91)], rounds=1)
+    first = plan.next()
+    assert first.trial.kind == "confirm"  # as soon as it can, so that the others' searches run meanwhile
+    second = plan.next([first])
+    third = plan.next([first, second])
+    assert {second.trial, third.trial} == set(others) and plan.next([first, second, third]) is None
+    plan.history.add(searched(second.trial, found=50, beyond=51))
+    assert plan.next([first, third]) is None and plan.next([third]).trial.model == second.trial.model
+    timed = Run(CELLS[0], 0)
+    assert plan.next([timed]) is None
+    for one, other, kept in [(first, third, False), (first, first, True), (first, timed, True), (third, timed, True)]:
+        assert apart(one.trial, other.trial) is apart(other.trial, one.trial) is kept
 
 
 def test_where_no_batch_fits_nothing_follows():
@@ -255,6 +256,16 @@ def test_the_time_left_is_that_of_what_is_alike():
     assert clock.left(schedule([slow, fast], rounds=1).remaining()) == 12
     unknown = slow.replace(model="vgg19")
     assert clock.left(schedule([unknown], rounds=1).remaining()) == 6  # the mean of its kind
+
+
+def test_before_anything_is_recorded_a_plan_for_a_gpu_says_how_long_it_takes():
+    trial = OverheadTrial(model="resnet18", backends=["nonprivate", "vmap"], batch_size=8, rounds=9, device="cuda")
+    clock = Clock([])
+    assert clock.of(trial) == pytest.approx(9.0) and clock.of(trial.replace(device="cpu")) is None
+    assert clock.of(StepTrial(model="cnn", backend="ghost", batch_size=8, device="cuda")) is None
+    clock.add(record_of(Run(trial, 0)))
+    assert clock.of(trial) == 2.0  # what was recorded here counts more
+    assert clock.of(trial.replace(model="cnn")) == pytest.approx(8.4)
 
 
 def test_what_remains_counts_a_search_that_has_not_ended():

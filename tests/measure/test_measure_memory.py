@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 MIB = 2**20
 needs_cuda = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
@@ -171,10 +172,17 @@ class Books:
     def __init__(self, monkeypatch) -> None:
         self.now = dict.fromkeys(self.KINDS, 0)
         self.peak = dict(self.now)
+        self.segments = [self.segment((0, 0), 24, 9)]
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: self.peak.update(self.now))
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: self._stats())
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: self.segments)
+
+    @staticmethod
+    def segment(pool: tuple[int, int], total: int, allocated: int, device: int = 0) -> dict[str, object]:
+        sizes = {"total_size": total * MIB, "allocated_size": allocated * MIB}
+        return sizes | {"segment_pool_id": pool, "device": device}
 
     def _stats(self) -> dict[str, int]:
         return {f"{kind}_bytes.all.peak": self.peak[kind] * MIB for kind in self.KINDS} | {"num_alloc_retries": 3}
@@ -198,12 +206,45 @@ def test_on_cuda_what_was_reserved_stands_beside_what_was_allocated(monkeypatch,
         books.be(2, 2, 12)
 
     measured = measured_peak(step, [], torch.device("cuda", 0), phases)
-    known = Memory("cuda_allocator", 9 * MIB, 0, active_bytes=10 * MIB, reserved_bytes=24 * MIB, alloc_retries=3)
+    peaks = {"allocated_bytes": 9 * MIB, "active_bytes": 10 * MIB, "reserved_bytes": 24 * MIB, "pool_bytes": 0}
+    known = Memory("cuda_allocator", 9 * MIB, 0, **peaks, alloc_retries=3)
     by_part = {FORWARD: 9 * MIB, BACKWARD: 9 * MIB}  # what the forward pass has left is there when backward begins
     assert measured == dataclasses.replace(known, phases=by_part if by_phase else None)
 
 
+def test_what_a_replay_works_in_is_in_its_peak_though_the_books_call_it_free(monkeypatch):
+    """`shared/gpu/ratio.py` read 0.35 GiB for a replay of 2: a graph's pool holds its activations for good."""
+    books = Books(monkeypatch)
+    own = [books.segment((0, 1), 2000, 40), books.segment((0, 2), 100, 0), books.segment((0, 1), 7, 7, device=1)]
+    books.segments += own
+    replay = measured_peak(lambda: books.be(350, 350, 2500), [], torch.device("cuda", 0), Phases())
+    assert (replay.allocated_bytes, replay.pool_bytes) == (350 * MIB, 2100 * MIB)
+    assert replay.reserved_bytes == 2500 * MIB
+    assert replay.peak_bytes == (350 + 2060) * MIB == max(replay.phases.values())  # 40 of them are in the books
+
+
 @pytest.mark.gpu
+@pytest.mark.alone
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_peak_of_a_replay_is_that_of_the_same_step_without_a_graph():
+    device = device_of("cuda")
+    x, graph = torch.ones(8 * MIB, device=device), torch.cuda.CUDAGraph()
+    x.exp().sin().sum()  # what is loaded at the first use is no part of it
+
+    def step() -> torch.Tensor:
+        return x.exp().sin().sum()
+
+    eager = measured_peak(step, [x], device)
+    with torch.cuda.graph(graph):
+        step()
+    replayed = measured_peak(graph.replay, [x], device)
+    assert replayed.pool_bytes >= 64 * MIB and eager.pool_bytes == 0
+    assert replayed.allocated_bytes < eager.allocated_bytes
+    assert replayed.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_refuses_what_is_beyond_the_budget():
     device = device_of("cuda")

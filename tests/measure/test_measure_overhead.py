@@ -83,7 +83,7 @@ class Hungry(NonPrivate):
     def _clipped(self, parameters: Any, inputs: Any, targets: Any, batch_size: int) -> Any:
         type(self).limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         if batch_size > 2:
-            torch.empty(2**50, dtype=torch.uint8)
+            torch.empty(2**50, dtype=torch.uint8, device=next(self.model.parameters()).device)
         return super()._clipped(parameters, inputs, targets, batch_size)
 
 
@@ -93,8 +93,9 @@ class Hoarding(NonPrivate):
     name = "hoarding"
 
     def _clipped(self, *args: Any, **kwargs: Any) -> Any:
-        self.kept = torch.empty(2**24)
-        cycle: list[Any] = [torch.empty(2**24)]
+        device = next(self.model.parameters()).device
+        self.kept = torch.empty(2**24, device=device)
+        cycle: list[Any] = [torch.empty(2**24, device=device)]
         cycle.append(cycle)
         return super()._clipped(*args, **kwargs)
 
@@ -262,6 +263,7 @@ def test_a_backend_of_one_s_own_that_is_wrong_leaves_the_record_of_the_others(tm
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_peak_on_cuda_leaves_out_what_the_others_keep():
     trial = TRIAL.replace(backends=["hoarding", "nonprivate", "mixed_ghost"], device="cuda", data="synthetic")

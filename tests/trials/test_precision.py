@@ -500,7 +500,7 @@ def test_recommend_takes_a_precision_and_refuses_one_that_the_device_has_not(cap
     class Machine:
         """Takes the first trial, and has no time for a second."""
 
-        def submit(self, trial):
+        def submit(self, trial, until):
             said.setdefault(trial.kind, trial.precision)
             raise KeyError
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpbench.trials import PeakTrial, StepTrial
-from dpbench.trials.max_batch import Forecast, MaxBatch, Probe
+from dpbench.trials import ConfirmTrial, PeakTrial, StepTrial
+from dpbench.trials.max_batch import MaxBatch, Probe, probes_of
 
 MIB = 2**20
 BUDGET = 16 * 2**30
@@ -20,12 +20,10 @@ def search(**changes) -> MaxBatch:
     return MaxBatch(**({"probe": probe} | changes))
 
 
-def carry_out(
-    search: MaxBatch, memory, *, tells_peak_on_failure: bool = True, forecast=None, baseline=None
-) -> tuple[int, list[int]]:
+def carry_out(search: MaxBatch, memory, *, tells_peak_on_failure: bool = True, baseline=None) -> tuple[int, list[int]]:
     """(answer, batch sizes probed), where a batch fits if `memory(batch)` is within the budget."""
     seen: dict[int, Probe] = {}
-    while (size := search.next_batch_size(seen, forecast)) is not None:
+    while (size := search.next_batch_size(seen)) is not None:
         assert size not in seen, f"{size} is probed twice: {list(seen)}"
         assert 1 <= size <= search.max_batch_size
         assert len(seen) < 60, "the search does not end"
@@ -155,63 +153,38 @@ def limit_of(memory, high: int = 65536) -> int:
     return low
 
 
-def probes_of(cases, error, tells, seed=0) -> list[int]:
-    """How many probes each of so many searches takes; `error` is that of the forecast, None without one."""
-    generator = random.Random(seed)
-    counts = []
-    for _ in range(cases):
+def test_memory_as_training_takes_it_is_found_in_five_probes():
+    """Simulated searches begin at 32."""
+    generator, counts = random.Random(0), []
+    for _ in range(400):
         memory, baseline = curve(generator)
         truth = limit_of(memory)
-        forecast = None
-        if error is not None:
-            off = 1 + error(generator)
-            forecast = Forecast.through({size: int(off * memory(size)) for size in (max(1, truth // 2), truth + 2)})
-        wanted = search(start=32, max_batch_size=65536)
-        answer, probed = carry_out(wanted, memory, tells_peak_on_failure=tells, forecast=forecast, baseline=baseline)
+        answer, probed = carry_out(search(start=32, max_batch_size=65536), memory, baseline=baseline)
         assert within_tolerance(answer, truth) and (answer == 0 or answer in probed)
         assert answer == 0 or memory(answer) <= BUDGET
         counts.append(len(probed))
-    return counts
+    assert sum(count <= 5 for count in counts) >= 0.99 * len(counts)
+    assert max(counts) <= 7 and sum(counts) / len(counts) <= 4.1
 
 
-def mostly(generator):
-    """A simulation's error: up to 5 % of the peak, either way."""
-    return generator.uniform(-0.05, 0.05)
+def test_a_whole_search_in_one_trial_tells_all_its_probes():
+    one = {"outcome": "over_budget", "trial": {"batch_size": 7}, "result": {"memory": {"peak_bytes": 5}}}
+    assert probes_of(one) == {7: Probe(False, 5)}
+    told = [{"batch_size": size, "peak_bytes": size * MIB, "fits": size < 20} for size in (10, 20)]
+    whole = {"outcome": "ok", "trial": {"batch_size": 7}, "result": {"probes": told}}
+    assert probes_of(whole) == {10: Probe(True, 10 * MIB), 20: Probe(False, 20 * MIB)}
 
 
 @pytest.mark.parametrize(
-    ("error", "tells"), [(None, True), (mostly, True), (mostly, False)], ids=["simulated", "seeded", "seeded, oom"]
+    ("size", "fits", "second"),
+    [(2970, True, 3029), (2970, False, 2912), (309, False, 303), (10, True, 11), (1, False, None), (16384, True, None)],
 )
-def test_memory_as_training_takes_it_is_found_in_five_probes(error, tells):
-    """Simulated searches begin at 32; measured ones where the simulation ended. An OOM of CUDA tells no peak."""
-    counts = probes_of(400, error, tells)
-    assert sum(count <= 5 for count in counts) >= 0.99 * len(counts)
-    assert max(counts) <= 7 and sum(counts) / len(counts) <= 4.1
-    if error is not None:
-        assert sum(counts) / len(counts) <= 3.2
-
-
-@pytest.mark.parametrize("tells", [True, False])
-@pytest.mark.parametrize("wrong", [-0.3, 0.3])
-def test_a_forecast_that_is_wrong_by_a_third_costs_probes_and_no_truth(wrong, tells):
-    counts = probes_of(200, lambda generator: wrong, tells)
-    assert max(counts) <= 12 and sum(counts) / len(counts) <= 6
-
-
-def test_a_forecast_is_where_the_first_probe_is_and_nothing_more():
-    forecast = Forecast.through({100: 2 * 2**30, 200: 3 * 2**30, 50: 7})
-    assert forecast == Forecast(2**30, 2**30 / 100)
-    assert search().next_batch_size({}, forecast) == int(1500 * (1 - 0.02 / 3))
-    assert search(max_batch_size=64).next_batch_size({}, forecast) == 64
-    assert search().next_batch_size({}, Forecast(2 * BUDGET, 1.0)) == 1  # a model that fills it alone: one sample tells
-    assert Forecast.through({1: 5}) is None and Forecast.through({1: 5, 2: 5}) is None
-
-
-def test_a_forecast_of_a_record():
-    probes = [{"batch_size": 10, "peak_bytes": 110}, {"batch_size": 20, "peak_bytes": 210}]
-    record = {"outcome": "ok", "result": {"probes": probes}}
-    assert Forecast.of_record(record) == Forecast(10, 10)
-    assert Forecast.of_record(None) is Forecast.of_record(record | {"outcome": "error", "result": None}) is None
+def test_what_confirms_it_is_a_step_of_the_search_to_the_side_that_tells(size, fits, second):
+    trial = ConfirmTrial(model="cnn", backend="ghost", batch_size=size, max_batch_size=16384)
+    assert trial.second(fits=fits) == second
+    if second is not None:  # the two end a search
+        seen = {size: Probe(fits), second: Probe(not fits)}
+        assert search().next_batch_size(seen) is None
 
 
 def test_probes_and_what_follows_carry_the_batch_size():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processor import PATIENCE
 from report_records import CUDA, RunFile
 from torch._subclasses.fake_tensor import FakeTensorMode
+from waiting import PATIENCE
 
 from dpbench.engine import engine as engine_module
 from dpbench.experiment import MaxBatch, load_experiment
@@ -26,12 +27,16 @@ from dpbench.report.data.select import LeftOut, read
 from dpbench.report.figures import evidence as tables
 from dpbench.trials import OverheadTrial, PeakTrial, StepTrial
 from dpbench.trials.evidence import FAMILIES, DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.expected import expected_seconds
 from dpbench.trials.not_here import NotHere
 from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
+from dpbench.trials.whole_step import TrainingStepTrial
+from experiments import evidence as declarations
 
 EVIDENCE = load_experiment("evidence")
 #: What each stage is made of.
 STAGES = {
+    "steps": TrainingStepTrial,
     "device": DeviceTrial,
     "norms": NormsTrial,
     "overheads": OverheadTrial,
@@ -55,11 +60,12 @@ def test_each_stage_has_trials_on_either_device_and_in_miniature(cells):
 def test_the_most_telling_come_first_and_keep_their_order():
     cells = EVIDENCE.cells("cuda")
     assert EVIDENCE.in_order and EVIDENCE.rounds == 1
-    assert type(cells[0]) is DeviceTrial
+    first_steps = [type(cell) for cell in cells].index(DeviceTrial)
+    assert {type(cell) for cell in cells[:first_steps]} == {TrainingStepTrial}
     overheads = [cell for cell in cells if type(cell) is OverheadTrial]
     assert [trial.model.partition("@")[0] for trial in overheads[:3]] == ["resnet18", "resnet18", "transformers:gpt2"]
     first = {kind: next(i for i, cell in enumerate(cells) if type(cell) is kind) for kind in STAGES.values()}
-    assert max(first[kind] for kind in (NormsTrial, OverheadTrial, PartsTrial, ProfileTrial)) < 20
+    assert max(first[kind] for kind in (NormsTrial, OverheadTrial, PartsTrial, ProfileTrial)) < 36
     assert sorted(first.values()) == [first[kind] for kind in STAGES.values()]
 
 
@@ -75,13 +81,30 @@ def test_on_a_gpu_it_has_every_model_precision_and_family():
     checked = {(cell.family, cell.precision) for cell in cells if type(cell) is NormsTrial}
     assert checked == {(family, p) for family in FAMILIES for p in ("float32", "tf32", "bfloat16")}
     searched = {(cell.probe.model, cell.probe.memory_budget) for cell in cells if isinstance(cell, MaxBatch)}
-    numbers = (*(f"resnet{n}" for n in (18, 34, 50, 101, 152)), *(f"vgg{n}" for n in (11, 13, 16, 19)))
-    assert searched == {(name, 16 * 2**30) for name in numbers}
+    assert searched == {("resnet18", 16 * 2**30)}  # the stress test has the others
     pairs = {(c.model, c.backend, c.simulated) for c in cells if type(c) is PeakTrial}
     assert {(m, b, not simulated) for m, b, simulated in pairs} == pairs
     trials = [cell for cell in cells if not isinstance(cell, MaxBatch)]
     assert all(trial.timeout <= 900 for trial in trials)  # a stage ends inside minutes
+    known = {(trial.model, trial.precision) for trial in overheads}
+    assert {p for model, p in known if model == "resnet18"} == set(declarations.PRECISIONS)
     assert norms.GROUP_NORM_BATCHES == (2047, 2048, 4096) and norms.GROUPS == 32
+
+
+def test_nine_minutes_of_at_most_eighty_trials_bring_the_readmes_table_and_its_first_figure():
+    """482 trials and 70 minutes once; what each takes is told before it starts."""
+    cells = EVIDENCE.declared("cuda")
+    trials = [trial for c in cells for trial in ([c.probe, c.then] if isinstance(c, MaxBatch) else [c])]
+    assert len(trials) <= 80 and all(expected_seconds(trial) for trial in trials)
+    first = [cell for cell in cells[:16] if type(cell) is TrainingStepTrial]
+    table = {"cnn", "resnet18", "resnet50", "vgg11", "convnext_pico", "vit_tiny_patch16_224", "bert", "gpt2"}
+    names = [re.sub(r"^.*:|[?@].*", "", trial.model) for trial in first]
+    assert sorted(names) == sorted([*table, *table])
+    for name in table:
+        engines = {engine for trial, own in zip(first, names, strict=True) if own == name for engine in trial.backends}
+        assert engines == {"nonprivate", "bk_mixed", "opacus_hooks", "opacus_ghost", "private_cnn", "fastdp"}
+    assert EVIDENCE.figures[0] == "training_step"
+    assert sum(map(expected_seconds, first)) < 0.75 * 9 * 60 and sum(map(expected_seconds, trials)) < 20 * 60
 
 
 def test_a_device_says_what_it_can_do():

@@ -1,16 +1,22 @@
 """The first command: what it runs, how much of that, and that it does not grow."""
 
+from collections import Counter
+
 import pytest
 import torch
 
+from dpbench.execution.schedule import History, Schedule
 from dpbench.experiment import MaxBatch
 from dpbench.measure import largest, simulate
-from dpbench.trials import OverheadTrial
-from experiments import stress_test
+from dpbench.trials import LargestTrial, OverheadTrial
+from dpbench.trials.expected import expected_seconds
+from experiments import evidence, stress_test
 from experiments.stress_test import BACKENDS, RESNETS, VGGS
 
 #: The memory half of eight minutes on two cores: a thousand operations take a sixth of a second of one core.
 PROBES, OPERATIONS = 300, 1_700_000
+#: Trials beside each other on a GPU's host; seconds until the first one runs, and after the last one.
+WORKERS, STARTING = 8, 20.0
 
 
 def test_it_searches_every_model_and_times_the_smaller_ones_at_a_batch_that_shows_the_cost():
@@ -18,15 +24,69 @@ def test_it_searches_every_model_and_times_the_smaller_ones_at_a_batch_that_show
     searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
     timed = [cell for cell in cells if isinstance(cell, OverheadTrial)]
     assert {(s.probe.model, s.probe.backend) for s in searches} == {(m, b) for m in RESNETS + VGGS for b in BACKENDS}
-    assert all(search.probe.simulated and search.then is None and search.seed is None for search in searches)
+    assert all(search.probe.simulated and search.then is None for search in searches)
     assert [trial.model for trial in timed] == RESNETS[:3] and len(searches) + len(timed) == len(cells)
     assert all(trial.batch_size >= 16 and list(trial.backends) == BACKENDS for trial in timed)
     assert stress_test.EXPERIMENT.rounds == 1
 
 
-def test_on_a_gpu_it_measures_at_the_largest_batch():
+def test_on_a_gpu_two_real_steps_confirm_what_was_foretold():
     cells = stress_test.cells("cuda")
-    assert all(isinstance(cell, MaxBatch) and cell.then is not None and cell.seed is not None for cell in cells)
+    searches = [cell for cell in cells if isinstance(cell, MaxBatch)]
+    assert {(s.probe.model, s.probe.backend) for s in searches} == {(m, b) for m in RESNETS + VGGS for b in BACKENDS}
+    for search in searches:
+        assert (search.probe.kind, search.then.kind) == ("largest", "confirm")
+        for name in ("model", "backend", "device", "precision", "memory_budget", "max_batch_size", "tolerance"):
+            assert getattr(search.probe, name) == getattr(search.then, name), name
+        assert search.probe.tolerance == search.tolerance and search.probe.batch_size == search.start
+
+
+def on_a_gpu(cells, in_order: bool = False) -> tuple[float, list]:
+    """(seconds, runs) of a whole run whose trials take as long as on an H100, each in its place as a loop has them."""
+    history = History((), lambda trial: "f", ())
+    schedule = Schedule("e", cells, 1, history, in_order=in_order)
+    now, ran, running = 0.0, [], {}
+    while True:
+        while len(running) < WORKERS and (run := schedule.next(list(running))) is not None:
+            running[run] = now + expected_seconds(run.trial)
+            ran.append(run.trial)
+        if not running:
+            return now, ran
+        run = min(running, key=running.get)
+        now = running.pop(run)
+        result = {}
+        if run.trial.kind == "largest":
+            probes = [(256, True), (261, False)] if run.trial.backend != "microbatch" else [(64, True)]
+            result = {"probes": [{"batch_size": b, "peak_bytes": b, "fits": fits} for b, fits in probes]}
+        record = {"id": run.trial.id, "round": 0, "fingerprint": "f", "trial": run.trial.describe(), "outcome": "ok"}
+        history.add(record | {"utc": f"{now:09.1f}", "seconds": 1.0, "result": result})
+
+
+def test_on_a_gpu_it_is_done_within_eight_minutes():
+    """504 trials and 30 to 65 minutes once: seeds, probes by trial and error, and a verified step each."""
+    seconds, ran = on_a_gpu(stress_test.cells("cuda"))
+    kinds = Counter(trial.kind for trial in ran)
+    assert kinds == {"largest": 72, "confirm": 72, "overhead": 2}
+    assert STARTING + seconds <= 480, f"{seconds:.0f} s"
+    confirmed = [(trial.model, trial.backend) for trial in ran if trial.kind == "confirm"]
+    assert len(set(confirmed)) == len(confirmed) == 72  # each pair is verified once
+
+
+def test_the_estimate_is_that_of_the_records_of_a_gpu():
+    """Beside the trials of one kind that were seen there: their seconds, on an H100 and an H200."""
+    seen = {
+        **{("overhead", name): seconds for name, seconds in (("resnet18", 24.4), ("resnet50", 36.8))},
+        ("overhead", "transformers:gpt2@1024"): 31.8,
+        ("overhead", "transformers:roberta@128"): 40.1,
+        ("largest", "resnet18"): 59.4 / 8,
+        ("largest", "resnet152"): 137.1 / 8,
+    }
+    for (kind, model), seconds in seen.items():
+        if kind == "overhead":
+            trial = OverheadTrial(model=model, backends=evidence.BACKENDS, batch_size=8, rounds=9, device="cuda")
+        else:
+            trial = LargestTrial(model=model, backend="ghost", batch_size=8, device="cuda")
+        assert expected_seconds(trial) == pytest.approx(seconds, rel=0.1), (kind, model)
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 The likely winners come first, each group of backends in a process of its own together with ordinary training; then
 those that cannot be told apart, beside each other in one process; then the largest batches of what did best; then the
 slow ones, with fewer steps; then the largest batches of the rest, fastest first. Each step gets a share of the time
-that is left. What it does not come to is left out, and its row says so.
+that is left. What it does not come to is left out, and its row says so. Whatever still runs when the time is over is
+ended, on every device.
 
 Times are taken alone on the machine. Simulated searches run beside each other, one thread each.
 """
@@ -23,10 +24,10 @@ from dpbench.process.parent import Answer
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
 
 #: Seconds that are kept back for what comes at the end.
-RESERVE = 3.0
+RESERVE = 5.0
 #: A process is killed when it has taken so many times what it was given, and some seconds. The first one is not:
 #: if it does not end in time, nothing will.
-GRACE = 1.5
+GRACE, MORE = 1.5, 3.0
 #: A search is so near to the limit if the budget is used but for this share.
 UNUSED = 0.04
 #: A larger batch than this is not looked for.
@@ -68,11 +69,12 @@ _RIVALS = 3
 class Runner(Protocol):
     """What runs trials: `dpbench.process.parent.Isolation`."""
 
-    def submit(self, trial: Trial) -> int:
+    def submit(self, trial: Trial, until: float | None = None) -> int:
         """Start a trial; its answer will carry the key that is returned.
 
         Args:
             trial: to be run.
+            until: when it is ended if it still runs, by the agenda's clock.
         """
 
     def wait(self, timeout: float | None = None) -> list[Answer]:
@@ -94,7 +96,7 @@ class Question:
     precision: str = "float32"
     image_size: int | None = None
     num_classes: int | None = None
-    seconds: float = 114.0
+    seconds: float = 60.0
     workers: int = 2
 
 
@@ -123,9 +125,14 @@ class Agenda:
         self.findings = {name: Finding(name) for name in BACKENDS}
         self._settled: tuple[str, ...] = ()
 
+    @property
+    def until(self) -> float:
+        """When everything that still runs is ended, by the clock: what takes long may also be slow to start."""
+        return self.begun + self.question.seconds - RESERVE
+
     def left(self) -> float:
         """Seconds."""
-        return self.question.seconds - RESERVE - (self.clock() - self.begun)
+        return self.until - self.clock()
 
     def carry_out(self) -> Mapping[str, Finding]:
         """Measure what the time allows.
@@ -172,7 +179,7 @@ class Agenda:
             max_seconds=group.max_seconds,
             fewest=group.fewest,
             within=within,
-            timeout=self.left() if group is GROUPS[0] else min(GRACE * within + 10, self.left()),
+            timeout=self.left() if group is GROUPS[0] else min(GRACE * within + MORE, self.left()),
         )
         self._tell(f"time and memory beside ordinary training: {', '.join(group.backends)}")
         (answer,) = self._answers([trial])
@@ -241,7 +248,7 @@ class Agenda:
                 if trial is None:
                     exhausted = True
                 else:
-                    running[self.runner.submit(trial)] = trial
+                    running[self.runner.submit(trial, self.until)] = trial
             for answer in self.runner.wait() if running else ():
                 yield running.pop(answer.key), answer
 

@@ -13,6 +13,7 @@ from dpbench.trials.outcome import Outcome
 
 ORDINARY = "nonprivate"
 LEFT_OUT = "left out for want of time"
+NOT_FOUND = "not found for want of time"
 #: By how much a ratio may be off that few rounds gave, beside what their own scatter says.
 _FEW = {1: 0.1, 2: 0.05}
 #: Of a scale by the median absolute deviation to a standard deviation; of a mean's error to a median's.
@@ -174,9 +175,7 @@ def take_search(found: Finding, outcome: str, evidence: str | None, result: Mapp
         return
     lines = (evidence or "").strip().splitlines() or [outcome]
     said = lines[-1] if outcome == Outcome.ERROR else lines[0]
-    found.largest_note = (
-        "not found for want of time" if outcome == Outcome.TIMEOUT else f"not simulated: {outcome}: {said}"
-    )
+    found.largest_note = NOT_FOUND if outcome == Outcome.TIMEOUT else f"not simulated: {outcome}: {said}"
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:

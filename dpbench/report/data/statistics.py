@@ -98,6 +98,7 @@ def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.Da
     """
     frame = pd.DataFrame(rows, columns=list(columns), dtype=object)
     whole = {"budget_bytes", "max_batch_size", "fails_at", "peak_bytes", "batch_size", "rounds", "paired_rounds"}
+    whole |= {"foretold_max_batch_size"}
     return frame.astype({column: "Int64" for column in columns if column in whole})
 
 

@@ -15,6 +15,7 @@ import pandas as pd
 
 from dpbench.report import style
 from dpbench.report.data import published
+from dpbench.report.data.foretold import as_peaks, joined
 from dpbench.report.data.paired import entries, paired_row, turns
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.data.statistics import (
@@ -39,11 +40,13 @@ _PAPER_BUDGET = range(16_000_000_000, 16 * 2**30 + 1)
 
 MAX_BATCH_THROUGHPUT = (
     *("model", "backend", "memory", "budget_bytes", "max_batch_size", "fails_at", "max_batch_note", "peak_bytes"),
+    *("foretold_max_batch_size", "foretold_peak_error"),
     *("published_max_batch_size", "batch_size", "images_per_second", "images_per_second_low"),
     *("images_per_second_high", "rounds", "throughput_note", "published_images_per_second"),
     *("time_ratio", "time_ratio_low", "time_ratio_high"),
     *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback"),
 )
+_SIZES = MAX_BATCH_THROUGHPUT.index("batch_size")  # columns of the largest batch, the first two among them
 MEMORY_SPEED = (
     *("model", "batch_size", "backend", "rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
     *("time_ratio", "time_ratio_low", "time_ratio_high", "paired_rounds", "published_time_ratio"),
@@ -76,10 +79,11 @@ def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.Dat
         left_out: counts what does not enter, by reason.
 
     Returns:
-        A row for each (model, backend, memory), where `memory` is 'simulated', 'measured', or empty without a search. A
-        time ratio is beside ordinary training in the same process, where they took turns in one.
+        A row for each (model, backend, memory), where `memory` is 'simulated', 'measured', 'confirmed' (foretold, and
+        confirmed by real steps), or empty without a search. `foretold_peak_error`: foretold / measured - 1. A time
+        ratio is beside ordinary training in the same process, where they took turns in one.
     """
-    records = entries(records)
+    records = as_peaks(entries(records))
     models = {r.trial["model"] for r in records if is_probe(r)}
     if models:  # others took steps for another figure
         others = [r for r in records if r.trial["model"] not in models]
@@ -92,15 +96,16 @@ def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.Dat
         (r for r in records if is_probe(r) and (r.kind == "peak" or r.cell not in searched)),
         lambda r: (r.cell, bool(r.trial.get("simulated"))),
     )
-    sizes = [_max_batch(cell, group, simulated, cell in wrong) for (cell, simulated), group in probes.items()]
+    found = [_max_batch(cell, group, simulated, cell in wrong) for (cell, simulated), group in probes.items()]
+    sizes = joined(found, probes.values())
     steps = grouped((r for r in records if r.kind in ("step", "overhead")), lambda r: r.cell)
     speeds = [
         _throughput(cell, group, steps.get((cell[0], "nonprivate"), []), left_out) for cell, group in steps.items()
     ]
     count_failures(records, left_out)
     keys = ["model", "backend"]
-    frame = frame_of(sizes, MAX_BATCH_THROUGHPUT[:9]).merge(
-        frame_of(speeds, (*keys, *MAX_BATCH_THROUGHPUT[9:])), on=keys, how="outer"
+    frame = frame_of(sizes, MAX_BATCH_THROUGHPUT[:_SIZES]).merge(
+        frame_of(speeds, (*keys, *MAX_BATCH_THROUGHPUT[_SIZES:])), on=keys, how="outer"
     )
     return in_order(frame, "model", "backend", "memory")
 

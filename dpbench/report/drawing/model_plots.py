@@ -62,10 +62,16 @@ def _size_bar(cell: Any) -> Bar:
     return Bar(
         value=float(cell.max_batch_size),
         published=_number(cell.published_max_batch_size),
-        text=("≥ " if at_least else "") + f"{cell.max_batch_size:,}" + (" †" if cell.unfinished else ""),
+        text=("≥ " if at_least else "") + f"{cell.max_batch_size:,}" + (" †" if cell.unfinished else "") + _told(cell),
         simulated=cell.memory == "simulated",
         at_least=at_least,
     )
+
+
+def _told(cell: Any) -> str:
+    """What was foretold, if it was not that."""
+    told = cell.foretold_max_batch_size
+    return "" if missing(told) or told == cell.max_batch_size else f" (foretold {told:,})"
 
 
 def _speed_bar(cell: Any, with_batch: bool) -> Bar:

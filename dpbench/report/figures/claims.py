@@ -156,7 +156,7 @@ def numbers(records: Sequence[Record]) -> Numbers:
     single = [r for r in records if r.trial.get("precision", "float32") == "float32"]
     uncounted: LeftOut = LeftOut()
     paired = overhead.table([r for r in single if r.kind == "overhead"], uncounted)
-    probes = [r for r in single if r.kind in ("peak", "step") and r.trial.get("memory_budget") is not None]
+    probes = [r for r in single if r.kind != "overhead" and r.trial.get("memory_budget") is not None]
     frames = [
         tables.max_batch_throughput(group, uncounted).assign(image_size=size)
         for (size, _), group in grouped(probes, lambda r: (r.trial["image_size"], r.trial["memory_budget"])).items()
@@ -215,7 +215,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 FIGURE = FigureKind(
     doc="what papers claim, and what these records say to it",
-    kinds=("overhead", "peak", "step"),
+    kinds=("overhead", "peak", "largest", "confirm", "step"),
     cell=cell,
     facets={},
     table=table,

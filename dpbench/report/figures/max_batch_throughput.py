@@ -9,10 +9,13 @@ from dpbench.report.parts import FigureKind
 
 FIGURE = FigureKind(
     doc="maximum batch size in a memory budget, and throughput (Figure 3 of arXiv:2205.10683)",
-    kinds=("peak", "step", "overhead"),
+    kinds=("peak", "largest", "confirm", "step", "overhead"),
     cell=tables.max_batch_cell,
     facets={
-        **dict.fromkeys(("experiment", "precision", "image_size", "memory_budget"), ("peak", "step", "overhead")),
+        **dict.fromkeys(
+            ("experiment", "precision", "image_size", "memory_budget"),
+            ("peak", "largest", "confirm", "step", "overhead"),
+        ),
         "threads": ("step", "overhead"),
     },
     table=tables.max_batch_throughput,

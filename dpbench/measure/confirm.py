@@ -1,0 +1,78 @@
+"""Body of a `ConfirmTrial`: does the largest batch that was foretold fit, and does it not a step of the search beyond?
+
+First the backend is verified, on as few samples as tell something: that takes a second or so, whatever the batch. Then
+two real steps, each of a fresh backend and within the budget, as a `PeakTrial` measures one: at the batch that was
+foretold, and one step of the search to the side that tells, larger if it fitted, else smaller.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from typing import Any
+
+import torch
+
+from clipping import Flat
+from dpbench.measure import verify
+from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
+from dpbench.measure.memory import measured_peak, set_budget
+from dpbench.measure.overhead import allocations_that_fail
+from dpbench.measure.precision import arithmetic
+from dpbench.models.workload import Workload
+from dpbench.trials import ConfirmTrial
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.outcome import Mismatch, Outcome, classify
+
+
+def run(trial: ConfirmTrial) -> dict[str, Any]:
+    """{"parameters", "verification", "coverage", "probes"}; a probe is {"batch_size", "fits", "memory", "seconds"}.
+
+    The "memory" of a step that had not enough of it is None.
+
+    Args:
+        trial: which model, backend, batch and budget.
+
+    Raises:
+        Mismatch: the answer on a few samples is not the oracle's; no step was run.
+        UnsupportedModel: the backend refuses the model, or is not available.
+    """
+    device = device_of(trial.device)
+    with arithmetic(trial.precision, device), allocations_that_fail(device):
+        workload = open_workload(trial)
+        result = {"parameters": parameter_count(workload.model)} | _verified(trial, workload)
+        set_budget(trial.memory_budget, device)
+        first = _probe(trial, workload, trial.batch_size, device)
+        size = trial.second(fits=first["fits"])
+        second = [] if size is None else [_probe(trial, workload, size, device)]
+    return result | {"probes": [first, *second]}
+
+
+def _verified(trial: ConfirmTrial, workload: Workload) -> dict[str, Any]:
+    chosen = backend_class(trial.backend)
+    with chosen(workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False) as backend:
+        batch = workload.batch(verify.SAMPLES * backend.together)
+        record, wrong = verify.verified(backend, *batch, trial.precision)
+        found = {"verification": record, "coverage": dict(backend.coverage)}
+    if wrong is not None:
+        raise Mismatch(found, wrong)
+    return found
+
+
+def _probe(trial: ConfirmTrial, workload: Workload, size: int, device: torch.device) -> dict[str, Any]:
+    gc.collect()  # what an earlier step left in reference cycles would count against the budget
+    begin, memory = time.monotonic(), None
+    try:
+        memory = _peak(trial, workload, size, device)
+    except Exception as error:
+        if classify(error)[0] is not Outcome.OOM:
+            raise
+        error.__traceback__ = None  # its frames hold the tensors of the step
+    fits = memory is not None and (trial.memory_budget is None or memory["peak_bytes"] <= trial.memory_budget)
+    return {"batch_size": size, "fits": fits, "memory": memory, "seconds": time.monotonic() - begin}
+
+
+def _peak(trial: ConfirmTrial, workload: Workload, size: int, device: torch.device) -> dict[str, Any]:
+    with backend_class(trial.backend)(workload.model, workload.loss_fn, verify=False) as backend:
+        step = Step(backend, *workload.batch(size))
+        return measured_peak(step, step.holds(), device).as_record()
