@@ -5,7 +5,7 @@ ARGS ?=
 MINUTES ?= 9
 BIN := $(VENV)/bin
 
-.PHONY: install stress_test gpu test lint types unit slow smoke docs clean
+.PHONY: install stress_test gpu gpu-test test lint types unit slow smoke docs clean
 
 stress_test: install
 	$(BIN)/python -m dpbench run stress_test $(ARGS)
@@ -13,6 +13,13 @@ stress_test: install
 # The figures that a GPU is to give, the most telling first, with PYTHON as it is: nothing is installed. Once more goes on.
 gpu:
 	$(PYTHON) -m dpbench run evidence --device cuda --minutes $(MINUTES) $(ARGS)
+
+# The tests that need a GPU, on one, with PYTHON as it is. In several processes: PARALLEL="-n 8"; what needs the card to
+# itself comes after them, one test after the other.
+PARALLEL ?=
+gpu-test:
+	$(PYTHON) -m pytest -m 'gpu and not alone' $(PARALLEL) $(ARGS)
+	$(PYTHON) -m pytest -m 'gpu and alone' $(ARGS)
 
 test: lint types unit
 

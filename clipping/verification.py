@@ -292,16 +292,21 @@ def _hold(module: nn.Module, kind: dict[str, Any], name: str, x: Tensor) -> None
 
 @contextmanager
 def _cast_to_float64(model: nn.Module) -> Iterator[None]:
-    """Its parameters and buffers are of float64 meanwhile, for whoever holds them; of no graph that is still wanted."""
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    before = [t.data for t in tensors]
+    """Its parameters and buffers are of float64 meanwhile, for whoever holds them; of no graph that is still wanted.
+
+    A parameter has no `.grad` meanwhile: none of another dtype can be put back.
+    """
+    before = [(t, t.data, t.grad) for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     try:
-        for t in tensors:
-            t.data = t.data.double()
+        for t, data, _ in before:
+            t.grad = None
+            t.data = data.double()
         yield
     finally:
-        for t, data in zip(tensors, before, strict=True):
+        for t, data, grad in before:
+            t.grad = None
             t.data = data
+            t.grad = grad
 
 
 @contextmanager

@@ -36,14 +36,13 @@ from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
 from dpbench.integrations.alone import look_at_collator
 from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
+from dpbench.trials.packages import needed
 
-try:
+with needed("lightning", __name__):
     from lightning.pytorch import Callback
     from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
-except ImportError as error:
-    raise ImportError("expected the package lightning, got none: pip install 'dpbench[integrations]'") from error
 
 STATE = "privacy_engine"
 """In a checkpoint: the engine's state."""
@@ -246,7 +245,34 @@ class _Private:
 
 
 class PrivateStrategy(_Private, SingleDeviceStrategy):
-    """On one device: `device="cpu"` by default, or `device="cuda:0"`."""
+    """On one device: the Trainer's, by its `accelerator` and `devices`.
+
+    Args:
+        device: "cpu" or "cuda:1"; None for the Trainer's.
+        privacy: as of `_Private`, as `model` and `pad` are.
+
+    Raises:
+        ValueError: a Trainer of several devices.
+    """
+
+    def __init__(self, device: Any = None, *args: Any, **options: Any) -> None:
+        chosen = torch.device("cpu" if device is None else device)
+        super().__init__(torch.device("cuda", 0) if str(chosen) == "cuda" else chosen, *args, **options)
+        self._is_chosen = device is not None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """Where the Trainer asks for a device that was chosen, and puts its own."""
+        return [self._root_device] if self._is_chosen else None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        if len(devices) != 1:
+            raise ValueError(
+                f"expected devices=1 with PrivateStrategy, got {len(devices)}: it trains in one process; say "
+                "devices=1, or take PrivateDDPStrategy"
+            )
+        self._root_device = devices[0]
 
 
 class PrivateDDPStrategy(_Private, DDPStrategy):

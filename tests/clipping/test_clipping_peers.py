@@ -154,6 +154,19 @@ def test_the_model_is_free_while_a_peer_is_open_on_it(backend: str):
 
 
 @every_peer
+def test_gradients_that_are_there_are_no_trouble_and_stay(backend: str):
+    """The first step is verified in float64, of which no parameter of float32 can have a gradient."""
+    model, x, y = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(4, 5), torch.arange(4) % 3
+    cross_entropy(model(x), y).sum().backward()
+    before = [p.grad for p in model.parameters()]
+    kept = [grad.clone() for grad in before]
+    with load_backend(backend)(model, cross_entropy, clip=Flat(1.0)) as clipped:
+        assert clipped(x, y).norms is not None or backend == "nonprivate"
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), before, strict=True))
+    assert all(map(torch.equal, before, kept))
+
+
+@every_peer
 def test_a_step_that_fails_leaves_nothing_behind(backend: str):
     model, x, y, loss = next(c for c in CASES if c.name == "self attention").make()
     model[0].attention.in_proj_weight.grad = torch.ones(12, 4).double()

@@ -1,0 +1,326 @@
+"""A fake CUDA device: torch believes in one, and all of its memory and arithmetic is the CPU's.
+
+Tensors are plain ones whose `device` is "cuda:0", in memory of the CPU (they change their device by DLPack). torch's
+dispatcher is given a kernel in Python for each operation that it has for CUDA: it runs the CPU's on the same memory. So
+autograd (in the device's own thread), autocast, torch.func, hooks and fake tensors are torch's own, as on a GPU.
+
+It finds what a CPU cannot: tensors of two devices in one operation, a generator of the other device, a wait for the
+device where none may be, a device taken before a fork, more memory than the card has, and faults in every line behind
+`if device.type == "cuda"`.
+
+What it cannot show:
+
+- times, and a GPU's own rounding: TF32, cuBLAS, cuDNN, atomics
+- streams, races, and memory that is read before a copy has arrived
+- the allocator's segments and holes (`reserved` is what is allocated), and the temporary memory of kernels
+- Triton's programs (torch's operations run in their place), Inductor's code for CUDA, CUDA graphs
+- fused attention (torch's plain one runs in its place) and cuDNN's recurrences
+- NCCL (gloo runs in its place), several nodes, fully sharded models
+- what a profiler sees on a device, NVML (nvidia-smi is a script)
+
+`environment()` is that of a process that has the device: a folder with a `sitecustomize` on PYTHONPATH, so that what is
+forked, spawned or started by torchrun has it, too. FAKE_CUDA says how many devices, FAKE_CUDA_MEMORY the bytes of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MEMORY = 8 * 2**30
+_CPU, _CUDA = 1, 2  # DLPack's kinds of device
+_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "equal")
+_ANYWHERE = ("copy_", "index", "index_put_", "_index_put_impl_", "_foreach_copy_")  # take tensors of the CPU, too
+_VIEWS = ("view", "as_strided", "_reshape_alias", "unfold", "view_as_real", "view_as_complex", "set_", "is_set_to")
+
+
+def environment(devices: int = 1, memory: int = MEMORY, **more: str) -> dict[str, str]:
+    """What a process that is to have the fake is started with.
+
+    Args:
+        devices: how many there are.
+        memory: bytes of each.
+        more: variables beside these.
+    """
+    site = str(Path(__file__).resolve().with_name("fake_site"))
+    paths = {name: os.pathsep.join(filter(None, [site, os.environ.get(name)])) for name in ("PYTHONPATH", "PATH")}
+    own = {"FAKE_CUDA": str(devices), "FAKE_CUDA_MEMORY": str(memory)}
+    own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(devices)))
+    return {**os.environ, **paths, **own, **more}
+
+
+class Card:
+    """One device: what is allocated on it, in the units of CUDA's allocator.
+
+    Attributes:
+        blocks: address of a storage on "cuda" -> (the CPU's storage in its place, a reference that tells of its end).
+        sync: as of `torch.cuda.set_sync_debug_mode`.
+    """
+
+    sync = 0
+
+    def __init__(self, index: int, memory: int) -> None:
+        self.index, self.memory, self.fraction = index, memory, 1.0
+        self.now = self.peak = self.retries = 0
+        self.blocks: dict[int, tuple[Any, Any]] = {}
+
+    def take(self, size: int) -> int:
+        """As many bytes as the allocator would give for `size`."""
+        size = -(-size // 512) * 512
+        if self.now + size > self.fraction * self.memory:
+            self.retries += 1
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB. GPU {self.index} has a total capacity "
+                f"of {self.memory / 2**30:.2f} GiB, of which {(self.memory - self.now) / 2**30:.2f} GiB is free."
+            )
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        return size
+
+    def stats(self) -> dict[str, Any]:
+        """As of `torch._C._cuda_memoryStats`."""
+        of = {"current": self.now, "peak": self.peak, "allocated": self.peak, "freed": self.peak - self.now}
+        pools = dict.fromkeys(("all", "small_pool", "large_pool"), of)
+        kinds = ("allocated", "reserved", "active", "inactive_split", "requested")
+        return {**{f"{kind}_bytes": pools for kind in kinds}, "num_alloc_retries": self.retries, "num_ooms": 0}
+
+
+CARDS: list[Card] = []
+GENERATORS: list[Any] = []
+OWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""Address in C++ -> a generator that is for the device."""
+
+_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer.restype, _pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+
+def _moved(x: torch.Tensor, index: int) -> torch.Tensor:
+    """The same memory as a tensor of a fake device; DLPack forgets the strides of dimensions of one entry."""
+    capsule = torch._C._to_dlpack(x)
+    device = _pointer(capsule, b"dltensor") + ctypes.sizeof(ctypes.c_void_p)
+    (ctypes.c_int32 * 2).from_address(device)[:] = [_CUDA, index]
+    found = torch._C._from_dlpack(capsule)
+    if found.stride() == x.stride():
+        return found
+    return torch.ops.aten.as_strided.default.redispatch(_ON_CPU, found, x.size(), x.stride(), 0)
+
+
+def to_card(x: torch.Tensor, index: int) -> torch.Tensor:
+    """A tensor of the device, in the memory of one that the CPU has made and that belongs to nobody else."""
+    if x.is_conj() or x.is_neg():
+        x = x.resolve_conj().resolve_neg()
+    if x.storage_offset() or (not x.is_contiguous() and x.untyped_storage().nbytes() > x.nbytes):
+        x = x.clone(memory_format=torch.contiguous_format)
+    card, memory = CARDS[index], x.untyped_storage()
+    size = card.take(memory.nbytes())
+    found = _moved(x, index)
+    storage = found.untyped_storage()
+    address = storage._cdata
+
+    def freed(_: Any) -> None:
+        if card.blocks.pop(address, None) is not None:
+            card.now -= size
+
+    card.blocks[address] = (memory, weakref.ref(storage, freed))
+    return found
+
+
+def to_cpu(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the CPU in the memory of one of the device."""
+    block = CARDS[x.device.index].blocks.get(x.untyped_storage()._cdata)
+    if block is None:
+        raise RuntimeError(f"expected memory of the fake device, got a storage of {x.device} that it has not given")
+    found = torch.empty(0, dtype=x.dtype).set_(block[0], x.storage_offset(), x.size(), x.stride())
+    found = torch._conj(found) if x.is_conj() else found
+    return torch._neg_view(found) if x.is_neg() else found
+
+
+def _each(value: Any, function: Callable[[Any], Any]) -> Any:
+    """The same lists, tuples and dicts of what the function makes of their entries."""
+    if isinstance(value, (list, tuple)):
+        return [_each(x, function) for x in value] if type(value) is list else tuple(_each(x, function) for x in value)
+    return {k: _each(x, function) for k, x in value.items()} if isinstance(value, dict) else function(value)
+
+
+class Call:
+    """One call of an operation: its arguments as the CPU takes them, and which were which."""
+
+    def __init__(self, name: str, args: Any, kwargs: Any) -> None:
+        self.name, self.index = name, -1
+        self.given: dict[int, tuple[Any, Any]] = {}  # address of what the CPU takes -> (that, what it stands for)
+        self._others: list[torch.Tensor] = []
+        self.args, self.kwargs = _each(args, self._taken), _each(kwargs, self._taken)
+        if self._others and name.partition(".")[0] not in _ANYWHERE:
+            raise RuntimeError(
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:{self.index} and {self._others[0].device}! ({name})"
+            )
+        asked = kwargs.get("device")
+        if self.index < 0 or (asked is not None and asked.index is not None):
+            self.index = torch.cuda.current_device() if asked is None or asked.index is None else asked.index
+
+    def _taken(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            if not x.is_cuda or (self.index >= 0 and x.device.index != self.index):
+                self._others += [x] if x.dim() or x.is_cuda else []
+            elif self.index < 0:
+                self.index = x.device.index
+            own = to_cpu(x) if x.is_cuda else x
+            self.given[id(own)] = own, x
+            return own
+        if isinstance(x, torch._C.Generator) and x._cdata not in OWN:
+            raise RuntimeError("Expected a 'cuda' device type for generator but found 'cpu'")
+        return torch.device("cpu") if isinstance(x, torch.device) else x
+
+    def run(self, op: Any) -> Any:
+        """The CPU's results, as tensors of the device; those that were arguments as they are."""
+        for name in _outputs(op) & self.kwargs.keys():
+            if not (own := self.kwargs[name]).numel():  # is given a size, and so another memory
+                self.kwargs[name] = fresh = torch.empty(0, dtype=own.dtype)
+                self.given[id(fresh)] = fresh, self.given[id(own)][1]
+        if self.kwargs.get("pin_memory"):
+            self.kwargs["pin_memory"] = False
+        with _drawing(op, self.index):
+            found = STANDING_IN.get(self.name, op)(*self.args, **self.kwargs)
+        for own, x in list(self.given.values()):
+            if own.shape != x.shape:
+                give_memory(x, own)
+        return _each(found, self._back)
+
+    def _back(self, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) in self.given:
+            return self.given[id(x)][1]
+        memory = x.untyped_storage()._cdata
+        shared = any(own.untyped_storage()._cdata == memory for own, _ in self.given.values())
+        return to_card(x.clone() if shared else x, self.index)
+
+
+@functools.cache
+def _outputs(op: Any) -> frozenset[str]:
+    return frozenset(argument.name for argument in op._schema.arguments if argument.is_out)
+
+
+@functools.cache
+def _draws(op: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags
+
+
+@contextlib.contextmanager
+def _drawing(op: Any, index: int) -> Iterator[None]:
+    """What draws without a generator draws from the device's."""
+    if not _draws(op):
+        yield
+        return
+    mine, cpu = GENERATORS[index], torch.default_generator
+    before = cpu.get_state()
+    cpu.set_state(mine.get_state())
+    try:
+        yield
+    finally:
+        mine.set_state(cpu.get_state())
+        cpu.set_state(before)
+
+
+def give_memory(x: torch.Tensor, memory: torch.Tensor) -> None:
+    """Have a tensor of the device another memory, and its size."""
+    found = to_card(memory.clone(), x.device.index)
+    set_ = torch.ops.aten.set_.source_Storage_storage_offset
+    set_.redispatch(_ON_CPU, x, found.untyped_storage(), 0, found.size(), found.stride())
+
+
+def _numbers(op: Any, name: str) -> set[int]:
+    """Places where a tensor is expected, and a number may come that the dispatcher has made of one."""
+    if torch._C._should_allow_numbers_as_tensors(name):
+        return set()
+    return {i for i, argument in enumerate(op._schema.arguments) if str(argument.type) == "Tensor"}
+
+
+def _tensor(x: Any, others: Any) -> Any:
+    """What a number was before it came to Python: a tensor that no other is widened for."""
+    if not isinstance(x, float):
+        return torch.tensor(x) if isinstance(x, (int, complex)) else x
+    real = any(isinstance(y, torch.Tensor) and y.is_floating_point() for y in others)
+    return torch.tensor(x, dtype=torch.float64 if real else None)
+
+
+def _kernel(op: Any, name: str) -> Callable[..., Any]:
+    """What torch's dispatcher calls for an operation on the device."""
+    base = name.partition(".")[0]
+    numbers = _numbers(op, base)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
+            torch.cuda._lazy_init()
+            if base == "resize_" and args[0].numel() != torch.Size(args[1]).numel():
+                give_memory(args[0], torch.empty(args[1], dtype=args[0].dtype))
+            if base in _VIEWS or base == "resize_":
+                return op.redispatch(_ON_CPU, *args, **kwargs)
+            to_host = base == "copy_" and args[0].is_cpu and not (len(args) > 2 and args[2])
+            if Card.sync == 2 and (base in _WAITS or to_host):
+                raise RuntimeError(f"called a synchronizing CUDA operation ({name})")
+            if numbers and any(isinstance(args[i], (int, float, complex)) for i in numbers if i < len(args)):
+                args = tuple(_tensor(x, args) if i in numbers else x for i, x in enumerate(args))
+            return Call(name, args, kwargs).run(op)
+
+    return kernel
+
+
+def _product(function: Any, count: int) -> Any:
+    """A product whose result has a dtype of its own, which the CPU has no kernel for."""
+    return lambda *args, **scales: function(*(x.to(args[count]) for x in args[:count]), **scales)
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any = None, dropout: float = 0.0, causal: bool = False, **more: Any
+) -> Any:
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, **more)[0]
+
+
+def _decomposed(name: str) -> Any:
+    """torch's own formula of an operation."""
+
+    def formula(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module("torch._decomp.decompositions"), name)(*args, **kwargs)
+
+    return formula
+
+
+#: For what the CPU has no kernel for.
+STANDING_IN: dict[str, Callable[..., Any]] = {
+    "mm.dtype": _product(torch.mm, 2),
+    "bmm.dtype": _product(torch.bmm, 2),
+    "addmm.dtype": _product(torch.addmm, 3),
+    "baddbmm.dtype": _product(torch.baddbmm, 3),
+    "_fused_rms_norm_backward": _decomposed("_fused_rms_norm_backward"),
+    "record_stream": lambda x, stream: None,
+}
+
+
+def register() -> dict[str, torch.library.Library]:
+    """A kernel for each operation that torch has for CUDA, or for a CPU without one for all devices."""
+    of = torch._C._dispatch_get_registrations_for_dispatch_key
+    own = {"aten::copy_", "aten::convolution", "aten::convolution_backward"}  # they look at the device by themselves
+    composite = {*of("CompositeExplicitAutograd"), *of("CompositeImplicitAutograd")}
+    every = {*of("CUDA")} | {*of("CPU")} - composite | own
+    libraries = {package: torch.library.Library(package, "IMPL") for package in ("aten", "c10d")}
+    for full in sorted(every):
+        package, _, name = full.partition("::")
+        operation, _, overload = name.partition(".")
+        op = getattr(getattr(getattr(torch.ops, package), operation, None), overload or "default", None)
+        if package in libraries and op is not None:
+            libraries[package].impl(name, _kernel(op, name), "CUDA")
+    for key in ("AutogradCUDA", "CUDA", "FuncTorchBatched"):
+        libraries["aten"].impl("scaled_dot_product_attention", _attention, key)
+    return libraries

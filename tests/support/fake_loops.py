@@ -1,0 +1,268 @@
+"""The loops that people write, on a CUDA device: python fake_loops.py NAME. What they train is what a CPU trains.
+
+The device is the fake of `fake_cuda.py`, or a real one. Without noise, in float64 and from one seed, the weights of
+both devices are equal to rounding. What is to be refused is refused in one line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpbench import Misuse, PrivacyEngine
+
+DEVICES = ("cuda", "cpu")
+KNOWN = {"batch_size": 12, "sample_size": 60, "max_grad_norm": 0.3, "steps": 10, "noise_multiplier": 0.0}
+
+
+def net(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5), nn.ReLU())
+    return nn.Sequential(*layers, nn.Linear(5, 3)).to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    numbers = torch.Generator().manual_seed(1)
+    x = torch.randn(60, 1, 6, 6, generator=numbers, dtype=torch.float64).to(dtype)
+    return TensorDataset(x, torch.randint(0, 3, (60,), generator=numbers))
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def engine_of(model: nn.Module, **more: Any) -> PrivacyEngine:
+    return PrivacyEngine(model, generator=torch.Generator().manual_seed(3), **{**KNOWN, **more})
+
+
+def on_both(train: Callable[[str], nn.Module], tolerance: float = 1e-9) -> None:
+    """The weights after `train(device)` are the same, and not those that it began with."""
+    found = {device: [p.detach() for p in train(device).parameters()] for device in DEVICES}
+    assert all(p.is_cuda for p in found["cuda"])
+    for p, q in zip(found["cuda"], found["cpu"], strict=True):
+        torch.testing.assert_close(p.cpu(), q, rtol=0, atol=tolerance)
+    begun = net().parameters()
+    if len(found["cpu"]) == len(list(net().parameters())):
+        assert any(float((p - q).abs().max()) > 1e-3 for p, q in zip(found["cpu"], begun, strict=True))
+
+
+def refused(run: Callable[[], object], *words: str, kind: type[Exception] = ValueError) -> None:
+    """In one line, in these words."""
+    try:
+        run()
+    except kind as error:
+        said = str(error)
+    else:
+        raise AssertionError("it was not refused")
+    assert "\n" not in said and all(word in said for word in words), said
+
+
+def step(**more: Any) -> Callable[[str], nn.Module]:
+    def train(device: str) -> nn.Module:
+        model = net().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        engine = PrivacyEngine(model, **{**KNOWN, **more}) if "noise" in more else engine_of(model, **more)
+        engine.attach(optimizer)
+        for x, y in engine.data_loader(data()):
+            optimizer.step(loss=loss(model(x.to(device)), y.to(device)))
+        return model
+
+    return train
+
+
+def steps() -> None:
+    on_both(step())
+    for noise in ("gaussian", "discrete"):  # what is drawn on the device is drawn, and finite
+        model = step(noise_multiplier=1.0, noise=noise)("cuda")
+        assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def virtual() -> None:
+    """Batches of one's own, in three parts each."""
+
+    def train(device: str) -> nn.Module:
+        model = net().to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        engine = engine_of(model, sampling="shuffled")
+        engine.attach(optimizer)
+        for batch in zip(*(x.split(12) for x in data().tensors), strict=True):
+            *parts, last = zip(*(x.to(device).split(4) for x in batch), strict=True)
+            for x, y in parts:
+                optimizer.virtual_step(loss=loss(model(x), y))  # type: ignore[attr-defined]
+            optimizer.step(loss=loss(model(last[0]), last[1]))
+        assert engine.steps == 5
+        state = engine.state_dict()
+        engine.detach()
+        engine_of(model, sampling="shuffled").load_state_dict(state)
+        return model
+
+    on_both(train)
+
+
+def whole() -> None:
+    def train(device: str) -> nn.Module:
+        model = net().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        engine = engine_of(model)
+        engine.attach(optimizer)
+        run = engine.make_step(loss, compile=False)
+        for x, y in engine.data_loader(data()):
+            run(x.to(device), y.to(device))
+        return model
+
+    on_both(train)
+
+
+def amp() -> None:
+    """The older names of torch.cuda.amp; a scaler is refused."""
+    model = net(torch.float32).to("cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = engine_of(model)
+    engine.attach(optimizer)
+    for autocast in (torch.cuda.amp.autocast(dtype=torch.bfloat16), torch.autocast("cuda", torch.bfloat16)):
+        for x, y in engine.data_loader(data(torch.float32)):
+            with autocast:
+                outputs = model(x.cuda())
+                losses = loss(outputs, y.cuda())
+            assert outputs.dtype == torch.bfloat16
+            optimizer.step(loss=losses)
+        assert all(p.dtype == torch.float32 and bool(p.isfinite().all()) for p in model.parameters())
+    scaler = torch.cuda.amp.GradScaler()
+    losses = scaler.scale(loss(model(x.cuda()), y.cuda()))
+    refused(lambda: scaler.step(optimizer, loss=losses), "GradScaler", kind=Misuse)
+
+
+def trainer() -> None:
+    from tiny import Records, model_of
+    from transformers import TrainingArguments
+
+    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+
+    def train(device: str, **more: Any) -> nn.Module:
+        privacy = PrivacyArguments(noise_multiplier=0.0, generator=torch.Generator().manual_seed(3))
+        with tempfile.TemporaryDirectory() as folder:
+            args = TrainingArguments(
+                folder, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1, optim="sgd",
+                learning_rate=0.5, max_grad_norm=0.3, lr_scheduler_type="constant", report_to=[], disable_tqdm=True,
+                use_cpu=device == "cpu", save_strategy="steps", save_steps=3, **more,
+            )  # fmt: skip
+            dtype = torch.float32 if more else torch.float64
+            own = PrivateTrainer(
+                model=model_of("bert", dtype), args=args, train_dataset=Records("bert"), privacy=privacy
+            )
+            own.train()
+            assert own.engine.steps == 6
+            return own.model
+
+    on_both(train, 1e-5)  # a CPU's fused attention is right to 1e-6
+    assert all(bool(p.isfinite().all()) for p in train("cuda", bf16=True).parameters())
+
+
+def lightning() -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    from dpbench.integrations.lightning import PrivateStrategy
+
+    class Classifier(LightningModule):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            self.net = net(dtype)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    def private(cls: Any = PrivateStrategy, **more: Any) -> Any:
+        known = {"batch_size": 12, "max_grad_norm": 0.3, "noise_multiplier": 0.0}
+        return cls(privacy={**known, "generator": torch.Generator().manual_seed(3)}, **more)
+
+    def fit(accelerator: str, strategy: Any, dtype: torch.dtype = torch.float64, **more: Any) -> Any:
+        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        quiet |= {"enable_checkpointing": False, "max_epochs": 2}
+        own = Trainer(accelerator=accelerator, strategy=strategy, **{**quiet, **more})
+        module = Classifier(dtype)
+        on = "cuda" if strategy.root_device.type == "cuda" else "cpu"
+        own.fit(module, DataLoader(data(dtype), batch_size=4, shuffle=True))
+        assert own.global_step == strategy.engine.steps == 10
+        for p in module.net.parameters():
+            p.data = p.data.to(on)  # Lightning has taken the module off the device
+        return module.net
+
+    if len(sys.argv) > 2:
+        two_devices(fit, private, sys.argv[2])
+        return
+    on_both(lambda device: fit({"cuda": "gpu", "cpu": "cpu"}[device], private(), devices=1))
+    on_both(lambda device: fit("auto", private(device=device)))
+    for mixed in ("bf16-mixed", "bf16-true"):
+        found = fit("gpu", private(), torch.float32, devices=1, precision=mixed)
+        assert all(bool(p.isfinite().all()) for p in found.parameters()), mixed
+    half = {"devices": 1, "precision": "16-mixed"}
+    refused(lambda: fit("gpu", private(), torch.float32, **half), "bf16-mixed", "16-mixed")
+
+
+def two_devices(fit: Any, private: Any, path: str) -> None:
+    """In two processes, which torchrun has started; without it, that they have trained what one does."""
+    from dpbench.integrations.lightning import PrivateDDPStrategy, PrivateStrategy
+
+    if "LOCAL_RANK" not in os.environ:
+        for p, q in zip(fit("cpu", private(), devices=1).parameters(), torch.load(path), strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
+        return
+    refused(lambda: fit("gpu", private(PrivateStrategy), devices=2), "devices=1", "PrivateDDPStrategy")
+    own = private(PrivateDDPStrategy)
+    found = fit("gpu", own, devices=2)
+    assert own.engine.settings.batch_size == 12 and all(p.is_cuda for p in found.parameters())
+    if own.global_rank == 0:
+        torch.save([p.detach().cpu() for p in found.parameters()], path)
+
+
+def opacus() -> None:
+    from dpbench.integrations import opacus as ours
+
+    def train(device: str, mode: str = "hooks") -> nn.Module:
+        model = net().to(device)
+        engine = ours.PrivacyEngine()
+        made = engine.make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
+            data_loader=DataLoader(data(), batch_size=12),
+            noise_multiplier=0.0,
+            max_grad_norm=0.3,
+            noise_generator=torch.Generator(device).manual_seed(3),
+            poisson_sampling=False,
+            grad_sample_mode=mode,
+            **({"criterion": nn.CrossEntropyLoss()} if mode == "ghost" else {}),
+        )
+        private, optimizer, *criterion, loader = made
+        judged = criterion[0] if criterion else nn.CrossEntropyLoss()
+        for x, y in loader:
+            optimizer.zero_grad()
+            value = judged(private(x.to(device)), y.to(device))
+            value.backward()
+            optimizer.step()
+        return model
+
+    on_both(train)
+    on_both(lambda device: train(device, "ghost"))
+
+
+NAMES: dict[str, Callable[[], None]] = {
+    each.__name__: each for each in (steps, virtual, whole, amp, trainer, lightning, opacus)
+}
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    NAMES[sys.argv[1]]()
+    print("as a CPU's")

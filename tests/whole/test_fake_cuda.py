@@ -1,0 +1,85 @@
+"""The command line and people's loops on a CUDA device: on the fake of `tests/support/fake_cuda.py`, where none is.
+
+What the fake cannot show is written there; the tests marked `gpu` are for a real one (`make gpu-test`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_cuda import environment
+from fake_loops import NAMES
+
+from dpbench.records.store import read_records
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+PATIENCE = 900
+NOT_HERE = ("no Triton program runs on cuda here", "expected kernels in the profiler's trace")
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is None or shutil.which("cc") is None, reason="needs a torch for CUDA, and a C compiler"
+)
+
+
+def on_fake(*command: str, devices: int = 1, memory: int = 8 * 2**30, **more: str) -> str:
+    """What it wrote to standard output."""
+    paths = [str(SUPPORT / "fake_site"), str(ROOT), str(SUPPORT), str(ROOT / "tests" / "integrations")]
+    own = environment(devices, memory, PYTHONPATH=os.pathsep.join(paths), **more)
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, timeout=PATIENCE, env=own, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def dpbench(*arguments: str, **more: str) -> str:
+    return on_fake("-m", "dpbench", *arguments, **more)
+
+
+def test_the_device_is_one_and_finds_what_a_cpu_cannot():
+    assert on_fake(str(SUPPORT / "fake_checks.py")).splitlines()[-1] == "a device"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", ["evidence", "stress_test", "training_step"])
+def test_an_experiment_on_cuda(experiment, tmp_path):
+    dpbench("run", experiment, "--device", "cuda", "--smoke", "--output", str(tmp_path))
+    records = read_records(tmp_path / f"{experiment}-smoke")
+    assert records and {record["trial"].get("device", "cuda") for record in records} <= {"cuda"}
+    for record in records:
+        said = str(record.get("evidence"))
+        assert record["outcome"] == "ok" or said.startswith(NOT_HERE), (record["trial"], said)
+    assert list(tmp_path.rglob("*.svg"))
+
+
+@pytest.mark.slow
+def test_recommend_and_check_on_cuda():
+    command = ("recommend", "cnn", "--batch-size", "8", "--memory", "256MiB", "--device", "cuda", "--format", "json")
+    answer = json.loads(dpbench(*command))
+    assert answer["recommended"] in {row["backend"] for row in answer["backends"] if row["status"] == "ok"}
+    rows = json.loads(dpbench("check", "--model", "cnn", "--device", "cuda", "--format", "json"))
+    assert {row["status"] for row in rows} <= {"ok", "unsupported"} and len(rows) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loop_trains_what_it_trains_on_a_cpu(name):
+    if name in ("trainer", "lightning"):
+        pytest.importorskip({"trainer": "accelerate", "lightning": "lightning"}[name])
+    assert on_fake(str(SUPPORT / "fake_loops.py"), name, WANDB_DISABLED="true").splitlines()[-1] == "as a CPU's"
+
+
+@pytest.mark.slow
+def test_lightning_on_two_devices(tmp_path):
+    pytest.importorskip("lightning")
+    command = (str(SUPPORT / "fake_loops.py"), "lightning", str(tmp_path / "weights.pt"))
+    on_fake("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command, devices=2)
+    on_fake(*command)
