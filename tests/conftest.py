@@ -1,14 +1,17 @@
-"""A test that is given the name of a backend which cannot run here is skipped, and says why."""
+"""A test of a backend which cannot run here is skipped, and says why; and no test waits for ever."""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from waiting import PATIENCE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: the cases are small, and waiting threads spin
 os.environ["OMP_WAIT_POLICY"] = "passive"  # two threads of a trial spin long where a test holds the other core
@@ -35,6 +38,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 reasons[name] = load_backend(name).unavailable()
             if reasons[name] is not None:
                 item.add_marker(pytest.mark.skip(reason=f"{name}: {reasons[name]}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Whatever it waits for without a limit of its own, a test fails in the end."""
+
+    def give_up(*_: object) -> None:
+        pytest.fail(f"still waiting after {2 * PATIENCE:g} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, 2 * PATIENCE)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from processor import PATIENCE, as_quick_as_imports
+from processor import as_quick_as_imports
+from waiting import PATIENCE
 
 from dpbench.cli import main
 from dpbench.cli.command_line import COMMANDS

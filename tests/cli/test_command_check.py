@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processor import PATIENCE
+from waiting import PATIENCE
 
 from dpbench.cli import check, main
 from dpbench.process.parent import Answer, Isolation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processor import PATIENCE
+from waiting import PATIENCE
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)

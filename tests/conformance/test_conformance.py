@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processor import PATIENCE
+from waiting import PATIENCE
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
 from clipping.oracle import Microbatch

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_process import train
-from processor import PATIENCE
+from waiting import PATIENCE
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 

@@ -10,10 +10,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from processor import PATIENCE
+from fake_run import Fake, finish, sleepers, waiters
 from smoke_run import smoke, smoke_here
-from test_runner import Fake, sleepers
+from waiting import PATIENCE
 
+from dpbench.process.linux import kill
 from dpbench.records.store import read_runs
 
 pytest.importorskip("submitit")
@@ -29,18 +30,10 @@ class Of(bodies.Act):
 """
 
 
-def of_models(folder: Path, cells: str, rounds: int = 1) -> Fake:
-    fake = Fake(folder, cells, rounds)
+def of_models(folder: Path, cells: str) -> Fake:
+    fake = Fake(folder, cells, in_order=True)
     fake.file.write_text(fake.file.read_text().replace("def cells", MODELS + "\ndef cells"))
     return fake
-
-
-def numbers(fake: Fake) -> dict[int, int]:
-    return dict(Counter(record["trial"]["number"] for record in fake.records))
-
-
-def jobs_of(fake: Fake) -> list[int]:
-    return [pid for pid in fake._marked() if b"submitit" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 def test_each_job_has_a_file_of_its_own_and_what_fails_is_a_record(tmp_path):
@@ -69,45 +62,54 @@ def test_retry_and_the_rest_after_another_executor(tmp_path):
     assert Counter(r["outcome"] for r in fake.records) == {"error": 2, "crash": 1, "ok": 1}
 
 
-@pytest.mark.slow
-def test_jobs_outlive_a_killed_driver_and_the_next_run_waits_for_them(tmp_path):
-    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=list(range(6)), seconds=0.7, folder=FOLDER)")
+@pytest.fixture
+def job(tmp_path):
+    """A run by one job, of which two trials have ended and the third waits to be let go."""
+    fake = of_models(tmp_path, waiters(5, "Of").replace("grid(Of,", "grid(Of, model='a',"))
+    fake.go(0, 1)
     process = fake.start(*LOCAL)
-    fake.wait_for(2)
+    fake.wait_for(3, "begun")
+    return fake, process
+
+
+@pytest.mark.slow
+def test_jobs_outlive_a_killed_driver_and_the_next_run_waits_for_them(job):
+    fake, process = job
     process.kill()
-    process.wait()
-    assert jobs_of(fake), "it goes on"
-    done = fake.run(*LOCAL)
-    assert done.returncode == 0 and "1 jobs of an earlier run still go on" in done.stderr
-    assert numbers(fake) == dict.fromkeys(range(6), 1)
-    assert Counter(fake.trace("begun")) == dict.fromkeys(range(6), 1), "nothing is done twice"
+    process.wait(PATIENCE)
+    assert fake.processes("submitit"), "it goes on"
+    following = fake.start(*LOCAL)
+    assert any("1 jobs of an earlier run still go on" in line for line in following.stderr)
+    fake.go()
+    _, err = finish(following)
+    assert following.returncode == 0, err
+    assert fake.numbers == dict.fromkeys(range(5), 1)
+    assert Counter(fake.trace("begun")) == dict.fromkeys(range(5), 1), "nothing is done twice"
     assert fake.left_over() == []
 
 
 @pytest.mark.slow
-def test_a_killed_job_is_submitted_again_and_loses_nothing(tmp_path):
-    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=list(range(5)), seconds=0.7, folder=FOLDER)")
-    process = fake.start(*LOCAL)
-    fake.wait_for(2)
-    for pid in jobs_of(fake):
-        os.kill(pid, signal.SIGKILL)
-    _, err = process.communicate(timeout=PATIENCE)
+def test_a_killed_job_is_submitted_again_and_loses_nothing(job):
+    fake, process = job
+    for pid in fake.processes("submitit"):
+        kill(pid)
+    fake.go()
+    _, err = finish(process)
     assert process.returncode == 0 and "was lost; what it had measured is recorded" in err
-    assert numbers(fake) == dict.fromkeys(range(5), 1)
+    assert fake.numbers == dict.fromkeys(range(5), 1)
     assert fake.left_over() == []
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_the_jobs_in_good_order(tmp_path):
-    fake = of_models(tmp_path, "grid(Of, model='a', action='sleep', number=list(range(5)), seconds=0.7, folder=FOLDER)")
-    process = fake.start(*LOCAL)
-    fake.wait_for(2)
+def test_ctrl_c_ends_the_jobs_in_good_order(job):
+    fake, process = job
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = finish(process)
     assert process.returncode == 130 and "Traceback" not in err
     assert fake.left_over() == [] and fake.records
+    fake.go()
     fake.run()
-    assert numbers(fake) == dict.fromkeys(range(5), 1)
+    assert fake.numbers == dict.fromkeys(range(5), 1)
 
 
 @pytest.mark.slow
@@ -146,7 +148,7 @@ def test_slurm_itself_runs_the_smoke_run(tmp_path, slurm):
 
 @pytest.mark.slow
 def test_a_partition_that_slurm_does_not_know_is_one_line(tmp_path, slurm):
-    fake = Fake(tmp_path, sleepers(1, 0.0))
+    fake = Fake(tmp_path, sleepers(1))
     done = fake.run("--executor", "slurm", "--partition", "no_such")
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "expected jobs that SLURM takes" in done.stderr.splitlines()[-1]

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from fake_run import Fake, sleepers
 from report_records import CPU, RunFile
-from test_runner import Fake, sleepers
 
 from dpbench.errors import UsageError
 from dpbench.execution import shards
@@ -235,19 +235,26 @@ def test_a_full_disk_at_one_shard_is_one_line_and_the_rest_goes_on(tmp_path, mon
     ],
 )
 def test_options_that_cannot_be_are_one_line(tmp_path, options, said):
-    done = Fake(tmp_path, sleepers(1, 0.0)).run(*options)
+    done = Fake(tmp_path, sleepers(1)).run(*options)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and said in done.stderr
 
 
 @pytest.mark.parametrize(("name", "package"), [("ray", "ray"), ("slurm", "submitit")])
 def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path, name, package):
-    fake = Fake(tmp_path, sleepers(1, 0.0))
+    fake = Fake(tmp_path, sleepers(1))
     code = f"import sys; sys.modules[{package!r}] = None; from dpbench.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["run", str(fake.file), "--output", str(fake.output), "--executor", name]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert f"pip install 'dpbench[{name}]'" in done.stderr
     assert fake.trace("begun") == []
+
+
+@pytest.mark.parametrize("option", ["--address", "--gpu-type", "--partition", "--cluster"])
+def test_an_option_without_a_name_is_refused(tmp_path, option):
+    fake = Fake(tmp_path, sleepers(1))
+    done = fake.run("--executor", "slurm" if option in ("--partition", "--cluster") else "ray", option, "")
+    assert done.returncode == 2 and f"expected a name after {option}, got ''" in done.stderr
 
 
 def test_slurm_needs_an_experiment_that_its_jobs_can_find():

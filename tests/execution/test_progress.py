@@ -12,12 +12,11 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from processor import PATIENCE
-from test_runner import Fake, sleepers
+from fake_run import Fake, sleepers
+from waiting import PATIENCE, until
 
 from dpbench.execution.progress import Progress
 from dpbench.execution.schedule import Run
@@ -235,11 +234,7 @@ def test_a_run_in_a_terminal(terminal, tmp_path):
     command = [sys.executable, "-m", "dpbench", "run", str(fake.file), "--device", "cpu", "--output", str(fake.output)]
     environ = {**os.environ, "COLUMNS": "300"}  # not that of this terminal
     with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=terminal.slave) as process:
-        until = time.monotonic() + PATIENCE
-        while process.poll() is None and time.monotonic() < until:
-            terminal.read()
-            time.sleep(0.02)
-        process.kill()
+        until(lambda: terminal.read() or process.poll() is not None, "the end of the run")
     *lines, last = terminal.take()
     assert process.returncode == 0 and last == "", terminal.text
     assert not [line for line in lines if "%|" in line], "nothing is left of the bar"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processor import PATIENCE
+from waiting import PATIENCE
 
 from clipping import BACKENDS, load_backend
 from dpbench.execution.recommend.agenda import GROUPS

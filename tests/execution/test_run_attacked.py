@@ -8,80 +8,63 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from processor import PATIENCE
-from test_runner import ROOT, Fake, sleepers
+from fake_run import ROOT, Fake, finish, sleepers, waiters
+from waiting import PATIENCE
 
+from dpbench.process.linux import kill
 from dpbench.records.store import read_records
 
 
-def numbers(fake: Fake) -> Counter[int]:
-    return Counter(record["trial"]["number"] for record in fake.records)
-
-
-def recorded(fake: Fake, count: int) -> None:
-    """Wait until so many trials are on the disk."""
-    until = time.monotonic() + PATIENCE
-    while len(read_records(fake.output / "fake", lambda _: None)) < count:
-        assert time.monotonic() < until
-        time.sleep(0.02)
-
-
-#: One trial that has ended when the others begin to wait until they are let go.
-WAITING = "[bodies.Act(action='sleep')] + grid(bodies.Act, action='wait', number=[1, 2, 3], folder=FOLDER)"
-
-
 def test_records_that_are_removed_while_it_runs_are_saved_again_and_it_stops(tmp_path):
-    fake = Fake(tmp_path, sleepers(12, 0.2))
-    process = fake.start()
-    recorded(fake, 3)
+    fake = Fake(tmp_path, waiters(6), in_order=True)
+    process = fake.halfway(done=3)
     shutil.rmtree(fake.output)
-    _, err = process.communicate(timeout=PATIENCE)
+    fake.go()
+    _, err = finish(process)
     assert process.returncode == 1 and "Traceback" not in err
     last = err.strip().splitlines()[-1]
     assert "and it is gone; what it held is saved in" in last and "recorded" not in last
     assert Path(last.rpartition(" ")[2]).exists()
-    before = numbers(fake)
-    assert len(before) >= 3 and set(before.values()) == {1}
+    before = fake.numbers
+    assert 3 <= len(before) < 6 and set(before.values()) == {1}
     assert fake.run().returncode == 0
-    assert numbers(fake) == dict.fromkeys(range(12), 1) and fake.left_over() == []
+    assert fake.numbers == dict.fromkeys(range(6), 1) and fake.left_over() == []
 
 
 @pytest.mark.parametrize("how", ["moved", "replaced"])
 def test_records_that_are_elsewhere_are_not_written_twice(tmp_path, how):
-    fake = Fake(tmp_path, sleepers(12, 0.2))
-    process = fake.start()
-    recorded(fake, 3)
+    fake = Fake(tmp_path, waiters(6), in_order=True)
+    process = fake.halfway(done=3)
     (file,) = (fake.output / "fake").glob("*.jsonl")
     if how == "moved":
         file.rename(tmp_path / "kept.jsonl")
     else:
         shutil.copy(file, tmp_path / "copy")
         os.replace(tmp_path / "copy", file)
-    _, err = process.communicate(timeout=PATIENCE)
+    fake.go()
+    _, err = finish(process)
     assert process.returncode == 1 and "to stay where it is while it is written to, and it is gone" in err
     if how == "moved":
         assert "who moved it has what it held" in err
         (tmp_path / "kept.jsonl").rename(file)
     assert fake.run().returncode == 0
-    assert set(numbers(fake)) == set(range(12))
-    assert how == "replaced" or set(numbers(fake).values()) == {1}
+    assert set(fake.numbers) == set(range(6))
+    assert how == "replaced" or set(fake.numbers.values()) == {1}
 
 
 @pytest.mark.parametrize("keep", [0, 1, 2])
 def test_records_that_are_cut_while_it_runs_are_saved_again_once(tmp_path, keep):
     """Its first so many lines are left: of an empty one the environment, too, is gone."""
-    fake = Fake(tmp_path, WAITING, in_order=True)
-    process = fake.start()
-    recorded(fake, 1)
+    fake = Fake(tmp_path, waiters(4), in_order=True)
+    process = fake.halfway()
     (file,) = (fake.output / "fake").glob("*.jsonl")
     os.truncate(file, sum(map(len, file.read_bytes().splitlines(keepends=True)[:keep])))
-    (tmp_path / "go").touch()
-    _, err = process.communicate(timeout=PATIENCE)
+    fake.go()
+    _, err = finish(process)
     if keep == 2:  # nothing was cut
         assert process.returncode == 0
         return
@@ -94,13 +77,11 @@ def test_records_that_are_cut_while_it_runs_are_saved_again_once(tmp_path, keep)
 
 
 def test_records_removed_after_the_last_are_not_said_to_be_there(tmp_path):
-    """The last trial takes longer than it takes to see that two are on the disk."""
-    cells = "[bodies.Act(action='sleep', number=0), bodies.Act(action='sleep', number=1, seconds=2.0)]"
-    fake = Fake(tmp_path, cells)
-    process = fake.start()
-    recorded(fake, 1)
+    fake = Fake(tmp_path, waiters(2), in_order=True)
+    process = fake.halfway()
     shutil.rmtree(fake.output)
-    _, err = process.communicate(timeout=PATIENCE)
+    fake.go()
+    _, err = finish(process)
     assert process.returncode == 1 and "recorded 2 trials" not in err
 
 
@@ -114,7 +95,7 @@ def test_progress_that_nobody_reads_is_no_end_of_the_run(tmp_path, redirections)
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"exec 3>&1; {line}"], cwd=ROOT, capture_output=True, timeout=PATIENCE
     )
-    assert numbers(fake) == dict.fromkeys(range(8), 1), done
+    assert fake.numbers == dict.fromkeys(range(8), 1), done
     assert {record["outcome"] for record in fake.records} == {"ok"}
     assert done.stdout.endswith(b"code 0\n"), "no figures are to be printed, so that there was nothing to print"
 
@@ -139,35 +120,34 @@ def test_no_file_takes_the_place_of_a_closed_stream(tmp_path):
 
 
 def test_a_second_run_on_a_folder_is_told_who_measures_there(tmp_path):
-    fake = Fake(tmp_path, WAITING, in_order=True)
-    first = fake.start()
-    recorded(fake, 1)
+    fake = Fake(tmp_path, waiters(4), in_order=True)
+    first = fake.halfway()
     second = fake.run()
     assert second.returncode == 2 and second.stderr.count("\n") == 1
     assert f"process {first.pid} on " in second.stderr and " since 20" in second.stderr and "--wait" in second.stderr
     waiting = fake.start("--wait")
     assert f"waiting for process {first.pid}" in waiting.stderr.readline()
-    (tmp_path / "go").touch()
-    _, err = first.communicate(timeout=PATIENCE)
+    fake.go()
+    _, err = finish(first)
     assert first.returncode == 0, err
-    _, err = waiting.communicate(timeout=PATIENCE)
+    _, err = finish(waiting)
     assert waiting.returncode == 0 and "nothing is left to run" in err
-    assert numbers(fake) == dict.fromkeys(range(4), 1)
+    assert fake.numbers == dict.fromkeys(range(4), 1)
     assert (fake.output / "fake" / ".lock").read_text() == ""
 
 
 def test_a_killed_run_holds_no_lock(tmp_path):
-    fake = Fake(tmp_path, sleepers(3, 0.5))
-    first = fake.start()
-    recorded(fake, 1)
+    fake = Fake(tmp_path, waiters(3), in_order=True)
+    first = fake.halfway()
     first.kill()
-    first.communicate()
+    finish(first)
+    fake.go()
     assert fake.run().returncode == 0
-    assert numbers(fake) == dict.fromkeys(range(3), 1)
+    assert fake.numbers == dict.fromkeys(range(3), 1)
 
 
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
-    fake = Fake(tmp_path, sleepers(1, 0.0))
+    fake = Fake(tmp_path, sleepers(1))
     (fake.output / "fake").mkdir(parents=True)
     (tmp_path / "precious").write_text("kept")
     (fake.output / "fake" / ".lock").symlink_to(tmp_path / "precious")
@@ -218,20 +198,19 @@ sys.exit(code)
 
 
 def test_whoever_removes_the_lock_s_file_is_still_told_who_measures(tmp_path):
-    fake = Fake(tmp_path, WAITING, in_order=True)
-    first = fake.start()
-    recorded(fake, 1)
+    fake = Fake(tmp_path, waiters(4), in_order=True)
+    first = fake.halfway()
     (fake.output / "fake" / ".lock").unlink()
     second = fake.run()
     assert second.returncode == 2 and "nobody else to measure for" in second.stderr
-    (tmp_path / "go").touch()
-    _, err = first.communicate(timeout=PATIENCE)
+    fake.go()
+    _, err = finish(first)
     assert first.returncode == 0 and fake.run().returncode == 0, err
-    assert numbers(fake) == dict.fromkeys(range(4), 1)
+    assert fake.numbers == dict.fromkeys(range(4), 1)
 
 
 def test_a_folder_s_name_that_is_empty_or_a_pipe_is_given_anew(tmp_path):
-    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake = Fake(tmp_path, sleepers(2))
     fake.output.mkdir()
     (fake.output / ".folder").touch()
     assert fake.run().returncode == 0 and len((fake.output / ".folder").read_text()) == 17
@@ -270,7 +249,7 @@ def test_ctrl_c_before_anything_has_begun_is_one_line():
 
 
 def test_an_experiment_that_closes_standard_error_is_run(tmp_path):
-    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake = Fake(tmp_path, sleepers(2))
     fake.file.write_text(fake.file.read_text() + "\nimport sys\nsys.stderr.close()\n")
     assert fake.run().returncode == 0 and len(fake.records) == 2
 
@@ -283,10 +262,8 @@ def test_killed_at_every_call_that_writes_nothing_is_lost_and_nothing_done_twice
     """
     tried = lost = twice = 0
     for call in range(1, 200):
-        folder = tmp_path / str(call)
-        folder.mkdir()
-        two = "grid(bodies.Beside, action='sleep', number=[0, 1])"
-        fake = Fake(folder, f"{two} + [bodies.Beside(action='twins', number=2)]")  # with files beside its record
+        cells = "grid(bodies.Beside, action='sleep', number=[0, 1]) + [bodies.Beside(action='twins', number=2)]"
+        fake = Fake(tmp_path / str(call), cells)  # the last with files beside its record
         arguments = [sys.executable, "-c", KILLER, str(call), str(fake.file), "--output", str(fake.output)]
         killed = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
         assert "Traceback" not in killed.stderr, killed.stderr
@@ -308,19 +285,14 @@ def test_killed_at_every_call_that_writes_nothing_is_lost_and_nothing_done_twice
 @pytest.mark.slow
 def test_the_death_of_ray_is_no_trial_s(tmp_path):
     pytest.importorskip("ray")
-    fake = Fake(tmp_path, sleepers(12, 0.5))
-    process = fake.start("--executor", "ray")
-    fake.wait_for(2)
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            of_ours = f"DPBENCH_TEST={fake.mark}".encode() in (path / "environ").read_bytes()
-            if of_ours and b"raylet/raylet" in (path / "cmdline").read_bytes().split(b"\0")[0]:
-                os.kill(int(path.name), signal.SIGKILL)
-        except OSError:
-            continue
-    _, err = process.communicate(timeout=PATIENCE)
+    fake = Fake(tmp_path, waiters(6), in_order=True)
+    process = fake.halfway("--executor", "ray", done=2)
+    for pid in fake.processes("raylet/raylet"):
+        kill(pid)
+    _, err = finish(process)
     assert process.returncode == 1 and "Traceback" not in err, err
     assert "Ray's own processes on this machine have died" in err
     assert {record["outcome"] for record in fake.records} == {"ok"}
+    fake.go()
     assert fake.run().returncode == 0
-    assert numbers(fake) == dict.fromkeys(range(12), 1)
+    assert fake.numbers == dict.fromkeys(range(6), 1)

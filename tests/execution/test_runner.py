@@ -7,109 +7,20 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
-import uuid
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from bodies import beside
-from processor import PATIENCE
+from bodies import FOREVER
+from fake_run import Fake, finish, sleepers, waiters
+from waiting import until
 
+from dpbench.process.linux import available_cpus
 from dpbench.records.store import read_records, read_runs
-
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-
-BODIES = SUPPORT / "bodies.py"
-ROOT = Path(__file__).resolve().parents[2]
-EXPERIMENT = """
-from dpbench.experiment import Experiment, grid
-from dpbench.trials.reference import load_module
-bodies = load_module({bodies!r})
-
-def cells(device):
-    return {cells}
-
-EXPERIMENT = Experiment(name="fake", doc="for the tests", cells=cells, smoke=cells, rounds={rounds},
-    in_order={in_order})
-"""
-
-
-class Fake:
-    """An experiment of trials of our own, run by the command line in a process of its own."""
-
-    def __init__(self, folder: Path, cells: str, rounds: int = 1, in_order: bool = False) -> None:
-        self.folder = folder
-        self.mark = uuid.uuid4().hex
-        self.file = folder / "fake.py"
-        cells = cells.replace("FOLDER", repr(str(folder)))
-        text = EXPERIMENT.format(bodies=str(BODIES), cells=cells, rounds=rounds, in_order=in_order)
-        self.file.write_text(text)
-        self.output = folder / "out"
-
-    def start(self, *arguments: str, command: str = "run") -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-m", "dpbench", command, str(self.file), "--output", str(self.output), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "DPBENCH_TEST": self.mark},
-            start_new_session=True,
-        )
-
-    def run(self, *arguments: str, command: str = "run") -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, command=command)
-        out, err = process.communicate(timeout=PATIENCE)
-        assert "Traceback" not in err or "KeyError" in err, err
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    @property
-    def records(self) -> list[dict]:
-        def fail(warning: str) -> None:
-            raise AssertionError(warning)
-
-        return read_records(self.output / "fake", fail)
-
-    def trace(self, name: str) -> list[int]:
-        path = self.folder / name
-        return [int(line.split()[0]) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def left_over(self, within: float = 15.0) -> list[int]:
-        """Processes that inherited our mark and are still there after `within` seconds."""
-        until = time.monotonic() + within
-        while (found := self._marked()) and time.monotonic() < until:
-            time.sleep(0.02)
-        return found
-
-    def _marked(self) -> list[int]:
-        found = []
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            try:
-                if f"DPBENCH_TEST={self.mark}".encode() in path.read_bytes():
-                    found.append(int(path.parent.name))
-            except OSError:
-                continue
-        return found
-
-    def servers(self) -> list[int]:
-        return [pid for pid in self._marked() if b"dpbench.process.server" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-    def wait_for(self, count: int, name: str = "ended") -> None:
-        until = time.monotonic() + PATIENCE
-        while len(self.trace(name)) < count:
-            assert time.monotonic() < until, f"{count} x {name} is not reached"
-            time.sleep(0.01)
-
-
-def sleepers(count: int, seconds: float) -> str:
-    return f"grid(bodies.Act, action='sleep', number={list(range(count))}, seconds={seconds}, folder=FOLDER)"
 
 
 def test_every_trial_is_recorded_in_every_round_with_its_environment(tmp_path):
-    fake = Fake(tmp_path, sleepers(3, 0.0), rounds=2)
+    fake = Fake(tmp_path, sleepers(3), rounds=2)
     done = fake.run()
     assert (done.returncode, done.stdout) == (0, "")
     assert "recorded 6 trials (6 ok)" in done.stderr
@@ -123,7 +34,7 @@ def test_every_trial_is_recorded_in_every_round_with_its_environment(tmp_path):
 
 
 def test_a_second_run_has_nothing_to_do_and_leaves_no_file(tmp_path):
-    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake = Fake(tmp_path, sleepers(2))
     fake.run()
     files = sorted(fake.output.rglob("*"))
     again = fake.run()
@@ -157,66 +68,64 @@ def test_retry_runs_again_what_failed(tmp_path):
 
 
 def test_only_and_rounds_choose(tmp_path):
-    fake = Fake(tmp_path, sleepers(4, 0.0))
+    fake = Fake(tmp_path, sleepers(4))
     fake.run("--only", "number=1,3", "--only", "action=sleep", "--rounds", "2")
     assert Counter(r["trial"]["number"] for r in fake.records) == {1: 2, 3: 2}
 
 
 def test_smoke_is_recorded_apart(tmp_path):
-    fake = Fake(tmp_path, sleepers(1, 0.0))
+    fake = Fake(tmp_path, sleepers(1))
     fake.run("--smoke")
     assert fake.records == [] and len(read_records(fake.output / "fake-smoke")) == 1
 
 
 def test_what_may_run_beside_others_does(tmp_path):
-    cells = sleepers(4, 1.0).replace("bodies.Act", "bodies.Beside")
-    fake = Fake(tmp_path, cells)
-    fake.run()
-    begun = fake.trace("begun")
-    assert sorted(begun) == [0, 1, 2, 3] and len(fake.records) == 4
-    if len(os.sched_getaffinity(0)) > 1:
-        assert beside(tmp_path)
+    fake = Fake(tmp_path, waiters(4, "bodies.Beside"))
+    process = fake.start()
+    fake.wait_for(min(2, available_cpus()), "begun")
+    fake.go()
+    finish(process)
+    assert sorted(fake.trace("begun")) == [0, 1, 2, 3] and len(fake.records) == 4
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_in_good_order_and_the_run_continues(tmp_path, signum):
-    fake = Fake(tmp_path, sleepers(4, 0.4))
-    process = fake.start()
-    fake.wait_for(2, "begun")
+    fake = Fake(tmp_path, waiters(4), in_order=True)
+    process = fake.halfway()
     os.killpg(process.pid, signum)  # as a terminal does: to all of the group
-    out, err = process.communicate(timeout=PATIENCE)
+    out, err = finish(process)
     assert process.returncode == 128 + signum
     assert out == "" and "Traceback" not in err
     assert err.strip().splitlines()[-1].endswith("the same command continues from there")
     assert fake.left_over() == []
-    done_before = [r["trial"]["number"] for r in fake.records]
-    assert len(done_before) >= 1
+    assert fake.numbers == {0: 1}
+    fake.go()
     fake.run()
-    assert sorted(r["trial"]["number"] for r in fake.records) == [0, 1, 2, 3]
-    assert [n for n in done_before if fake.trace("begun").count(n) > 1] == []
+    assert fake.numbers == dict.fromkeys(range(4), 1)
+    assert fake.trace("begun").count(0) == 1
 
 
 def test_ctrl_c_while_it_starts_is_quiet(tmp_path):
-    fake = Fake(tmp_path, sleepers(1, 30.0))
+    fake = Fake(tmp_path, waiters(1))
     process = fake.start()
-    while not fake.servers():
-        time.sleep(0.001)
+    until(lambda: fake.processes("dpbench.process.server"), "a server")
     os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=PATIENCE)
+    _, err = finish(process)
     assert process.returncode == 130 and "Traceback" not in err and fake.left_over() == []
 
 
 def test_killed_at_any_point_nothing_is_lost_nothing_repeated_and_no_process_left(tmp_path):
-    count, chance = 12, random.Random(20)
-    fake = Fake(tmp_path, sleepers(count, 0.15))
-    for _ in range(5):
+    chance = random.Random(20)
+    fake = Fake(tmp_path, waiters(12), in_order=True)
+    for last in range(1, 10, 2):
+        fake.go(*range(last + 1))  # and no further, however late it is killed
         before = fake.records
         begun_before = Counter(fake.trace("begun"))
         process = fake.start()
-        fake.wait_for(sum(begun_before.values()) + 1, "begun")
-        time.sleep(chance.uniform(0, 0.5))
+        fake.wait_for(begun_before.total() + 1, "begun")
+        time.sleep(chance.uniform(0, 0.3))
         process.kill()
-        process.communicate()
+        finish(process)
         assert fake.left_over() == []
         records = fake.records
         assert records[: len(before)] == before
@@ -224,18 +133,19 @@ def test_killed_at_any_point_nothing_is_lost_nothing_repeated_and_no_process_lef
         assert not [r["trial"]["number"] for r in before if r["trial"]["number"] in begun], "a recorded trial ran again"
         # at most the trial in flight ran without being recorded
         assert begun.total() - (len(records) - len(before)) <= 1
+    fake.go()
     fake.run()
-    assert Counter(r["trial"]["number"] for r in fake.records) == dict.fromkeys(range(count), 1)
+    assert fake.numbers == dict.fromkeys(range(12), 1)
     assert fake.left_over() == []
 
 
 def test_a_killed_run_leaves_no_descendant_of_a_trial(tmp_path):
-    fake = Fake(tmp_path, "[bodies.Act(action='offspring', seconds=60, folder=FOLDER)]")
+    fake = Fake(tmp_path, f"[bodies.Act(action='offspring', seconds={FOREVER}, folder=FOLDER)]")
     process = fake.start()
     fake.wait_for(4, "pids")
-    assert len(fake._marked()) >= 6  # the parent, the server, the trial and its three descendants
+    assert len(fake.processes()) >= 6  # the parent, the server, the trial and its three descendants
     process.kill()
-    process.communicate()
+    finish(process)
     assert fake.left_over() == []
     assert fake.records == []
 
@@ -262,7 +172,7 @@ def test_records_are_strict_json(tmp_path):
 
 
 def test_a_results_folder_that_cannot_be_written_is_one_line(tmp_path):
-    fake = Fake(tmp_path, sleepers(1, 0.0))
+    fake = Fake(tmp_path, sleepers(1))
     fake.output.write_text("a file, and no folder")
     done = fake.run()
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(fake.output) in done.stderr
@@ -271,7 +181,7 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):
     """Also on a machine of the same name and device, as machines of one image are."""
-    fake = Fake(tmp_path, sleepers(2, 0.0))
+    fake = Fake(tmp_path, sleepers(2))
     fake.run()
     clone = tmp_path / "clone" / "fake"
     clone.mkdir(parents=True)
@@ -284,7 +194,7 @@ def test_whoever_clones_a_folder_of_results_measures_anew(tmp_path):
 
 
 def test_plan_says_how_many_runs_of_so_many_minutes_are_left(tmp_path):
-    fake = Fake(tmp_path, sleepers(4, 0.0))
+    fake = Fake(tmp_path, sleepers(4))
     assert fake.run("--minutes", "9", command="plan").stdout.endswith("time left not known yet\n")
     fake.run("--only", "number=0")
     assert fake.run("--minutes", "9", command="plan").stdout.endswith(" left, 1 or more runs of --minutes 9\n")
@@ -292,7 +202,7 @@ def test_plan_says_how_many_runs_of_so_many_minutes_are_left(tmp_path):
 
 def test_machines_of_one_name_go_on_with_each_other_s_records(tmp_path, monkeypatch):
     """The second has another name in the network, and a copy of the records alone: neither git nor results/.folder."""
-    fake = Fake(tmp_path, sleepers(3, 0.0))
+    fake = Fake(tmp_path, sleepers(3))
     monkeypatch.setenv("DPBENCH_HOST", "Pool of H100")
     monkeypatch.setenv("DPBENCH_COMMIT", "abc123-dirty")
     fake.run("--only", "number=0")

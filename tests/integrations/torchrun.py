@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from waiting import PATIENCE
 
 
 def torchrun(folder, script, *words, processes=2):
@@ -25,7 +26,7 @@ def torchrun(folder, script, *words, processes=2):
         for rank in range(processes)
     ]
     try:
-        assert [process.wait(timeout=240) for process in started] == [0] * processes
+        assert [process.wait(timeout=PATIENCE) for process in started] == [0] * processes
     finally:
         for process in started:
             process.kill()

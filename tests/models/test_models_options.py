@@ -87,7 +87,7 @@ def test_fields_reach_the_configuration_of_transformers():
         ("transformers:gpt2?n_embd=16&n_head=3", "expected transformers:gpt2 to build from its configuration, got "),
         ("transformers:gpt2?use_cache=true", "expected an option of transformers:gpt2 that is not set already by"),
         (f"{GPT2}&n_positions=64@65", "expected at most 64 tokens for transformers:gpt2, got 65"),
-        ("transformers:gpt2-xl?n_layer=900", "expected at most 2,000,000,000 parameters"),
+        ("transformers:gpt2-xl?n_embd=6400", "expected at most 2,000,000,000 parameters"),
         ("timm:resnet18?a=1&a=2", "expected the option a once, got 'resnet18?a=1&a=2'"),
     ],
 )

@@ -14,7 +14,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from processor import PATIENCE, quick
+from processor import quick
+from waiting import PATIENCE
 
 from dpbench.process.linux import CpuTime
 from dpbench.records.store import read_records

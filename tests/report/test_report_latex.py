@@ -6,8 +6,8 @@ import subprocess
 
 import pandas as pd
 import pytest
-from processor import PATIENCE
 from report_records import RunFile
+from waiting import PATIENCE
 
 from dpbench.report import write_report
 from dpbench.report.output import latex

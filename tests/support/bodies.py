@@ -9,12 +9,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from dpbench.trials import Trial
 from dpbench.trials.outcome import Mismatch, OverBudget
+
+#: Seconds for which no test waits: whoever sleeps them is ended by somebody.
+FOREVER = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +31,7 @@ class Act(Trial):
     seconds: float = 0.0
     number: int = 0
     folder: str = ""
-    timeout: float = 60.0
+    timeout: float = FOREVER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,29 +45,44 @@ class Beside(Act):
         return False
 
 
+@dataclass(frozen=True, kw_only=True)
+class WithTorch(Act):
+    """One that uses torch: the environment of its run says which."""
+
+    kind: ClassVar[str] = "with_torch"
+    action: str = "sleep"
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch",)
+
+
 def act(trial: Act) -> dict[str, Any]:
     return ACTIONS[trial.action](trial)
 
 
-def _sleep(trial: Act) -> dict[str, Any]:
-    """Leave a trace of having begun and ended, and sleep in between."""
-    begun = time.monotonic()
+@contextlib.contextmanager
+def _traced(trial: Act) -> Iterator[None]:
+    """Leave a trace of having begun and ended, where there is a folder for it."""
     if trial.folder:
         with (Path(trial.folder) / "begun").open("a") as file:
             file.write(f"{trial.number} {os.getpid()}\n")
-    time.sleep(trial.seconds)
+    yield
     if trial.folder:
         with (Path(trial.folder) / "ended").open("a") as file:
             file.write(f"{trial.number}\n")
-        with (Path(trial.folder) / "times").open("a") as file:
-            file.write(f"{begun} {time.monotonic()}\n")
+
+
+def _sleep(trial: Act) -> dict[str, Any]:
+    with _traced(trial):
+        time.sleep(trial.seconds)
     return {"number": trial.number}
 
 
 def _wait(trial: Act) -> dict[str, Any]:
-    """Until somebody lets all go."""
-    while not (Path(trial.folder) / "go").exists():
-        time.sleep(0.01)
+    """Until somebody lets it go, or all."""
+    with _traced(trial):
+        while not any((Path(trial.folder) / name).exists() for name in ("go", f"go {trial.number}")):
+            time.sleep(0.01)
     return {"number": trial.number}
 
 
@@ -73,13 +92,6 @@ def _spin(trial: Act) -> dict[str, Any]:
     while time.process_time() < until:
         pass
     return {}
-
-
-def beside(folder: Path) -> bool:
-    """Whether the second trial that slept there began before the first had ended."""
-    times = [map(float, line.split()) for line in (folder / "times").read_text().splitlines()]
-    begun, ended = (sorted(each) for each in zip(*times, strict=True))
-    return begun[1] < ended[0]
 
 
 def _where(trial: Act) -> dict[str, Any]:
@@ -211,7 +223,7 @@ def _infinite(trial: Act) -> dict[str, Any]:
 
 def _offspring(trial: Act) -> dict[str, Any]:
     """Three kinds of descendants: in the group, in a group of its own, and in a session of its own, orphaned."""
-    code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = f"import os, sys, time; print(os.getpid(), flush=True); time.sleep({FOREVER})"
     orphan = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True)"
     with (Path(trial.folder) / "pids").open("a") as file:
         print(os.getpid(), file=file, flush=True)

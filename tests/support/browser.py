@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from processor import PATIENCE
+from waiting import PATIENCE
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no chromium or google-chrome on the PATH")

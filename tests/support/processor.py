@@ -11,8 +11,6 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-#: Seconds for which a test waits before it calls a process hung: however slow the machine, no other takes that long.
-PATIENCE = 900.0
 #: Seconds that `_yardstick` takes where nobody else computes, on the machine for which the limits in tests are written.
 _USUAL = 0.15
 

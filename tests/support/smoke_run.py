@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from processor import PATIENCE
+from waiting import PATIENCE
 
 from dpbench.records.store import read_records
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from waiting import PATIENCE
 
 from dpbench.experiment import load_experiment
 from dpbench.process.parent import Isolation
@@ -13,7 +14,7 @@ from dpbench.report.figures import distributed
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import Trial
 
-FEW = {"model": "cnn", "batch_size": 2, "rounds": 2, "max_seconds": 0.1, "timeout": 60.0}
+FEW = {"model": "cnn", "batch_size": 2, "rounds": 2, "max_seconds": 0.1, "timeout": PATIENCE}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,123 @@
+"""A run of trials of our own, as a person starts it: begun, let go on, ended; and what is left of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import uuid
+from collections import Counter
+from pathlib import Path
+
+from waiting import PATIENCE, lines, of_process, soon, until
+
+from dpbench.records.store import read_records
+
+BODIES = Path(__file__).with_name("bodies.py")
+ROOT = Path(__file__).resolve().parents[2]
+EXPERIMENT = """
+from dpbench.experiment import Experiment, grid
+from dpbench.trials.reference import load_module
+bodies = load_module({bodies!r})
+
+def cells(device):
+    return {cells}
+
+EXPERIMENT = Experiment(name="fake", doc="for the tests", cells=cells, smoke=cells, rounds={rounds},
+    in_order={in_order})
+"""
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What it printed, when it has ended."""
+    try:
+        return process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+
+
+class Fake:
+    """An experiment of trials of our own, run by the command line in a process of its own."""
+
+    def __init__(self, folder: Path, cells: str, rounds: int = 1, in_order: bool = False) -> None:
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.mark = uuid.uuid4().hex
+        self.file = folder / "fake.py"
+        cells = cells.replace("FOLDER", repr(str(folder)))
+        text = EXPERIMENT.format(bodies=str(BODIES), cells=cells, rounds=rounds, in_order=in_order)
+        self.file.write_text(text)
+        self.output = folder / "out"
+
+    def start(self, *arguments: str, command: str = "run", shell: str = ":") -> subprocess.Popen[str]:
+        """`shell`: what a shell does before it becomes the command."""
+        line = [sys.executable, "-m", "dpbench", command, str(self.file), "--output", str(self.output), *arguments]
+        return subprocess.Popen(
+            ["bash", "-c", f'{shell}; exec "$@"', "bash", *line],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "DPBENCH_TEST": self.mark},
+            start_new_session=True,
+        )
+
+    def run(self, *arguments: str, command: str = "run") -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, command=command)
+        out, err = finish(process)
+        assert "Traceback" not in err or "KeyError" in err, err
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def halfway(self, *arguments: str, done: int = 1, shell: str = ":") -> subprocess.Popen[str]:
+        """Start a run of `waiters` in order; so many of them have ended, and the next one waits to be let go."""
+        self.go(*range(done))
+        process = self.start(*arguments, shell=shell)
+        self.wait_for(done + 1, "begun")
+        return process
+
+    def go(self, *numbers: int) -> None:
+        """Let the waiters of these numbers end, or all."""
+        for name in [f"go {number}" for number in numbers] or ["go"]:
+            (self.folder / name).touch()
+
+    @property
+    def records(self) -> list[dict]:
+        def fail(warning: str) -> None:
+            raise AssertionError(warning)
+
+        return read_records(self.output / "fake", fail)
+
+    @property
+    def numbers(self) -> Counter[int]:
+        """How many records each number has."""
+        return Counter(record["trial"]["number"] for record in self.records)
+
+    def trace(self, name: str) -> list[int]:
+        return [int(line.split()[0]) for line in lines(self.folder / name)]
+
+    def wait_for(self, count: int, name: str = "ended") -> None:
+        until(lambda: len(self.trace(name)) >= count, f"{count} x {name}")
+
+    def processes(self, command: str = "") -> list[int]:
+        """Those that inherited our mark, and run what has `command` in its line."""
+        mark = f"DPBENCH_TEST={self.mark}".encode()
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [
+            pid for pid in pids if mark in of_process(pid, "environ") and command.encode() in of_process(pid, "cmdline")
+        ]
+
+    def left_over(self) -> list[int]:
+        """Processes of ours that do not end, however long one waits."""
+        soon(lambda: not self.processes())
+        return self.processes()
+
+
+def sleepers(count: int, seconds: float = 0.0) -> str:
+    """Trials that end of themselves."""
+    return f"grid(bodies.Act, action='sleep', number={list(range(count))}, seconds={seconds}, folder=FOLDER)"
+
+
+def waiters(count: int, kind: str = "bodies.Act") -> str:
+    """Trials that end when they are let go."""
+    return f"grid({kind}, action='wait', number={list(range(count))}, folder=FOLDER)"
