@@ -88,15 +88,22 @@ def _halves(x: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def full_precision() -> Iterator[None]:
-    """Products of float32 on CUDA are not rounded to TF32 within it, whatever the caller allows."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
+def full_precision(*, convolutions: bool = False) -> Iterator[None]:
+    """Products of float32 on CUDA are not rounded to TF32 within it, whatever the caller allows.
+
+    Args:
+        convolutions: nor are convolutions.
+    """
+    switches: Any = torch.backends
+    parts = [switches.cuda.matmul, *([switches.cudnn.conv] if convolutions else [])]
+    before = [part.fp32_precision for part in parts]
+    for part in parts:
+        part.fp32_precision = "ieee"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        for part, precision in zip(parts, before, strict=True):
+            part.fp32_precision = precision
 
 
 def by_onednn(x: Tensor, multiplications: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
+import platform
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,11 +26,23 @@ def server_variables(device: str) -> dict[str, str]:
     Args:
         device: "cpu" or "cuda".
     """
+    variables = _SERVER_VARIABLES | _one_thread()
     if device == "cpu":
-        return _SERVER_VARIABLES | {"CUDA_VISIBLE_DEVICES": ""}
+        return variables | {"CUDA_VISIBLE_DEVICES": ""}
     said = any(name in os.environ for name in ALLOCATOR)
     allocator = {} if said else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    return _SERVER_VARIABLES | allocator | _folder_for_triton()
+    return variables | allocator | _folder_for_triton()
+
+
+def _one_thread() -> dict[str, str]:
+    """What keeps the server's process at one thread: with more, a fork may hang, and Python 3.12 warns of each.
+
+    OpenBLAS, which numpy and scipy bring, starts its threads when it is loaded. On other processors than these torch
+    may multiply by it, too, and is left its threads.
+    """
+    if platform.machine() not in ("x86_64", "AMD64") or "OPENBLAS_NUM_THREADS" in os.environ:
+        return {}
+    return {"OPENBLAS_NUM_THREADS": "1"}
 
 
 @functools.cache

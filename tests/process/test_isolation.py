@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from waiting import PATIENCE, alive, all_gone, lines, state, until
 from dpbench.process import parent as module
 from dpbench.process.linux import CpuTime
 from dpbench.process.parent import Answer, Isolation
+from dpbench.process.variables import server_variables
 from dpbench.trials.outcome import Outcome
 from dpbench.trials.reference import load_module
 
@@ -47,6 +49,15 @@ def wait_for_pids(folder: Path, count: int = 4, name: str = "pids") -> list[int]
     """The process in the last word of each line, once there are so many."""
     until(lambda: len(lines(folder / name)) >= count, f"{count} processes in {name}")
     return [int(line.split()[-1]) for line in lines(folder / name)]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="torch may multiply by OpenBLAS, and is left its threads")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_process_that_forks_has_one_thread(device, monkeypatch):
+    """With more a fork may hang, and Python 3.12 warns of it among the lines of a run."""
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    with Isolation(server_variables(device)) as isolation:
+        assert isolation.run(bodies.WithTorch(action="where")).result["threads_of_parent"] == 1
 
 
 def test_the_result_comes_back(isolation):

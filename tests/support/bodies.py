@@ -53,7 +53,7 @@ class WithTorch(Act):
     action: str = "sleep"
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch",)
+        return ("torch", "torchvision", "scipy.linalg", "dpbench.measure.step")
 
 
 def act(trial: Act) -> dict[str, Any]:
@@ -99,6 +99,7 @@ def _where(trial: Act) -> dict[str, Any]:
         "pid": os.getpid(),
         "parent": os.getppid(),
         "session": os.getsid(0),
+        "threads_of_parent": len(os.listdir(f"/proc/{os.getppid()}/task")),
         "torch": "torch" in sys.modules,
         "oom_score_adj": int(Path("/proc/self/oom_score_adj").read_text()),
     }
