@@ -40,6 +40,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=f"{name}: {reasons[name]}"))
 
 
+def pytest_configure() -> None:
+    """Signals that pytest was started to ignore (in the background, by nohup) are not so for what a test starts."""
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Whatever it waits for without a limit of its own, a test fails in the end."""
