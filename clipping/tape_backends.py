@@ -106,12 +106,14 @@ class TapeBackend(Backend):
         self.chosen_for = settled.get("chosen_for", 0)
 
     def _saw(self, tape: Tape) -> None:
-        seen = (0, 0) if self._sizes == UNSEEN else self._sizes
+        first = self._sizes == UNSEEN
+        seen = (0, 0) if first else self._sizes
         sizes = ((rule.positions, rule.features()) for use in tape.uses for _, rule in use.rules)
         positions, features = zip(seen, (1, 1), *sizes, strict=True)
         self._sizes = max(positions), max(features)
         rules = [rule for use in tape.uses for _, rule in use.rules if rule.library]
-        self._rounds_operands = any(rounds_operands(rule.parameter, rule.library) for rule in rules)
+        rounds = any(rounds_operands(rule.parameter, rule.library) for rule in rules)
+        self._rounds_operands = rounds or (self._rounds_operands and not first)
 
     @property
     def lets_go(self) -> bool:

@@ -122,6 +122,26 @@ def test_ordinary_records_keep_their_factors(tf32, name, monkeypatch):
     assert ((0.1 / norms - factors[-1]) * norms / 0.1).abs().max() < 1e-4
 
 
+def test_what_was_stated_of_a_product_stays_stated(monkeypatch):
+    """The bound is of all that was seen: a later batch that goes without the convolution does not lower it."""
+    monkeypatch.setattr(tape_backends, "rounds_operands", lambda of, library: library == "cudnn")
+
+    class Either(Images):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.convolution(x).sum((1, 2, 3)) if x.dim() == 4 else self.linear(x).sum(1)
+
+    with load_backend("ghost")(Either(), lambda losses, _: losses, verify=False) as backend:
+        backend(torch.randn(2, 4), torch.zeros(2))
+        assert backend.sensitivity_bound(2) - 1 < ALLOWANCE
+        backend(torch.randn(2, 3, 8, 8), torch.zeros(2))
+        backend(torch.randn(2, 4), torch.zeros(2))
+        assert backend.sensitivity_bound(2) - 1 > ALLOWANCE
+
+
 def test_what_cancels_is_lowered_by_what_its_operands_lose():
     squares = torch.tensor([1.0, 1.0, 1.0])
     terms, apart = torch.tensor([8.0, 100.0, 40.0]), torch.tensor([1.0, 100.0, 4.0])
