@@ -310,7 +310,8 @@ def opened_block(join: Callable[..., Tensor]) -> tuple[Block, Tensor, Tensor]:
 def test_gradients_that_meet_are_added_in_place(join: Callable[..., Tensor], backend: str, joined: list[bool]):
     model, x, y = opened_block(join)
     expected = definition(model, loss, x, y, clip=CLIP)
-    with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False) as b:
+    options = {"timing": False} if backend == "bk_mixed" else {}  # what is timed may choose a norm that reads it later
+    with of_any_size(), load_backend(backend)(model, loss, clip=CLIP, verify=False, **options) as b:
         for _ in range(3):
             joined.clear()
             out = b(x, y)
