@@ -2,8 +2,8 @@
 
 rows    Let S be some of the samples. In a backward pass of Σ_{i∈S} ℓ_i the gradient of each use's output must be zero,
         exactly, in the rows of all other samples: else samples mix, or rows are in another order than the samples.
-others  The same step again, with each sample that is not in S replaced by one that is, and the same random numbers:
-        losses and norms of S must be what they were. This shows what no gradient does (a detached mean of the batch).
+others  The same step again, with other records, or more or fewer of them, beside those of S: losses and norms of S must
+        be what they were (`clipping.second_look`). This shows what no gradient does (a detached mean of the batch).
 
 Rows are looked at when the graph of the losses is new, the others when shapes are, and both in about one step of 400;
 rows at first by so many S that any two samples are told apart by one of them.
@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from itertools import combinations, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from clipping.batches import map_tensors
-from clipping.draws import Draws
-from clipping.formats import without_autocast
+from clipping.second_look import REMEDY, Change, fewer, more, replaced
 from clipping.types import Problem
-from clipping.verification import CAST_TOLERANCE, reading_float64
 
 if TYPE_CHECKING:
     from clipping.tape.record import Tape
@@ -34,13 +31,6 @@ if TYPE_CHECKING:
 RATE = 1 / 400
 KNOWN = 32
 """So many graphs and shapes are told apart; after that no graphs, and sizes by their powers of two."""
-REMEDY = (
-    "let no sample's loss depend on another one: statistics, sorting and attention within a sample (GroupNorm for "
-    "BatchNorm); if only the order of rows differs from that of the samples, use microbatch or vmap"
-)
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of the second step beside the first, by the dtype that was computed in. Kernels and shapes are those of the first,
-and so are the rows of S, unless what is computed of them depends on the others."""
 
 
 class Occasions:
@@ -85,8 +75,8 @@ class Occasions:
         if len(self._graphs) < KNOWN:
             self._graphs.add(graph)
 
-    def others(self, batch_size: int, *trees: Any) -> Sequence[Tensor]:
-        """Sets S, [B] bool, all samples outside of which are to be replaced in a repetition; none for most steps.
+    def changes(self, batch_size: int, *trees: Any) -> Sequence[Change]:
+        """Of the batch, to repeat the step with; none for most steps.
 
         Args:
             batch_size: B.
@@ -98,8 +88,11 @@ class Occasions:
         shapes: list[Any] = [tree for tree in trees if isinstance(tree, (bool, int))]
         map_tensors(lambda x: shapes.append((x.dtype, *x.shape[1:])) or x, trees)  # type: ignore[func-returns-value]
         self._shape = repr(shapes if len(self._shapes) < KNOWN else [_rough(shape) for shape in shapes])
+        if self._shape in self._shapes and not due:
+            return ()
         half = self._half(batch_size)
-        return (half, ~half) if self._shape not in self._shapes else (half,) if due else ()
+        every = [*(replaced(each, poison=True) for each in (half, ~half)), fewer(batch_size), more(batch_size)]
+        return every if self._shape not in self._shapes else (self._random.choice(every),)
 
     def others_passed(self) -> None:
         """In the last step that was asked about."""
@@ -162,120 +155,6 @@ def mixed_rows(tape: Tape, losses: Tensor, occasions: Occasions | None) -> Probl
     if batch_size > 1:
         occasions.rows_passed(tape.arrivals.graph)
     return None
-
-
-def changed(
-    model: nn.Module,
-    run: Callable[[Any], Sequence[Tensor]],
-    batch: Any,
-    halves: Sequence[Tensor],
-    draws: Draws,
-    before: Sequence[Tensor],
-    tolerance: float,
-) -> int | None:
-    """A sample for which `run` gives something else where those outside of its half are replaced; None if none is.
-
-    What differs must differ in float64, too, if the model can be cast: experts are chosen by numbers that may be within
-    a rounding of one another.
-
-    Args:
-        model: what is run, with its buffers as they were.
-        run: of a batch, tensors [B·k, ...].
-        batch: every tensor [B, ...].
-        halves: [B] bool each.
-        draws: before the run that gave `before`.
-        before: what it gave.
-        tolerance: relative to the largest number in each tensor.
-    """
-
-    def differs(batch: Any, before: Sequence[Tensor], tolerance: float) -> int | None:
-        for half in halves:
-            with repeated(model, draws):
-                sample = differing(before, run(with_others_replaced(batch, half)), half, tolerance)
-            if sample is not None:
-                return sample
-        return None
-
-    sample = differs(batch, before, tolerance)
-    if sample is None or tolerance <= CAST_TOLERANCE:
-        return sample
-    wide = map_tensors(lambda x: x.double() if x.is_floating_point() else x, batch)
-    autocast = without_autocast(before[0].device)
-    with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), autocast:
-        with repeated(model, draws):
-            in_wide = run(wide)
-        sample = differs(wide, in_wide, CAST_TOLERANCE)
-    return sample
-
-
-def with_others_replaced(tree: Any, half: Tensor) -> Any:
-    """Tensors [B·k, ...] with each sample outside of `half` replaced by the first one in it; others as they are.
-
-    Args:
-        tree: tensors in nested tuples, lists and dicts.
-        half: [B] bool, true of the samples that stay.
-    """
-    first = int(half.nonzero()[0])
-
-    def replaced(x: Tensor) -> Tensor:
-        x = x.detach().clone()
-        if x.dim() and len(x) and len(x) % len(half) == 0:
-            samples = x.unflatten(0, (len(half), -1))
-            samples[~half.to(x.device)] = samples[first].clone()
-        return x
-
-    return map_tensors(replaced, tree)
-
-
-def differing(before: Sequence[Tensor], after: Sequence[Tensor], half: Tensor, tolerance: float) -> int | None:
-    """A sample of `half` whose numbers are not what they were, relative to the largest in each tensor [B·k, ...].
-
-    Args:
-        before, after: the same tensors of both steps.
-        half: [B] bool, true of the samples that had to stay as they were.
-        tolerance: the largest difference that rounding explains, relative.
-    """
-    for one, other in zip(before, after, strict=True):
-        if one.shape != other.shape or not one.dim() or one.shape[0] % len(half) or not one.is_floating_point():
-            continue
-        rows = torch.stack([one.detach(), other.detach()]).double().reshape(2, len(half), -1)[:, half.to(one.device)]
-        scale = torch.where(rows.isfinite(), rows.abs(), 0).amax() if rows.numel() else rows.new_zeros(())
-        wrong = ((rows[0] - rows[1]).abs() > tolerance * scale).any(1)
-        if bool(wrong.any()):
-            return int(half.nonzero()[int(wrong.nonzero()[0])])
-    return None
-
-
-def mixing(sample: int, what: str) -> Problem:
-    """The problem of samples that a second look found to depend on others.
-
-    Args:
-        sample: its position in the batch.
-        what: what changed, such as "gradient".
-    """
-    return Problem("model", f"samples mix: the {what} of sample {sample} changes with the other samples", REMEDY)
-
-
-@contextmanager
-def repeated(model: nn.Module, draws: Draws) -> Iterator[None]:
-    """What runs inside has the random numbers that came after `draws`, and leaves the model's buffers as they are.
-
-    Args:
-        model: whose buffers are put back.
-        draws: the state of the generators to begin from.
-    """
-    buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
-    kept = [x.detach().clone() for _, _, x in buffers]
-    versions = [x._version for _, _, x in buffers]
-    try:
-        with draws.again():
-            yield
-    finally:
-        for (module, name, x), copy, version in zip(buffers, kept, versions, strict=True):
-            module._buffers[name] = x
-            if x._version != version:
-                with torch.no_grad():
-                    x.copy_(copy)
 
 
 def _rough(shape: Any) -> Any:

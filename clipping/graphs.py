@@ -35,11 +35,11 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from clipping.apart import repeated
 from clipping.batches import map_tensors, tensors_of
 from clipping.draws import Draws
 from clipping.formats import without_autocast
 from clipping.kernels.traced import tracing
+from clipping.second_look import Moving
 from clipping.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.verification import WrongGradient, compare, limit_of
 
@@ -64,6 +64,7 @@ class Graphs:
         name: of the backend.
         model: whose parameters and buffers the step reads.
         run: the eager step.
+        moving: what a step of the model's writes to.
         version: told when what `run` decides may have changed: graphs are made anew.
         timing: take the fastest way; else what is `traced`, whose results do not depend on how long anything took.
     """
@@ -73,11 +74,13 @@ class Graphs:
         name: str,
         model: nn.Module,
         run: Run,
+        moving: Moving,
         *,
         version: Callable[[], Hashable],
         timing: bool = True,
     ) -> None:
         self._name, self._model, self._run, self._version, self._timing = name, model, run, version, timing
+        self._moving = moving
         self._modules = list(model.modules())
         self._graphs: dict[Key, Graph] = {}
         self._calls: Counter[Key] = Counter()
@@ -162,7 +165,7 @@ class Graphs:
         return repr((shapes, casts, modes, dtypes, self._version())), identity
 
     def _made(self, kind: str, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> Graph:
-        graph = Graph(self._name, self._model, self._run, parameters, (inputs, targets), batch_size)
+        graph = Graph(self._name, self._model, self._run, self._moving, parameters, (inputs, targets), batch_size)
         known = self._resumed.get(kind)
         ways = [known] if known is not None else ["eager", "traced", "compiled"] if self._timing else ["traced"]
         graph.take_fastest(ways, parameters, inputs, targets)
@@ -173,7 +176,7 @@ class Graph:
     """A step of one shape.
 
     Args:
-        name, model, run: as for `Graphs`.
+        name, model, run, moving: as for `Graphs`.
         parameters: the trainable ones by name.
         batch: inputs and targets.
         batch_size: B.
@@ -185,8 +188,16 @@ class Graph:
     way: Way = "traced"
 
     def __init__(
-        self, name: str, model: nn.Module, run: Run, parameters: Parameters, batch: Any, batch_size: int
+        self,
+        name: str,
+        model: nn.Module,
+        run: Run,
+        moving: Moving,
+        parameters: Parameters,
+        batch: Any,
+        batch_size: int,
     ) -> None:
+        self._moving = moving
         self._name, self._model, self._run, self._batch_size = name, model, run, batch_size
         self._names, self._steps, self._has_norms = list(parameters), 0, True
         places: list[tuple[dict[str, Any], str, int]] = [
@@ -214,7 +225,7 @@ class Graph:
         self._steps += 1
         expected = None
         if self._steps % COMPARED == 0 or self._steps & (self._steps - 1) == 0:
-            with repeated(self._model, Draws()):
+            with self._moving.repeated(Draws()):
                 expected = _sketched(self._run(parameters, inputs, targets, batch_size))
         found = self._by_graph(inputs, targets)
         if expected is not None:
@@ -234,7 +245,7 @@ class Graph:
             return self._run(parameters, inputs, targets, self._batch_size)
 
         traced, steps = self._step, dict[Way, Callable[..., Iterable[Tensor]]]()
-        with repeated(self._model, draws):
+        with self._moving.repeated(draws):
             expected = _sketched(eager())
         for way in ways:
             self._step = traced
@@ -242,7 +253,7 @@ class Graph:
                 if way == "compiled":
                     self._step = self._compiled(inputs, targets)
                 if way != "eager":
-                    with repeated(self._model, draws):
+                    with self._moving.repeated(draws):
                         self._compare(self._sketched_by_graph(inputs, targets), expected)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
@@ -257,7 +268,7 @@ class Graph:
         for turn in range(TURNS if len(steps) > 1 else 0):
             for way in steps:
                 self._step = steps[way]
-                with repeated(self._model, draws):
+                with self._moving.repeated(draws):
                     start = time.perf_counter()
                     found = eager() if way == "eager" else self._by_graph(inputs, targets)
                     _wait_for(found.losses.device)
@@ -321,7 +332,7 @@ class Graph:
         # gradients on a CUDA device are computed in another thread, which no tracer follows
         in_one_thread = torch.autograd.set_multithreading_enabled(False)
         try:
-            with torch.enable_grad(), in_one_thread, tracing(), repeated(self._model, Draws()):
+            with torch.enable_grad(), in_one_thread, tracing(), self._moving.repeated(Draws()):
                 tracer: Any = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
                 graph: GraphModule = tracer(*held, *tensors_of(batch))
         except UnsupportedModel:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import distributed as spread
-from clipping.apart import TOLERANCE, Occasions, changed, mixing
+from clipping.apart import Occasions
 from clipping.batches import leading_dimension, losses_of, map_tensors
 from clipping.draws import Draws
 from clipping.finite import require_numbers
@@ -25,6 +25,7 @@ from clipping.formats import coarsest, norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
 from clipping.graphs import Graphs, Run
 from clipping.members import named_parameters
+from clipping.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.verification import verify
 
@@ -87,6 +88,7 @@ class Backend(ABC):
         """Samples that routes are chosen for, and those of a batch as it is expected; 0 while nobody knows."""
         self._named = tuple(self.model.named_parameters())
         self._closed = False
+        self.moving = Moving(self.model)
         self.graphs: Graphs | None = None
         """Of its steps; None if they run as they are."""
         self._ways: Mapping[str, str] = {}
@@ -155,9 +157,9 @@ class Backend(ABC):
             if self.occasions is not None:
                 if self.graphs is not None and self.graphs.is_due():
                     self.occasions.insist()
-                halves = self.occasions.others(batch_size, inputs, targets, self.model.training, len(parameters))
-                if halves:
-                    return self._twice(halves, parameters, inputs, targets, batch_size)
+                changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
+                if changes:
+                    return self._twice(changes, parameters, inputs, targets, batch_size)
             graph = self.graphs and self.graphs.find(parameters, inputs, targets, batch_size)
             found = (graph or self._clipped)(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
@@ -165,12 +167,12 @@ class Backend(ABC):
         return found
 
     def _twice(
-        self, halves: Sequence[Tensor], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
+        self, changes: Sequence[Change], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
     ) -> ClippedGradient:
-        """The result; and for each of `halves` once more, with all samples replaced that are not in it.
+        """The result; and once more with each of `changes` to the batch.
 
         Raises:
-            UnsupportedModel: losses or norms of those in it are not the same.
+            UnsupportedModel: a loss or a norm is not what it was.
         """
         draws = Draws()
         result = self._clipped(parameters, inputs, targets, batch_size)
@@ -178,16 +180,20 @@ class Backend(ABC):
         def numbers(result: ClippedGradient) -> list[Tensor]:
             return [result.losses] if result.norms is None else [result.losses, result.norms]
 
-        def run(batch: Any) -> list[Tensor]:
-            inputs, targets = batch
-            return numbers(self._clipped(parameters, inputs, targets, batch_size))
+        def run(change: Change, only_losses: bool) -> list[Tensor]:
+            with self.moving.repeated(draws), change.making() as of:
+                few = map_tensors(of, inputs), map_tensors(of, targets)
+                self.loss_fn = lambda outputs, targets: change.alone(loss_fn(outputs, targets))
+                if only_losses:
+                    return [self.losses(*few, len(change.take))]
+                return numbers(self._clipped(parameters, *few, len(change.take)))
 
         tolerance = coarsest([result.losses, *parameters.values()], TOLERANCE)
-        occasions, self.occasions = self.occasions, None
+        occasions, self.occasions, loss_fn = self.occasions, None, self.loss_fn
         try:
-            sample = changed(self.model, run, (inputs, targets), halves, draws, numbers(result), tolerance)
+            sample = mixed(self.model, run, numbers(result), changes, tolerance)
         finally:
-            self.occasions = occasions
+            self.occasions, self.loss_fn = occasions, loss_fn
         if sample is not None:
             raise UnsupportedModel(self.name, [mixing(sample, "loss or the norm of the gradient")])
         if occasions is not None:
@@ -207,10 +213,14 @@ class Backend(ABC):
         if not self.compilable or self.sharded:
             what = "a model sharded by FSDP2" if self.sharded else self.name
             raise ValueError(f"expected compile=False for {what}, whose step is no graph; bk_mixed's is one")
-        self.graphs = Graphs(self.name, self.model, run, version=lambda: self.chosen_for, timing=timing)
+        self.graphs = Graphs(self.name, self.model, run, self.moving, version=self._decided, timing=timing)
         if self._ways:
             self.graphs.resume(self._ways)
         return self.graphs
+
+    def _decided(self) -> tuple[int, float]:
+        """What a graph was made with, and is made anew for."""
+        return self.chosen_for, float(self.clip.sensitivity)
 
     def _unlooked(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         """A step in which nobody looks whether samples stay apart."""

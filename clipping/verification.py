@@ -182,7 +182,7 @@ def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int)
     with of_any_size():
         found, limit, drew = of(backend, few)
     if drew and not found.within(limit):
-        with before.again(), _in_eval(backend.model):
+        with before.again(), in_eval(backend.model):
             found, limit, _ = of(backend, few)
     return found, limit
 
@@ -310,7 +310,12 @@ def _cast_to_float64(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _in_eval(model: nn.Module) -> Iterator[None]:
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """All of its modules are in eval mode meanwhile.
+
+    Args:
+        model: any module.
+    """
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -7,6 +7,27 @@ engine.attach(optimizer)
 for inputs, targets in engine.data_loader(data):
     optimizer.step(loss=F.cross_entropy(model(inputs), targets, reduction="none"))
 print(engine.privacy_spent())
+
+Every entrance (`optimizer.step(loss=...)`, `virtual_step`, `make_step`, Opacus' interface, Trainer, Lightning,
+accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which hold the rules for all of them:
+
+| rule | how | when |
+|---|---|---|
+| The sum has the clipped gradient of each record once, and noise once. | by construction | every step |
+| A recording is of the parameters that required gradients in its forward pass. | refused otherwise | every step |
+| The expected batch size divides, never the sampled one. | by construction | every step |
+| Copies and pickles of an engine have keys of their own. | by construction | always |
+| A backend's gradients are autograd's. | compared | the first batch of two records |
+| A record's loss has no gradient in the rows of others. | `clipping.apart` | new graphs, 1 step of 400 |
+| Loss and norm stay where the others are NaN, or other ones. | `clipping.second_look` | new shapes, 1 step of 800 |
+| They stay where there are records more or less. | the same | new shapes, 1 step of 800 |
+
+The last rule holds for losses where the loss function is known: in `make_step` and `load_backend`, and in Trainer by a
+look of its own. In a loop of the caller's it holds for the model's outputs. There losses that are divided by their
+number, or by what labels add up to, are the caller's to see to: divide by constants.
+
+What differs from one run to the next by itself (a generator or a counter of the model's own) is looked at by NaN alone,
+with a warning. A block-diagonal attention over all records of a batch at once multiplies others by 0, and is refused.
 """
 
 from __future__ import annotations

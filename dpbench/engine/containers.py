@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -29,13 +30,37 @@ def tensors_in(batch: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(batch, field.name))
 
 
+def dense_in(batch: Any) -> Iterator[Tensor]:
+    """Its tensors of at least one dimension; neither sparse nor nested ones, whose memory is not one block.
+
+    Args:
+        batch: tensors in nested mappings, lists and tuples.
+    """
+    return (x for x in tensors_in(batch) if x.layout == torch.strided and not x.is_nested and x.dim())
+
+
 def emptied(batch: Any) -> Any:
     """The same without its samples: tensors [0, ...]; what is no tensor stays as it is.
 
     Args:
         batch: tensors [B, ...] in nested mappings, lists and tuples.
+
+    Raises:
+        ValueError: it has no tensors, or one that cannot be empty.
     """
-    return mapped(lambda x: x[:0], batch)
+    if next(tensors_in(batch), None) is None:
+        raise ValueError(f"expected tensors in tuples, lists, mappings or dataclasses, got {type(batch).__name__}")
+    return mapped(_without_rows, batch)
+
+
+def _without_rows(x: Tensor) -> Tensor:
+    if not x.is_nested and not x.dim():  # a number about the batch
+        return x
+    try:
+        return x.index_select(0, torch.zeros(0, dtype=torch.int64, device=x.device)) if x.is_sparse else x[:0]
+    except (RuntimeError, NotImplementedError, IndexError) as error:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise ValueError(f"expected tensors [B, ...] that may have no rows, got one that is {kind}") from error
 
 
 def mapped(function: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from clipping.distributed import reshard, sharded_modules, unwrapped
 from clipping.functions import ClipFunction
 from clipping.recording import for_recording
-from clipping.types import LossFunction, UnsupportedModel
+from clipping.types import LossFunction
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import load, save
@@ -35,7 +35,7 @@ from dpbench.engine.noise import secret
 from dpbench.engine.patch import Patch, claim, disclaim, require_own
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
-from dpbench.engine.safeguards import batch_norm_problem, batch_norms, mark, require_accounted
+from dpbench.engine.safeguards import mark, require_accounted, require_usable
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
@@ -108,9 +108,8 @@ class PrivacyEngine(State):
         numerical_stability_constant: float = 0.0,
     ) -> None:
         self._wrapped, model = model, unwrapped(model)
+        require_usable(model)
         reshard(model)
-        if (problem := batch_norm_problem(batch_norms(model))) is not None:
-            raise UnsupportedModel("PrivacyEngine", [problem])
         if secure and generator is not None:
             raise ValueError("expected secure or a generator, got both: what is seeded is not secure")
         cls = usable_backend(name := backend_name(backend, ghost_clipping, mixed))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, default_collate
 
 from clipping.distributed import sharded_modules
+from clipping.draws import Draws
 from dpbench.engine.containers import emptied
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler
@@ -50,16 +51,18 @@ class PrivateLoader:
         shard: tuple[int, int],
         options: dict[str, Any],
     ) -> None:
-        collate = options.pop("collate_fn", None) or default_collate
+        collate = _Collate(dataset, options.pop("collate_fn", None) or default_collate, most if pad else None)
         options.setdefault("generator", torch.Generator())  # or the loader would draw from the global one
         self.is_last = False
         self._engine = engine
         self._padded = most if pad else None
         self._pieces = _Pieces(engine, sampler, most, shard)
+        if sampler.settings.mechanism.sampling in ("poisson", "truncated_poisson") and not pad:
+            collate.require_empty()
         self._loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=self._pieces,
-            collate_fn=_Collate(dataset, collate, self._padded),
+            collate_fn=collate,
             **options,
         )
 
@@ -99,6 +102,10 @@ def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, opt
         pad: as it was given.
         options: of torch's DataLoader.
     """
+    if isinstance(dataset, DataLoader):
+        raise ValueError(
+            "expected a dataset, got a DataLoader: hand its dataset, with collate_fn and num_workers beside"
+        )
     if len(dataset) != engine.settings.sample_size:
         raise ValueError(f"expected a dataset of sample_size={engine.settings.sample_size}, got {len(dataset)} records")
     if most is not None and most < 1:
@@ -180,6 +187,14 @@ class _Collate:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], padded: int | None) -> None:
         self._dataset, self._collate, self._padded = dataset, collate, padded
+
+    def require_empty(self) -> None:
+        """Raise a ValueError if there is no batch of no samples, as a Poisson sample may be."""
+        try:
+            with Draws().again():
+                self([])
+        except ValueError as error:
+            raise ValueError(f"{error}: a Poisson sample may be empty; have collate_fn make them, or pad") from error
 
     def __call__(self, samples: list[Any]) -> Any:
         if self._padded is not None and len(samples) < self._padded:

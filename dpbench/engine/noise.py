@@ -179,8 +179,8 @@ class Pseudo(Noise):
 class Secure(Noise):
     """ChaCha20 with a key of the operating system; see the module's text.
 
-    A place is drawn once: two draws at one place are the same, and their difference shows the data. A forked process
-    has a key of its own.
+    A place is drawn once: two draws at one place are the same, and their difference shows the data. A copy of any kind,
+    in any process, has a key of its own.
     """
 
     words = "cryptographically secure (ChaCha20, key of the operating system)"
@@ -243,6 +243,14 @@ class Secure(Noise):
                 "expected a checkpoint that holds the noise's key to replay it, got one of an older version"
             )
         self._take(state["key"] if replay else secret(None))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without the key. Two that share one draw the same noise."""
+        return {name: x for name, x in vars(self).items() if name not in ("_key", "_process", "_step", "_drawn")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._take(secret(None))
 
     def _take(self, key: bytes) -> None:
         self._key, self._process = key, os.getpid()

@@ -185,16 +185,17 @@ def require_own(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parame
         parameters: all of the model, resharded: shards that are gathered are other tensors.
 
     Raises:
-        Misuse: it holds something that is not the model's.
+        Misuse: it holds something that is not the model's, and that it would move.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    others = held - set(map(id, parameters))
+    held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    mine = set(map(id, parameters))
+    others = [p for key, p in held.items() if key not in mine and (p.requires_grad or p.grad is not None)]
     if others:
         raise Misuse(
             f"expected an optimizer of the model's parameters alone, got {len(others)} of others: it would apply their "
             "gradients as they are, neither clipped nor noised; give them an optimizer of their own, on public data"
         )
-    return held
+    return set(held)
 
 
 def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,27 +18,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipping.apart import TOLERANCE, Occasions, changed, mixing, separating
+from clipping.apart import Occasions
 from clipping.batches import leading_dimension, map_tensors
 from clipping.distributed import no_rows, row_of_zeros
-from clipping.draws import Draws
-from clipping.formats import coarsest
 from clipping.interface import Backend
+from clipping.members import named_parameters
 from clipping.recording import Recording
 from clipping.tape.compiled import called_from_compiled_code
 from clipping.tape_backends import TapeBackend
-from clipping.types import ClippedGradient, UnsupportedModel
-from dpbench.engine.containers import tensors_in
+from clipping.types import ClippedGradient, LossFunction, UnsupportedModel
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses
+from dpbench.engine.looks import Looks
 from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
-from dpbench.engine.traced import Trace, plain
+from dpbench.engine.traced import plain
 
 MANY_PASSES = 16
 """Forward passes without a step after which it is said that each of them is held in memory."""
-_BACKWARD = (
-    "expected no backward(): optimizer.step(loss=losses) runs it, since gradients that were not clipped are not private"
+BACKWARD = "expected no backward(): {}, since gradients that were not clipped are not private"
+STEP = (
+    "optimizer.step(loss=losses) runs it (freeze this model in the step of another one, requires_grad_(False); a "
+    "gradient within the losses takes backend='microbatch')"
 )
 _SECOND_TIME = "backward through the graph a second time"
 
@@ -60,12 +61,14 @@ class Recorder:
         self._buffers = Buffers(model)
         self._told_of_buffers = False
         self._occasions = None if backend.sharded else Occasions()
-        self._others: Sequence[Tensor] = ()
-        self._trace: Trace | None = None
-        self._second: _Second | None = None
+        self._looks: Looks | None = None
+        self._called: tuple[Any, Any] = (), {}
+        self._known: tuple[LossFunction, Any] | None = None
         self._quiet: list[nn.Module] = []
         self._paused = False
-        self._given: ClippedGradient | None = None  # for the next `finish`, of a forward pass that was not recorded
+        self._given: tuple[Tensor, ClippedGradient | Exception] | None = None  # for `finish`, of what was not recorded
+        self.remedy = STEP
+        """What to do in place of backward()."""
         self.see: Callable[[Tensor], None] | None = None
         """Told the norms of the data's own samples."""
 
@@ -96,14 +99,24 @@ class Recorder:
         finally:
             self._paused = before
 
-    def hand_over(self, gradient: ClippedGradient) -> None:
-        """The next `finish`, with its losses, gives this: its forward pass ran as part of a graph.
+    @contextmanager
+    def knowing(self, loss_fn: LossFunction, targets: Any) -> Iterator[None]:
+        """The losses are loss_fn(outputs, targets) of the one forward pass within it, and can be computed again."""
+        self._known = loss_fn, targets
+        try:
+            yield
+        finally:
+            self._known = None
+
+    def hand_over(self, losses: Tensor, gradient: ClippedGradient | Exception) -> None:
+        """The next `finish`, with these losses, gives or raises this: its forward pass ran as part of a graph.
 
         Args:
+            losses: [B].
             gradient: of this backend.
         """
         self.drop()
-        self._given = gradient
+        self._given = losses, gradient
 
     def insist(self) -> None:
         """See that samples stay apart in the next step that is recorded."""
@@ -116,15 +129,12 @@ class Recorder:
         if self._recording is not None:
             self._recording.close()
         self._recording = None
-        self._end_trace()
-
-    def _end_trace(self) -> None:
-        if self._trace is not None:
-            self._trace.close()
-        self._trace = None
+        if self._looks is not None:
+            self._looks.close()
+        self._looks = None
 
     def finish(self, losses: Any, drawn: tuple[int, int] | None = None) -> ClippedGradient | None:
-        """Σ_i c_i g_i of the recorded batch; None for a batch of no samples.
+        """Σ_i c_i g_i of the recorded batch; None for a batch of no samples. Nothing is recorded afterwards.
 
         Args:
             losses: [B].
@@ -136,31 +146,35 @@ class Recorder:
         if self._entered and not _running(self._model):
             self._unwind()
         given, self._given = self._given, None
-        if given is not None and losses is given.losses:
-            return self._told(given, len(losses) if drawn is None else drawn[0])
-        if isinstance(losses, Tensor):
-            sample = None
-            if self._trace is not None and len(losses.shape) == 1:
-                sample = self._trace.mixed(losses, separating(len(losses)))
-            self._end_trace()
-            if sample is not None:
-                self.drop()  # what is recorded next is looked at, too
-                raise UnsupportedModel(self.backend.name, [mixing(sample, "loss")])
-            if self._occasions is not None and self._others:
-                self._occasions.others_passed()
-            losses = plain(losses)
+        if given is not None and losses is given[0]:
+            if isinstance(given[1], Exception):
+                raise given[1]
+            return self._told(given[1], len(losses) if drawn is None else drawn[0])
+        noted, losses = losses, plain(losses)
         self._check(losses)
         if drawn is not None:
             losses = _masked(losses, *drawn)
         recording, self._recording = self._recording, None
+        looks, self._looks = self._looks, None
         dropped, self._dropped = self._dropped, 0
         if recording is None:
             return None
-        frozen = [name for name, p in recording.parameters.items() if not p.requires_grad]
-        if frozen:
+        try:
+            if looks is not None:
+                looks.follow(noted)
+            return self._clipped(recording, losses, dropped, looks, drawn)
+        finally:
             recording.close()
+            if looks is not None:
+                looks.close()
+
+    def _clipped(
+        self, recording: Recording, losses: Tensor, dropped: int, looks: Looks | None, drawn: tuple[int, int] | None
+    ) -> ClippedGradient:
+        if other := recording.parameters.keys() ^ self._trainable():
             raise Misuse(
-                f"expected the trainable parameters of the forward pass, got {frozen[0]!r} frozen since: freeze before"
+                f"expected the trainable parameters of the forward pass, got {min(other)!r} frozen or unfrozen since: "
+                "do so before the forward pass"
             )
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
@@ -177,10 +191,20 @@ class Recorder:
             raise
         except RuntimeError as error:
             if _SECOND_TIME in str(error):
-                raise Misuse(_BACKWARD) from error
+                raise Misuse(BACKWARD.format(self.remedy)) from error
             raise
         self._verify = self._verify and few < 2  # one sample cannot show that samples are told apart
+        if looks is not None and self._occasions is not None:
+            with self.paused():
+                looks.judge(result, few)
+            self._occasions.others_passed()
         return self._told(result, few)
+
+    def _by_hand(self) -> None:
+        raise Misuse(BACKWARD.format(self.remedy))
+
+    def _trainable(self) -> set[str]:
+        return {name for name, p in named_parameters(self._model).items() if p.requires_grad}
 
     def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
         """The result, whose first `few` norms are of the data's own samples."""
@@ -224,12 +248,16 @@ class Recorder:
         if not module.training:
             self._skipped = True
             return None
+        trainable = self._trainable()
+        if not trainable:  # frozen while another model takes its gradient through this one
+            return None
         if isinstance(self.backend, TapeBackend) and (problem := called_from_compiled_code()) is not None:
             raise UnsupportedModel(self.backend.name, [problem])
         self._refuse_batch_norm()
         self._quieten_caller()
         batch_size = leading_dimension(args, kwargs)
-        recording = self._recording is not None and self._recording.batch_size == batch_size
+        goes_on = self._recording
+        recording = goes_on is not None and goes_on.batch_size == batch_size and goes_on.parameters.keys() == trainable
         if not self._reads((args, kwargs), batch_size, recording) and self._recording is not None:
             self._dropped = self._recording.ended
             self.drop()
@@ -238,17 +266,16 @@ class Recorder:
             return None
         if batch_size == 0:
             args, kwargs = row_of_zeros((args, kwargs))
+        self._called = args, kwargs
         # other tensors of the same storage, for the tape to mark
-        args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), (args, kwargs))
+        args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), map_tensors(plain, (args, kwargs)))
         if self._recording is None:
             self._recording = Recording(
-                self.backend, (args, kwargs), batch_size, _by_hand, self._occasions, self._dropped
+                self.backend, (args, kwargs), batch_size, self._by_hand, self._occasions, self._dropped
             )
-            self._others = ()
             if self._occasions is not None:
-                trainable = self._recording.parameters
-                self._others = self._occasions.others(batch_size, args, kwargs, len(trainable))
-            self._trace = Trace() if self._others else None
+                changes = self._occasions.changes(batch_size, args, kwargs, len(trainable))
+                self._looks = Looks(self.backend, changes, self._known) if changes else None
         else:
             self._recording.again((args, kwargs))
             if self._recording.passes == MANY_PASSES:
@@ -259,7 +286,6 @@ class Recorder:
                     stacklevel=2,
                 )
         self._buffers.look()
-        self._second = _Second(module, args, kwargs, self._others) if self._others else None
         self._recording.__enter__()
         self._entered[-1] = True
         return args, kwargs
@@ -277,13 +303,8 @@ class Recorder:
                     PrivacyWarning,
                     stacklevel=2,
                 )
-            second, self._second = self._second, None
-            if second is not None and output is not None:
-                sample = second.changed(output)
-                if sample is not None:
-                    raise UnsupportedModel(self.backend.name, [mixing(sample, "output")])
-            if self._trace is not None and output is not None:
-                return self._trace.of(output)
+            if self._looks is not None and output is not None:
+                return self._looks.passed(*self._called, output)
             if self._recording.batch_size == 0:
                 return no_rows(output)
         return None
@@ -305,30 +326,6 @@ class Recorder:
         problem = batch_norm_problem(self._norms)
         if problem is not None:
             raise UnsupportedModel("PrivacyEngine", [problem])
-
-
-class _Second:
-    """A forward pass that is to be run once more, with other samples replaced: see `clipping.apart`.
-
-    Made before the first run, whose random numbers it repeats.
-    """
-
-    def __init__(self, model: nn.Module, args: Any, kwargs: Any, halves: Sequence[Tensor]) -> None:
-        self._model, self._batch, self._halves, self._draws = model, (args, kwargs), halves, Draws()
-
-    def changed(self, output: Any) -> int | None:
-        """A sample whose output is another then; None if there is none."""
-        before = list(tensors_in(output))
-        if not before:
-            return None
-
-        def run(batch: Any) -> list[Tensor]:
-            args, kwargs = batch
-            with torch.no_grad():
-                return list(tensors_in(self._model(*args, **kwargs)))
-
-        tolerance = coarsest([*before, *self._model.parameters()], TOLERANCE)
-        return changed(self._model, run, self._batch, self._halves, self._draws, before, tolerance)
 
 
 class Hook:
@@ -380,7 +377,3 @@ def _running(model: nn.Module) -> int:
         found += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model
         frame = frame.f_back  # type: ignore[assignment]
     return found
-
-
-def _by_hand() -> None:
-    raise Misuse(_BACKWARD)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.types import Problem
+from clipping.types import Problem, UnsupportedModel
 from dpbench.engine.errors import Misuse
 
 _MARK = "privacy_steps"
@@ -49,6 +49,23 @@ class Buffers:
 
 def _version(buffer: Tensor | None) -> int:
     return -1 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def require_usable(model: nn.Module) -> None:
+    """Raise an UnsupportedModel for one that mixes samples, that Python does not run, or that has no numbers.
+
+    Args:
+        model: to be trained.
+    """
+    problem = batch_norm_problem(batch_norms(model))
+    if isinstance(model, torch.jit.ScriptModule):
+        problem = Problem(
+            "model", "is TorchScript, whose operations cannot be recorded", "train the model it is made of"
+        )
+    elif any(p.is_meta for p in model.parameters()):
+        problem = Problem("model", "is on the meta device", "model.to_empty(device=...), and initialise it")
+    if problem is not None:
+        raise UnsupportedModel("PrivacyEngine", [problem])
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._NormBase]]:

@@ -17,9 +17,12 @@ removing it would shift every batch after it (`accounting.sampling.PROVED`).
 from __future__ import annotations
 
 import hashlib
+import os
+from typing import Any
 
 import numpy as np
 
+from dpbench.engine.distributed import shared_key
 from dpbench.engine.settings import Settings
 
 Indices = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -30,8 +33,20 @@ class Sampler:
     """The batches of `settings.mechanism.sampling` under `key`, 32 secret bytes."""
 
     def __init__(self, settings: Settings, key: bytes) -> None:
-        self.settings, self.key = settings, key
+        self.settings = settings
+        self._key: bytes | None = key
         self._permutation: tuple[int, Indices] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without the key, which is as secret as the data."""
+        return {"settings": self.settings, "_key": None, "_permutation": None}
+
+    @property
+    def key(self) -> bytes:
+        """32 bytes, the same in all processes; a copy has one of its own."""
+        if self._key is None:
+            self._key = shared_key(os.urandom(32))
+        return self._key
 
     def take(self, key: bytes) -> None:
         """Go on under another key: so do loaders that were made before.
@@ -39,7 +54,7 @@ class Sampler:
         Args:
             key: 32 bytes.
         """
-        self.key, self._permutation = key, None
+        self._key, self._permutation = key, None
 
     def batch(self, step: int) -> Indices:
         """The records of the logical batch number `step`, from 0; ascending unless shuffled.

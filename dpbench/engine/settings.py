@@ -165,10 +165,12 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
         stabiliser: of a function that is named.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown name, or C = 0.
     """
     from clipping import Automatic, ClipFunction, Flat, PerLayer  # with torch, which declarations do without
 
+    if max_grad_norm == 0:
+        raise ValueError("expected max_grad_norm > 0, got 0: every gradient would be 0, and so would the noise")
     if isinstance(clip, str):
         if clip not in CLIPS:
             hint = nearest(clip, CLIPS)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpbench.engine.containers import tensors_in
+from dpbench.engine.containers import dense_in
 from dpbench.engine.errors import Misuse
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256
@@ -56,7 +56,7 @@ class Ticket:
 
     def __init__(self, step: int, is_last: bool, real: int, handed: int, batch: Any) -> None:
         self.step, self.is_last, self.real, self.handed = step, is_last, real, handed
-        self.probes = [_Probe(x) for x in tensors_in(batch) if x.dim()]
+        self.probes = [_Probe(x) for x in dense_in(batch)]
         self._read: list[tuple[weakref.ref[Tensor], int]] = []
 
     def distance(self, tensors: list[Tensor]) -> float:
@@ -165,7 +165,7 @@ class Tickets:
         Raises:
             Misuse: several batches are open, and it cannot be told which one this is.
         """
-        tensors = [x for x in tensors_in(inputs) if x.dim()]
+        tensors = list(dense_in(inputs))
         before, found = self.current, self._exact(tensors, batch_size)
         if found is None:  # another view of the same samples, if nobody can have another batch by now
             stays = recording and not self._news and (before in self._open or not self._open)
@@ -328,8 +328,9 @@ class _Probe:
             if bool(spread.any()):
                 self._columns = candidates[spread.topk(min(COLUMNS, len(candidates))).indices]
             else:  # samples that are all the same, or too sparse: where they are largest
-                rows = x.detach().reshape(count, -1)[self._rows.to(x.device)].abs()
-                self._columns = rows.to(torch.float64).argmax(1).unique()[:COLUMNS].cpu()
+                rows = x.detach().reshape(count, -1)[self._rows.to(x.device)]
+                rows = rows.abs() if rows.is_complex() else rows.to(torch.float64).abs()
+                self._columns = rows.argmax(1).unique()[:COLUMNS].cpu()
             self._values = self._of(x)
 
     def is_of(self, x: Tensor) -> bool:
@@ -364,7 +365,7 @@ class _Probe:
         return float(left.max()) if bool((scale > 0).all()) else float("inf")
 
     def _of(self, x: Tensor) -> Tensor:
-        flat = x.detach().reshape(x.shape[0], -1)
+        flat = (x.abs() if x.is_complex() else x).detach().reshape(x.shape[0], -1)
         rows, columns = self._rows.to(x.device), self._columns.to(x.device)
         return flat[rows][:, columns].to("cpu", torch.float64)
 

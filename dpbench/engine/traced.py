@@ -1,30 +1,23 @@
-"""The losses once more, with the outputs of other samples replaced: does what the caller computes mix samples?
+"""What a caller computes from some tensors is noted, and can run again with others in their place.
 
 The engine sees no loss function. So in the steps in which it looks whether samples stay apart, it hands out the model's
-outputs as tensors that note each operation on them. At `optimizer.step` what was noted runs again, without gradients:
-on the outputs as they were, and on outputs of which all samples but those of S are replaced by one of S, for several S.
-The losses of S must be the same. (A gradient tells of most mixing, but not of a detached mean of the losses, nor of
-trimming them.)
+outputs as tensors that note each operation on them. What was noted runs again, forward passes of the model among it.
 
 A number that left torch (`.item()`) and comes back as it was is followed, too. What was made of it outside of torch, or
-was decided by it, is a constant here. Losses that come back as other tensors, of a custom function, say, are not looked
-at.
+was decided by it, is a constant here. What comes back as another tensor, of a custom function, say, cannot be followed.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from clipping.apart import TOLERANCE, differing, with_others_replaced
-from clipping.draws import Draws
-from clipping.formats import coarsest
 from dpbench.engine.containers import mapped, tensors_in
 
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
@@ -36,49 +29,56 @@ class _Note(NamedTuple):
     args: Any
     kwargs: Any
     result: Any
+    autocast: Sequence[Any]
 
 
 class Trace:
-    """What is computed of some outputs of a model, until it is closed."""
+    """What is computed of some tensors, until it is closed."""
 
     def __init__(self) -> None:
         self._open = True
-        self._outputs: list[Traced] = []
+        self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
         self._others: dict[int, Tensor] = {}  # identity of the caller's own tensors that were changed -> as they were
 
-    def of(self, output: Any) -> Any:
-        """The same output of the model, in the same containers, of tensors that note what is done with them.
+    def passed(self, model: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> Any:
+        """A forward pass: the same output, in the same containers, of tensors that note what is done with them.
 
         Args:
-            output: in nested mappings, lists and tuples.
+            model: run again, with tensors that take the place of these.
+            args, kwargs: that it was called with.
+            output: what it gave, in nested mappings, lists and tuples.
         """
-        return mapped(lambda x: self._begun(x) if x.is_floating_point() else x, output)
+        self._begun_with += [x for x in tensors_in((args, kwargs)) if not self.follows(x)]
+        shapes = [x.shape for x in tensors_in(output)]
+        result = mapped(lambda x: Traced.made(x, self) if x.is_floating_point() else x, output)
 
-    def mixed(self, losses: Tensor, halves: Sequence[Tensor]) -> int | None:
-        """A sample whose loss changes where the outputs outside of its half are replaced; None if there is none.
+        def again(*args: Any, **kwargs: Any) -> Any:
+            left = iter(shapes)
+            return mapped(lambda x: _filled(x, next(left)), model(*args, **kwargs))
+
+        self._notes.append(_Note(again, args, kwargs, result, _autocast_now()))
+        return result
+
+    def follows(self, x: Tensor) -> bool:
+        """Can it be told how this came about?
 
         Args:
-            losses: [B], as the caller handed them back.
-            halves: [B] bool each.
+            x: any tensor.
         """
-        if not self._open or not isinstance(losses, Traced) or losses.noted_by is not self:
-            return None
-        draws = Draws()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            tolerance = coarsest([*self._outputs, losses], TOLERANCE)
-            try:
-                with draws.again():
-                    before = self._again(_copy)[id(losses)]
-                for half in halves:
-                    with draws.again():
-                        after = self._again(partial(with_others_replaced, half=half))[id(losses)]
-                    sample = differing([before], [after], half, tolerance)
-                    if sample is not None:
-                        return sample
-            except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):  # it runs once, and not again
-                return None
-        return None
+        return self._open and isinstance(x, Traced) and x.noted_by is self
+
+    def again(self, x: Tensor, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> Tensor:
+        """The tensor that takes the place of `x` in another run.
+
+        Args:
+            x: one that is followed.
+            change: of what the model was called with.
+            fixed: of every other tensor.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            found: Tensor = self._again(lambda x: change(plain(x)), fixed)[id(x)]
+            return found
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation of the caller's, and keep it if it gives tensors or changes one; those are traced, too.
@@ -93,22 +93,26 @@ class Trace:
             self._others.setdefault(id(args[0]), args[0].detach().clone())
         result = operation(*args, **kwargs)
         if changes:
-            self._notes.append(_Note(operation, args, kwargs, None))
+            self._notes.append(_Note(operation, args, kwargs, None, _autocast_now()))
         elif _is_telling(result) or next(tensors_in(result), None) is not None:
             result = mapped(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
-            self._notes.append(_Note(operation, args, kwargs, result))
+            self._notes.append(_Note(operation, args, kwargs, result, _autocast_now()))
         return result
 
-    def close(self) -> None:
-        """Let go of what was noted; what is done with the tensors from now on gives ordinary ones."""
+    def pause(self) -> None:
+        """What is done with the tensors from now on gives ordinary ones."""
         self._open = False
-        self._outputs.clear()
+
+    def close(self) -> None:
+        """Let go of what was noted, too."""
+        self._open = False
+        self._begun_with.clear()
         self._notes.clear()
         self._others.clear()
 
     def _begun(self, x: Tensor) -> Tensor:
         traced = Traced.made(x, self)
-        self._outputs.append(traced)
+        self._begun_with.append(traced)
         return traced
 
     def _again(
@@ -117,12 +121,13 @@ class Trace:
         """Identity of each traced tensor -> its value, where it began with `change` of what it was; others `fixed`."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
         numbers: dict[float, float] = {}  # what left torch -> what it is now
-        for x in self._outputs:
+        for x in self._begun_with:
             values[id(x)] = change(x)
         for note in self._notes:
             args, kwargs = mapped(lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs))
             args, kwargs = _numbers(numbers, args), _numbers(numbers, kwargs)
-            found = note.operation(*args, **kwargs)
+            with _under(note.autocast):
+                found = note.operation(*args, **kwargs)
             if _is_telling(note.result):
                 numbers[note.result] = found
             _pair(note.result, found, values)
@@ -169,11 +174,11 @@ class Traced(Tensor):
         return plain(self).__repr__(**options)
 
 
-def plain(x: Tensor) -> Tensor:
+def plain(x: Any) -> Any:
     """An ordinary tensor: the same memory, the same graph.
 
     Args:
-        x: any tensor.
+        x: any tensor; what is none stays as it is.
     """
     if not isinstance(x, Traced):
         return x
@@ -181,8 +186,28 @@ def plain(x: Tensor) -> Tensor:
         return x.as_subclass(Tensor)
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.detach().clone()
+def _filled(x: Tensor, shape: torch.Size) -> Tensor:
+    """An output that is as long as the longest record, of records that are shorter: as long as it was, by noise."""
+    if x.dim() != len(shape) or x.shape == shape or not x.is_floating_point():
+        return x
+    generator = torch.Generator(x.device).manual_seed(0)
+    whole = torch.randn(shape, generator=generator, device=x.device, dtype=torch.float64).to(x.dtype)
+    whole[tuple(slice(size) for size in x.shape)] = x
+    return whole
+
+
+def _autocast_now() -> list[tuple[str, torch.dtype]]:
+    """The devices whose operations are cast, and to what."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+
+
+@contextmanager
+def _under(autocast: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for kind, dtype in autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
+        yield
 
 
 def _in_place(operation: Any) -> bool:
@@ -209,9 +234,7 @@ def _numbers(now: dict[float, float], tree: Any) -> Any:
 
 
 def _pair(noted: Any, found: Any, values: dict[int, Any]) -> None:
-    """Write down what each noted tensor is now."""
-    if isinstance(noted, Traced):
-        values[id(noted)] = found
-    elif isinstance(noted, (tuple, list)):
-        for one, other in zip(noted, found, strict=True):
-            _pair(one, other, values)
+    """Write down what each noted tensor is now; None was noted where nothing new was made."""
+    for one, other in zip(tensors_in(noted), () if noted is None else tensors_in(found), strict=True):
+        if isinstance(one, Traced):
+            values[id(one)] = other

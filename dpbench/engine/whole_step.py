@@ -19,7 +19,6 @@ from clipping.types import ClippedGradient, LossFunction, Parameters
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real
 from dpbench.engine.state import State
-from dpbench.engine.traced import plain
 
 
 class WholeStep:
@@ -53,14 +52,20 @@ class WholeStep:
         engine = self._engine
         step: Any = engine._attached().optimizer.step
         if self.graphs is not None and (size := leading_dimension(inputs, targets)):
-            gradient = self._by_graph(self.graphs, inputs, targets, size)
+            gradient: ClippedGradient | Exception | None
+            try:
+                gradient = self._by_graph(self.graphs, inputs, targets, size)
+            except Exception as error:  # for `step` to raise: of several processes all end this step then
+                gradient = error
             if gradient is not None:
-                engine._recorder.hand_over(gradient)
-                step(loss=gradient.losses)
-                return gradient.losses
-        losses = self._loss_fn(forward(engine.model, inputs), targets)
+                losses = gradient.losses if isinstance(gradient, ClippedGradient) else torch.zeros(size)
+                engine._recorder.hand_over(losses, gradient)
+                step(loss=losses)
+                return losses
+        with engine._recorder.knowing(self._loss_fn, targets):
+            losses = self._loss_fn(forward(engine.model, inputs), targets)
         step(loss=losses)
-        return plain(losses).detach()
+        return losses.detach()
 
     def _by_graph(self, graphs: Graphs, inputs: Any, targets: Any, size: int) -> ClippedGradient | None:
         """Σ_i c_i g_i of the data's own samples; None where the step is to be recorded."""

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clipping.apart import repeated
 from clipping.draws import Draws, WithoutDropping
 from clipping.formats import coarsest, without_autocast
+from clipping.second_look import Moving
 from clipping.verification import reading_float64
 from dpbench.engine import Misuse
 from dpbench.engine.containers import mapped, tensors_in
@@ -67,7 +67,7 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
     if not places:
         return
     draws = Draws()
-    with repeated(model, draws), torch.no_grad():
+    with Moving(model).repeated(draws), torch.no_grad():
         seen = _Seen([dataset[i] for i in places], collate, losses_of, draws)
         found = seen.differing()
         if found is not None:

@@ -40,6 +40,7 @@ from dpbench.trials.packages import needed
 
 with needed("lightning", __name__):
     from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
     from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
@@ -84,7 +85,8 @@ class _Private:
     Args:
         privacy: arguments of `PrivacyEngine`, but for model, sample_size, epochs and steps, which Lightning knows.
         model: the name of the submodule that `training_step` calls. None: the only one with trainable parameters, or
-            the LightningModule itself if there are several; then `training_step` is to call `self(...)`.
+            the LightningModule itself if there are several; then `training_step` is to call `self(...)`. With a
+            `BaseFinetuning`, what is frozen counts, too: it is trained later.
         pad: as of `PrivacyEngine.data_loader`.
         options: of Lightning's strategy.
 
@@ -240,7 +242,8 @@ class _Private:
         ends = [trainer.max_steps] if trainer.max_steps > 0 else []
         if trainer.max_epochs is not None and trainer.max_epochs > 0:
             ends.append(trainer.max_epochs * steps)
-        module = _called(self.lightning_module, self._submodule)  # type: ignore[attr-defined]
+        thawed = any(isinstance(callback, BaseFinetuning) for callback in trainer.callbacks)
+        module = _called(self.lightning_module, self._submodule, thawed)  # type: ignore[attr-defined]
         return PrivacyEngine(module, sample_size=sample_size, steps=min(ends, default=None), **privacy)
 
 
@@ -312,11 +315,11 @@ class PrivateModelParallelStrategy(_Private, ModelParallelStrategy):
         super().setup_environment()
 
 
-def _called(module: nn.Module, name: str | None) -> nn.Module:
-    """What the engine records: see `_Private`."""
+def _called(module: nn.Module, name: str | None, thawed: bool) -> nn.Module:
+    """What the engine records: see `_Private`. `thawed`: what is frozen now is trained later."""
     if name is not None:
         return module.get_submodule(name)
-    mine = {id(p) for p in module.parameters() if p.requires_grad}
+    mine = {id(p) for p in module.parameters() if thawed or p.requires_grad}
     for child in module.children():
         if mine and mine <= {id(p) for p in child.parameters()}:
             return child
@@ -337,6 +340,12 @@ def _refuse(trainer: Any) -> None:
             trainer.accumulate_grad_batches != 1,
             "accumulate_grad_batches=1",
             trainer.accumulate_grad_batches,
+            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
+        ),
+        (
+            any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks),
+            "no GradientAccumulationScheduler",
+            "one",
             "privacy['batch_size'] is cut into pieces of the loader's batch_size",
         ),
         (

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import TOLERANCE, differing, separating, with_others_replaced
+from clipping.apart import separating
 from clipping.draws import Draws
 from clipping.formats import coarsest
+from clipping.second_look import TOLERANCE, Change, differing, replaced, same
 from clipping.types import Problem, UnsupportedModel
 from dpbench.engine import PrivacyWarning
 from dpbench.engine.containers import mapped, tensors_in
@@ -42,7 +43,7 @@ REMEDY = (
     "criterion with grad_sample_mode='ghost', which takes the losses of the samples"
 )
 ALONE = "make what the model reads of each sample alone: normalise by constants, and mix no samples of the batch"
-Change = Callable[[Tensor], Tensor]
+Made = Callable[[Tensor], Tensor]
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -164,12 +165,12 @@ class Look(Trace):
         self.done = True
         draws, read = Draws(), [id(x) for x in self._inputs]
         was = _run(draws, partial(self._values, read, _copy))
-        for half in separating(batch_size):
-            now = _run(draws, partial(self._values, read, partial(with_others_replaced, half=half)))
+        for others in map(replaced, separating(batch_size)):
+            now = _run(draws, partial(self._values, read, others.of))
             if was is None or now is None or any(a.shape != b.shape for a, b in zip(was, now, strict=True)):
                 _unknown(self._by, "what is made of a batch before the model cannot be run again")
                 return
-            sample = differing(was, now, half, coarsest(was, TOLERANCE))
+            sample = differing(was, now, others, coarsest(was, TOLERANCE))
             if sample is not None:
                 reason = f"samples mix: what the model reads for sample {sample} changes with the other samples"
                 raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
@@ -190,12 +191,12 @@ class Look(Trace):
         self.done = True
         draws, key = Draws(), id(losses)
         base = _run(draws, partial(self._values, [key], _copy))
-        for half in separating(batch_size):
-            replaced = _run(draws, partial(self._values, [key], partial(with_others_replaced, half=half)))
-            if base is None or replaced is None:
+        for others in map(replaced, separating(batch_size)):
+            now = _run(draws, partial(self._values, [key], others.of))
+            if base is None or now is None:
                 _unknown(self._by, "it cannot be run with other labels")
                 return
-            sample = differing(base, replaced, half, coarsest(base, TOLERANCE))
+            sample = differing(base, now, others, coarsest(base, TOLERANCE))
             if sample is not None:
                 reason = f"samples mix: the loss of sample {sample} changes with the other samples"
                 remedy = "let each sample have a loss of its own, divided by nothing that the batch holds"
@@ -221,28 +222,28 @@ class Look(Trace):
         tolerance = 10 * coarsest(was, TOLERANCE)
         reached = [x is not None for x in arrived]
 
-        def gradients(change: Change, fixed: Change = _itself, draws: Draws = draws) -> list[Tensor] | None:
+        def gradients(change: Made, fixed: Made = _itself, draws: Draws = draws) -> list[Tensor] | None:
             """Of the outputs that a gradient had reached; None if the loss cannot run so."""
             found = _run(draws, partial(self._gradients, change, fixed))
             return None if found is None else [x for x, wanted in zip(found, reached, strict=True) if wanted]
 
-        everybody = torch.ones(batch_size, dtype=torch.bool, device="cpu")
+        everybody = same(batch_size)
         base = gradients(_copy) if len(reached) == len(self._handed) else None
         if base is not None and _differ(was, base, everybody, tolerance):
             with draws.again():  # are there random numbers in the loss? Then others give another one
                 torch.rand(1)
-                others = Draws()
-            other = gradients(_copy, draws=others)
+                later = Draws()
+            other = gradients(_copy, draws=later)
             base = base if other is not None and _differ(other, base, everybody, tolerance) else None
         if base is None:
             _unknown(self._by, "it cannot be run again")
             return
-        for half in separating(batch_size):
-            replaced = gradients(partial(with_others_replaced, half=half))
-            if replaced is None:
+        for others in map(replaced, separating(batch_size)):
+            now = gradients(others.of)
+            if now is None:
                 _unknown(self._by, "it cannot be run with other labels")
                 break
-            sample = differing(base, replaced, half, tolerance)
+            sample = differing(base, now, others, tolerance)
             if sample is not None:
                 reason = f"samples mix: the gradient of the loss of sample {sample} changes with the other samples"
                 raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, REMEDY)])
@@ -266,12 +267,12 @@ class Look(Trace):
             return
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
-    def _values(self, keys: Sequence[int], change: Change) -> list[Tensor]:
+    def _values(self, keys: Sequence[int], change: Made) -> list[Tensor]:
         """Noted tensors by their identities, where all begin with what `change` makes of them."""
         values = self._again(lambda x: change(plain(x)))
         return [values[key] for key in keys]
 
-    def _gradients(self, change: Change, fixed: Change) -> list[Tensor]:
+    def _gradients(self, change: Made, fixed: Made) -> list[Tensor]:
         """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
         leaves: dict[int, Tensor] = {}
         handed = {id(x) for x in self._handed}
@@ -332,7 +333,7 @@ def _run(draws: Draws, again: Callable[[], list[Tensor]]) -> list[Tensor] | None
         return None
 
 
-def _differ(one: Sequence[Tensor], other: Sequence[Tensor], everybody: Tensor, tolerance: float) -> bool:
+def _differ(one: Sequence[Tensor], other: Sequence[Tensor], everybody: Change, tolerance: float) -> bool:
     return any(a.shape != b.shape for a, b in zip(one, other, strict=True)) or (
         differing(one, other, everybody, tolerance) is not None
     )

@@ -15,6 +15,11 @@
 | a stream of records, or a search by Trainer, each trial on the same records | refused by name | `test_methods_of_ones_own_and_streams_are_refused` |
 | Opacus' `poisson_sampling=False` | accounted as passes over fixed batches, at a larger ε | `test_batches_that_are_not_sampled_are_accounted_as_what_they_are` |
 | many records of one person | ε is that of a record; make all of a person one | `test_a_user_is_clipped_as_one_record` |
+| a loss or a model that divides by the number of records, in `make_step`; a model, in any loop | refused: "samples mix" | `test_a_model_that_mixes_is_refused` |
+| labels that are counted to weigh classes, in `make_step` | refused: "samples mix" | `test_a_loss_that_mixes_is_refused` |
+| a mean over the positions of the longest record of a batch | refused: "samples mix" | `test_a_mean_over_the_positions_of_the_longest_record_is_refused` |
+| a discriminator that is frozen in the generator's step | trained with its own gradient afterwards | `test_a_discriminator_that_is_frozen_while_the_generator_is_trained` |
+| a copy or a pickle of an engine | draws noise and batches of its own | `test_a_copy_draws_noise_and_batches_of_its_own` |
 | mixing that begins in a later step | refused then, by looks at random steps | `test_mixing_that_starts_in_the_second_step_is_refused` |
 | another optimizer's step on a private model | "expected steps of the attached optimizer alone" | `test_another_optimizer_does_not_go_round_the_engine` |
 | gradients in `.grad` that were not clipped | "were not clipped, and are not used" | `test_step_without_a_loss_or_with_a_closure` |
@@ -53,7 +58,7 @@
 | an empty batch | a step like any other: noise alone | `test_empty_batches_move_the_parameters_and_count` |
 
 **Yours to see to.** In a loop of your own, and in accelerate's, the engine sees the model and what is made of its outputs:
-not labels that weigh or divide losses by what the batch holds, nor what a batch was made of. Opacus' loops are not looked
+not losses that are divided by their number, or by what the batch's labels add up to, nor what a batch was made of. Opacus' loops are not looked
 at for padding, which recurrent models see where the last position is read.
 
 **Nobody's to see.** Choosing hyperparameters by the private data, early stopping by their loss, publishing their training

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.apart import RATE, Occasions, differing, separating, with_others_replaced
+from clipping.apart import RATE, Occasions, separating
 from clipping.draws import same_for_each
+from clipping.second_look import differing, fewer, more, replaced
 from clipping.verification import WrongGradient
 
 TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
@@ -212,7 +213,7 @@ def test_generators_and_buffers_are_as_one_step_leaves_them():
 
 def test_experts_that_are_chosen_by_ties_are_no_mixing():
     """A row whose choice hangs on a rounding differs in float32; float64 decides."""
-    before, half = [torch.tensor([1.0, 2.0, 3.0])], torch.tensor([True, True, False])
+    before, half = [torch.tensor([1.0, 2.0, 3.0])], replaced(torch.tensor([True, True, False]))
     assert differing(before, [torch.tensor([1.0, 2.1, 9.0])], half, 1e-4) == 1
     assert differing(before, [torch.tensor([1.0, 2.0, 9.0])], half, 1e-4) is None
     assert differing([torch.tensor([1.0, float("nan"), 3.0])], before, half, 1e-4) is None
@@ -230,16 +231,27 @@ def test_any_two_samples_are_told_apart(batch_size):
 def test_others_are_replaced_and_nothing_else():
     x = torch.arange(10.0).view(5, 2)
     half = torch.tensor([False, True, False, True, False])
-    found = with_others_replaced({"x": (x,)}, half)["x"][0]
-    assert torch.equal(found[half], x[half]) and torch.equal(found[~half], x[1].expand(3, 2))
-    assert x[0, 0] == 0
+    found = replaced(half).of(x)
+    assert torch.equal(found[half], x[half]) and torch.equal(found[~half], x[[1, 1, 3]])  # in the order that they had
+    poisoned = replaced(half, poison=True).of(x)
+    assert torch.equal(poisoned[half], x[half]) and poisoned[~half].isnan().all()
+    assert x[0, 0] == 0 and not x.isnan().any()
+
+
+@pytest.mark.parametrize("size", [2, 7, 40])
+def test_records_come_and_go_in_their_order(size):
+    x = torch.arange(2 * size).double()  # two rows a record
+    for change, count in ((fewer(size), size - max(1, size // 8)), (more(size), size + max(1, size // 8))):
+        found = change.of(x)
+        assert len(found) == 2 * count and found.unflatten(0, (-1, 2))[:, 0].diff().ge(0).all()
+        assert torch.equal(found.unflatten(0, (-1, 2))[change.own], x.unflatten(0, (-1, 2))[change.take[change.own]])
 
 
 def looked(occasions, graph, shape):
     """How many looks a step takes, all of which pass."""
     rows = occasions.rows(8, graph)
     occasions.rows_passed(graph)
-    others = occasions.others(8, torch.zeros(8, shape))
+    others = occasions.changes(8, torch.zeros(8, shape))
     occasions.others_passed()
     return bool(rows) + bool(others)
 
@@ -249,7 +261,7 @@ def test_how_often_is_looked():
     found = [looked(occasions, 1, 3) for _ in range(n)]
     assert found[0] == 2
     assert sum(found[1:]) / n == pytest.approx(2 * RATE, rel=0.2)
-    assert not occasions.rows(1, 77) and not occasions.others(1, torch.zeros(1, 9))
+    assert not occasions.rows(1, 77) and not occasions.changes(1, torch.zeros(1, 9))
 
 
 def test_shapes_without_end_are_not_looked_at_without_end():

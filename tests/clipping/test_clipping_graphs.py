@@ -105,7 +105,7 @@ def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch)
 
 def made_as(backend, way, parameters, inputs, targets, batch_size):
     graph = clipping.graphs.Graph(
-        backend.name, backend.model, backend.graphs._run, parameters, (inputs, targets), batch_size
+        backend.name, backend.model, backend.graphs._run, backend.moving, parameters, (inputs, targets), batch_size
     )
     graph.take_fastest([way], parameters, inputs, targets)
     return graph

@@ -158,7 +158,7 @@ def without_rows(patch: pytest.MonkeyPatch) -> None:
 
 def without_others(patch: pytest.MonkeyPatch) -> None:
     """What changes with the other samples is passed over."""
-    patch.setattr(clipping.interface, "changed", lambda *step: None)
+    patch.setattr(clipping.interface, "mixed", lambda *step: None)
 
 
 OURS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [

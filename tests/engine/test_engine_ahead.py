@@ -228,3 +228,78 @@ def test_what_is_unknown_after_a_failure_is_refused():
         model(torch.rand(rows.shape, dtype=rows.dtype))
     (rows,) = next(iter(engine.data_loader(TensorDataset(torch.eye(RECORDS, dtype=torch.float64)))))
     optimizer.step(loss=model(rows)[:, 0])
+
+
+class Rows(torch.utils.data.Dataset):
+    """Of the identity, with something beside each."""
+
+    def __init__(self, beside):
+        self.beside = beside
+
+    def __len__(self):
+        return RECORDS
+
+    def __getitem__(self, i):
+        return torch.eye(RECORDS, dtype=torch.float64)[i], self.beside(i)
+
+
+BESIDE = {
+    "a mask without padding": lambda i: torch.ones(5, dtype=torch.bool),
+    "a mask with padding": lambda i: torch.arange(5) <= i % 5,
+    "a causal mask": lambda i: torch.ones(5, 5, dtype=torch.bool).tril(),
+    "True": lambda i: True,
+    "uint16": lambda i: torch.ones(5, dtype=torch.uint16),
+    "complex": lambda i: torch.full((5,), 1j),
+    "float8": lambda i: torch.ones(5).to(torch.float8_e4m3fn),
+    "not a number": lambda i: torch.full((5,), float("nan")),
+}
+
+
+def collated(samples):
+    return torch.utils.data.default_collate(samples)
+
+
+def sparse(samples):
+    rows, beside = collated(samples)
+    return rows, beside.to_sparse()
+
+
+def steps_of(beside, collate=collated):
+    model, optimizer, engine = make()
+    for rows, _ in engine.data_loader(Rows(beside), collate_fn=collate):
+        optimizer.step(loss=model(rows)[:, 0])
+    return engine.steps
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_whatever_torch_collates_is_loaded(beside):
+    assert steps_of(beside) == 4
+
+
+def test_sparse_batches_are_loaded():
+    assert steps_of(lambda i: torch.eye(5)[i % 5], sparse) == 4
+
+
+class Plain:
+    def __init__(self, samples):
+        self.rows, self.beside = collated(samples)
+
+
+def nested(samples):
+    rows, beside = collated(samples)
+    return rows, torch.nested.nested_tensor(list(beside), layout=torch.jagged)
+
+
+@pytest.mark.parametrize(("collate", "came"), [(Plain, "got Plain"), (nested, "got one that is nested")])
+def test_what_cannot_be_empty_is_refused_when_the_loader_is_made(collate, came):
+    _, _, engine = make()
+    with pytest.raises(ValueError, match=f"{came}: a Poisson sample may be empty"):
+        engine.data_loader(Rows(lambda i: torch.ones(5)), collate_fn=collate)
+    engine.data_loader(Rows(lambda i: torch.ones(5)), collate_fn=collate, max_physical_batch_size=4, pad=True)
+
+
+def test_a_loader_is_no_dataset():
+    _, _, engine = make()
+    loader = torch.utils.data.DataLoader(Rows(lambda i: 0), batch_size=1)
+    with pytest.raises(ValueError, match="expected a dataset, got a DataLoader: hand its dataset"):
+        engine.data_loader(loader)

@@ -129,7 +129,9 @@ def test_a_parameter_that_is_frozen_before_the_step(attached):
     model, optimizer, engine = attached
     losses = losses_of(model)
     model[0].requires_grad_(False)
-    with says(Misuse, r"the trainable parameters of the forward pass, got '0.weight' frozen since: freeze before"):
+    with says(
+        Misuse, r"the trainable parameters of the forward pass, got '0.bias' frozen or unfrozen since: do so before"
+    ):
         optimizer.step(loss=losses)
     optimizer.step(loss=losses_of(model))
     assert engine.steps == 1
@@ -269,3 +271,15 @@ def test_seeded_noise_is_not_private():
     assert not spent.private and "NOT PRIVATE: the noise is seeded" in str(spent)
     assert engine_of(nn.Linear(2, 2)).privacy_spent().private
     assert not engine_of(nn.Linear(2, 2), noise_multiplier=0.0).privacy_spent().private
+
+
+def test_a_model_without_numbers_or_without_python_is_refused():
+    with torch.device("meta"):
+        nowhere = nn.Linear(3, 2)
+    settings = {"batch_size": 4, "sample_size": 40, "steps": 1, "max_grad_norm": 1.0, "noise_multiplier": 1.0}
+    with says(UnsupportedModel, r"is on the meta device .remedy: model.to_empty"):
+        PrivacyEngine(nowhere, **settings)
+    with says(UnsupportedModel, r"is TorchScript, whose operations cannot be recorded"):
+        PrivacyEngine(torch.jit.trace(nn.Linear(3, 2), torch.zeros(2, 3)), **settings)
+    with says(ValueError, r"expected max_grad_norm > 0, got 0"):
+        PrivacyEngine(nn.Linear(3, 2), **{**settings, "max_grad_norm": 0})

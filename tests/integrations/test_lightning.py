@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 pytest.importorskip("lightning", reason="lightning is not installed")
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torchrun import torchrun
 
@@ -314,6 +314,7 @@ def test_several_train_loaders_are_refused_by_name():
     ("options", "words"),
     [
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=1"),
+        ({"callbacks": [GradientAccumulationScheduler({1: 2})]}, "expected no GradientAccumulationScheduler"),
         ({"gradient_clip_val": 1.0}, "gradient_clip_val=None"),
         ({"overfit_batches": 1}, "overfit_batches=0"),
         ({"module": Manual}, "automatic_optimization=True"),
@@ -321,7 +322,16 @@ def test_several_train_loaders_are_refused_by_name():
         ({"loader": {"sampler": WeightedRandomSampler([1.0] * 60, 60)}}, "got WeightedRandomSampler"),
         ({"loader": {"drop_last": True}}, "got drop_last=True"),
     ],
-    ids=["accumulation", "clipping", "overfitting", "by hand", "no optimizer", "sampler", "drop_last"],
+    ids=[
+        "accumulation",
+        "later accumulation",
+        "clipping",
+        "overfitting",
+        "by hand",
+        "no optimizer",
+        "sampler",
+        "drop_last",
+    ],
 )
 def test_what_cannot_be_private_is_refused_by_name(options, words):
     options = dict(options)
@@ -330,6 +340,56 @@ def test_what_cannot_be_private_is_refused_by_name(options, words):
     with pytest.raises((ValueError, Misuse), match=words) as error:
         fit(strategy_of(), module, loader=loader, **options)
     assert "\n" not in str(error.value)
+
+
+class Split(Classifier):
+    """A body and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = self.net[:2], self.net[2]
+        del self.net
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1], reduction="none")
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, module):
+        self.freeze(module.body)
+
+    def finetune_function(self, module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.body, optimizer, lr=0.1)
+
+
+class Thawed(Split):
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+def moved(before, module):
+    return [not torch.equal(p, q) for p, q in zip(before, module.parameters(), strict=True)]
+
+
+def test_a_frozen_body_may_be_in_the_optimizer_and_stays_as_it_is():
+    module, before = Split(), [p.detach().clone() for p in Split().parameters()]
+    module.body.requires_grad_(False)
+    strategy = strategy_of()
+    fit(strategy, module)
+    assert strategy.engine.model is module.head and moved(before, module) == [False, False, True, True]
+
+
+def test_a_body_that_is_thawed_in_a_later_epoch_is_trained_from_then_on():
+    module, before, strategy = Thawed(), [p.detach().clone() for p in Thawed().parameters()], strategy_of()
+    fit(strategy, module, callbacks=[Thaws()], max_epochs=1)
+    assert moved(before, module) == [False, False, True, True]
+    module, strategy = Thawed(), strategy_of()
+    fit(strategy, module, callbacks=[Thaws()], max_epochs=2)
+    assert moved(before, module) == [True] * 4 and strategy.engine.steps == 10
 
 
 def test_tensor_parallelism_is_refused_by_name():

@@ -678,6 +678,17 @@ REFUSED = [
         "expected poisson_sampling=True, or a data_loader with shuffle=.*, got one with WeightedRandomSampler",
     ),
     (
+        dict(data_loader=DataLoader(data(), batch_size=24, sampler=WeightedRandomSampler([1.0] * 240, 240))),
+        Misuse,
+        "expected a data_loader without a sampler of its own with poisson_sampling=True, got one with WeightedRandom",
+    ),
+    (dict(max_grad_norm=0.0), ValueError, "expected max_grad_norm > 0, got 0"),
+    (
+        dict(net=torch.jit.trace(model(), torch.zeros(2, 6))),
+        UnsupportedModel,
+        "is TorchScript, ",
+    ),
+    (
         dict(criterion=nn.CrossEntropyLoss(reduction="sum"), grad_sample_mode="ghost"),
         ValueError,
         "expected a criterion with reduction='mean' as loss_reduction says, got 'sum'",
@@ -753,3 +764,21 @@ def test_labels_inside_of_the_model_in_another_order_than_the_samples():
 
     with pytest.raises(UnsupportedModel, match="samples mix"):
         labelled(TimeFirst(), lambda out, y: out["loss"])
+
+
+@pytest.mark.parametrize("records", [240, 245])
+def test_the_batch_size_that_was_chosen_divides(records):
+    """Not int(n / len(loader)), which is 22 of 245 records, and tells of their number."""
+    engine, *_ = private(records=data(records))
+    assert engine.engine.settings.batch_size == 24
+    assert engine.engine.settings.mechanism.sample_rate == 1 / -(-records // 24)
+
+
+def test_the_ghost_mode_names_its_criterion_and_refuses_a_scaler():
+    _, net, optimizer, criterion, loader = private(grad_sample_mode="ghost")
+    x, y = next(iter(loader))
+    with pytest.raises(Misuse, match="take the criterion that make_private returned"):
+        F.cross_entropy(net(x), y).backward()
+    optimizer.zero_grad()
+    with pytest.raises(Misuse, match="expected no GradScaler"):
+        torch.amp.GradScaler("cpu").scale(criterion(net(x), y)).backward()

@@ -95,6 +95,9 @@ class DPTensor:
 
     __float__ = item
 
+    def __iter__(self) -> Any:  # a GradScaler takes what is no tensor for several
+        raise Misuse("expected no GradScaler: scaled gradients would be clipped; bfloat16 autocast needs none")
+
     def backward(self) -> None:
         """The gradients are clipped, and so formed at `optimizer.step()`."""
         self._backward.arrived(self.loss_per_sample)

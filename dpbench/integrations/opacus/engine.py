@@ -15,7 +15,7 @@ from dpbench.engine import Misuse
 from dpbench.engine import PrivacyEngine as Engine
 from dpbench.engine.adjust import drop_recorded, plan, set_rate
 from dpbench.engine.distributed import place
-from dpbench.engine.safeguards import batch_norm_problem, batch_norms
+from dpbench.engine.safeguards import batch_norm_problem, batch_norms, require_usable
 from dpbench.errors import nearest
 from dpbench.integrations.opacus import checkpoint
 from dpbench.integrations.opacus.accountant import Accountant
@@ -71,7 +71,8 @@ class PrivacyEngine:
     ) -> tuple[Any, ...]:
         """(module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) in the ghost modes.
 
-        The sample rate is 1/len(data_loader), and the noisy sum is divided by int(n/len(data_loader)), as in Opacus.
+        The sample rate is 1/len(data_loader), as in Opacus. The noisy sum is divided by the loader's batch size, which
+        is public; Opacus divides by int(n/len(data_loader)), which tells of the number of records.
 
         Args:
             module: what is trained. Unlike Opacus any that `dpbench.PrivacyEngine` can train: nn.LSTM, tied weights...
@@ -124,7 +125,7 @@ class PrivacyEngine:
         records = len(data_loader.dataset)  # type: ignore[arg-type]
         engine = Engine(
             model,
-            batch_size=max(1, int(records * (1 / length))),  # as Opacus rounds
+            batch_size=_batch_size(data_loader),
             sample_size=records,
             max_grad_norm=function.sensitivity,
             noise_multiplier=noise_multiplier,
@@ -146,6 +147,7 @@ class PrivacyEngine:
         self.accountant.hand_over()
         made: Any = (GradSampleModule if wrap_model else GradSampleHooks)(model, loss_reduction, self._detach)
         if isinstance(losses, Backward):
+            engine._recorder.remedy = "take the criterion that make_private returned, whose losses have one"
             return made, private, DPLoss(loss, loss_reduction, losses), loader
         return made, private, loader
 
@@ -212,7 +214,11 @@ class PrivacyEngine:
             module: to be trained.
             optimizer, data_loader: Opacus' arguments; not looked at.
         """
-        return batch_norm_problem(batch_norms(unwrapped(module))) is None
+        try:
+            self.validate(module=module)
+        except UnsupportedModel:
+            return False
+        return True
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
         """Raise an UnsupportedModel if it cannot.
@@ -221,9 +227,7 @@ class PrivacyEngine:
             module: to be trained.
             optimizer, data_loader: Opacus' arguments; not looked at.
         """
-        problem = batch_norm_problem(batch_norms(unwrapped(module)))
-        if problem is not None:
-            raise UnsupportedModel("PrivacyEngine", [problem])
+        require_usable(unwrapped(module))
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
@@ -301,8 +305,18 @@ def _length(source: DataLoader[Any]) -> int:
     return len(source)
 
 
+def _batch_size(source: DataLoader[Any]) -> int:
+    """That was chosen, and so is public."""
+    size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
+    if not isinstance(size, int):
+        raise ValueError("expected a data_loader with a batch_size, which divides the noisy sum, got one without")
+    return size
+
+
 def _sampling(source: DataLoader[Any], poisson: bool) -> str:
-    return "poisson" if poisson else scheme_of(source)
+    """What is accounted; Poisson samples take the place of uniform ones alone."""
+    scheme = scheme_of(source, poisson)
+    return "poisson" if poisson else scheme
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:

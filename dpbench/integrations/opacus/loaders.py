@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.adjust import count_batches, drop_parts
@@ -150,22 +150,29 @@ def options(source: DataLoader[Any]) -> dict[str, Any]:
     return {**found, "collate_fn": source.collate_fn}
 
 
-def scheme_of(source: DataLoader[Any]) -> str:
+def scheme_of(source: DataLoader[Any], poisson: bool) -> str:
     """How a loader draws its batches: "shuffled" or "one_pass".
 
     Args:
         source: the caller's loader.
+        poisson: Poisson samples are to take their place.
 
     Raises:
-        Misuse: in a way that there is no accounting for.
+        Misuse: in a way that there is no accounting for, or that Poisson samples would not keep.
     """
     batches = source.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if type(batches) is BatchSampler and type(sampler) is SequentialSampler:
+    sampler: Any = getattr(batches, "sampler", None)
+    kind = type(sampler) if type(batches) is BatchSampler else None
+    if kind is SequentialSampler or (poisson and kind is DistributedSampler):
         return "one_pass"
-    if type(batches) is BatchSampler and type(sampler) is RandomSampler and not sampler.replacement:
+    if kind is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return "shuffled"
-    came = type(sampler if type(batches) is BatchSampler else batches).__name__
+    came = type(batches if kind is None else sampler).__name__
+    if poisson:
+        raise Misuse(
+            f"expected a data_loader without a sampler of its own with poisson_sampling=True, got one with {came}: "
+            "Poisson samples draw every record at one rate; weigh the losses, or leave the sampler out"
+        )
     raise Misuse(
         f"expected poisson_sampling=True, or a data_loader with shuffle=True or False, got one with {came}: what ε its "
         "batches have is not known"

@@ -1,0 +1,343 @@
+"""The same step once more, with other records in the batch: a record's loss and norm must be what they were.
+
+others   the floating numbers of all records but those of S are NaN, and their integers are those of a record of S. What
+         becomes NaN, or another number, depends on other records: through gates that are 0, scripts and numbers that
+         were detached as well. Outputs of embeddings are poisoned where the batch's own integers are looked up. What
+         refuses NaN, and norms whose sums multiply others by 0, are looked at by other records of the batch instead.
+number   there are some records more, or less. What divides by the size of the batch changes.
+
+A difference counts if it is there again, in float64 too where the model can be cast, and if the same batch gives the
+same numbers twice. (Experts are chosen by numbers that may be within a rounding of one another; a generator or a
+counter of the model's own makes each run another one.) NaN counts in any case.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from clipping.draws import Draws, same_for_each
+from clipping.formats import without_autocast
+from clipping.rounding import rounds_operands
+from clipping.types import Problem
+from clipping.verification import CAST_TOLERANCE, in_eval, reading_float64
+
+REMEDY = (
+    "let no sample's loss depend on another one or on their number: statistics, sorting and attention within a sample "
+    "(GroupNorm for BatchNorm); if only the order of rows differs from that of the samples, use microbatch or vmap"
+)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Of the second step beside the first, by the dtype that was computed in. Kernels and shapes are those of the first,
+and so are the rows of S, unless what is computed of them depends on the others."""
+OF_OTHER_SHAPES, OF_ROUNDED_OPERANDS = 10, 2e-2
+"""For a batch of another size, whose kernels round otherwise: so many times that, and at least so much where operands
+are rounded (TF32). An eighth of the records comes or goes, so what divides by their number changes by 11 % or more."""
+ITSELF = (
+    "what the model computes of a batch differs from one run to the next by itself (a random generator or a counter of "
+    "its own): whether samples stay apart was looked at by NaN alone"
+)
+_CHECKED = {F.binary_cross_entropy, torch.bernoulli, Tensor.bernoulli, Tensor.bernoulli_}
+_CHECKED |= {torch.multinomial, Tensor.multinomial, torch.poisson}
+"""What refuses NaN; on a GPU by ending the process."""
+_CASTS = {Tensor.long, Tensor.int, Tensor.short, Tensor.char, Tensor.byte, Tensor.to, Tensor.type}
+Run = Callable[["Change", bool], Sequence[Tensor]]
+
+
+class Change(NamedTuple):
+    """A batch with other records in it.
+
+    Attributes:
+        size: B, of the batch as it was.
+        take: [B'], which of its records is at each place.
+        own: [B'] bool: must this record's numbers stay what they were?
+        poison: floating numbers of the others are NaN.
+        wide: floating numbers are cast to float64.
+        alike: each record draws the same random numbers, in whatever batch it is.
+    """
+
+    size: int
+    take: Tensor
+    own: Tensor
+    poison: bool = False
+    wide: bool = False
+    alike: bool = False
+
+    def of(self, x: Tensor) -> Tensor:
+        """A new tensor [B'·k, ...] for one of the batch, [B·k, ...]; a copy of any other.
+
+        Args:
+            x: of the batch.
+        """
+        x = x.detach()
+        if x.layout != torch.strided or not x.dim() or not len(x) or len(x) % self.size:
+            return x.clone()
+        rows = x.unflatten(0, (self.size, -1))[self.take.to(x.device)].flatten(0, 1)
+        if self.wide and rows.is_floating_point():
+            rows = rows.double()
+        return self._poisoned(rows)
+
+    def _poisoned(self, x: Tensor) -> Tensor:
+        if self.poison and (x.is_floating_point() or x.is_complex()):
+            x.unflatten(0, (len(self.take), -1))[~self.own.to(x.device)] = float("nan")
+        return x
+
+    def alone(self, losses: Tensor) -> Tensor:
+        """Losses without those of the others, whose gradients are 0.
+
+        Args:
+            losses: [B'].
+        """
+        return torch.where(self.own.to(losses.device), losses, torch.zeros_like(losses))
+
+    @property
+    def resized(self) -> bool:
+        """Is B' another number than B?"""
+        return len(self.take) != self.size
+
+    @contextmanager
+    def making(self) -> Iterator[Callable[[Tensor], Tensor]]:
+        """`of`; what embeds integers of a batch that it has made gives NaN for the others, too, if this poisons."""
+        words = set[int]()
+
+        def of(x: Tensor) -> Tensor:
+            made = self.of(x)
+            if not made.is_floating_point():
+                words.add(_memory(made))
+            return made
+
+        drawing = same_for_each(len(self.take)) if self.alike else nullcontext()
+        with _Embeddings(self, words) if self.poison else nullcontext(), drawing:
+            yield of
+
+
+class _Embeddings(TorchFunctionMode):
+    """Poisons the rows of others in what is looked up by integers at the addresses `words`."""
+
+    def __init__(self, change: Change, words: set[int]) -> None:
+        super().__init__()
+        self._change, self._words = change, words
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CHECKED:
+            args = tuple(x.nan_to_num(0.5) if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+        found = func(*args, **kwargs)
+        if func is F.embedding and args and _memory(args[0]) in self._words - {0}:
+            if len(found) and len(found) % len(self._change.take) == 0:
+                self._change._poisoned(found.data)  # behind autograd's back: its graph stays as it is
+        elif func in _CASTS and args[0].is_floating_point() and not found.is_floating_point():
+            return func(args[0].nan_to_num(), *args[1:], **kwargs)  # NaN is no index
+        return found
+
+
+def _memory(x: Tensor) -> int:
+    """The address of its memory; 0 if it has none of its own."""
+    with suppress(RuntimeError, NotImplementedError):
+        return x.untyped_storage().data_ptr()
+    return 0
+
+
+def replaced(half: Tensor, *, poison: bool = False) -> Change:
+    """All records but those of `half` are others: copies of the last one before them, so that what is sorted stays so.
+
+    Args:
+        half: [B] bool, true of at least one.
+        poison: as of `Change`.
+    """
+    half = half.cpu()
+    places = torch.arange(len(half), device="cpu")
+    first = int(half.nonzero()[0])
+    take = torch.where(half, places, -1).cummax(0).values
+    return Change(len(half), torch.where(take < 0, first, take), half, poison)
+
+
+def fewer(size: int) -> Change:
+    """An eighth of the records, at least one, is left out.
+
+    Args:
+        size: B, at least 2.
+    """
+    take = torch.arange(_eighth(size), size, device="cpu")
+    return Change(size, take, torch.ones_like(take, dtype=torch.bool))
+
+
+def more(size: int) -> Change:
+    """An eighth more, at least one: copies of the first record.
+
+    Args:
+        size: B.
+    """
+    take = (torch.arange(size + _eighth(size), device="cpu") - _eighth(size)).clamp(min=0)
+    return Change(size, take, torch.arange(len(take), device="cpu") >= _eighth(size))
+
+
+def same(size: int) -> Change:
+    """The batch as it was.
+
+    Args:
+        size: B.
+    """
+    take = torch.arange(size, device="cpu")
+    return Change(size, take, torch.ones_like(take, dtype=torch.bool))
+
+
+def _eighth(size: int) -> int:
+    return max(1, size // 8)
+
+
+def differing(before: Sequence[Tensor], after: Sequence[Tensor], change: Change, tolerance: float) -> int | None:
+    """A sample whose numbers are not what they were, relative to the largest in each tensor; None if there is none.
+
+    Args:
+        before, after: the same tensors of both steps, [B·k, ...] and [B'·k, ...], or with samples in another dimension
+            if B' is not B. Others are left out.
+        change: of the batch.
+        tolerance: the largest difference that rounding explains, relative.
+    """
+    take, own = change.take, change.own
+    for one, other in zip(before, after, strict=True):
+        at = [i for i in range(one.dim()) if other.dim() != one.dim() or one.shape[i] != other.shape[i]] or [0]
+        if not one.dim() or not one.is_floating_point() or len(at) > 1:
+            continue
+        one, other = one.movedim(at[0], 0), other.movedim(at[0], 0)  # where the size of the batch shows
+        if len(one) % change.size or len(one) // change.size * len(take) != len(other):
+            continue
+        rows = one.detach().double().reshape(change.size, -1)[take[own].to(one.device)]
+        now = other.detach().double().reshape(len(take), -1)[own.to(one.device)]
+        scale = torch.where(rows.isfinite(), rows.abs(), 0).amax() if rows.numel() else rows.new_zeros(())
+        wrong = (rows.isfinite() & ~((rows - now).abs() <= tolerance * scale)).any(1)
+        if bool(wrong.any()):
+            return int(take[own][int(wrong.nonzero()[0])])
+    return None
+
+
+def mixed(
+    model: nn.Module, run: Run, before: Sequence[Tensor], changes: Sequence[Change], tolerance: float
+) -> int | None:
+    """A sample of which `run` gives something else where other records change; None if there is none.
+
+    Args:
+        model: what is run.
+        run: (change, only losses?) -> tensors [B'·k, ...], by the random numbers of the first run. Only losses, the
+            first of the tensors, are asked for where the model reads float64.
+        before: what the first run gave, [B·k, ...] each.
+        changes: of the batch.
+        tolerance: relative to the largest number in each tensor.
+    """
+    for change in changes:
+        limit = _of_other_shapes(before[0], tolerance) if change.resized else tolerance
+        after = _or_none(run, change)
+        if change.poison and (after is None or _only_norms(before, after, change, limit)):
+            change = change._replace(poison=False)
+            after = _or_none(run, change)
+        sample = None if after is None else differing(before, after, change, limit)
+        if sample is None or after is None:
+            continue
+        if _has_nan(before, after, change) or not _explained(model, run, before, change, limit):
+            return sample
+    return None
+
+
+def _only_norms(before: Sequence[Tensor], after: Sequence[Tensor], change: Change, limit: float) -> bool:
+    """Do the losses stay, and what follows differs? Sums of ours multiply others by 0, and 0 times NaN is NaN."""
+    alike = differing(before[:1], after[:1], change, limit) is None
+    return alike and differing(before[1:], after[1:], change, limit) is not None
+
+
+def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Change, limit: float) -> bool:
+    """Is a difference one of roundings or of random numbers, or there without a change, too?"""
+    change = change._replace(alike=change.resized)
+    unchanged = same(change.size)._replace(alike=change.resized)
+    was, now = _or_none(run, unchanged), _or_none(run, change)
+    if was is None or now is None or differing(was, now, change, limit) is None:
+        return True
+    if change.resized and differing(before, was, unchanged, limit) is not None:  # numbers that no record has for itself
+        with in_eval(model):
+            was, now = _or_none(run, unchanged), _or_none(run, change)
+        if was is None or now is None or differing(was, now, change, limit) is None:
+            return True
+    for one, one_change in ((was, unchanged), (now, change)):
+        again = _or_none(run, one_change)
+        places = torch.arange(len(one_change.take), device="cpu")
+        if again is None or differing(one, again, Change(len(places), places, one_change.own), limit) is not None:
+            warnings.warn(ITSELF, UserWarning, stacklevel=2)
+            return True
+    if limit <= CAST_TOLERANCE or differing(was[:1], now[:1], change, limit) is None:
+        return False
+    with suppress(RuntimeError, TypeError, NotImplementedError), reading_float64(model), torch.no_grad():
+        with without_autocast(before[0].device):
+            was, now = (run(each._replace(wide=True), True) for each in (unchanged, change))
+        return differing(was, now, change, OF_OTHER_SHAPES * CAST_TOLERANCE) is None
+    return False
+
+
+def _of_other_shapes(of: Tensor, tolerance: float) -> float:
+    rounded = any(rounds_operands(of, library) for library in ("cublas", "cudnn"))
+    return max(OF_OTHER_SHAPES * tolerance, OF_ROUNDED_OPERANDS if rounded else 0.0)
+
+
+def _or_none(run: Run, change: Change) -> Sequence[Tensor] | None:
+    """What it gives; None where such a batch cannot be computed."""
+    try:
+        return run(change, False)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError):
+        return None
+
+
+def _has_nan(before: Sequence[Tensor], after: Sequence[Tensor], change: Change) -> bool:
+    """Is something NaN that was not?"""
+    was = [torch.where(x.detach().isnan(), torch.nan, 0.0).double() for x in before]
+    return differing(was, [x.detach().isnan().double() for x in after], change, 0.0) is not None
+
+
+def mixing(sample: int, what: str) -> Problem:
+    """The problem of samples that a second look found to depend on others.
+
+    Args:
+        sample: its position in the batch.
+        what: what changed, such as "gradient".
+    """
+    return Problem("model", f"samples mix: the {what} of sample {sample} changes with the other samples", REMEDY)
+
+
+class Moving:
+    """What a forward pass writes to besides its outputs: buffers, and frozen parameters that were written to since.
+
+    Args:
+        model: as it is before its first step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._frozen = [(p, p._version) for p in model.parameters() if not p.requires_grad and not p.is_inference()]
+
+    @contextmanager
+    def repeated(self, draws: Draws) -> Iterator[None]:
+        """What runs inside has the random numbers that came after `draws`, and leaves these tensors as they are.
+
+        Args:
+            draws: the state of the generators to begin from.
+        """
+        modules = self._model.modules()
+        buffers = [(module, name, x) for module in modules for name, x in module._buffers.items() if x is not None]
+        tensors = [x for _, _, x in buffers] + [p for p, version in self._frozen if p._version != version]
+        kept = [(x, x.detach().clone(), x._version) for x in tensors]
+        try:
+            with draws.again():
+                yield
+        finally:
+            for module, name, x in buffers:
+                module._buffers[name] = x
+            for x, copy, version in kept:
+                if x._version != version:
+                    with torch.no_grad():
+                        x.copy_(copy)

@@ -1,0 +1,150 @@
+"""Does what a training loop computes keep samples apart? Its step is run once more, with other records.
+
+Where the loss function is known (`make_step`), all of it runs again. In a loop of the caller's the forward passes do,
+and what was computed of their outputs as far as `dpbench.engine.traced` can follow it; where it cannot, and in batches
+of another size, of which the caller's labels are not known, the model's outputs alone are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clipping.draws import Draws
+from clipping.formats import coarsest
+from clipping.interface import Backend
+from clipping.recording import Recording
+from clipping.second_look import TOLERANCE, Change, Run, fewer, mixed, mixing
+from clipping.tape_backends import TapeBackend
+from clipping.types import ClippedGradient, UnsupportedModel
+from dpbench.engine.containers import mapped, tensors_in
+from dpbench.engine.traced import Trace, plain
+
+
+class Looks:
+    """Of one step: what is noted of it, and then run again. Made before its first forward pass.
+
+    Args:
+        backend: that records it.
+        changes: of the batch; at least one.
+        known: (loss function, targets) of `make_step`; None in a loop of the caller's.
+    """
+
+    def __init__(self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None) -> None:
+        self._backend, self._changes, self._known = backend, changes, known
+        self._trace, self._draws = Trace(), Draws()
+        self._calls: list[tuple[Any, Any]] = []
+        self._outputs: list[Tensor] = []
+        self._losses: Tensor | None = None
+        self._taped = isinstance(backend, TapeBackend)  # else a norm is that of a loss's own backward pass
+        self._recording: Recording | None = None
+
+    def passed(self, args: Any, kwargs: Any, output: Any) -> Any:
+        """A forward pass: its output, to be handed to the caller.
+
+        Args:
+            args, kwargs: that the model was called with.
+            output: what it gave.
+        """
+        self._calls.append((args, kwargs))
+        if self._known is None:
+            output = self._trace.passed(self._forward, args, kwargs, output)
+            self._outputs += [x for x in tensors_in(output) if x.is_floating_point()]
+        return output
+
+    def follow(self, losses: Tensor) -> None:
+        """What is stepped; operations are noted no longer.
+
+        Args:
+            losses: [B].
+        """
+        self._losses = losses if self._trace.follows(losses) else None
+        self._trace.pause()
+
+    def judge(self, result: ClippedGradient, few: int) -> None:
+        """Raise UnsupportedModel if a sample's numbers depend on other samples.
+
+        Args:
+            result: of the step.
+            few: the data's own samples, which come first.
+        """
+        numbers = [x.clone() for x in (result.losses, result.norms) if x is not None][: 2 if self._taped else 1]
+        for x in numbers:
+            x[few:] = torch.nan  # of padding nothing is asked
+        resized = [change for change in self._changes if change.resized]
+        others = [change for change in self._changes if not change.resized]
+        if self._known is not None or self._losses is not None:
+            changes = self._changes if self._known is not None else others
+            self._compare("loss or the norm of the gradient", self._numbers, numbers, changes)
+        if self._known is None:
+            rows = self._rows() if others and self._losses is None else []
+            wanted = [self._outputs[i] for i in rows]
+            self._compare("output", lambda *how: [self._passes(*how)[i] for i in rows], wanted, others if rows else [])
+            self._compare("output", self._passes, self._outputs, resized)
+
+    def close(self) -> None:
+        """Let go of what was noted."""
+        self._trace.close()
+        self._calls.clear()
+        self._outputs.clear()
+        self._losses = None
+
+    def _compare(self, what: str, run: Run, before: Sequence[Tensor], changes: Sequence[Change]) -> None:
+        model = self._backend.model
+        before = [plain(x).detach() for x in before]
+        tolerance = coarsest([*before, *model.parameters()], TOLERANCE)
+        sample = mixed(model, run, before, changes, tolerance)
+        if sample is not None:
+            raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
+
+    def _rows(self) -> list[int]:
+        """Which outputs [B·k, ...] have rows of samples: they are fewer where the samples are."""
+        size = self._changes[0].size
+        try:
+            found = self._passes(fewer(size), False)
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+            return [i for i, x in enumerate(self._outputs) if x.dim() and len(x) == size]
+        return [i for i, (x, y) in enumerate(zip(self._outputs, found, strict=True)) if x.dim() and len(x) != len(y)]
+
+    def _passes(self, change: Change, only_losses: bool) -> list[Tensor]:
+        """The outputs of the forward passes, of the changed batch."""
+        with self._backend.moving.repeated(self._draws), change.making() as of, torch.no_grad():
+            outputs = [self._forward(*mapped(of, args), **mapped(of, kwargs)) for args, kwargs in self._calls]
+            return [x for x in tensors_in(outputs) if x.is_floating_point()]
+
+    def _numbers(self, change: Change, only_losses: bool) -> list[Tensor]:
+        """Losses and norms of the changed batch."""
+        only_losses = only_losses or not self._taped
+        self._recording = None if only_losses else Recording(self._backend, (), len(change.take))
+        with self._backend.moving.repeated(self._draws), change.making() as of:
+            try:
+                with torch.set_grad_enabled(not only_losses), self._recording or nullcontext():
+                    losses = change.alone(self._computed(of, change.wide))
+                if self._recording is None:
+                    return [losses]
+                result = self._recording.finish(losses)
+            finally:
+                if self._recording is not None:
+                    self._recording.close()
+                self._recording = None
+        assert result.norms is not None
+        return [result.losses, result.norms]
+
+    def _computed(self, of: Callable[[Tensor], Tensor], wide: bool) -> Tensor:
+        if self._known is not None:
+            (args, kwargs), (loss_fn, targets) = self._calls[0], self._known
+            losses: Tensor = loss_fn(self._forward(*mapped(of, args), **mapped(of, kwargs)), mapped(of, targets))
+            return losses
+        assert self._losses is not None
+        return self._trace.again(
+            self._losses, of, lambda x: x.detach().double() if wide and x.is_floating_point() else x.detach()
+        )
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._recording is not None:
+            self._recording.again((args, kwargs))
+        return self._backend.model(*args, **kwargs)

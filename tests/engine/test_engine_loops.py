@@ -1,0 +1,344 @@
+"""Loops in which a model is trained beside another one, frozen and thawed, or computes what differs by itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from clipping import UnsupportedModel
+from clipping.functions import Flat
+from clipping.reference import definition
+from dpbench import Misuse, PrivacyEngine
+
+B = 6
+each = pytest.mark.parametrize("backend", ["bk_mixed", "ghost", "microbatch"])
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    warnings.filterwarnings("ignore")
+
+
+def attached(model, lr=0.0, noise=0.0, clip=0.5, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    known = {"batch_size": B, "sample_size": 60, "steps": 400, "max_grad_norm": clip, "noise_multiplier": noise}
+    engine = PrivacyEngine(model, **{**known, **options})
+    engine.attach(optimizer)
+    return engine, optimizer
+
+
+def require_sum(model, losses, parameters=None, clip=0.5):
+    """What is in `.grad` is the sum of clipped gradients of losses(model, i), one record at a time."""
+    alone = copy.deepcopy(model)
+    wanted = {name for name, p in alone.named_parameters() if p.requires_grad}
+
+    def of(outputs, targets):
+        return losses(alone, int(targets[0]))[None]
+
+    found = definition(Seen(alone), of, torch.zeros(B, 1), torch.arange(B), clip=Flat(max_grad_norm=clip))
+    for name, p in model.named_parameters():
+        if name in wanted:
+            torch.testing.assert_close(p.grad * B, found.grads[f"inner.{name}"], rtol=1e-8, atol=1e-10)
+
+
+class Seen(nn.Module):
+    """A model whose outputs nobody reads: the losses are made of the model itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return x
+
+
+def networks():
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(2, 4).double(), nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return generator, critic, torch.randn(B, 4).double(), torch.randn(B, 2).double()
+
+
+@each
+def test_a_discriminator_that_is_frozen_while_the_generator_is_trained(backend):
+    generator, critic, x, z = networks()
+    engine, optimizer = attached(critic, lr=1.0, backend=backend)
+    other = torch.optim.SGD(generator.parameters(), lr=0.1)
+    for _ in range(3):
+        critic.requires_grad_(False)
+        other.zero_grad()
+        F.softplus(-critic(generator(z))).mean().backward()
+        assert generator.weight.grad.any()
+        other.step()
+        critic.requires_grad_(True)
+        fake, before = generator(z).detach(), copy.deepcopy(critic)
+        optimizer.step(loss=(F.softplus(-critic(x)) + F.softplus(critic(fake)))[:, 0])
+        for p, q in zip(before.parameters(), critic.parameters(), strict=True):
+            p.grad = q.grad
+        require_sum(before, lambda d, i, fake=fake: (F.softplus(-d(x[i])) + F.softplus(d(fake[i])))[0])
+    assert engine.steps == 3
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "ghost"])
+def test_a_gradient_of_another_model_through_the_private_one_names_the_remedy(backend):
+    generator, critic, _, z = networks()
+    attached(critic, backend=backend)
+    with pytest.raises(Misuse, match=r"freeze this model in the step of another one, requires_grad_\(False\)"):
+        F.softplus(-critic(generator(z))).mean().backward()
+
+
+@each
+def test_a_penalty_on_gradients_every_few_steps(backend):
+    """WGAN-GP and lazy R1: a gradient within the loss. It is formed as by hand, or refused by name."""
+    _, critic, x, _ = networks()
+    _, optimizer = attached(critic, backend=backend)
+
+    def losses_of(d, x, step):
+        x = x.clone().requires_grad_()
+        out = d(x)[:, 0]
+        if step % 2:
+            return out
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + 10 * (slope.norm(dim=1) - 1) ** 2
+
+    for step in range(1, 5):
+        if step % 2 == 0 and backend != "microbatch":
+            with pytest.raises(Misuse, match="a gradient within the losses takes backend='microbatch'"):
+                losses_of(critic, x, step)
+            continue
+        optimizer.step(loss=losses_of(critic, x, step))
+        require_sum(critic, lambda d, i, step=step: losses_of(d, x[i : i + 1], step)[0])
+
+
+@each
+def test_what_is_thawed_after_the_forward_pass_is_refused_and_before_it_is_trained(backend):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).double(), torch.randn(B, 4).double()
+    engine, optimizer = attached(model, backend=backend)
+    model[0].requires_grad_(False)
+    losses = model(x).square().sum(1)
+    model[0].requires_grad_(True)
+    with pytest.raises(Misuse, match=r"'0.bias' frozen or unfrozen since: do so before the forward pass"):
+        optimizer.step(loss=losses)
+    assert engine.steps == 0
+    model[0].requires_grad_(False)
+    model(x)  # whose recording is of other parameters
+    model[0].requires_grad_(True)
+    optimizer.step(loss=model(x).square().sum(1))
+    require_sum(model, lambda m, i: m(x[i]).square().sum())
+
+
+class Draws(nn.Module):
+    """Drops by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.own = nn.Linear(4, 8), nn.Linear(8, 3), torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        return self.b(h * (torch.rand(h.shape, generator=self.own) > 0.3))
+
+
+class Counts(Draws):
+    """Scales by the number of its calls, in Python."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.b(self.a(x).tanh()) * (1 + 0.1 * self.calls)
+
+
+class Anneals(Draws):
+    """By a buffer that is changed in place, and that the backward pass reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, x):
+        self.temperature.mul_(0.9)
+        return self.b(self.a(x).tanh()) / self.temperature
+
+
+class Follows(Draws):
+    """Beside a teacher, frozen parameters that each forward pass moves."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(8, 3).requires_grad_(False)
+
+    def forward(self, x):
+        h = self.a(x).tanh()
+        with torch.no_grad():
+            for p, q in zip(self.teacher.parameters(), self.b.parameters(), strict=True):
+                p.mul_(0.9).add_(q, alpha=0.1)
+        return self.b(h) - self.teacher(h.detach())
+
+
+@pytest.mark.parametrize("kind", [Draws, Counts, Anneals, Follows])
+@pytest.mark.parametrize("known", [False, True])
+@each
+def test_what_differs_by_itself_is_not_called_mixing(kind, known, backend):
+    torch.manual_seed(0)
+    model, x, y = kind(), torch.randn(B, 4), torch.randint(0, 3, (B,))
+    engine, optimizer = attached(model, noise=1.0, backend=backend)
+    step = engine.make_step(one_each) if known else lambda x, y: optimizer.step(loss=one_each(model(x), y))
+    for _ in range(3):
+        step(x, y)
+    assert engine.steps == 3
+
+
+def one_each(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@pytest.mark.parametrize("compiled", [None, False, True])
+def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
+    torch.manual_seed(0)
+    for kind, state in ((Anneals, "temperature"), (Follows, "teacher.weight")):
+        model, x, y = kind(), torch.randn(B, 4), torch.randint(0, 3, (B,))
+        alone = copy.deepcopy(model)
+        engine, optimizer = attached(model)  # of which nothing moves by the optimizer
+        step = None if compiled is None else engine.make_step(one_each, compile=compiled)
+        for _ in range(5):
+            optimizer.step(loss=one_each(model(x), y)) if step is None else step(x, y)
+            alone(x)
+        torch.testing.assert_close(model.state_dict()[state], alone.state_dict()[state])
+
+
+class Tagger(nn.Module):
+    """[B, T, 3], T the length of the longest record."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer, self.out = nn.Embedding(20, 6), nn.GRU(6, 6, batch_first=True), nn.Linear(6, 3)
+
+    def forward(self, x, lengths, ordered=False):
+        packed = pack_padded_sequence(self.words(x), lengths, batch_first=True, enforce_sorted=ordered)
+        return self.out(pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0])
+
+
+def tagged(lengths):
+    torch.manual_seed(0)
+    n = len(lengths)
+    return Tagger(), torch.randint(0, 20, (n, 9)), torch.tensor(lengths), torch.randint(0, 3, (n, 9))
+
+
+def of_positions(outputs, targets):
+    return F.cross_entropy(outputs.transpose(1, 2), targets[:, : outputs.shape[1]], reduction="none")
+
+
+def test_a_mean_over_the_positions_of_the_longest_record_is_refused():
+    model, x, lengths, y = tagged([3, 3, 9, 3, 3, 3])
+    _, optimizer = attached(model)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        optimizer.step(loss=of_positions(model(x, lengths), y).mean(1))
+
+
+def test_a_mean_over_a_records_own_positions_is_trained():
+    model, x, lengths, y = tagged([3, 3, 9, 3, 3, 3])
+    engine, optimizer = attached(model)
+    losses = of_positions(model(x, lengths), y)
+    mine = torch.arange(losses.shape[1]) < lengths[:, None]
+    optimizer.step(loss=(losses * mine).sum(1) / lengths)
+    assert engine.steps == 1
+
+
+def test_a_batch_that_is_sorted_stays_so():
+    model, x, lengths, y = tagged([9, 7, 4, 4, 2, 1])
+    engine, optimizer = attached(model)
+    losses = of_positions(model(x, lengths, True), y)
+    mine = torch.arange(losses.shape[1]) < lengths[:, None]
+    optimizer.step(loss=(losses * mine).sum(1) / lengths)
+    assert engine.steps == 1
+
+
+class TimeFirst(nn.Module):
+    """[T, B, 3], and a state [layers, B, 8] of which the first dimension is a multiple of B by chance."""
+
+    def __init__(self, centred):
+        super().__init__()
+        self.layer, self.out, self.centred = nn.LSTM(4, 8, num_layers=2 * B), nn.Linear(8, 3), centred
+
+    def forward(self, x):
+        out, (state, _) = self.layer(x.transpose(0, 1))
+        found = self.out(out)
+        return (found - found.detach().mean(1, keepdim=True) if self.centred else found), state
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_outputs_with_time_first_are_looked_at_and_no_chance_refusal(centred):
+    torch.manual_seed(0)
+    model, x = TimeFirst(centred), torch.randn(B, 2 * B, 4)
+    engine, optimizer = attached(model)
+    losses = model(x)[0].square().sum((0, 2))
+    if centred:
+        with pytest.raises(UnsupportedModel, match="samples mix"):
+            optimizer.step(loss=losses)
+    else:
+        optimizer.step(loss=losses)
+    assert engine.steps == (not centred)
+
+
+class Gates(nn.Module):
+    """A hook that scales a gradient by its norm over the batch, if that is large."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        h = self.layer(x)
+        if h.requires_grad:
+            h.register_hook(lambda g: g * min(1.0, 4.0 / (float(g.norm()) + 1e-12)))
+        return h.sum(1)
+
+
+@pytest.mark.parametrize("backend", ["bk_mixed", "fastgradclip"])
+def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, monkeypatch):
+    monkeypatch.setattr("clipping.apart.RATE", 1.0)
+    torch.manual_seed(0)
+    model, x = Gates(), torch.randn(B, 4)
+    engine, optimizer = attached(model, backend=backend)
+    optimizer.step(loss=model(x) * 0.01)
+    with pytest.raises(UnsupportedModel, match="samples mix"):
+        for _ in range(8):
+            optimizer.step(loss=model(x) * 50)
+    assert engine.steps >= 1
+
+
+COPIES = {"deepcopy": copy.deepcopy, "copy": copy.copy, "pickle": lambda both: pickle.loads(pickle.dumps(both))}
+
+
+@pytest.mark.parametrize("how", COPIES.values(), ids=COPIES)
+def test_a_copy_draws_noise_and_batches_of_its_own(how):
+    torch.manual_seed(0)
+    model = nn.Linear(20, 30)
+    engine = PrivacyEngine(model, batch_size=6, sample_size=60, steps=9, max_grad_norm=1.0, noise_multiplier=1.0)
+    key = engine._sampler.key
+    noise, sampler = how(engine.noise), how(engine._sampler)
+    assert noise.state_dict()["key"] != engine.noise.state_dict()["key"] and sampler.key != key == engine._sampler.key
+    assert key not in pickle.dumps(engine) and engine.noise.state_dict()["key"] not in pickle.dumps(engine)
+    assert any(sampler.batch(i).tolist() != engine._sampler.batch(i).tolist() for i in range(9))
+
+
+def test_an_optimizer_may_hold_what_is_frozen():
+    torch.manual_seed(0)
+    body, head, x = nn.Linear(4, 8), nn.Linear(8, 3), torch.randn(B, 4)
+    body.requires_grad_(False)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    engine = PrivacyEngine(head, batch_size=B, sample_size=60, steps=9, max_grad_norm=1.0, noise_multiplier=1.0)
+    engine.attach(optimizer)
+    optimizer.step(loss=head(body(x)).square().sum(1))
+    body.requires_grad_(True)
+    with pytest.raises(Misuse, match="got 2 of others"):
+        optimizer.step(loss=head(body(x).detach()).square().sum(1))
+    assert engine.steps == 1

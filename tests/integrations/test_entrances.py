@@ -1,0 +1,259 @@
+"""Loops in which records mix, by every entrance: all end in one gate, and what one of them refuses all refuse.
+
+In a loop of the caller's the engine sees the model, and the operations on its outputs, but no loss function: what
+divides the losses by their number, or weighs them by labels that are counted, is the caller's to see to there.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from clipping import Flat, UnsupportedModel, load_backend
+from clipping.verification import WrongGradient
+from dpbench import Misuse, PrivacyEngine
+
+B, RECORDS = 8, 64
+REFUSED = (UnsupportedModel, WrongGradient, Misuse)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    warnings.filterwarnings("ignore")
+
+
+def data():
+    numbers = torch.Generator().manual_seed(1)
+    return torch.randn(RECORDS, 6, generator=numbers), torch.randint(0, 3, (RECORDS,), generator=numbers)
+
+
+class Model(nn.Module):
+    """An MLP; `how` is what comes between."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.how = nn.Linear(6, 8), nn.Linear(8, 3), how
+
+    def forward(self, x):
+        return self.b(self.how(self.a(x).tanh()))
+
+
+def itself(h):
+    return h
+
+
+@torch.jit.script
+def scripted(h: torch.Tensor) -> torch.Tensor:
+    return h / (h.detach().abs().mean() + 1e-3)
+
+
+def hooked(h):
+    if h.requires_grad:
+        h.register_hook(lambda g: g / (g.norm() + 1e-3))
+    return h
+
+
+def by_value(h):
+    return h + 0.0 * (h.detach() @ h.detach().t()).softmax(1) @ h
+
+
+#: What a model does with a batch [B, 8] that is to be refused.
+MODELS = {
+    "a detached mean": lambda h: h - h.detach().mean(0),
+    "batch statistics": lambda h: (h - h.mean(0)) / (h.std(0) + 1),
+    "a gate at zero": by_value,
+    "a script": scripted,
+    "a hook": hooked,
+    "the number of records": lambda h: h / h.shape[0],
+    "rolled by two": lambda h: h + 0.1 * h.roll(2, 0),
+}
+
+
+def each(outputs, targets):
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def counted(outputs, targets):
+    weights = 1 / torch.bincount(targets, minlength=3).clamp(min=1)
+    return each(outputs, targets) * weights[targets]
+
+
+def trimmed(outputs, targets):
+    losses = each(outputs, targets)
+    return losses * (losses.detach() <= losses.detach().median())
+
+
+#: Losses [B] -> are they seen where the caller computes them?
+LOSSES = {
+    "their detached mean": (lambda o, y: each(o, y) / each(o, y).detach().mean(), True),
+    "trimmed": (trimmed, True),
+    "their number": (lambda o, y: each(o, y) / len(o), False),
+    "labels that are counted": (counted, False),
+}
+
+
+def engine_of(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = PrivacyEngine(
+        model, batch_size=B, sample_size=RECORDS, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, clip="flat"
+    )
+    engine.attach(optimizer)
+    return engine, optimizer
+
+
+def by_step(model, loss):
+    _, optimizer = engine_of(model)
+    x, y = data()
+    for i in range(2):
+        optimizer.step(loss=loss(model(x[i * B : (i + 1) * B]), y[i * B : (i + 1) * B]))
+
+
+def by_virtual_step(model, loss):
+    _, optimizer = engine_of(model)
+    x, y = data()
+    optimizer.virtual_step(loss=loss(model(x[:B]), y[:B]))
+    optimizer.step(loss=loss(model(x[B : 2 * B]), y[B : 2 * B]))
+
+
+def by_make_step(model, loss, compile=False):
+    engine, _ = engine_of(model)
+    step, (x, y) = engine.make_step(loss, compile=compile), data()
+    for i in range(5):
+        step(x[i * B : (i + 1) * B], y[i * B : (i + 1) * B])
+
+
+def by_compiled_step(model, loss):
+    by_make_step(model, loss, compile=True)
+
+
+def by_backend(model, loss):
+    x, y = data()
+    with load_backend("bk_mixed")(model, loss, clip=Flat(max_grad_norm=1.0)) as backend:
+        backend(x[:B], y[:B])
+
+
+def by_opacus(model, loss, mode="hooks"):
+    from dpbench.integrations.opacus import PrivacyEngine as Opacus
+
+    class Criterion:
+        reduction = "mean"
+
+        def __call__(self, outputs, targets):
+            losses = loss(outputs, targets)
+            return losses if self.reduction == "none" else losses.mean()
+
+    made = Opacus().make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*data()), batch_size=B),
+        criterion=Criterion() if mode == "ghost" else None,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
+    model, optimizer, *criterion, loader = made
+    for x, y in loader:
+        optimizer.zero_grad()
+        (criterion[0] if criterion else Criterion())(model(x), y).backward()
+        optimizer.step()
+
+
+def by_opacus_ghost(model, loss):
+    by_opacus(model, loss, "ghost")
+
+
+def by_lightning(model, loss):
+    lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
+    from dpbench.integrations.lightning import PrivateStrategy
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def training_step(self, batch, batch_idx):
+            return loss(self.net(batch[0]), batch[1])
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    strategy = PrivateStrategy(privacy={"max_grad_norm": 1.0, "noise_multiplier": 1.0})
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    trainer = lightning.Trainer(strategy=strategy, max_epochs=1, enable_checkpointing=False, **quiet)
+    trainer.fit(Module(), DataLoader(TensorDataset(*data()), batch_size=B))
+
+
+def by_trainer(model, loss):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = model
+
+        def forward(self, x, labels=None):
+            return self.net(x)
+
+    x, y = data()
+    records = [{"x": a, "labels": b} for a, b in zip(x, y, strict=True)]
+    trainer = PrivateTrainer(
+        model=Wrapped(),
+        args=transformers.TrainingArguments(
+            per_device_train_batch_size=B,
+            max_steps=2,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        privacy=PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0),
+        train_dataset=records,
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: loss(outputs, labels),
+    )
+    trainer.train()
+
+
+#: Entrance -> does it know the loss function?
+ENTRANCES = {
+    by_step: False,
+    by_virtual_step: False,
+    by_make_step: True,
+    by_compiled_step: True,
+    by_backend: True,
+    by_opacus: False,
+    by_opacus_ghost: False,
+    by_lightning: False,
+    by_trainer: True,
+}
+
+
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_what_mixes_nothing_is_trained(entrance, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    entrance(Model(itself), each)
+
+
+@pytest.mark.parametrize("how", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_a_model_that_mixes_is_refused(entrance, how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(REFUSED):
+        entrance(Model(how), each)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_a_loss_that_mixes_is_refused(entrance, loss, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function, seen = LOSSES[loss]
+    if not (seen or ENTRANCES[entrance]):
+        pytest.skip("the caller's to see to: the engine knows no loss function here")
+    with pytest.raises(REFUSED):
+        entrance(Model(itself), function)
