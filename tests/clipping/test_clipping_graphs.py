@@ -82,7 +82,7 @@ def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
 
 
 @NEEDS_COMPILER
-@pytest.mark.parametrize("backend", ["bk_mixed", "nonprivate"])
+@pytest.mark.parametrize("backend", [pytest.param("bk_mixed", marks=pytest.mark.slow), "nonprivate"])
 def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch):
     """Dropout draws what it draws in an eager step, and what is timed draws nothing."""
     model, (x, y) = small(nn.Dropout(0.4)), batch()

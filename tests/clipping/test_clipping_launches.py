@@ -56,7 +56,7 @@ def test_the_kernels_in_the_interpreter(name: str, interpreted: dict[str, str | 
 
 
 @TRITON
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_the_kernels_compile_without_a_gpu_and_stay_in_registers(capability: str, tmp_path: Path):
     found = results("compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert found == dict.fromkeys(COMPILED)

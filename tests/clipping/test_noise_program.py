@@ -49,7 +49,7 @@ def test_in_the_interpreter(name: str, interpreted: dict[str, str | None]):
 
 
 @TRITON
-@pytest.mark.parametrize("capability", ["80", "90"])
+@pytest.mark.parametrize("capability", [pytest.param("80", marks=pytest.mark.slow), "90"])
 def test_compiles_without_a_gpu_and_stays_in_registers(capability: str, tmp_path: Path):
     found = results("compile", capability, TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
     assert found == {"fp32": None, "fp64": None}

@@ -218,6 +218,7 @@ def test_options_that_do_not_go_together(arguments, said, capsys, monkeypatch):
     assert err.count("\n") == 1 and all(words in err for words in said), err
 
 
+@pytest.mark.slow
 def test_a_backend_of_ones_own_runs_every_case(mine, capsys):
     code, rows, err = run("--backend", f"{mine}/mine.py:Mine", capsys=capsys)
     assert code == 0

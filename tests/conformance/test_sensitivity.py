@@ -143,6 +143,7 @@ def test_what_the_ordinary_batch_meets_is_no_finding_about_the_record():
     assert found.outcome == "unsupported" and "another mechanism" in found.reason
 
 
+@pytest.mark.slow
 def test_the_worst_of_several_records_counts():
     """The last one makes the sum infinite, another trebles it, the rest move it little."""
 
@@ -277,6 +278,7 @@ def test_exit_1_if_a_record_moves_the_sum_too_far(outcome, code, capsys, monkeyp
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["opacus_ghost"])
 def test_the_command_measures_and_says_who_is_furthest(backend, capsys):
     assert main(["check", "--sensitivity", "--backend", backend, "--dtype", "bfloat16"]) == 1

@@ -21,7 +21,7 @@ def trial(**changes) -> TrainingStepTrial:
     return TrainingStepTrial(**(given | changes))
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@pytest.mark.parametrize("optimizer", ["SGD", pytest.param("AdamW", marks=pytest.mark.slow)])
 def test_every_engine_has_turns_and_memory(optimizer):
     pytest.importorskip("opacus")
     found = training_step.run(trial(optimizer=optimizer))
@@ -35,6 +35,7 @@ def test_every_engine_has_turns_and_memory(optimizer):
     assert plain == ours, "model, batch and the optimizer's state"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:expected TorchInductor:RuntimeWarning")
 def test_compiled_both_run_as_graphs_and_others_are_refused(monkeypatch):
     not_compiled(monkeypatch)

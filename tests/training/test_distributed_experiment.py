@@ -23,7 +23,8 @@ def isolation():
         yield open_one
 
 
-@pytest.mark.parametrize("spread", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", ["ddp", "fsdp"])
 def test_two_processes_answer_verified(isolation, spread):
     before = children()
     answer = isolation.run(DistributedTrial(processes=2, spread=spread, **FEW))

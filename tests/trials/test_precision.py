@@ -221,6 +221,7 @@ def test_what_is_read_back_is_what_is_and_not_what_was_asked_for(as_torch_begins
     assert told["computed"] == ["float32"] and told["tf32"]["cudnn"] == "tf32" and told["tf32"]["cublas"] != "tf32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bfloat16-autocast", "bfloat16"])
 def test_every_backend_runs_in_half_precision_or_says_why_not(name):
     backends = [*MANY, *(each for each in OPACUS if load_backend(each).unavailable() is None)]

@@ -133,6 +133,7 @@ def test_they_are_listed(copy):
     assert "added" in names["experiments"] and "slowly" in names["backends"] and "doubled" in names["accountants"]
 
 
+@pytest.mark.slow
 def test_they_are_run_and_drawn(copy):
     written = python(copy, "-m", "dpbench", "run", "added", "--device", "cpu", "--output", "results").split()
     assert {"bare.svg", "bare.csv"} <= {Path(path).name for path in written}

@@ -117,6 +117,7 @@ def test_the_stress_test_runs_with_what_is_needed_and_says_that_opacus_is_missin
     assert len(found) == 7 and all("ok" in outcomes <= {"ok", "over_budget"} for outcomes in found.values()), found
 
 
+@pytest.mark.slow
 def test_an_accountant_whose_package_is_missing_has_no_answer_and_the_others_have(bare, tmp_path):
     records = run(bare, tmp_path, "accountants")
     missing = [record for record in records if record["trial"]["accountant"] == "pld"]
@@ -171,7 +172,9 @@ INTEGRATIONS = {
 }
 
 
-@pytest.mark.parametrize("name", INTEGRATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "." in name else []) for name in INTEGRATIONS]
+)
 def test_an_integration_whose_library_is_missing_is_one_line(bare, name):
     """For a program that a person starts; and the last line, where a program of theirs imports it."""
     module = f"dpbench.integrations.{name}"
@@ -195,6 +198,7 @@ with torch.MODE():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
 def test_importing_has_no_condition(mode):
     code = IMPORTING.replace("MODE", mode)
@@ -211,6 +215,7 @@ def test_the_figures_for_a_gpu_need_the_models_beside_them_and_nothing_else(tmp_
     assert "ok" in outcomes <= FINAL
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("opacus" not in installed(), reason="opacus is not installed")
 def test_with_opacus_its_trials_run(tmp_path):
     python = python_with(tmp_path / "whole", with_what_they_need(NEEDED | OPTIONAL | MODELS))
