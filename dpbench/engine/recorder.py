@@ -101,7 +101,12 @@ class Recorder:
 
     @contextmanager
     def knowing(self, loss_fn: LossFunction, targets: Any) -> Iterator[None]:
-        """The losses are loss_fn(outputs, targets) of the one forward pass within it, and can be computed again."""
+        """The losses are loss_fn(outputs, targets) of the one forward pass within it, and can be computed again.
+
+        Args:
+            loss_fn: loss_fn(outputs, targets) -> [B].
+            targets: of the batch; every tensor [B, ...].
+        """
         self._known = loss_fn, targets
         try:
             yield

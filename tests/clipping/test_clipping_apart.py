@@ -24,6 +24,50 @@ def squares(outputs, targets):
     return ((outputs.flatten(1) - targets[:, None]) ** 2).mean(1)
 
 
+class Words(nn.Module):
+    """Of integers alone, whose embeddings meet behind a gate that is closed yet."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.words, self.places, self.out = nn.Embedding(9, D), nn.Embedding(T * B, D), nn.Linear(D, 3)
+        self.gate = gate
+        self.double()
+
+    def forward(self, x):
+        h = self.words(x) + self.places(torch.arange(T * B))[:T]  # B·T of these are no rows of samples
+        return self.out(h if self.gate is None else h + self.gate * h.mean(0))
+
+
+@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize("gate", [None, 0.0])
+def test_what_integers_are_looked_up_is_poisoned(gate, backend):
+    x, y = torch.randint(0, 9, (B, T), generator=torch.Generator().manual_seed(1)), torch.arange(B).double()
+    with load_backend(backend)(Words(gate), squares) as b:
+        if gate is None:
+            b(x, y)
+        else:
+            with pytest.raises(UnsupportedModel, match="samples mix"):
+                b(x, y)
+
+
+def test_what_refuses_numbers_that_are_none_is_looked_at_by_other_records():
+    class Probabilities(Mixes):
+        def forward(self, x):
+            return super().forward(x).flatten(1).sigmoid()
+
+    def binary(outputs, targets):
+        return F.binary_cross_entropy(outputs, targets[:, None].expand_as(outputs) / B, reduction="none").sum(1)
+
+    for how, mixes in ((lambda h: h, False), (WAYS["detached statistics"], True)):
+        with load_backend("bk_mixed")(Probabilities(how), binary) as b:
+            b._verify = False  # or two samples are refused first
+            if mixes:
+                with pytest.raises(UnsupportedModel, match="samples mix"):
+                    b(*batch())
+            else:
+                b(*batch())
+
+
 def batch(positions=T, seed=3):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(B, positions, D, generator=generator, dtype=torch.float64), torch.arange(B).double()

@@ -78,12 +78,10 @@ def test_without_noise_the_weights_after_ten_steps_are_those_of_opacus(mode, bat
     theirs.load_state_dict(mine.state_dict())
     epochs = 1 if batch_size == 64 else 2
     before = weights(mine)
-    mine, losses = mnist(
-        PrivacyEngine(), mine, data, batch_size=batch_size, epochs=epochs, grad_sample_mode=mode, **FIXED
-    )
-    theirs, same = mnist(
-        of_opacus(), theirs, data, batch_size=batch_size, epochs=epochs, grad_sample_mode=mode, **FIXED
-    )
+    settings = {"batch_size": batch_size, "epochs": epochs, "grad_sample_mode": mode, **FIXED}
+    rounded = {64: 64, 100: 91}[batch_size]  # int(640 / 7), by which Opacus divides; we divide by the batch size
+    mine, losses = mnist(PrivacyEngine(), mine, data, lr=0.25 * batch_size / rounded, **settings)
+    theirs, same = mnist(of_opacus(), theirs, data, **settings)
     assert losses == pytest.approx(same, rel=1e-4)
     assert distance(mine, theirs) < 1e-5
     assert max(float((p - before[name]).abs().max()) for name, p in weights(mine).items()) > 1e-2

@@ -34,9 +34,18 @@ class ConvNet(nn.Module):
         return self.fc2(F.relu(self.fc1(x)))
 
 
-def mnist(engine: Any, model: nn.Module, data: TensorDataset, *, batch_size: int, epochs: int, **private: Any) -> Any:
+def mnist(
+    engine: Any,
+    model: nn.Module,
+    data: TensorDataset,
+    *,
+    batch_size: int,
+    epochs: int,
+    lr: float = 0.25,
+    **private: Any,
+) -> Any:
     """The MNIST example: zero_grad first, a criterion of its own, losses as numbers; (model, losses)."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.5)
     loader = DataLoader(data, batch_size=batch_size)
     model, optimizer, loader = engine.make_private(module=model, optimizer=optimizer, data_loader=loader, **private)
     losses = []
