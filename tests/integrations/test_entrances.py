@@ -63,6 +63,11 @@ def by_value(h):
     return h + 0.0 * (h.detach() @ h.detach().t()).softmax(1) @ h
 
 
+def checked(h):
+    assert not h.isnan().any(), "a number"
+    return h / (h.detach().norm() + 1e-3)
+
+
 #: What a model does with a batch [B, 8] that is to be refused.
 MODELS = {
     "a detached mean": lambda h: h - h.detach().mean(0),
@@ -71,6 +76,8 @@ MODELS = {
     "a script": scripted,
     "a hook": hooked,
     "the number of records": lambda h: h / h.shape[0],
+    "dropout over the number of records": lambda h: F.dropout(h, 0.1) / h.shape[0],
+    "a check for numbers": checked,
     "rolled by two": lambda h: h + 0.1 * h.roll(2, 0),
 }
 
