@@ -26,7 +26,7 @@ from clipping.functions import ClipFunction
 from clipping.joined import Joined
 from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once
-from clipping.rounding import UNKNOWN, Doubt, Reach
+from clipping.rounding import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.rules import Copies, Rule, Spec
 from clipping.samples import weighted_sum
 from clipping.sources import Source
@@ -193,7 +193,7 @@ class _WholeNorms(Norms):
         reach = Reach(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
         features = max(rule.features() for rule, _ in uses)
         positions = sum(rule.positions for rule, _ in uses)
-        library = max(rule.library for rule, _ in uses)
+        library = next((rule.library for rule, g in uses if rule.library and rounds_operands(g, rule.library)), "")
         self._doubt.add(
             reach,
             features,

@@ -29,6 +29,7 @@ COMMANDS = {
     "check": ("dpbench.cli.check", "are the backends exact? norms and gradients beside the microbatch oracle"),
     "explain": ("dpbench.cli.explain", "which route each use of each parameter takes, and what each would cost"),
     "recommend": ("dpbench.cli.recommend", "every backend on one model, on this machine, and which to take"),
+    "template": ("dpbench.cli.template", "write a file with a model of one's own, for the other commands"),
     "compare": (
         "dpbench.cli.compare",
         "two runs beside each other: faster, slower, same, inconclusive for each cell",

@@ -6,6 +6,7 @@ from __future__ import annotations
 QUESTIONS = (
     ("Which clipping should I take for this model, on this machine?", "recommend resnet18 --batch-size 32"),
     ("The same for a model of my own, built by a function in a file?", "recommend my/model.py:build --memory 24GiB"),
+    ("How do I hand in a model that is none over images?", "template mine.py"),
     ("Is a backend exact on a model? Is my own?", "check --model vgg11 --backend bk_mixed --backend my/clip.py:Mine"),
     ("Why does a layer take this route, and what would another cost?", "explain timm:vit_tiny_patch16_224"),
     ("What does private training cost beside ordinary training?", "run overhead --only model=cnn,resnet18"),
@@ -50,9 +51,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
             "timm:vit_tiny_patch16_224 --memory 24GiB",
             "one of timm's, and your card's memory",
         ),
-        ("my/model.py:build --image-size 64 --format json", "your own: build() returns an nn.Module"),
+        ("mine.py:build --format json", "your own, as `dpbench template mine.py` shows it"),
         ('"transformers:gpt2?n_layer=6@256" --seconds 60', "six layers, 256 tokens, in a minute"),
     ),
+    "template": (("mine.py", "a function that returns a model, a few records and a loss, to be changed"),),
     "compare": (
         ("results/overhead elsewhere/overhead", "two folders of records, cell by cell"),
         ("before/ after/ --fail-on slower:5% --fail-on larger:10%", "exit code 1 if anything is so much worse"),

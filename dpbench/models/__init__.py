@@ -8,7 +8,8 @@ A reference is one string:
 ``torchvision:NAME``     a classification model of torchvision, random weights
 ``transformers:NAME``    a model built from its configuration; ``transformers:NAME@T`` for sequences of T tokens
 ``tiny:HEAD/TYPE``       a type of transformers made small, for what it is trained (`dpbench.models.tiny`)
-``path/file.py:factory`` ``factory()`` returns an ``nn.Module`` over images [B, 3, H, W], or a `Workload`
+``path/file.py:factory`` ``factory()`` returns an ``nn.Module`` over images [B, 3, H, W], or with it (inputs, targets)
+                         of a few records and perhaps a loss function (``dpbench template mine.py``), or a `Workload`
 =======================  ==========================================================================================
 
 A NAME may be followed by options, ``?option=value&option=value``: keyword arguments of the constructor for timm and

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt, to_fake
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
+from dpbench.models.own import HINT, own_workload
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.packages import to_be_installed
@@ -99,7 +100,8 @@ def torchvision_model(reference: str, *, num_classes: int, image_size: int) -> C
 
 
 def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | Workload:
-    """What ``factory()`` of ``path/file.py:factory`` returns: an nn.Module over images, or a `Workload`.
+    """What ``factory()`` of ``path/file.py:factory`` returns: an nn.Module over images, a `Workload`, or a tuple of a
+    model, (inputs, targets) and perhaps a loss function (`dpbench.models.own`).
 
     The file can import its neighbours. A model with fewer than `num_classes` logits gets labels below their number.
 
@@ -121,14 +123,18 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
             raise ModelError(f"a function that {path} has", name, nearest(name, functions))
         with _one_line(f"{name}() of {path} to return a model", path):
             result = factory()
+        if isinstance(result, tuple) and len(result) > 1:
+            result = own_workload(f"{name}() of {path}", result)
         model = result.model if isinstance(result, Workload) else result
         if not isinstance(model, nn.Module):
-            raise ModelError(f"{name}() of {path} to return an nn.Module or a Workload", type(result).__name__)
+            with _hinting():
+                raise ModelError(f"{name}() of {path} to return an nn.Module or a Workload", type(result).__name__)
         model = adapt(model)
     model = to_fake(model, mode)
     if isinstance(result, Workload):
         return Workload(model, result.loss_fn, result.batch)
-    return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))
+    with _hinting():
+        return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))
 
 
 def classifier(
@@ -181,6 +187,16 @@ def needs(package: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ModelError(to_be_installed(package), describe(error)) from error
+
+
+@contextmanager
+def _hinting() -> Iterator[None]:
+    """A ModelError of the body's says how to hand in any other model."""
+    try:
+        yield
+    except ModelError as error:
+        error.args = (f"{error}; {HINT}",)
+        raise
 
 
 @contextmanager

@@ -9,8 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def _logits(outputs: Any) -> Tensor:
-    """Transformers wrap them, most often under this name, else as the first of what they give."""
+def logits_of(outputs: Any) -> Tensor:
+    """Transformers wrap them, most often under this name, else as the first of what they give.
+
+    Args:
+        outputs: of a model.
+    """
     found = getattr(outputs, "logits", outputs)
     return found if isinstance(found, Tensor) else found[0]
 
@@ -22,7 +26,7 @@ def classification_loss(outputs: Any, targets: Tensor) -> Tensor:
         outputs: of the model.
         targets: labels, int64.
     """
-    return F.cross_entropy(_logits(outputs), targets, reduction="none")
+    return F.cross_entropy(logits_of(outputs), targets, reduction="none")
 
 
 def token_loss(outputs: Any, targets: Tensor) -> Tensor:
@@ -35,7 +39,7 @@ def token_loss(outputs: Any, targets: Tensor) -> Tensor:
         outputs: of the model.
         targets: tokens, int64.
     """
-    logits = _logits(outputs)
+    logits = logits_of(outputs)
     if logits.shape[1] != targets.shape[1]:
         length = min(logits.shape[1], targets.shape[1])
         logits, targets = logits[:, :length], targets[:, :length]
@@ -50,6 +54,6 @@ def alignment_loss(outputs: Any, targets: Tensor) -> Tensor:
         outputs: of the model.
         targets: labels, int64, none of them 0, the blank.
     """
-    logits = _logits(outputs)
+    logits = logits_of(outputs)
     frames, labels = (torch.full((len(logits),), length) for length in (logits.shape[1], targets.shape[1]))
     return F.ctc_loss(F.log_softmax(logits, -1).transpose(0, 1), targets, frames, labels, reduction="none")

@@ -1,0 +1,52 @@
+"""``dpbench template FILE``: a file with a model of one's own, for `recommend`, `explain`, `check` and experiments."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from dpbench.errors import UsageError
+
+TEMPLATE = '''"""A model of my own: python -m dpbench recommend {name}:build"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def losses(outputs, targets):
+    """One loss a record, [B]: no mean over the batch."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+def build():
+    """The model, and a few records to measure it on: any batch size is made of them."""
+    model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 3))
+    inputs, targets = torch.randn(16, 20), torch.randint(0, 3, (16,))
+    return model, (inputs, targets), losses  # inputs: a tensor, a tuple (positional) or a dict (keyword arguments)
+'''
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of `template`."""
+    parser.add_argument("file", metavar="FILE", help="where to write it, such as mine.py")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the file, and say what takes it; 0.
+
+    Raises:
+        UsageError: it is there already, is no name of Python's, or cannot be written.
+    """
+    path = Path(args.file)
+    if path.suffix != ".py":
+        raise UsageError("a name that ends in .py", args.file)
+    try:
+        with path.open("x") as file:
+            file.write(TEMPLATE.format(name=args.file))
+    except FileExistsError:
+        raise UsageError("a file that is not there yet", args.file) from None
+    except OSError as error:
+        raise UsageError(f"a place to write {args.file} to", error.strerror or str(error)) from error
+    print(f"{args.file} written; next: dpbench recommend {args.file}:build")
+    return 0

@@ -1,0 +1,144 @@
+"""Models that are none over images: a file hands in the model, a few records, and perhaps a loss."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from dpbench.cli.command_line import main
+from dpbench.models.loading import load_workload
+from dpbench.models.own import loss_of_targets, own_workload
+from dpbench.models.workload import ModelError
+
+HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+FILES = {
+    "MLP with embeddings": """
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.net = nn.Embedding(50, 8), nn.Sequential(nn.Linear(8 + 5, 16), nn.ReLU(), nn.Linear(16, 2))
+
+    def forward(self, category, numbers):
+        return self.net(torch.cat([self.words(category), numbers], 1))
+
+
+def build():
+    return Table(), ((torch.randint(0, 50, (6,)), torch.randn(6, 5)), torch.randint(0, 2, (6,)))
+""",
+    "U-Net": """
+class UNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.middle = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 16, 3, stride=2, padding=1)
+        self.up, self.out = nn.ConvTranspose2d(16, 8, 2, stride=2), nn.Conv2d(16, 3, 1)
+
+    def forward(self, x):
+        skip = torch.relu(self.down(x))
+        return self.out(torch.cat([skip, torch.relu(self.up(torch.relu(self.middle(skip))))], 1))
+
+
+def build():
+    return UNet(), (torch.randn(4, 1, 16, 16), torch.randint(0, 3, (4, 16, 16)))
+""",
+    "LSTM": """
+class Forecast(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.out = nn.LSTM(3, 8, batch_first=True), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.out(self.layer(x)[0][:, -1])
+
+
+def build():
+    return Forecast(), (torch.randn(5, 7, 3), torch.randn(5))
+""",
+    "T5": """
+from transformers import T5Config, T5ForConditionalGeneration
+
+
+def losses(outputs, targets):
+    return F.cross_entropy(outputs.logits.transpose(1, 2), targets, reduction="none").mean(1)
+
+
+def build():
+    config = T5Config(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    words, answer = torch.randint(1, 60, (4, 6)), torch.randint(1, 60, (4, 5))
+    return T5ForConditionalGeneration(config), ({"input_ids": words, "decoder_input_ids": answer}, answer), losses
+""",
+}
+
+
+@pytest.fixture(params=FILES)
+def reference(request, tmp_path, monkeypatch):
+    if request.param == "T5":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(HEAD + FILES[request.param])
+    return "mine.py:build"
+
+
+def test_it_is_explained_and_exact(reference, capsys):
+    assert main(["explain", reference, "--format", "json"]) == 0
+    assert all(row["choice"] for row in json.loads(capsys.readouterr().out))
+    backends = [word for name in ("bk_mixed", "ghost", "fastgradclip") for word in ("--backend", name)]
+    assert main(["check", "--model", reference, *backends, "--format", "json"]) == 0
+    assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"ok"}
+
+
+def test_any_batch_size_is_made_of_its_records(reference):
+    workload = load_workload(reference)
+    for size in (1, 3, 17):
+        inputs, targets = workload.batch(size)
+        losses = workload.loss_fn(
+            workload.model(**inputs)
+            if isinstance(inputs, dict)
+            else workload.model(*inputs if isinstance(inputs, tuple) else (inputs,)),
+            targets,
+        )
+        assert losses.shape == (size,)
+
+
+def test_the_template_is_taken_as_it_stands(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["template", "mine.py"]) == 0
+    assert main(["explain", "mine.py:build"]) == 0
+    assert main(["template", "mine.py"]) == 2
+    assert main(["template", "mine"]) == 2
+    assert main(["template", "nowhere/mine.py"]) == 2
+    assert "written; next: dpbench recommend mine.py:build" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return nn.Linear(20, 3)", "dpbench template mine.py"),
+        ("return 3", "dpbench template mine.py"),
+        ("return nn.Linear(2, 3), torch.zeros(2, 2)", "to return a model and .inputs, targets."),
+        ("return nn.Linear(2, 3), (torch.zeros(2, 2), torch.zeros(3))", "of B records each"),
+        ("return nn.Linear(2, 3), (torch.zeros(2, 2), torch.zeros(2)), 3", "perhaps with a loss function"),
+    ],
+)
+def test_what_else_comes_is_one_line_that_says_how(body, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"{HEAD}\ndef build():\n    {body}\n")
+    with pytest.raises(ModelError, match=words) as error:
+        load_workload("mine.py:build")
+    assert "\n" not in str(error.value)
+
+
+def test_a_loss_is_taken_by_the_kind_of_the_targets():
+    scores, classes = torch.randn(4, 3), torch.randint(0, 3, (4,))
+    of_each = nn.CrossEntropyLoss(reduction="none")
+    torch.testing.assert_close(loss_of_targets(scores, classes), of_each(scores, classes))
+    words, tokens = torch.randn(4, 5, 7), torch.randint(0, 7, (4, 5))
+    torch.testing.assert_close(loss_of_targets(words, tokens), of_each(words.transpose(1, 2), tokens).mean(1))
+    pixels, labels = torch.randn(4, 3, 6, 6), torch.randint(0, 3, (4, 6, 6))
+    torch.testing.assert_close(loss_of_targets(pixels, labels), of_each(pixels, labels).flatten(1).mean(1))
+    numbers = torch.randn(4)
+    torch.testing.assert_close(loss_of_targets(torch.ones(4, 1), numbers), (1 - numbers).square())
+    assert own_workload("build", (nn.Linear(2, 1), (torch.randn(3, 2), numbers[:3]))).batch(5)[0].shape == (5, 2)
