@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import math
-import sys
 from typing import Any
 
-from accounting import ArgumentError, Calibration, calibrate, load_accountant
+from accounting import ArgumentError, Calibration, calibrate
 from accounting.calibration import UNKNOWNS
 from dpbench.cli import privacy
 from dpbench.cli.privacy import Row, number
@@ -34,15 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="noise-multiplier",
         help=f"{', '.join(name.replace('_', '-') for name in UNKNOWNS)} (default: %(default)s); the others are given",
     )
-    parser.add_argument("--sample-rate", metavar="Q", help="chance of each record to be in a batch")
     parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
-    parser.add_argument("--steps", metavar="T", help="number of steps")
-    parser.add_argument("--epochs", metavar="E", help="in place of --steps: passes over the data, rounded up to a step")
+    privacy.add_length(parser)
     privacy.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a row for each accountant; 0.
+    """Print a row for each accountant; 0, or 1 if none has an answer.
 
     Raises:
         UsageError: for something missing, an unknown accountant, or a value outside its domain.
@@ -57,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     except ArgumentError as error:
         raise privacy.usage(error) from error
     print(to_json(rows) if args.format == "json" else _table(rows, unknown, target, delta, given, scheme))
-    return 0
+    return int(all(row["epsilon"] is None for row in rows))
 
 
 def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
@@ -66,14 +62,9 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
     Raises:
         UsageError: one is missing, or given although it is the unknown.
     """
-    texts = {name: getattr(args, name) for name in ("sample_rate", "noise_multiplier", "steps", "epochs")}
-    if texts["epochs"] is not None and unknown == "noise_multiplier":
-        if texts["steps"] is not None:
-            raise UsageError("either --steps or --epochs", "both")
-        q, epochs = number("--sample-rate", texts["sample_rate"] or "nan"), number("--epochs", texts["epochs"])
-        if not (q > 0 and 0 <= epochs <= sys.float_info.max and epochs / q < math.inf):
-            raise UsageError("--epochs to be a number >= 0, at a sample rate above 0", texts["epochs"])
-        texts |= {"steps": str(math.ceil(epochs / q * (1 - 1e-12))), "epochs": None}
+    texts = {**privacy.length(args), "noise_multiplier": args.noise_multiplier, "epochs": None}
+    if args.epochs is not None and unknown != "noise_multiplier":
+        raise UsageError(f"no --epochs when solving for {unknown.replace('_', '-')}", args.epochs)
     for name, text in texts.items():
         option = f"--{name.replace('_', '-')}"
         if (text is None) == (name in _GIVEN[unknown]):
@@ -87,7 +78,7 @@ def _row(name: str, unknown: str, target: float, given: dict[str, Any]) -> Row:
     known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
     row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
     try:
-        accountant = load_accountant(name)
+        accountant = privacy.load(name)
         row["kind"] = accountant.kind
         found: Calibration = calibrate(accountant, unknown, target_epsilon=target, **given)
     except privacy.CANNOT as error:

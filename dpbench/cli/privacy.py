@@ -6,6 +6,7 @@ import argparse
 import decimal
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,14 @@ from accounting import (
     OF_SCHEMES,
     SAMPLINGS,
     VARIANTS,
+    Accountant,
     ArgumentError,
     NoAnswer,
     load_accountant,
 )
 from accounting.sampling import HOME, PROVED, unproved
 from dpbench.errors import UsageError, one_of
+from dpbench.trials.reference import load_object, split_file
 
 Row = dict[str, Any]
 
@@ -28,6 +31,45 @@ Row = dict[str, Any]
 CANNOT = (NoAnswer, ImportError, MemoryError)
 #: Details that are in the heading, or in a column of their own.
 _ELSEWHERE = ("sampling", "adjacency", "seconds", "reason", "evaluations")
+
+
+def add_length(parser: argparse.ArgumentParser) -> None:
+    """The options that say how records are sampled, and how often."""
+    parser.add_argument(
+        "--sample-rate", metavar="Q", help="chance of each record to be in a batch: a number, or 256/60000"
+    )
+    parser.add_argument("--batch-size", metavar="B", help="with --dataset-size, in place of --sample-rate: B/N")
+    parser.add_argument("--steps", metavar="T", help="number of steps")
+    parser.add_argument("--epochs", metavar="E", help="in place of --steps: passes over the data, rounded up to a step")
+
+
+def length(args: argparse.Namespace) -> dict[str, str | None]:
+    """Sample rate and steps as they were typed, or as batch size, data set and epochs give them; None for neither.
+
+    Args:
+        args: as parsed.
+
+    Raises:
+        UsageError: two ways of saying the same, or a number that is none.
+    """
+    rate, steps = args.sample_rate, args.steps
+    if args.batch_size is not None:
+        if rate is not None or args.dataset_size is None:
+            raise UsageError(
+                "--batch-size with --dataset-size, or --sample-rate", "both" if rate is not None else "--batch-size"
+            )
+        batch, records = number("--batch-size", args.batch_size), number("--dataset-size", args.dataset_size)
+        if not 0 < batch <= records < math.inf:
+            raise UsageError("--batch-size to be at most --dataset-size", args.batch_size)
+        rate = repr(batch / records)
+    if args.epochs is not None:
+        if steps is not None:
+            raise UsageError("either --steps or --epochs", "both")
+        q, epochs = number("--sample-rate", rate or "nan"), number("--epochs", args.epochs)
+        if not (q > 0 and 0 <= epochs <= sys.float_info.max and epochs / q < math.inf):
+            raise UsageError("--epochs to be a number >= 0, at a sample rate above 0", args.epochs)
+        steps = str(math.ceil(epochs / q * (1 - 1e-12)))
+    return {"sample_rate": rate, "steps": steps}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,14 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adjacency", metavar="NAME", help=f"what has a bound under the sampling, by default the first ({proved})"
     )
-    parser.add_argument("--dataset-size", metavar="N", help="number of records; for truncated_poisson")
+    parser.add_argument("--dataset-size", metavar="N", help="number of records")
     parser.add_argument("--max-batch-size", metavar="B", help="at which truncated_poisson cuts a batch")
     parser.add_argument(
         "--accountant",
         metavar="NAME",
         action="append",
-        help=f"may be given again; {', '.join(ACCOUNTANTS)} (default: all), {', '.join(VARIANTS)}; for other "
-        f"sampling also {', '.join(OF_SCHEMES)}",
+        help=f"may be given again; path/file.py:Class, {', '.join(ACCOUNTANTS)} (default: all), {', '.join(VARIANTS)}; "
+        f"for other sampling also {', '.join(OF_SCHEMES)}",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table")
 
@@ -59,6 +101,8 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
         UsageError: for a name or a number that is none, or an adjacency that has no bound under the sampling.
     """
     sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size")}
+    if args.batch_size is not None and args.sampling != "truncated_poisson":
+        sizes["dataset_size"] = None  # which has said the sample rate
     sampling = one_of("a sampling scheme", args.sampling, SAMPLINGS)
     adjacency = PROVED[sampling][0] if args.adjacency is None else one_of("an adjacency", args.adjacency, ADJACENCIES)
     if expected := unproved(sampling, adjacency):
@@ -82,15 +126,41 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
     """
     known = [*ACCOUNTANTS, *VARIANTS, *OF_SCHEMES]
     if asked:
-        return list(dict.fromkeys(one_of("an accountant", name, known) for name in asked))
+        for name in asked:
+            if ".py:" in name:
+                load(name)
+            else:
+                one_of("an accountant", name, known)
+        return list(dict.fromkeys(asked))
     if sampling == HOME[0]:
         return list(ACCOUNTANTS)
     made = [name for name in OF_SCHEMES if (sampling, adjacency) in load_accountant(name).supports]
     return [*made, *ACCOUNTANTS]
 
 
+def load(name: str) -> Accountant:
+    """An accountant by its name, or one of a person's own, ``path/file.py:Class``.
+
+    Args:
+        name: that was typed.
+
+    Raises:
+        UsageError: the file has none of that name, or it cannot be made without arguments.
+    """
+    if ".py:" not in name:
+        return load_accountant(name)
+    path, _ = split_file(name, "an accountant as path/file.py:Class")
+    try:
+        found = load_object(name)()
+    except Exception as error:
+        raise UsageError(f"{name} to be made", f"{type(error).__name__}: {error}") from error
+    if not isinstance(found, Accountant):
+        raise UsageError(f"an accounting.Accountant in {path}", type(found).__name__)
+    return found
+
+
 def number(option: str, text: str) -> float:
-    """An int where it is written as one, as a float loses digits beyond 2**53.
+    """An int where it is a whole number, as a float loses digits beyond 2**53.
 
     Args:
         option: its name, for the error.
@@ -99,12 +169,13 @@ def number(option: str, text: str) -> float:
     Raises:
         UsageError: it is no number.
     """
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    raise UsageError(f"{option} to be a number", text)
+    over, _, under = text.partition("/")
+    try:
+        if under:
+            return float(over) / float(under)
+        return int(text) if text.strip("+-").isdecimal() else _whole(float(text))
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(f"{option} to be a number", text) from None
 
 
 def usage(error: ArgumentError) -> UsageError:
@@ -189,6 +260,10 @@ def epsilon(value: float | None, kind: str) -> str:
         kind: of the accountant's answer.
     """
     return rounded(value, {"upper_bound": True, "lower_bound": False}.get(kind))
+
+
+def _whole(value: float) -> float:
+    return int(value) if value.is_integer() and abs(value) >= 1 else value
 
 
 def _value(value: object) -> str:

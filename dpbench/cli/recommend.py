@@ -146,6 +146,8 @@ def parse_size(text: str) -> int:
         size = int(float(match[1]) * _UNITS[match[2] if match[2].endswith("b") or not match[2] else match[2] + "b"])  # type: ignore[index]
     except (TypeError, ValueError, KeyError, OverflowError):
         size = 0
+    if match and not match[2] and 1 <= size < 2**20:
+        raise UsageError(f"a unit with --memory, such as {match[1]}GiB", text)
     if size < 1:
         raise UsageError("a size for --memory such as 16GiB or 500MB", text)
     return size

@@ -60,7 +60,8 @@ def dpbench(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
         (["plan", "stress_test", "--device", "cpu", "--only", "backend=gost"], ["'gost'", "did you mean 'ghost'?"]),
         (["list", "--format", "xml"], ["--format", "table, json", "'xml'"]),
         ([*EPSILON[:2], "x", *EPSILON[3:]], ["--sample-rate", "'x'"]),
-        (["epsilon"], ["--sample-rate", "nothing"]),
+        (["epsilon"], ["--noise-multiplier", "nothing"]),
+        (["epsilon", "--noise-multiplier", "1", "--delta", "1e-5"], ["--sample-rate, or --batch-size", "--steps or"]),
     ],
     ids=" ".join,
 )

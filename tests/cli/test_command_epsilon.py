@@ -190,3 +190,68 @@ def test_quick_and_without_torch(arguments, also, libraries):
 
     assert as_quick_as_imports(command, libraries)
     assert {tuple(text.split()) for text in told} == {("0",)}
+
+
+LENGTHS = [
+    ["--sample-rate", "256/60000", "--steps", "2344"],
+    ["--batch-size", "256", "--dataset-size", "60000", "--steps", "2.344e3"],
+    ["--batch-size", "256", "--dataset-size", "60000", "--epochs", "10"],
+    ["--sample-rate", "0.004266666666666667", "--epochs", "10"],
+]
+
+
+@pytest.mark.parametrize("command", ["epsilon", "calibrate"])
+def test_rate_and_steps_as_people_know_them(command, capsys):
+    other = {"epsilon": ["--noise-multiplier", "1.1"], "calibrate": ["--target-epsilon", "1"]}[command]
+    found = []
+    for length in LENGTHS:
+        given = [command, *length, *other, "--delta", "1e-5", "--accountant", "moments", "--format", "json"]
+        assert main(given) == 0
+        found.append([row["epsilon"] for row in json.loads(capsys.readouterr().out)])
+    assert found[0] == found[1] == found[2] == found[3]
+
+
+@pytest.mark.parametrize(
+    ("length", "words"),
+    [
+        (["--batch-size", "256", "--steps", "9"], "--batch-size with --dataset-size, or --sample-rate"),
+        (["--batch-size", "9", "--dataset-size", "8", "--steps", "9"], "--batch-size to be at most --dataset-size"),
+        (["--sample-rate", "1/0", "--steps", "9"], "expected --sample-rate to be a number, got '1/0'"),
+        (["--sample-rate", "0.1", "--steps", "9", "--epochs", "1"], "either --steps or --epochs"),
+        (["--sample-rate", "0.1"], "--steps or --epochs"),
+    ],
+)
+def test_lengths_that_are_none(length, words, capsys):
+    code, out, err = dpbench(*length, "--noise-multiplier", "1", "--delta", "1e-5", capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_the_best_bound_is_first_and_what_bounds_nothing_is_last(capsys):
+    _, out, _ = dpbench(*point(noise_multiplier="0.01", delta="1e-15"), capsys=capsys)
+    names = [line.split()[0] for line in out.splitlines()[4:]]
+    answers = [line.split()[1] for line in out.splitlines()[4:]]
+    assert answers.index("-") > max(i for i, answer in enumerate(answers) if answer != "-")
+    assert names.index("gdp") > names.index("simple")
+
+
+def test_no_answer_of_the_only_one_is_exit_1(capsys):
+    asked = [*point(noise_multiplier="0.01", delta="1e-15"), "--accountant", "pld"]
+    assert dpbench(*asked, capsys=capsys)[0] == 1
+    assert dpbench(*asked, "--accountant", "rdp", capsys=capsys)[0] == 0
+
+
+def test_an_accountant_of_ones_own(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from accounting import Accountant, load_accountant\n"
+        "class Twice(type(load_accountant('rdp'))):\n"
+        "    def guarantee(self, mechanism, *, steps, delta):\n"
+        "        return super().guarantee(mechanism, steps=2 * steps, delta=delta)\n"
+        "class Other:\n    pass\n"
+    )
+    code, out, _ = dpbench(*POINT, "--accountant", f"{file}:Twice", "--format", "json", capsys=capsys)
+    _, twice, _ = dpbench(*point(steps="20000"), "--accountant", "rdp", "--format", "json", capsys=capsys)
+    assert code == 0 and json.loads(out)[0]["epsilon"] == json.loads(twice)[0]["epsilon"]
+    for name, words in ((f"{file}:Other", "expected an accounting.Accountant"), (f"{file}:Nobody", "to be made")):
+        code, out, err = dpbench(*POINT, "--accountant", name, capsys=capsys)
+        assert (code, err.count("\n")) == (2, 1) and words in err
