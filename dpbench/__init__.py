@@ -10,7 +10,10 @@ imported when it is first asked for::
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -30,6 +33,24 @@ _LAZY = {
     "load": "dpbench.execution.notebook",
     "run": "dpbench.execution.notebook",
 }
+
+
+def _require_siblings() -> None:
+    """Raise an ImportError if a file of the caller's has the name of a package that this one imports.
+
+    `python -m dpbench` has the current folder first in its path, and is to import nothing from there.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if sys.argv[:1] == ["-m"] and Path(sys.path[0]).resolve() == Path.cwd() != root:
+        del sys.path[0]
+    for name in ("accounting", "clipping", "experiments"):
+        spec = find_spec(name)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin is not None and root not in origin.parents:
+            raise ImportError(f"expected {name!r} in {root}, got {origin}: give that file another name")
+
+
+_require_siblings()
 
 
 def __getattr__(name: str) -> Any:

@@ -230,3 +230,17 @@ def test_only_that_selects_nothing_says_so(only, said):
 def test_only_of_another_form(text):
     with pytest.raises(UsageError, match="--only field=value"):
         parse_only([text])
+
+
+def test_files_of_ones_own_take_no_name_of_ours(tmp_path):
+    """The command line imports nothing from the current folder; where Python would, the file is named."""
+    for name in ("clipping", "accounting", "experiments"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not mine')\n")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def run(*words):
+        return subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    assert run("-m", "dpbench", "list").returncode == 0
+    said = run("-c", "import dpbench").stderr
+    assert f"got {tmp_path / 'accounting.py'}: give that file another name" in said
