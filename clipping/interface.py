@@ -158,9 +158,9 @@ class Backend(ABC):
                 if self.graphs is not None and self.graphs.is_due():
                     self.occasions.insist()
                 changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
-                if changes:  # other records alone where a step takes seconds: vmap and peers are for comparisons
-                    of_all = changes if self.compilable else changes[:2]
-                    return self._twice(of_all, parameters, inputs, targets, batch_size)
+                if changes:  # vmap and peers, whose steps take seconds, are looked at by other records alone
+                    some = changes[: 3 if self.compilable else 2]
+                    return self._twice(some, parameters, inputs, targets, batch_size)
             graph = self.graphs and self.graphs.find(parameters, inputs, targets, batch_size)
             found = (graph or self._clipped)(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
