@@ -220,7 +220,7 @@ class Backend(ABC):
         return self.graphs
 
     def _decided(self) -> tuple[int, float]:
-        """What a graph was made with, and is made anew for."""
+        """If one of these changes, graphs are traced again: the size that routes are chosen for, and the threshold."""
         return self.chosen_for, float(self.clip.sensitivity)
 
     def _unlooked(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:

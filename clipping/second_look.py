@@ -118,7 +118,7 @@ class Change(NamedTuple):
 
 
 class _Embeddings(TorchFunctionMode):
-    """Poisons the rows of others in what is looked up by integers at the addresses `words`."""
+    """Writes NaN to the other records' rows of an embedding whose indices lie at one of the addresses `words`."""
 
     def __init__(self, change: Change, words: set[int]) -> None:
         super().__init__()
@@ -217,7 +217,7 @@ def differing(before: Sequence[Tensor], after: Sequence[Tensor], change: Change,
 def mixed(
     model: nn.Module, run: Run, before: Sequence[Tensor], changes: Sequence[Change], tolerance: float
 ) -> int | None:
-    """A sample of which `run` gives something else where other records change; None if there is none.
+    """Find a sample whose numbers change when other records do; None if there is none.
 
     Args:
         model: what is run.

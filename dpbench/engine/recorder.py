@@ -273,7 +273,7 @@ class Recorder:
             args, kwargs = row_of_zeros((args, kwargs))
         self._called = args, kwargs
         # other tensors of the same storage, for the tape to mark
-        args, kwargs = map_tensors(lambda x: x if x.requires_grad else x.detach(), map_tensors(plain, (args, kwargs)))
+        args, kwargs = map_tensors(lambda x: plain(x) if x.requires_grad else plain(x).detach(), (args, kwargs))
         if self._recording is None:
             self._recording = Recording(
                 self.backend, (args, kwargs), batch_size, self._by_hand, self._occasions, self._dropped

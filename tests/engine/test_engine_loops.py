@@ -206,7 +206,7 @@ def test_a_teacher_and_a_temperature_move_once_a_step(compiled):
     for kind, state in ((Anneals, "temperature"), (Follows, "teacher.weight")):
         model, x, y = kind(), torch.randn(B, 4), torch.randint(0, 3, (B,))
         alone = copy.deepcopy(model)
-        engine, optimizer = attached(model)  # of which nothing moves by the optimizer
+        engine, optimizer = attached(model)  # with a learning rate of 0
         step = None if compiled is None else engine.make_step(one_each, compile=compiled)
         for _ in range(5):
             optimizer.step(loss=one_each(model(x), y)) if step is None else step(x, y)
@@ -262,7 +262,7 @@ def test_a_batch_that_is_sorted_stays_so():
 
 
 class TimeFirst(nn.Module):
-    """[T, B, 3], and a state [layers, B, 8] of which the first dimension is a multiple of B by chance."""
+    """Gives [T, B, 3] and a state [layers, B, 8], where the number of layers happens to be a multiple of B."""
 
     def __init__(self, centred):
         super().__init__()
