@@ -44,7 +44,7 @@ from clipping.types import ClippedGradient, Parameters, Problem, UnsupportedMode
 from clipping.verification import WrongGradient, compare, limit_of
 
 _LOG = logging.getLogger(__name__)
-BEFORE, MOST, TURNS, COMPARED = 2, 8, 5, 200
+BEFORE, MOST, TURNS, COMPARED = 2, 12, 5, 200
 """Steps of a shape before its graph, in which routes are planned and timed; graphs in all; turns of the timing; and
 in how many steps one is compared with the eager one: the first, second, fourth, ... of a graph, too."""
 SUMS = 61

@@ -250,10 +250,10 @@ class PrivacyEngine(State):
             dataset: indexable, of `sample_size` records.
             max_physical_batch_size: larger batches come in pieces, of which `optimizer.step` moves the parameters at
                 the last alone (`engine.stepped` says so; a scheduler steps then).
-            pad: every physical batch has exactly `max_physical_batch_size` samples: one shape, one plan, one graph.
-                None: where there is such a size, and the model is on a CUDA device or sharded by FSDP2, of which every
-                process calls every layer. What fills it up, at its end, has weight 0 whatever its loss; `engine.mask`
-                tells it apart, for averages of your own.
+            pad: physical batches have one of a few sizes, each with a plan and a graph: the multiples of √b, where b is
+                `max_physical_batch_size` or `batch_size`; 1/(2√b) more work on average. None: pad if
+                `max_physical_batch_size` is given and the model is on a CUDA device or sharded by FSDP2. Padding comes
+                last and has weight 0 whatever its loss; `engine.mask` tells it apart, for averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
         """
         pad = checked(self, dataset, max_physical_batch_size, pad, options)

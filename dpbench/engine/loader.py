@@ -1,13 +1,17 @@
 """The engine's data loader: logical batches drawn by the scheme that is accounted, handed out in physical pieces.
 
 A logical batch of more than `max_physical_batch_size` samples comes in several pieces. `optimizer.step` knows which is
-the last one: it accumulates the others, and the distribution of the logical batch is what it was. Pieces may be padded
-to one size: by copies of their first sample (of the data's first where a piece is empty) whose losses have weight 0.
-A copy is fit for the model, where zeros may not be; its gradient is not in the sum, whatever it is.
+the last one: it accumulates the others, and the distribution of the logical batch is what it was.
+
+Pieces may be padded to one of a few sizes, the multiples of √b, where b is the expected or the largest size of a piece:
+nine of them hold a Poisson sample within four deviations, at 1/(2√b) more work on average, 3 % at b = 256. A piece is
+padded with copies of its first sample (the data's first where it is empty), and their losses have weight 0. A copy is
+fit for the model, where zeros may not be; its gradient is not in the sum, whatever it is.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -33,7 +37,7 @@ class PrivateLoader:
         sampler: the logical batches.
         dataset: indexable, of as many records as the sampler knows.
         most: samples in a physical batch; None for no limit.
-        pad: to exactly so many.
+        pad: to one of a few sizes.
         shard: (rank, processes): every so-manieth record of each logical batch.
         options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
 
@@ -51,12 +55,11 @@ class PrivateLoader:
         shard: tuple[int, int],
         options: dict[str, Any],
     ) -> None:
-        collate = _Collate(dataset, options.pop("collate_fn", None) or default_collate, most if pad else None)
+        collate = _Collate(dataset, options.pop("collate_fn", None) or default_collate)
         options.setdefault("generator", torch.Generator())  # or the loader would draw from the global one
         self.is_last = False
         self._engine = engine
-        self._padded = most if pad else None
-        self._pieces = _Pieces(engine, sampler, most, shard)
+        self._pieces = _Pieces(engine, sampler, most, pad, shard)
         if sampler.settings.mechanism.sampling in ("poisson", "truncated_poisson") and not pad:
             collate.require_empty()
         self._loader: DataLoader[Any] = DataLoader(
@@ -85,8 +88,8 @@ class PrivateLoader:
                     "expected a new iteration of data_loader after engine.load_state_dict, got the next batch of one "
                     "that began before: it is of another training, whose batches may have been stepped already"
                 )
-            step, self.is_last, real = drawn.popleft()
-            self._engine._tickets.hand_out(Ticket(step, self.is_last, real, self._padded or real, batch))
+            step, self.is_last, real, handed = drawn.popleft()
+            self._engine._tickets.hand_out(Ticket(step, self.is_last, real, handed, batch))
             yield batch
         self._engine._ended = self._pieces.end
         self._engine._unread.read(wait=True)
@@ -110,8 +113,6 @@ def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, opt
         raise ValueError(f"expected a dataset of sample_size={engine.settings.sample_size}, got {len(dataset)} records")
     if most is not None and most < 1:
         raise ValueError(f"expected max_physical_batch_size >= 1, got {most!r}")
-    if pad and most is None:
-        raise ValueError("expected max_physical_batch_size beside pad=True: the size that batches are padded to")
     mine = sorted({"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"} & options.keys())
     if mine:
         raise ValueError(f"expected no {', '.join(mine)}: how batches are drawn is the engine's `sampling`")
@@ -130,14 +131,15 @@ def is_on_gpu(model: nn.Module) -> bool:
 
 
 class _Pieces:
-    """Index lists for the DataLoader, and beside them (number of the logical batch, is it its last piece, size)."""
+    """Index lists for the DataLoader, and beside them (logical batch's number, is it its last piece, samples, size)."""
 
-    def __init__(self, engine: State, sampler: Sampler, most: int | None, shard: tuple[int, int]) -> None:
+    def __init__(self, engine: State, sampler: Sampler, most: int | None, pad: bool, shard: tuple[int, int]) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
         self.steps_per_epoch = sampler.settings.steps_per_epoch
+        self._grain = math.isqrt(most or sampler.settings.batch_size // shard[1]) or 1 if pad else None
         self.end = 0
         self._counted: tuple[bytes, int, int] | None = None  # (key, epoch, physical batches)
-        self.drawn: deque[tuple[int, bool, int]] = deque()
+        self.drawn: deque[tuple[int, bool, int, int]] = deque()
 
     @property
     def key(self) -> bytes:
@@ -148,7 +150,7 @@ class _Pieces:
         self.drawn = deque()  # of this iteration alone: workers may have drawn ahead in one that was broken off
         return self._generate(self.drawn)
 
-    def _generate(self, drawn: deque[tuple[int, bool, int]]) -> Iterator[list[int]]:
+    def _generate(self, drawn: deque[tuple[int, bool, int, int]]) -> Iterator[list[int]]:
         rank, processes = self._shard
         first = self._first()
         self.end = (first // self.steps_per_epoch + 1) * self.steps_per_epoch
@@ -159,8 +161,9 @@ class _Pieces:
             size = self._most or longest
             for start in range(0, longest, size):
                 piece = batch[start : start + size]
-                drawn.append((step, start + size >= longest, len(piece)))
-                yield piece
+                wanted = self._padded(min(size, longest - start)) if self._grain else len(piece)
+                drawn.append((step, start + size >= longest, len(piece), wanted))
+                yield piece + (piece or [0])[:1] * (wanted - len(piece))
 
     def count(self) -> int:
         """Physical batches of the epoch."""
@@ -177,16 +180,22 @@ class _Pieces:
         """The logical batch that an iteration begins with: what an earlier one left out is not drawn again."""
         return max(self._engine.drawn, self._engine._ended)
 
+    def _padded(self, samples: int) -> int:
+        """The size of a piece, the same in all processes, of which one has so many samples."""
+        assert self._grain is not None
+        padded = max(1, -(-samples // self._grain)) * self._grain
+        return min(self._most or padded, padded)
+
     def _longest(self, samples: int) -> int:
         """Every process has as many pieces, the last of them empty."""
         return max(1, -(-samples // self._shard[1]))
 
 
 class _Collate:
-    """`collate`, after padding; without it, for no samples what it makes of one, emptied: tensors [0, ...]."""
+    """`collate`; for no samples what it makes of one, emptied: tensors [0, ...]."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], padded: int | None) -> None:
-        self._dataset, self._collate, self._padded = dataset, collate, padded
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
 
     def require_empty(self) -> None:
         """Raise a ValueError if there is no batch of no samples, as a Poisson sample may be."""
@@ -197,9 +206,6 @@ class _Collate:
             raise ValueError(f"{error}: a Poisson sample may be empty; have collate_fn make them, or pad") from error
 
     def __call__(self, samples: list[Any]) -> Any:
-        if self._padded is not None and len(samples) < self._padded:
-            copied = samples[0] if samples else self._dataset[0]
-            samples = samples + [copied] * (self._padded - len(samples))
         if samples:
             return self._collate(samples)
         return emptied(self._collate([self._dataset[0]]))

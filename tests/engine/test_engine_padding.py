@@ -1,6 +1,8 @@
-"""Physical batches of one size: what fills them up is not in the sum, whatever it is."""
+"""Physical batches of a few sizes: what fills them up is not in the sum, whatever it is."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -44,7 +46,7 @@ def test_padded_training_is_the_unpadded(backend, clip):
     wanted = train(*make(backend, clip), max_physical_batch_size=4)
     found = train(*make(backend, clip), shapes, max_physical_batch_size=4, pad=True)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
-    assert {size for size, _ in shapes} == {4} and {1, 2, 3} & {real for _, real in shapes}
+    assert {size for size, _ in shapes} == {2, 4} and {1, 3} & {real for _, real in shapes}
 
 
 def test_empty_batches_are_padded_too():
@@ -52,7 +54,18 @@ def test_empty_batches_are_padded_too():
     wanted = train(*make(batch_size=1))
     found = train(*make(batch_size=1), shapes, max_physical_batch_size=4, pad=True)
     torch.testing.assert_close(found, wanted, rtol=1e-7, atol=1e-9)  # noise covers a little more before shapes are seen
-    assert (4, 0) in shapes and len(shapes) == 80
+    assert (2, 0) in shapes and len(shapes) == 80
+
+
+@pytest.mark.parametrize(("expected", "most"), [(64, None), (256, None), (256, 64)])
+def test_sizes_are_few_and_cost_little(expected, most):
+    """Nine within four deviations, and on average half of √b samples of padding a logical batch."""
+    engine, _, data = make(batch_size=expected, sample_size=100 * expected)
+    pieces = engine.data_loader(data, max_physical_batch_size=most, pad=True)._pieces
+    assert [len(piece) for piece in pieces] == [handed for *_, handed in pieces.drawn]
+    real, handed = (sum(drawn[i] for drawn in pieces.drawn) for i in (2, 3))
+    assert len({drawn[3] for drawn in pieces.drawn}) <= 10
+    assert real < handed <= real * (1 + 0.75 / math.sqrt(expected))
 
 
 def test_what_the_padding_is_does_not_matter():
@@ -85,7 +98,7 @@ def test_on_a_gpu_batches_are_padded_unless_it_is_said_otherwise(on_gpu, monkeyp
     for pad, size, padded in ((None, 4, on_gpu), (None, None, False), (True, 4, True), (False, 4, False)):
         shapes = []
         train(*make(), shapes, max_physical_batch_size=size, **({} if pad is None else {"pad": pad}))
-        assert ({found for found, _ in shapes} == {4}) == padded
+        assert ({found for found, _ in shapes} == {2, 4}) == padded
 
 
 def test_a_model_with_a_parameter_on_a_gpu_is_on_one():
@@ -93,13 +106,11 @@ def test_a_model_with_a_parameter_on_a_gpu_is_on_one():
         assert is_on_gpu(nn.Linear(2, 2, device="cuda")) and not is_on_gpu(nn.Linear(2, 2))
 
 
-def test_padding_has_a_size_and_every_sample_a_loss():
+def test_every_sample_has_a_loss():
     engine, optimizer, data = make()
-    with pytest.raises(ValueError, match="expected max_physical_batch_size beside pad=True"):
-        engine.data_loader(data, pad=True)
-    with pytest.raises(Misuse, match="one loss for each of the 12 samples that data_loader handed out, got 9"):
+    with pytest.raises(Misuse, match=r"one loss for each of the (9|12) samples that data_loader handed out, got (6|9)"):
         for x, y in engine.data_loader(data, max_physical_batch_size=12, pad=True):
-            optimizer.step(loss=F.cross_entropy(engine.model(x[:9]), y[:9], reduction="none"))
+            optimizer.step(loss=F.cross_entropy(engine.model(x[:-3]), y[:-3], reduction="none"))
 
 
 def test_two_views_of_a_record_are_not_two_records():
@@ -118,7 +129,7 @@ def test_padding_with_a_collate_function_of_ones_own(workers):
     engine, optimizer, data = make()
     options = {"collate_fn": list, "num_workers": workers}
     for rows in engine.data_loader(list(data), max_physical_batch_size=5, pad=True, **options):
-        assert len(rows) == 5 and engine.mask.sum() <= 5
+        assert len(rows) in (2, 4, 5) and engine.mask.sum() <= len(rows)
         x, y = torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
         optimizer.step(loss=F.cross_entropy(engine.model(x), y, reduction="none"))
     assert engine.steps == 5 and engine.privacy_spent().sampled_by == "engine"
