@@ -25,7 +25,7 @@ _NAMES = (
     *("__pow__", "__rpow__", "__matmul__"),
 )
 ROWWISE = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in _NAMES} - {None}
-ROWWISE |= {F.linear, F.layer_norm, F.rms_norm, F.softmax, F.log_softmax}
+ROWWISE |= {F.linear, F.layer_norm, F.rms_norm, torch.rms_norm, F.softmax, F.log_softmax}
 ROWWISE |= {F.gelu, F.silu, F.softplus, F.relu, F.leaky_relu, F.elu}
 """Operations that treat each row by itself, if what they make of one row has the shape of a row of the output."""
 ALONG = {torch.softmax, torch.Tensor.softmax, torch.log_softmax, torch.Tensor.log_softmax, F.softmax, F.log_softmax}

@@ -1,8 +1,10 @@
-"""Batches as nested tuples, lists and dicts of tensors: their size, their parts, and a model's losses of them."""
+"""Batches as tensors in nested containers: their size, their parts, and a model's losses of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,32 +49,47 @@ def forward(model: nn.Module, inputs: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and dicts; all else stays as it is.
+    """The same containers with `function` of each tensor; what is no tensor stays as it is.
 
     Args:
         function: from a tensor to what takes its place.
-        tree: tensors in nested tuples, lists and dicts.
+        tree: tensors in nested mappings, sequences, named tuples and dataclasses.
     """
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, dict):
-        return {key: map_tensors(function, value) for key, value in tree.items()}
+    if isinstance(tree, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold
+        found = copy.copy(tree)
+        for key, value in tree.items():
+            found[key] = map_tensors(function, value)
+        return found
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(function, value) for value in tree))
     if isinstance(tree, (tuple, list)):
-        return type(tree)(map_tensors(function, value) for value in tree)
+        values = (map_tensors(function, value) for value in tree)
+        return type(tree)(values)
+    if _is_record(tree):
+        fields = {f.name: map_tensors(function, getattr(tree, f.name)) for f in dataclasses.fields(tree) if f.init}
+        return dataclasses.replace(tree, **fields)
     return tree
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and dicts, in the order in which `map_tensors` comes to them.
+    """Every tensor of nested containers, in the order in which `map_tensors` comes to them.
 
     Args:
-        tree: tensors in nested tuples, lists and dicts.
+        tree: tensors in nested mappings, sequences, named tuples and dataclasses.
     """
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, (dict, tuple, list)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
             yield from tensors_of(value)
+    elif isinstance(tree, (tuple, list)):
+        for value in tree:
+            yield from tensors_of(value)
+    elif _is_record(tree):
+        for field in dataclasses.fields(tree):
+            yield from tensors_of(getattr(tree, field.name))
 
 
 def leading_dimension(*trees: Any) -> int:
@@ -88,3 +105,7 @@ def leading_dimension(*trees: Any) -> int:
     if len(sizes) != 1 or None in sizes:
         raise ValueError(f"expected every tensor of inputs and targets to have the same first dimension, got {shapes}")
     return shapes[0][0]
+
+
+def _is_record(tree: Any) -> bool:
+    return dataclasses.is_dataclass(tree) and not isinstance(tree, type)

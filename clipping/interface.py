@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from clipping import distributed as spread
 from clipping.apart import Occasions
-from clipping.batches import leading_dimension, losses_of, map_tensors
+from clipping.batches import forward, leading_dimension, losses_of, map_tensors
+from clipping.capture import LossesOf
 from clipping.draws import Draws
 from clipping.finite import require_numbers
 from clipping.formats import coarsest, norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
-from clipping.graphs import Graphs, Run
+from clipping.graphs import Batch, Graphs
 from clipping.members import named_parameters
 from clipping.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
@@ -43,7 +44,9 @@ class Backend(ABC):
         verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
             if they differ; and see that samples stay apart (`clipping.apart`) at first, in new shapes and graphs, and
             in one step of 200. Costs a few steps, once, and 0.4 % of a step.
-        compile: from the third batch of a shape on, run the step as one graph if that is faster (`clipping.graphs`).
+        compile: from the third batch of a shape on, run the step as one program if that is faster (`clipping.graphs`).
+            True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU, where it
+            compiles for a minute.
 
     Raises:
         ValueError: `compile`, of a backend whose step is no graph.
@@ -70,7 +73,7 @@ class Backend(ABC):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
     ) -> None:
         self.model = spread.unwrapped(model)
         self.replicated = self.model is not model
@@ -92,8 +95,10 @@ class Backend(ABC):
         self.graphs: Graphs | None = None
         """Of its steps; None if they run as they are."""
         self._ways: Mapping[str, str] = {}
-        if compile:
-            self.use_graphs(self._unlooked)
+        if compile and (compile is True or (self.compilable and not self.sharded)):
+            self.use_graphs(
+                lambda inputs, targets: loss_fn(forward(self.model, inputs), targets), strict=compile is True
+            )
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
         if problems:
             raise UnsupportedModel(self.name, problems)
@@ -154,15 +159,15 @@ class Backend(ABC):
                 self._verify = not verified
                 self.occasions, self.chosen_for, self.graphs = occasions, chosen_for, graphs
         with torch.enable_grad():
-            if self.occasions is not None:
-                if self.graphs is not None and self.graphs.is_due():
+            found = self.graphs and self.graphs(Batch(parameters, inputs, targets, batch_size))
+            if found is None and self.occasions is not None:
+                if self.graphs is not None and self.graphs.is_new:
                     self.occasions.insist()
                 changes = self.occasions.changes(batch_size, inputs, targets, self.model.training, len(parameters))
                 if changes:  # vmap and peers, whose steps take seconds, are looked at by other records alone
                     some = changes[: 3 if self.compilable else 2]
                     return self._twice(some, parameters, inputs, targets, batch_size)
-            graph = self.graphs and self.graphs.find(parameters, inputs, targets, batch_size)
-            found = (graph or self._clipped)(parameters, inputs, targets, batch_size)
+            found = found or self._clipped(parameters, inputs, targets, batch_size)
         if self.private and self.together == 1 and self.refuses_no_numbers:
             require_numbers(found)
         return found
@@ -201,12 +206,13 @@ class Backend(ABC):
             occasions.others_passed()
         return result
 
-    def use_graphs(self, run: Run, *, timing: bool = True) -> Graphs:
-        """Have steps of one shape run as one graph. See `clipping.graphs`.
+    def use_graphs(self, losses_of: LossesOf, *, timing: bool = True, strict: bool = True) -> Graphs:
+        """Have steps run as programs. See `clipping.graphs`.
 
         Args:
-            run: the step.
+            losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss.
             timing: take the fastest way to run a graph; else one whose results do not depend on time.
+            strict: refuse what is no graph; else it runs eagerly.
 
         Raises:
             ValueError: of this backend, or of a sharded model, a step is no graph.
@@ -214,22 +220,34 @@ class Backend(ABC):
         if not self.compilable or self.sharded:
             what = "a model sharded by FSDP2" if self.sharded else self.name
             raise ValueError(f"expected compile=False for {what}, whose step is no graph; bk_mixed's is one")
-        self.graphs = Graphs(self.name, self.model, run, self.moving, version=self._decided, timing=timing)
+        self.graphs = Graphs(
+            self.name, losses_of, self.of_losses, self.moving, version=self._decided, timing=timing, strict=strict
+        )
         if self._ways:
             self.graphs.resume(self._ways)
         return self.graphs
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """How steps run: shapes of a batch -> "eager", "traced", "replayed" or "compiled"."""
+        return {"all": "eager"} if self.graphs is None else self.graphs.ways
 
     def _decided(self) -> tuple[int, float]:
         """If one of these changes, graphs are traced again: the size that routes are chosen for, and the threshold."""
         return self.chosen_for, float(self.clip.sensitivity)
 
-    def _unlooked(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        """A step in which nobody looks whether samples stay apart."""
-        occasions, self.occasions = self.occasions, None
-        try:
-            return self._clipped(parameters, inputs, targets, batch_size)
-        finally:
-            self.occasions = occasions
+    def of_losses(
+        self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
+    ) -> ClippedGradient:
+        """A step of losses that are computed by the caller; nobody looks whether samples stay apart.
+
+        Args:
+            losses: () -> ℓ [B], with their graph.
+            parameters: the trainable ones by name, as `losses` reads them.
+            batch: what `losses` reads of the samples, [B, ...] each.
+            batch_size: B.
+        """
+        raise NotImplementedError(f"{type(self).__name__} is not compilable")
 
     def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
         """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.rounding` derives it.

@@ -5,8 +5,11 @@ And a third that is not to be compared with them: `TfMicrobatch`, which clips th
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
+
+from torch import Tensor
 
 from clipping.interface import Backend
 from clipping.reference import gradients, one_by_one, with_zeros
@@ -72,6 +75,12 @@ class NonPrivate(Backend):
         return []  # nothing per sample is asked of the model, BatchNorm included
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        losses = self.losses(inputs, targets, batch_size)
-        grads = gradients(losses.sum(), parameters)
-        return ClippedGradient(with_zeros(grads, parameters), None, losses.detach())
+        return self.of_losses(lambda: self.losses(inputs, targets, batch_size), parameters, (), batch_size)
+
+    def of_losses(
+        self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
+    ) -> ClippedGradient:
+        """See `clipping.interface.Backend.of_losses`."""
+        found = losses()
+        grads = gradients(found.sum(), parameters)
+        return ClippedGradient(with_zeros(grads, parameters), None, found.detach())

@@ -17,10 +17,10 @@ weighted gradient is formed where the norm is found, in all of them alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from clipping.batches import forward, losses_of
 from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.formats import norm_dtype, without_autocast
 from clipping.functions import ClipFunction
-from clipping.graphs import Run
 from clipping.interface import Backend
 from clipping.kernels.matmul import onednn_from, take_onednn_from
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
@@ -63,7 +62,7 @@ class TapeBackend(Backend):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile)
         self.stand_in = stand_ins(self.model)
@@ -151,30 +150,30 @@ class TapeBackend(Backend):
         return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        return self._step(self.loss_fn, self.occasions, parameters, inputs, targets, batch_size)
+        def losses() -> Tensor:
+            return losses_of(self.model, self.loss_fn, inputs, targets, batch_size)
 
-    def step_of(self, loss_fn: LossFunction) -> Run:
-        """The step with this loss, in which nobody looks whether samples stay apart.
+        return self._step(losses, self.occasions, parameters, (inputs, targets), batch_size)
 
-        Args:
-            loss_fn: loss_fn(outputs, targets) -> [B].
-        """
-        return partial(self._step, loss_fn, None)
+    def of_losses(
+        self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
+    ) -> ClippedGradient:
+        """See `clipping.interface.Backend.of_losses`."""
+        return self._step(losses, None, parameters, batch, batch_size)
 
     def _step(
         self,
-        loss_fn: LossFunction,
+        losses: Callable[[], Tensor],
         occasions: Occasions | None,
         parameters: Parameters,
-        inputs: Any,
-        targets: Any,
+        batch: Any,
         batch_size: int,
     ) -> ClippedGradient:
-        tape = Tape(parameters, (inputs, targets), batch_size, self.stand_in, lets_go=self.lets_go)
+        tape = Tape(parameters, batch, batch_size, self.stand_in, lets_go=self.lets_go)
         with self._explained(tape):
             with tape:
-                losses = losses_of(self.model, loss_fn, inputs, targets, batch_size)
-            return self._rest(tape, losses, parameters, occasions)
+                found = losses()
+            return self._rest(tape, found, parameters, occasions)
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
         if not self.sharded:
@@ -334,7 +333,7 @@ class BkMixed(TapeBackend):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         plan: Strategy | None = None,
         memory_overhead: float = 0.05,
         timing: bool = True,

@@ -28,7 +28,6 @@ class Vmap(Backend):
     """
 
     name = "vmap"
-    compilable = True
     _without_fused = False
 
     def _rounding(self, batch_size: int) -> tuple[float, float]:

@@ -82,6 +82,7 @@ HANDLERS: dict[Any, Handler] = {
     F.embedding_bag: embedding_bag,
     F.layer_norm: layer_norm,
     F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,  # as TorchDynamo writes it
     **dict.fromkeys({getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}, grouped_mm),
     torch.einsum: einsum,
     torch.add: add,

@@ -24,7 +24,7 @@ VIEWS |= {torch.Tensor.unflatten}
 
 ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
 CATENATIONS = {torch.cat, torch.concat}
-POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
+POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}
 MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
 """Operations that do the same whichever of the leading dimensions holds the samples."""
 

@@ -19,10 +19,10 @@ from clipping.rules.rewritten import LIKE, methods
 from clipping.sources import samples_of
 from clipping.tape.batch_dimension import ELEMENTWISE
 
-OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.matmul, torch.Tensor.matmul}
+OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}
 """Operations on the last dimension or two, whatever is before."""
 OF_FEATURES = OF_ROWS - {F.embedding}
-ALONG_FEATURES = {F.linear, F.layer_norm, F.rms_norm}
+ALONG_FEATURES = {F.linear, F.layer_norm, F.rms_norm, torch.rms_norm}
 """Operations that read all along the last dimension of an activation."""
 OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
 """Operations that do the same without a batch."""

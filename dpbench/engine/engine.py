@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -200,14 +200,15 @@ class PrivacyEngine(State):
         self.stepped = ticket is None or ticket.is_last
         self._end(ticket, lambda: self._accumulate(loss, None if ticket is None else self._mask))
 
-    def make_step(self, loss_fn: LossFunction, *, compile: bool = False) -> WholeStep:
+    def make_step(self, loss_fn: LossFunction, *, compile: bool | Literal["auto"] = "auto") -> WholeStep:
         """step(inputs, targets) -> losses [B]: forward, clip, noise and optimizer, as `optimizer.step(loss=...)` does.
 
         Args:
             loss_fn: loss_fn(outputs, targets) -> [B].
-            compile: from the third or fourth batch of a shape on, as one graph if that is faster (`clipping.graphs`).
-                Batches of one shape come from `data_loader(..., max_physical_batch_size=B, pad=True)`. What goes on
-                from a checkpoint takes the same way; its first steps, before there is a graph, are equal to rounding.
+            compile: from the third or fourth batch of a shape on, run the step as a program if that is faster
+                (`clipping.graphs`). True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor
+                out on a CPU. What goes on from a checkpoint takes the same way; its first steps, before there is a
+                graph, are equal to rounding.
         """
         return WholeStep(self, loss_fn, compile=compile)
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
+from clipping.batches import map_tensors, tensors_of
 from clipping.distributed import sharded_modules
 from clipping.draws import Draws
-from dpbench.engine.containers import emptied
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State
@@ -208,4 +208,28 @@ class _Collate:
     def __call__(self, samples: list[Any]) -> Any:
         if samples:
             return self._collate(samples)
-        return emptied(self._collate([self._dataset[0]]))
+        return _emptied(self._collate([self._dataset[0]]))
+
+
+def _emptied(batch: Any) -> Any:
+    """The same without its samples: tensors [0, ...]; what is no tensor stays as it is.
+
+    Args:
+        batch: tensors [B, ...] in nested mappings, lists and tuples.
+
+    Raises:
+        ValueError: it has no tensors, or one that cannot be empty.
+    """
+    if next(tensors_of(batch), None) is None:
+        raise ValueError(f"expected tensors in tuples, lists, mappings or dataclasses, got {type(batch).__name__}")
+    return map_tensors(_without_rows, batch)
+
+
+def _without_rows(x: Tensor) -> Tensor:
+    if not x.is_nested and not x.dim():  # a number about the batch
+        return x
+    try:
+        return x.index_select(0, torch.zeros(0, dtype=torch.int64, device=x.device)) if x.is_sparse else x[:0]
+    except (RuntimeError, NotImplementedError, IndexError) as error:
+        kind = "nested" if x.is_nested else str(x.layout)
+        raise ValueError(f"expected tensors [B, ...] that may have no rows, got one that is {kind}") from error

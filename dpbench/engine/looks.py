@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.batches import map_tensors, tensors_of
 from clipping.draws import Draws
 from clipping.formats import coarsest
 from clipping.interface import Backend
@@ -21,7 +22,6 @@ from clipping.recording import Recording
 from clipping.second_look import TOLERANCE, Change, Run, fewer, mixed, mixing
 from clipping.tape_backends import TapeBackend
 from clipping.types import ClippedGradient, UnsupportedModel
-from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.traced import Trace, plain
 
 
@@ -53,7 +53,7 @@ class Looks:
         self._calls.append((args, kwargs))
         if self._known is None:
             output = self._trace.passed(self._forward, args, kwargs, output)
-            self._outputs += [x for x in tensors_in(output) if x.is_floating_point()]
+            self._outputs += [x for x in tensors_of(output) if x.is_floating_point()]
         return output
 
     def follow(self, losses: Tensor) -> None:
@@ -113,8 +113,8 @@ class Looks:
     def _passes(self, change: Change, only_losses: bool) -> list[Tensor]:
         """The outputs of the forward passes, of the changed batch."""
         with self._backend.moving.repeated(self._draws), change.making() as of, torch.no_grad():
-            outputs = [self._forward(*mapped(of, args), **mapped(of, kwargs)) for args, kwargs in self._calls]
-            return [x for x in tensors_in(outputs) if x.is_floating_point()]
+            outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
+            return [x for x in tensors_of(outputs) if x.is_floating_point()]
 
     def _numbers(self, change: Change, only_losses: bool) -> list[Tensor]:
         """Losses and norms of the changed batch."""
@@ -137,7 +137,9 @@ class Looks:
     def _computed(self, of: Callable[[Tensor], Tensor], wide: bool) -> Tensor:
         if self._known is not None:
             (args, kwargs), (loss_fn, targets) = self._calls[0], self._known
-            losses: Tensor = loss_fn(self._forward(*mapped(of, args), **mapped(of, kwargs)), mapped(of, targets))
+            losses: Tensor = loss_fn(
+                self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)), map_tensors(of, targets)
+            )
             return losses
         assert self._losses is not None
         return self._trace.again(

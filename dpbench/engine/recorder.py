@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipping.apart import Occasions
 from clipping.batches import leading_dimension, map_tensors
+from clipping.capture import is_captured
 from clipping.distributed import no_rows, row_of_zeros
 from clipping.interface import Backend
 from clipping.members import named_parameters
@@ -340,7 +341,7 @@ class Hook:
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        return None if self._function is None else self._function(*args)
+        return None if self._function is None or is_captured() else self._function(*args)
 
     def __deepcopy__(self, memo: Any) -> Hook:
         return self

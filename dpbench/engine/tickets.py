@@ -21,13 +21,13 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpbench.engine.containers import dense_in
+from clipping.batches import tensors_of
 from dpbench.engine.errors import Misuse
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256
@@ -56,7 +56,7 @@ class Ticket:
 
     def __init__(self, step: int, is_last: bool, real: int, handed: int, batch: Any) -> None:
         self.step, self.is_last, self.real, self.handed = step, is_last, real, handed
-        self.probes = [_Probe(x) for x in dense_in(batch)]
+        self.probes = [_Probe(x) for x in _dense_in(batch)]
         self._read: list[tuple[weakref.ref[Tensor], int]] = []
 
     def distance(self, tensors: list[Tensor]) -> float:
@@ -121,7 +121,8 @@ class Tickets:
         self.current: Ticket | None = None
         self._open: list[Ticket] = []
         self._closed: deque[Ticket] = deque(maxlen=CLOSED)  # the last one first
-        self._padded: set[int] = set()  # the sizes of batches that were filled up
+        self._sizes: set[int] = set()  # of batches that were handed out
+        self._padded = False  # one of them was filled up
         self._size = -1  # of the batch that the model has read since the last step
         self._news = False  # was one handed out since then?
 
@@ -135,8 +136,8 @@ class Tickets:
             ticket: of the batch.
         """
         self._news = True
-        if ticket.handed > ticket.real:
-            self._padded.add(ticket.handed)
+        self._sizes.add(ticket.handed)
+        self._padded |= ticket.handed > ticket.real
         self._open.append(ticket)
 
     def clear(self) -> None:
@@ -165,7 +166,7 @@ class Tickets:
         Raises:
             Misuse: several batches are open, and it cannot be told which one this is.
         """
-        tensors = list(dense_in(inputs))
+        tensors = list(_dense_in(inputs))
         before, found = self.current, self._exact(tensors, batch_size)
         if found is None:  # another view of the same samples, if nobody can have another batch by now
             stays = recording and not self._news and (before in self._open or not self._open)
@@ -186,7 +187,7 @@ class Tickets:
             Misuse: a batch that is done with, or one of which it is not known how much of it is padding.
         """
         ticket = self.current
-        if ticket is None and self._size in self._padded:
+        if ticket is None and self._padded and self._size in self._sizes:
             raise Misuse(
                 f"expected a batch of data_loader, got one of {self._size} samples, as many as its padded ones have, "
                 "and none of those that are to be stepped: padding would count as records"
@@ -292,6 +293,11 @@ class Tickets:
                 + ("; a step of one of these has raised, so begin to iterate anew to leave it" if failed else "")
             )
         return alike[0]
+
+
+def _dense_in(batch: Any) -> Iterator[Tensor]:
+    """Its tensors of at least one dimension; neither sparse nor nested ones, whose memory is not one block."""
+    return (x for x in tensors_of(batch) if x.layout == torch.strided and not x.is_nested and x.dim())
 
 
 def _alike(tickets: Iterable[Ticket], tensors: list[Tensor]) -> list[Ticket]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpbench.engine.containers import mapped, tensors_in
+from clipping.batches import map_tensors, tensors_of
 
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 """What a view is of: nothing is computed. (torch.compile asks for it, and for that of the answer.)"""
@@ -49,13 +49,13 @@ class Trace:
             args, kwargs: that it was called with.
             output: what it gave, in nested mappings, lists and tuples.
         """
-        self._begun_with += [x for x in tensors_in((args, kwargs)) if not self.follows(x)]
-        shapes = [x.shape for x in tensors_in(output)]
-        result = mapped(lambda x: Traced.made(x, self) if x.is_floating_point() else x, output)
+        self._begun_with += [x for x in tensors_of((args, kwargs)) if not self.follows(x)]
+        shapes = [x.shape for x in tensors_of(output)]
+        result = map_tensors(lambda x: Traced.made(x, self) if x.is_floating_point() else x, output)
 
         def again(*args: Any, **kwargs: Any) -> Any:
             left = iter(shapes)
-            return mapped(lambda x: _filled(x, next(left)), model(*args, **kwargs))
+            return map_tensors(lambda x: _filled(x, next(left)), model(*args, **kwargs))
 
         self._notes.append(_Note(again, args, kwargs, result, _autocast_now()))
         return result
@@ -94,8 +94,8 @@ class Trace:
         result = operation(*args, **kwargs)
         if changes:
             self._notes.append(_Note(operation, args, kwargs, None, _autocast_now()))
-        elif _is_telling(result) or next(tensors_in(result), None) is not None:
-            result = mapped(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
+        elif _is_telling(result) or next(tensors_of(result), None) is not None:
+            result = map_tensors(lambda x: x if isinstance(x, Traced) else Traced.made(x, self), result)
             self._notes.append(_Note(operation, args, kwargs, result, _autocast_now()))
         return result
 
@@ -124,7 +124,9 @@ class Trace:
         for x in self._begun_with:
             values[id(x)] = change(x)
         for note in self._notes:
-            args, kwargs = mapped(lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs))
+            args, kwargs = map_tensors(
+                lambda x: values[id(x)] if id(x) in values else fixed(x), (note.args, note.kwargs)
+            )
             args, kwargs = _numbers(numbers, args), _numbers(numbers, kwargs)
             with _under(note.autocast):
                 found = note.operation(*args, **kwargs)
@@ -158,7 +160,7 @@ class Traced(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func == _BASE:
                 return func(*args)
-            traced = [x for x in tensors_in((args, kwargs)) if isinstance(x, Traced)]
+            traced = [x for x in tensors_of((args, kwargs)) if isinstance(x, Traced)]
             return traced[0].noted_by.run(func, args, kwargs) if traced else func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -235,6 +237,6 @@ def _numbers(now: dict[float, float], tree: Any) -> Any:
 
 def _pair(noted: Any, found: Any, values: dict[int, Any]) -> None:
     """Write down what each noted tensor is now; None was noted where nothing new was made."""
-    for one, other in zip(tensors_in(noted), () if noted is None else tensors_in(found), strict=True):
+    for one, other in zip(tensors_of(noted), () if noted is None else tensors_of(found), strict=True):
         if isinstance(one, Traced):
             values[id(one)] = other

@@ -1,20 +1,19 @@
 """A whole step in one call: forward pass, clipping, noise, optimizer, of a loss function that is known beforehand.
 
 Where the caller runs the forward pass, autograd and the tape work between all its operations. Here nothing of the
-caller's runs between, so all but noise and optimizer can be one graph for each shape of batch (`clipping.graphs`). What
-is clipped, noised and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
+caller's runs between, so all but noise and optimizer can be one program (`clipping.graphs`). What is clipped, noised
+and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from clipping.batches import forward, leading_dimension
-from clipping.graphs import Graph, Graphs
-from clipping.tape_backends import TapeBackend
+from clipping.graphs import Batch, Graphs
 from clipping.types import ClippedGradient, LossFunction, Parameters
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real
@@ -27,17 +26,18 @@ class WholeStep:
     Args:
         engine: attached to an optimizer.
         loss_fn: loss_fn(outputs, targets) -> [B].
-        compile: run steps as graphs where that is faster.
+        compile: run steps as programs where that is faster: True refuses what is none, "auto" runs it eagerly.
 
     Raises:
         ValueError: `compile`, with a backend or a model whose step is no graph.
     """
 
-    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: bool) -> None:
+    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: bool | Literal["auto"]) -> None:
         self._engine, self._loss_fn = engine, loss_fn
         self.graphs: Graphs | None = None
-        if compile:
-            self.graphs = engine._recorder.backend.use_graphs(self._without_noise, timing=engine.timing)
+        backend = engine._recorder.backend
+        if compile is True or (compile and backend.compilable and not backend.sharded):
+            self.graphs = backend.use_graphs(self._losses_of, timing=engine.timing, strict=compile is True)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """One physical batch: of a `data_loader`'s, or of the caller's.
@@ -72,14 +72,12 @@ class WholeStep:
         engine, recorder = self._engine, self._engine._recorder
         if not (engine.model.training and torch.is_grad_enabled()):
             return None
-        if graphs.is_due():
-            recorder.insist()
-            return None
         parameters: Parameters = {n: p for n, p in recorder.backend.members().items() if p.requires_grad}
-        real = self._real_samples(inputs, size)
         with recorder.paused(), torch.enable_grad():
-            graph: Graph | None = graphs.find(parameters, inputs, (targets, real), size)
-            return None if graph is None else graph(parameters, inputs, (targets, real), size)
+            found = graphs(Batch(parameters, inputs, (targets, self._real_samples(inputs, size)), size))
+        if graphs.is_new:
+            recorder.insist()
+        return found
 
     def _real_samples(self, inputs: Any, size: int) -> Tensor:
         """[B] bool: which are the data's own; the loader's padding is none of them."""
@@ -92,12 +90,7 @@ class WholeStep:
             raise Misuse(f"expected the {ticket.handed} samples that data_loader handed out, got {size}")
         return torch.arange(size, device=device) < ticket.real
 
-    def _without_noise(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
-        """The eager step up to the sum. `targets`: those of the loss, and which samples are the data's own [B]."""
-        backend = self._engine._recorder.backend
-        assert isinstance(backend, TapeBackend)
-        return backend.step_of(self._masked_losses)(parameters, inputs, targets, batch_size)
-
-    def _masked_losses(self, outputs: Any, targets: Any) -> Tensor:
+    def _losses_of(self, inputs: Any, targets: Any) -> Tensor:
+        """ℓ [B], 0 for padding. `targets`: those of the loss, and which samples are the data's own [B]."""
         targets, real = targets
-        return only_real(self._loss_fn(outputs, targets), real)
+        return only_real(self._loss_fn(forward(self._engine.model, inputs), targets), real)

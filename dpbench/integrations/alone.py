@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from clipping.batches import map_tensors, tensors_of
 from clipping.draws import Draws, WithoutDropping
 from clipping.formats import coarsest, without_autocast
 from clipping.second_look import Moving
 from clipping.verification import reading_float64
 from dpbench.engine import Misuse
-from dpbench.engine.containers import mapped, tensors_in
 from dpbench.integrations.whole_states import is_shared
 
 RECORDS = 8
@@ -106,7 +106,7 @@ def _places(dataset: Any, most: int) -> list[int]:
 
 def _sums(batch: Any) -> Tensor:
     """[B]: of each record's numbers, but for labels and words."""
-    rows = [x for x in tensors_in(batch) if x.dim()]
+    rows = [x for x in tensors_of(batch) if x.dim()]
     wanted = [x.double().flatten(1).sum(1) for x in rows if x.is_floating_point() and x.dim() > 1]
     return sum(wanted, torch.zeros(len(rows[0]) if rows else 0, dtype=torch.float64))
 
@@ -158,7 +158,7 @@ class _Seen:
     def _drawn(self, records: list[Any]) -> tuple[Tensor, list[torch.Size]]:
         """The losses of a batch, always by the same random numbers, and its shapes."""
         with self._draws.again():
-            shapes = [x.shape for x in tensors_in(self._batch(records))]
+            shapes = [x.shape for x in tensors_of(self._batch(records))]
         with self._draws.again():
             return self._losses(records), shapes
 
@@ -167,7 +167,7 @@ class _Seen:
 
     def _batch(self, records: list[Any]) -> Any:
         batch = self._collate([copy.copy(record) for record in records])  # which may take parts of them out
-        return mapped(lambda x: x.double() if self.wide and x.is_floating_point() else x, batch)
+        return map_tensors(lambda x: x.double() if self.wide and x.is_floating_point() else x, batch)
 
     def _first(self, was: Tensor, now: Tensor, places: Iterable[int], how: str) -> tuple[int, float, float, str] | None:
         off = (was.double() - now.double()).abs()

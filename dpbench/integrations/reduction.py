@@ -27,12 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import separating
+from clipping.batches import map_tensors, tensors_of
 from clipping.draws import Draws
 from clipping.formats import coarsest
 from clipping.second_look import TOLERANCE, Change, differing, replaced, same
 from clipping.types import Problem, UnsupportedModel
 from dpbench.engine import PrivacyWarning
-from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.traced import Trace, Traced, plain
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
@@ -110,11 +110,11 @@ class Look(Trace):
         Args:
             batch: of the loader.
         """
-        return mapped(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
+        return map_tensors(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
 
     def read(self, *trees: Any) -> None:
         """The model is called with these."""
-        self._inputs += [x for x in tensors_in(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
+        self._inputs += [x for x in tensors_of(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
 
     def begun(self, handed: Tensor) -> Tensor:
         """The same of an output of the model.

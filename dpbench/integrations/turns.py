@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.batches import tensors_of
 from clipping.distributed import sharded_modules
 from dpbench.engine import Misuse, PrivacyEngine
-from dpbench.engine.containers import tensors_in
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.traced import plain
 from dpbench.integrations.watch import Watch
@@ -189,7 +189,7 @@ def to_skip(piece: Any, engine: PrivacyEngine) -> bool:
         piece: of the engine's loader.
         engine: whose model would read it.
     """
-    return any(x.dim() and not len(x) for x in tensors_in(piece)) and not sharded_modules(engine.model)
+    return any(x.dim() and not len(x) for x in tensors_of(piece)) and not sharded_modules(engine.model)
 
 
 def per_sample(losses: Any, piece: Any, where: str) -> Tensor:
@@ -203,7 +203,7 @@ def per_sample(losses: Any, piece: Any, where: str) -> Tensor:
     Raises:
         Misuse: something else.
     """
-    size = next((len(x) for x in tensors_in(piece) if x.dim()), None)
+    size = next((len(x) for x in tensors_of(piece) if x.dim()), None)
     if not isinstance(losses, Tensor) or losses.dim() != 1 or (size is not None and len(losses) != size):
         came = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
         raise Misuse(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpbench.engine.containers import mapped, tensors_in
+from clipping.batches import map_tensors, tensors_of
 from dpbench.engine.recorder import Hook
 from dpbench.engine.traced import Traced, plain
 from dpbench.integrations.reduction import Look, Looks
@@ -96,7 +96,7 @@ class Watch(ABC):
         look = self._look
         if look is None:
             return output
-        return mapped(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
+        return map_tensors(lambda x: look.begun(plain(x)) if x.is_floating_point() and x.dim() else plain(x), output)
 
     def _see(self, look: Look | None) -> None:
         if self._look is not None:
@@ -116,8 +116,8 @@ class Watch(ABC):
             self.begin(args, kwargs)
             if self._look is not None:
                 self._look.read(args, kwargs)
-        noted = any(isinstance(x, Traced) for x in tensors_in((args, kwargs)))
-        return mapped(plain, (args, kwargs)) if noted else None
+        noted = any(isinstance(x, Traced) for x in tensors_of((args, kwargs)))
+        return map_tensors(plain, (args, kwargs)) if noted else None
 
     def _after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return self.outputs(args, kwargs, output) if self._trains(module) else None

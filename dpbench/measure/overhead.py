@@ -227,7 +227,7 @@ class Entry:
             assert self._step.losses is not None
             if self.trial.compiled:
                 graphs = self._graphs()
-                self.record["way"] = graphs.ways[-1] if graphs is not None and graphs.ways else "eager"
+                self.record["way"] = "eager" if graphs is None else graphs.way
             self.record["loss"] = float(self._step.losses.double().mean())
             memory = self._peak()
             self._close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -93,7 +95,7 @@ def test_the_same_training_bit_for_bit(compile, loading, clip):
     step = other.make_step(losses_of, compile=compile)
     found = train(other, step, **loading)
     if compile and loading:
-        assert step.graphs.ways == ["traced"] * 2
+        assert list(step.graphs.ways.values()) == ["traced"] * 2
         assert step.graphs.steps > 5
     assert torch.equal(found, wanted)
     assert (other.steps, other.drawn) == (engine.steps, engine.drawn) == (10, 10)
@@ -171,7 +173,11 @@ def test_numbers_that_are_none_release_nothing():
 
 
 def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
-    scheme = {"generator": None, "sampling": "shuffled", "batch_size": 8}  # of one shape, whose way is in the checkpoint
+    scheme = {
+        "generator": None,
+        "sampling": "shuffled",
+        "batch_size": 8,
+    }  # of one shape, whose way is in the checkpoint
     engine, optimizer = make(**scheme)
     step = engine.make_step(losses_of, compile=True)
     step.graphs._timing = False
@@ -185,34 +191,79 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits():
     other.load_state_dict(state[0], replay=True)
     again = other.make_step(losses_of, compile=True)
     assert torch.equal(train(other, again, 2), wanted)
-    assert again.graphs.ways == step.graphs.ways == ["traced"]
+    assert again.graphs.ways == step.graphs.ways
+    assert list(again.graphs.ways.values()) == ["traced"]
     assert other.steps == engine.steps
 
 
-def test_samples_that_mix_only_later_are_looked_for_in_a_step_that_is_recorded(monkeypatch):
-    """One step in so many runs as it is, and both looks are taken."""
+class Odd(nn.Module):
+    """Does what it is told by its attributes."""
 
-    class Later(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.mixes = nn.Linear(5, 3), False
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(5, 3), nn.Tanh()
+        self.mixes, self.scale, self.count = False, 1.0, 0
+        self.register_buffer("seen", torch.zeros(()))
 
-        def forward(self, x):
-            return self.layer(x) + (self.layer(x).mean(0, keepdim=True) if self.mixes else 0)
+    def forward(self, x):
+        self.seen = self.seen + 1
+        self.count += self.count < 4
+        x = self.inner(self.layer(x)) * self.scale * torch.exp(-self.seen / 9) * (2 if self.count == 3 else 1)
+        return x + x.mean(0, keepdim=True) if self.mixes else x
 
-    monkeypatch.setattr(clipping.graphs, "COMPARED", 3)
-    torch.manual_seed(0)
-    engine, _ = make(Later(), batch_size=6, sampling="shuffled")
+
+def test_a_model_that_begins_to_mix_samples_is_captured_anew_and_refused():
+    engine, _ = make(Odd(), batch_size=6, sampling="shuffled")
     step = engine.make_step(losses_of, compile=True)
     x, y = torch.randn(6, 5), torch.randint(3, (6,))
-    for _ in range(6):
+    for _ in range(9):
         step(x, y)
-    assert step.graphs.steps in (3, 4)
-    monkeypatch.setattr(clipping.graphs.Graph, "_compare", lambda *_: None)  # which would find it, too
+    assert step.graphs.steps > 0
     engine.model.mixes = True
     with pytest.raises(UnsupportedModel, match="samples mix"):
-        for _ in range(6):
+        step(x, y)
+
+
+def changed_loss(engine, losses):
+    losses[:] = [lambda outputs, targets: 3 * losses_of(outputs, targets)]
+
+
+CHANGES = {
+    "nothing": lambda engine, losses: None,
+    "a number in the model": lambda engine, losses: setattr(engine.model, "scale", 0.5),
+    "a module": lambda engine, losses: setattr(engine.model, "inner", nn.Softsign()),
+    "a buffer": lambda engine, losses: setattr(engine.model, "seen", torch.full((), 20.0)),
+    "the loss": changed_loss,
+    "a hook": lambda engine, losses: engine.model.layer.register_forward_hook(lambda module, x, y: y * 2),
+    "a frozen parameter": lambda engine, losses: engine.model.layer.bias.requires_grad_(False),
+    "the threshold": lambda engine, losses: object.__setattr__(engine.clip, "max_grad_norm", 0.05),
+    "the optimizer's rate": lambda engine, losses: engine._patch.optimizer.param_groups[0].update(lr=0.01),
+    "weights": lambda engine, losses: engine.model.layer.weight.data.mul_(2),
+    "eval of a part": lambda engine, losses: engine.model.inner.eval(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_changes_in_python_changes_the_compiled_step(change):
+    """A counter and a buffer that is bound anew in each step, beside what is changed between steps."""
+    ends = []
+    for compile in (False, True):
+        torch.manual_seed(3)
+        engine, _ = make(Odd(), batch_size=6, sampling="shuffled")
+        losses = [losses_of]
+        step = engine.make_step(lambda outputs, targets, losses=losses: losses[0](outputs, targets), compile=compile)
+        x, y = torch.randn(6, 5), torch.randint(3, (6,))
+        for _ in range(9):
             step(x, y)
+        before = step.graphs.steps if compile else 0
+        change(engine, losses)
+        for _ in range(5):
+            step(x, y)
+        ends.append((weights(engine), engine.model.seen, engine.model.count))
+        engine.detach()
+    assert before > 0
+    assert step.graphs.steps > before
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", ["microbatch"])
@@ -250,3 +301,41 @@ def test_a_forward_pass_between_is_no_part_of_a_step():
     optimizer.step(loss=losses_of(engine.model(x), y))
     assert engine.steps == 9
     assert engine._recorder._recording is None
+
+
+class Dropping(nn.Module):
+    """Leaves a layer out by Python's random numbers, or scales its output by a count that never ends."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.layer, self.other, self.how, self.count = nn.Linear(5, 3), nn.Linear(3, 3), how, 0
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.how == "random":
+            return self.other(x) if random.random() < 0.5 else x
+        self.count += 1
+        return x * (3 if self.count % 4 == 0 else 1)
+
+
+@pytest.mark.parametrize("how", ["random", "counted"])
+def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
+    monkeypatch.setattr(clipping.graphs, "MOST", 3)
+    ends = []
+    for compile in (False, "auto"):
+        torch.manual_seed(3)
+        random.seed(0)
+        engine, _ = make(Dropping(how), batch_size=6, sampling="shuffled")
+        step = engine.make_step(losses_of, compile=compile)
+        x, y = torch.randn(6, 5), torch.randint(3, (6,))
+        with (
+            nullcontext() if how == "random" or not compile else pytest.warns(RuntimeWarning, match="at most 3 graphs")
+        ):
+            for _ in range(12):
+                step(x, y)
+        ends.append(weights(engine))
+        engine.detach()
+    assert ("others" in step.graphs.ways) == (how == "random")
+    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
+    with pytest.raises(UnsupportedModel, match="its step is no graph") if how == "random" else nullcontext():
+        make(Dropping(how), batch_size=6)[0].make_step(losses_of, compile=True)(x, y)

@@ -8,7 +8,7 @@ import clipping.graphs
 def not_compiled(monkeypatch) -> None:
     """TorchInductor fails, whatever it is given."""
 
-    def refused(self, inputs, targets):
-        raise self._no_graph("it is a test", RuntimeError("told so"))
+    def refused(self, *given):
+        raise clipping.graphs.no_graph("a test", "it is a test", RuntimeError("told so"))
 
-    monkeypatch.setattr(clipping.graphs.Graph, "_compiled", refused)
+    monkeypatch.setattr(clipping.graphs.Graph, "_made", refused)

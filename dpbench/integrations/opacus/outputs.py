@@ -20,9 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.batches import leading_dimension
+from clipping.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
-from dpbench.engine.containers import mapped, tensors_in
 from dpbench.engine.traced import plain
 from dpbench.integrations.opacus.inside import LossInside, depends_on
 from dpbench.integrations.reduction import Look
@@ -194,7 +193,7 @@ class Outputs(Watch):
         if output is None or cut is None:
             return None
         inside = len(cut.outputs)
-        found = mapped(lambda x: self._output(cut, plain(x), inside > 0), output)
+        found = map_tensors(lambda x: self._output(cut, plain(x), inside > 0), output)
         if cut.outputs:
             self._cuts.append(cut)
         return found
@@ -225,7 +224,7 @@ def refuse_trained(args: Any, kwargs: Any) -> None:
     Args:
         args, kwargs: that the model is called with.
     """
-    if any(x.requires_grad for x in tensors_in((args, kwargs))):
+    if any(x.requires_grad for x in tensors_of((args, kwargs))):
         raise Misuse(
             "expected inputs that need no gradient, got some of another trained model, whose gradient would end here: "
             "detach() them, or for a gradient of inputs call model.eval(), and optimizer.zero_grad() after it"
@@ -240,7 +239,7 @@ def barred(args: Any, kwargs: Any, output: Any) -> Any:
         output: what it gave.
     """
     size = leading_dimension(args, kwargs)
-    return mapped(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size))[0], output)
+    return map_tensors(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size))[0], output)
 
 
 class _Handed(torch.autograd.Function):
