@@ -308,7 +308,8 @@ def mixing(sample: int, what: str) -> Problem:
 
 
 class Moving:
-    """What a forward pass writes to besides its outputs: buffers, and frozen parameters that were written to since.
+    """What a forward pass writes to besides its outputs: attributes of modules, buffers, and frozen parameters that were
+    written to since.
 
     Args:
         model: as it is before its first step.
@@ -320,21 +321,24 @@ class Moving:
 
     @contextmanager
     def repeated(self, draws: Draws) -> Iterator[None]:
-        """What runs inside has the random numbers that came after `draws`, and leaves these tensors as they are.
+        """What runs inside has the random numbers that came after `draws`, and leaves the model as it is.
 
         Args:
             draws: the state of the generators to begin from.
         """
-        modules = self._model.modules()
-        buffers = [(module, name, x) for module in modules for name, x in module._buffers.items() if x is not None]
-        tensors = [x for _, _, x in buffers] + [p for p, version in self._frozen if p._version != version]
+        # what modules hold: numbers that they count, and the tensors that are their buffers
+        held = [(of, dict(of)) for module in self._model.modules() for of in (vars(module), module._buffers)]
+        buffers = [x for module in self._model.modules() for x in module._buffers.values() if x is not None]
+        tensors = buffers + [p for p, version in self._frozen if p._version != version]
         kept = [(x, x.detach().clone(), x._version) for x in tensors]
         try:
             with draws.again():
                 yield
         finally:
-            for module, name, x in buffers:
-                module._buffers[name] = x
+            for of, before in held:
+                if any(of.get(name, of) is not x for name, x in before.items()) or len(of) != len(before):
+                    of.clear()
+                    of.update(before)
             for x, copy, version in kept:
                 if x._version != version:
                     with torch.no_grad():
