@@ -308,8 +308,9 @@ def mixing(sample: int, what: str) -> Problem:
 
 
 class Moving:
-    """What a forward pass writes to besides its outputs: attributes of modules, buffers, and frozen parameters that were
-    written to since.
+    """What a forward pass writes to besides its outputs.
+
+    Attributes of modules, buffers, and frozen parameters that were written to since.
 
     Args:
         model: as it is before its first step.
