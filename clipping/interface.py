@@ -47,6 +47,7 @@ class Backend(ABC):
         compile: from the third batch of a shape on, run the step as one program if that is faster (`clipping.graphs`).
             True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU, where it
             compiles for a minute.
+        timing: take the fastest of several ways on this device; else the same one everywhere.
 
     Raises:
         ValueError: `compile`, of a backend whose step is no graph.
@@ -74,6 +75,7 @@ class Backend(ABC):
         clip: ClipFunction | None = None,
         verify: bool = True,
         compile: bool | Literal["auto"] = False,
+        timing: bool = True,
     ) -> None:
         self.model = spread.unwrapped(model)
         self.replicated = self.model is not model
@@ -95,10 +97,8 @@ class Backend(ABC):
         self.graphs: Graphs | None = None
         """Of its steps; None if they run as they are."""
         self._ways: Mapping[str, str] = {}
-        if compile and (compile is True or (self.compilable and not self.sharded)):
-            self.use_graphs(
-                lambda inputs, targets: loss_fn(forward(self.model, inputs), targets), strict=compile is True
-            )
+        if compile is True or (compile and self.compilable and not self.sharded):
+            self.use_graphs(self._losses_of, timing=timing, strict=compile is True)
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
         if problems:
             raise UnsupportedModel(self.name, problems)
@@ -226,6 +226,9 @@ class Backend(ABC):
         if self._ways:
             self.graphs.resume(self._ways)
         return self.graphs
+
+    def _losses_of(self, inputs: Any, targets: Any) -> Tensor:
+        return self.loss_fn(forward(self.model, inputs), targets)
 
     @property
     def ways(self) -> dict[str, str]:

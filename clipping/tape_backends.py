@@ -63,8 +63,9 @@ class TapeBackend(Backend):
         clip: ClipFunction | None = None,
         verify: bool = True,
         compile: bool | Literal["auto"] = False,
+        timing: bool = True,
     ) -> None:
-        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile)
+        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
         self.stand_in = stand_ins(self.model)
         self._sizes = UNSEEN
         ours = [p for p in model.parameters() if p.requires_grad]
@@ -318,7 +319,7 @@ class BkMixed(TapeBackend):
         model, loss_fn, clip, verify, compile: as for every backend.
         plan: what the planner aims at (see `clipping.planning.planner`); None is the `strategy` of the class.
         memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
-        timing: time the routes on this device in the second step; else the plan is the same everywhere, by formula.
+        timing: time the routes on this device in the second step, too; else the plan is by formula.
     """
 
     name = "bk_mixed"
@@ -338,7 +339,7 @@ class BkMixed(TapeBackend):
         memory_overhead: float = 0.05,
         timing: bool = True,
     ) -> None:
-        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile)
+        super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
         # between a sharded module's passes its parameters are not there to be timed with
         self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
 

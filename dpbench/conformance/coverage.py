@@ -31,6 +31,8 @@ TASKS = {
     "audio": "audio classification",
     "ctc": "speech recognition (CTC)",
 }
+#: After the name of a backend: its steps run as programs (`clipping.graphs`), traced.
+COMPILED = ":compiled"
 #: What can be said of a backend on a model that is built.
 STATUSES = ("exact", "refused", "wrong", "crash", "unavailable")
 _FOLDERS = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
@@ -74,7 +76,11 @@ class CoverageTrial(Trial):
         return False
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch", *required_modules(self.model), *modules_of_backends(self.backends))
+        return (
+            "torch",
+            *required_modules(self.model),
+            *modules_of_backends([b.removesuffix(COMPILED) for b in self.backends]),
+        )
 
 
 def models() -> list[tuple[str, str]]:

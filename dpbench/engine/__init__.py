@@ -21,12 +21,18 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which hold the r
 | A record's loss has no gradient in the rows of others. | `clipping.apart` | new graphs, 1 step of 400 |
 | Loss and norm stay where the others are NaN, or other ones. | `clipping.second_look` | new shapes, 1 step of 800 |
 | They stay where there are records more or less. | the same | new shapes, 1 step of 800 |
+| A compiled step (`make_step`) does what the caller's Python does now. | guards (`clipping.capture`) | every step |
+| It is the eager step, and keeps the rules above. | compared, looked at | when code is captured |
 
 The last rule holds for losses where the loss function is known: in `make_step` and `load_backend`, and in Trainer by a
 look of its own. In a loop of the caller's it holds for the model's outputs. There losses that are divided by their
 number, or by what labels add up to, are the caller's to see to: divide by constants.
 
-What differs from one run to the next by itself (a generator or a counter of the model's own) is looked at by NaN alone,
+Steps that run as programs are not looked at again: a program does the same to every batch of its shape. What numbers in
+tensors decide is part of it, so a model that mixes samples once a buffer has counted so far is found in eager steps
+alone, 1 in 800.
+
+What differs from one run to the next by itself (a generator of the model's own, say) is looked at by NaN alone,
 with a warning. A block-diagonal attention over all records of a batch at once multiplies others by 0, and is refused.
 """
 

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
 from clipping.batches import forward, map_tensors
+from clipping.graphs import BEFORE
 from clipping.verification import CAST_TOLERANCE, LOWERED, Limit
-from dpbench.conformance.coverage import KERNEL, LOOP, CoverageTrial
+from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import ModelError, Workload
@@ -41,6 +42,8 @@ IMAGE_SIZES: tuple[int | None, ...] = (64, 128, 224, 256, 240, 288, 384)
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
 MOST = 1e-3
 """No error above this is ever taken for rounding."""
+TO_A_GRAPH = BEFORE + 1
+"""Steps of a shape before one that runs as a program: the first decides what batch size routes are for."""
 Row = dict[str, Any]
 
 
@@ -303,10 +306,16 @@ def judged(name: str, truth: Truth) -> Row:
         "coverage": {},
         "reason": None,
     }
+    options: dict[str, Any] = {"compile": True, "timing": False} if name.endswith(COMPILED) else {}
     try:
-        checked = backend_class(name)
-        with checked(truth.workload.model, truth.workload.loss_fn, clip=truth.clip, verify=truth.mixes) as backend:
-            found = [compare(backend(*batch), right) for batch, right in truth.batches()]
+        checked = backend_class(name.removesuffix(COMPILED))
+        loss_fn, clip = truth.workload.loss_fn, truth.clip
+        with checked(truth.workload.model, loss_fn, clip=clip, verify=truth.mixes, **options) as backend:
+            found = []
+            for batch, right in truth.batches():
+                for _ in range(TO_A_GRAPH if options else 0):
+                    backend(*batch)
+                found.append(compare(backend(*batch), right))
             row["coverage"] = dict(backend.coverage)
     except UnavailableBackend as error:
         return row | {"status": "unavailable", "reason": said(error)}
