@@ -14,39 +14,45 @@ WARM = 3
 class Replayed:
     """(tensors) -> new tensors, as `step` gives.
 
-    Parameters and buffers are read where they lie; if one is given that lies elsewhere, the graph is recorded anew. A
-    batch is copied to memory of the graph's own. Random numbers advance as they do without a graph.
+    Parameters and buffers are read, and written to, where they lie. The batch is copied to memory of the graph's own,
+    and so is, once it has been given at another address, a buffer that is bound anew in each step. Random numbers
+    advance as they do without a graph.
 
     Args:
         step: reads nothing back from the device.
-        given: its arguments, on one CUDA device.
+        given: its arguments, on one CUDA device; their numbers change as in a few steps.
         moving: the places of those that are another tensor in each call.
     """
 
     def __init__(self, step: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], moving: Sequence[int]) -> None:
-        self._step, self._moving = step, set(moving)
+        self._step, self._moving, self._written = step, set(moving), set[int]()
         self._record(given)
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
-        if any(x.data_ptr() != own.data_ptr() for i, x, own in self._pairs(given) if i not in self._moving):
+        moved = {i for i, (x, own) in enumerate(zip(given, self._own, strict=True)) if x.data_ptr() != own.data_ptr()}
+        if not moved <= self._moving:
+            self._moving |= moved
             self._record(given)
-        for i, x, own in self._pairs(given):
-            if i in self._moving:
-                own.copy_(x)
+        for i in self._moving:
+            self._own[i].copy_(given[i])
         self._graph.replay()
+        for i in self._moving & self._written:
+            given[i].copy_(self._own[i])
         return [x.clone() for x in self._outputs]
-
-    def _pairs(self, given: Sequence[Tensor]) -> Sequence[tuple[int, Tensor, Tensor]]:
-        return [(i, x, own) for i, (x, own) in enumerate(zip(given, self._own, strict=True))]
 
     def _record(self, given: Sequence[Tensor]) -> None:
         self._own = [x.clone() if i in self._moving else x for i, x in enumerate(given)]
+        versions = [x._version for x in self._own]
+        kept = {i: self._own[i].clone() for i in self._written}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM):
                 self._step(*self._own)
         torch.cuda.current_stream().wait_stream(side)
+        self._written = {i for i, x in enumerate(self._own) if x._version != versions[i]}
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._outputs = list(self._step(*self._own))
+        for i, x in kept.items():
+            self._own[i].copy_(x)

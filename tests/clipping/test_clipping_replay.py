@@ -1,0 +1,127 @@
+"""Steps as CUDA graphs, on a CPU: a recorder in CUDA's place runs what was recorded in the same memory."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import clipping.graphs
+from clipping import Flat, load_backend
+from clipping.replay import Replayed
+from tests.support.cases import cross_entropy
+
+
+class Recorder(TorchDispatchMode):
+    """Of operations and their results. A replay runs them on the tensors of the recording, as a CUDA graph does."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran = []
+        Recorder.count += 1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        self.ran.append((function, args, kwargs or {}, found))
+        return found
+
+    def replay(self) -> None:
+        for function, args, kwargs, before in self.ran:
+            with torch.no_grad():
+                for was, now in zip(tree_leaves(before), tree_leaves(function(*args, **kwargs)), strict=True):
+                    if isinstance(was, torch.Tensor) and was.data_ptr() != now.data_ptr():
+                        was.copy_(now)
+
+
+class Stream:
+    def wait_stream(self, other) -> None: ...
+
+
+@pytest.fixture
+def on_a_recorder(monkeypatch):
+    Recorder.count = 0
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
+    monkeypatch.setattr(torch.cuda, "graph", lambda recorder: recorder)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+
+
+def step(weight, count, x):
+    count += 1
+    y = (x @ weight).relu() * count
+    return [y.sum(1), y.T @ x]
+
+
+def test_a_replay_reads_what_lies_in_place_and_copies_the_batch(on_a_recorder):
+    weight, count, other = torch.randn(4, 4), torch.zeros(()), torch.zeros(())
+    replayed = Replayed(step, [weight, count, torch.randn(3, 4)], moving=[2])
+    count.zero_()
+    kept = []
+    for _ in range(4):
+        weight.mul_(1.1)
+        x = torch.randn(3, 4)
+        wanted, found = step(weight, other, x), replayed(weight, count, x)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        assert torch.equal(count, other)
+        kept.append((found, [each.clone() for each in found]))
+        found[1].add_(1)  # the caller's to write to
+    assert all(torch.equal(found[0], copy[0]) for found, copy in kept)
+    assert Recorder.count == 1
+
+
+def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
+    """A parameter that was replaced, and a buffer that is bound anew in each step."""
+    weight, first, x = torch.randn(4, 4), torch.full((), 5.0), torch.randn(3, 4)
+    replayed = Replayed(step, [weight, first, x], moving=[2])
+    kept = first.clone(), weight.clone()
+    for number in range(3):
+        moved, count, other = torch.randn(4, 4), torch.full((), float(number)), torch.full((), float(number))
+        wanted, found = step(moved, other, x), replayed(moved, count, x)
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+        assert count == other == number + 1  # it is written to
+    assert torch.equal(first, kept[0])
+    assert torch.equal(weight, kept[1])
+    assert Recorder.count == 2
+
+
+def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
+    """The traced step with its kernels; weights move in between, as an optimizer moves them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+    x, y = torch.randn(6, 1, 6, 6), torch.randint(3, (6,))
+    clip = Flat(max_grad_norm=0.5)
+    take_fastest = clipping.graphs.Graph.take_fastest
+    monkeypatch.setattr(
+        clipping.graphs.Graph, "take_fastest", lambda graph, _, *given: take_fastest(graph, ["replayed"], *given)
+    )
+    made = clipping.graphs.Graph._made
+
+    def on_a_gpu(graph, way, given, draws):
+        with monkeypatch.context() as patched:
+            patched.setattr(graph, "device", torch.device("cuda"))
+            patched.setattr(clipping.graphs, "without_autocast", lambda device: contextlib.nullcontext())
+            return made(graph, way, given, draws)
+
+    monkeypatch.setattr(clipping.graphs.Graph, "_made", on_a_gpu)
+    with (
+        load_backend("bk_mixed")(model, cross_entropy, clip=clip, timing=False) as eager,
+        load_backend("bk_mixed")(model, cross_entropy, clip=clip, compile=True, timing=False) as backend,
+    ):
+        for _ in range(7):
+            x = torch.randn(6, 1, 6, 6)
+            wanted, found = eager(x, y), backend(x, y)
+            torch.testing.assert_close(found.norms, wanted.norms)
+            for name, grad in wanted.grads.items():
+                torch.testing.assert_close(found.grads[name], grad)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.add_(0.01 * torch.randn_like(p))
+        assert list(backend.ways.values()) == ["replayed"]
+        assert Recorder.count == 1
