@@ -29,8 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--executor",
         choices=EXECUTORS,
         default="local",
-        help="local: processes of this machine; ray: tasks of a Ray cluster (needs dpbench[ray]); slurm: a job array "
-        "(needs dpbench[slurm])",
+        help="local: processes of this machine; ray: tasks of a Ray cluster (extra [ray]); slurm: a job array "
+        "(extra [slurm])",
     )
     group.add_argument(
         "--address", metavar="HOST:PORT", help="ray: the cluster to join, or auto; else one is started here"

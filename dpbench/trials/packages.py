@@ -6,8 +6,11 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from clipping.registry import BACKENDS
+
+ROOT = Path(__file__).resolve().parents[2]
 
 #: Scheme of a reference -> modules that a server process can import once, before it forks a trial.
 SCHEMES: dict[str, tuple[str, ...]] = {
@@ -32,12 +35,15 @@ EXTRAS = {
 
 
 def to_be_installed(package: str) -> str:
-    """What a line of error expects where a package is missing: that it is installed, and how.
+    """What an error expects where a package is missing: that it is installed, and the command that does it.
+
+    An extra is installed from the checkout that this module lies in; without a checkout, the package by its own name.
 
     Args:
         package: its name to import.
     """
-    what = f"'dpbench[{EXTRAS[package]}]'" if package in EXTRAS else package
+    from_checkout = package in EXTRAS and (ROOT / "pyproject.toml").is_file()
+    what = f"-e '{ROOT}[{EXTRAS[package]}]'" if from_checkout else package
     return f"the package {package} to be installed (python -m pip install {what})"
 
 

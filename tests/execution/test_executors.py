@@ -246,7 +246,7 @@ def test_a_missing_extra_is_one_line_that_says_what_to_install(tmp_path, name, p
     arguments = ["run", str(fake.file), "--output", str(fake.output), "--executor", name]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert f"pip install 'dpbench[{name}]'" in done.stderr
+    assert f"pip install -e '{ROOT}[{name}]'" in done.stderr
     assert fake.trace("begun") == []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -207,6 +208,16 @@ def test_the_wheel_has_the_data_that_is_read():
 
 def test_the_version_is_said_once():
     assert PROJECT["project"]["version"] == __version__
+
+
+def test_nothing_tells_people_to_install_the_other_project_of_our_name():
+    """The package index has a `dpbench` that is another project; ours is installed from the repository."""
+    name = PROJECT["project"]["name"]
+    assert name != "dpbench"
+    pages = [*MODULES, *ROOT.glob("*.md"), ROOT / "results" / "README.md", ROOT / "Makefile", ROOT / "pyproject.toml"]
+    theirs = re.compile(r"(?<![\w-])dpbench\[[a-z]|pip install[^\n]*[\s'\"]dpbench\b(?![/.])")
+    assert [str(page) for page in pages if theirs.search(page.read_text())] == []
+    assert theirs.search("pip install 'dpbench" + "[ray]'") and theirs.search("pip install " + "dpbench")
 
 
 #: What a trial can measure: a change in one of these rooms can change a number. The others carry numbers about.

@@ -150,7 +150,7 @@ def test_training_needs_torch_numpy_and_scipy_alone(tmp_path):
 def test_a_model_of_a_library_that_is_missing_is_one_line(bare, reference):
     command = [str(bare), "-m", "dpbench", "explain", reference]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, cwd=ROOT, env=ENVIRONMENT)
-    assert done.returncode == 2 and "pip install 'dpbench[models]'" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"pip install -e '{ROOT}[models]'" in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     checked = subprocess.run(
         [str(bare), "-m", "dpbench", "check", "--model", reference],
@@ -161,7 +161,7 @@ def test_a_model_of_a_library_that_is_missing_is_one_line(bare, reference):
         env=ENVIRONMENT,
     )
     assert checked.returncode == 2 and checked.stdout == "" and checked.stderr.count("\n") == 1
-    assert "pip install 'dpbench[models]'" in checked.stderr
+    assert f"pip install -e '{ROOT}[models]'" in checked.stderr
 
 
 INTEGRATIONS = {
@@ -184,7 +184,8 @@ def test_an_integration_whose_library_is_missing_is_one_line(bare, name):
         )
         lines = done.stderr.strip().splitlines()
         assert done.returncode == code and (code == 1 or len(lines) == 1), done.stderr
-        assert f"expected the package {INTEGRATIONS[name]} to be installed (python -m pip install '" in lines[-1]
+        how = f"(python -m pip install -e '{ROOT}["
+        assert f"expected the package {INTEGRATIONS[name]} to be installed {how}" in lines[-1]
 
 
 IMPORTING = """
