@@ -5,6 +5,7 @@ A backend is compared over cells (a model, at a size) that both have; an empty s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,22 +30,29 @@ def paired(frame: pd.DataFrame) -> str:
     """Of tables whose times and memory stand beside ordinary training's."""
     keys = [name for name in ("model", "image_size", "tokens", "batch_size") if name in frame]
     ratios = _cells(frame, keys, "time_ratio")
-    ours = {name: cells for name, cells in ratios.items() if name not in PEERS}
+    counts = Counter(cell for cells in ratios.values() for cell in cells)
+    rivals = max(counts.values(), default=0) > 1
+    if rivals:  # a cell with one private backend compares nothing
+        ratios = {name: {c: r for c, r in cells.items() if counts[c] > 1} for name, cells in ratios.items()}
+    ours = {name: cells for name, cells in ratios.items() if name not in PEERS and cells}
     if not ours:
         return ""
     most = max(map(len, ours.values()))
     best = min((name for name in ours if len(ours[name]) == most), key=lambda name: _median(ours[name]))
+    nearest = _nearest(ratios, ours[best], largest=False)
+    place = "the fastest private backend" if nearest is None or nearest[1] >= 1 else "the fastest of our backends"
     told = frame[(frame.backend == best) & frame.time_ratio.notna()]
+    told = told[[tuple(row) in ours[best] for row in told[keys].itertuples(index=False)]]
     pairs = _span(told.paired_rounds, "{:.0f}".format, "to")
     said = (
-        f"{style.backend(best).name} is the fastest private backend on {_settings(told, keys)}: "
+        f"{style.backend(best).name} is {place if rivals else 'the only private backend'} on {_settings(told, keys)}: "
         f"{_ratios(ours[best])} the time of ordinary training ({pairs} pair{'' if pairs == '1' else 's'} of rounds each"
     )
     known = told[told.memory_ratio.notna()]
     if len(known):
         memory = {tuple(row): float(value) for *row, value in known[[*keys, "memory_ratio"]].itertuples(index=False)}
         said += f") and {_ratios(memory)} its peak memory ({_taken(known.memory)}"
-    return said + ")" + _peer(ratios, ours[best], " and takes {} as long", largest=False) + "."
+    return said + ")" + _peer(nearest, " and takes {} as long") + "."
 
 
 def max_batch(frame: pd.DataFrame) -> str:
@@ -67,7 +75,7 @@ def max_batch(frame: pd.DataFrame) -> str:
     return (
         f"Apart from one sample at a time, {style.backend(best).name} takes the largest batches in {budget} "
         f"({memory} memory): {_ratios(ours[best])} ordinary training's over {_several(len(ours[best]), 'model')}"
-        + _peer(ratios, ours[best], " and takes {} its batch", largest=True)
+        + _peer(_nearest(ratios, ours[best], largest=True), " and takes {} its batch")
         + "."
     )
 
@@ -193,20 +201,26 @@ def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, C
     return found
 
 
-def _peer(ratios: dict[str, Cells], ours: Cells, words: str, largest: bool) -> str:
-    """What the best of the libraries does beside `ours`, over the cells that both have."""
+def _nearest(ratios: dict[str, Cells], ours: Cells, largest: bool) -> tuple[str, float, int] | None:
+    """(the best library, the median of its ratio to `ours`, over how many cells that both have), if there is one."""
     shared = {
         name: [cells[cell] / ours[cell] for cell in cells.keys() & ours.keys()]
         for name, cells in ratios.items()
         if name in PEERS
     }
-    shared = {name: values for name, values in shared.items() if 2 * len(values) >= len(ours)}
-    if not shared:
+    medians = {name: float(pd.Series(v).median()) for name, v in shared.items() if v and 2 * len(v) >= len(ours)}
+    if not medians:
+        return None
+    best = (max if largest else min)(medians, key=lambda name: medians[name])
+    return best, medians[best], len(shared[best])
+
+
+def _peer(nearest: tuple[str, float, int] | None, words: str) -> str:
+    if nearest is None:
         return ""
-    best = (max if largest else min)(shared, key=lambda name: pd.Series(shared[name]).median())
-    ratio = style.times(float(pd.Series(shared[best]).median()))
-    among = f" (median of {len(shared[best])})" if len(shared[best]) > 1 else ""
-    return f"; the library that comes nearest is {style.backend(best).name}{words.format(ratio)}{among}"
+    name, ratio, count = nearest
+    among = f" (median of {count})" if count > 1 else ""
+    return f"; the best of the libraries is {style.backend(name).name}{words.format(style.times(ratio))}{among}"
 
 
 def _median(cells: Cells) -> float:

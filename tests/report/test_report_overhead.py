@@ -172,6 +172,17 @@ def test_a_panel_has_every_backend_and_nothing_lies_on_anything(run):
     assert any(said in " ".join(text.split()) for text in texts)
 
 
+def test_a_model_with_one_private_backend_is_in_the_table_and_not_in_the_figure(run, report):
+    run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.0], "vmap": [3.0]}, batch_size=32)
+    run.overhead("resnet18", {"nonprivate": [1.0], "ghost": [2.5]}, batch_size=8)
+    drawn, boxes = draw(run, "overhead")
+    texts = [text for text, _ in boxes]
+    assert len(drawn.axes) == 1 and "CNN, B=32" in texts and "not run" not in texts
+    table, text = report("overhead")
+    assert row(table, model="resnet18", backend="ghost").time_ratio == 2.5
+    assert "In the table alone, for one private backend was run there: ResNet18, B=8." in text
+
+
 def test_time_is_filled_and_memory_is_hollow_and_the_numbers_are_those_drawn(run):
     run.overhead("cnn", {"nonprivate": [1.0], "ghost": [2.5]}, {"ghost": 3 * 2**19})
     drawn, boxes = draw(run, "overhead")

@@ -231,7 +231,7 @@ def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
         "times at most, over 1 of 1 setting, in 10.0 ms at the median.",
         "At σ = 4 the tightest valid ε is 1.200 (Poisson, add or remove one).",
         "At ε = 1 PRV allows 1.20× the steps at equal noise of the moments accountant of 2016.",
-        "Ghost is the fastest private backend on 1 model in 2 settings: 2.00× the time of ordinary training (1 pair of "
+        "Ghost is the only private backend on 1 model in 2 settings: 2.00× the time of ordinary training (1 pair of "
         "rounds each) and 1.00× its peak memory (measured, CPU allocator).",
         "Of 1 backend none is never wrong in 1 case; wrong: vmap in 1.",
         "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed), "
@@ -301,11 +301,34 @@ def test_the_summary_is_three_sentences_with_numbers(run):
         "13 trials of stress_test (5 backends and 1 model) ran in 1 run of up to 3 rounds on cpu Test CPU, 2 CPUs with "
         "torch 2.15.0, on 1 January 2026; memory is measured in 12 results.",
         "BK mixed is the fastest private backend on 1 model: 1.20× the time of ordinary training (3 pairs of rounds "
-        "each) and 1.00× its peak memory (measured, CPU allocator); the library that comes nearest is Opacus hooks and "
+        "each) and 1.00× its peak memory (measured, CPU allocator); the best of the libraries is Opacus hooks and "
         "takes 3.00× as long.",
         "Of 13 results 12 gave a number and the others none (1 timed out); the 12 that were checked against the "
         "microbatch oracle agree with it to 1e-07 at worst.",
     ]
+
+
+def test_what_has_no_rival_is_not_called_the_fastest(run):
+    run.step("cnn", "nonprivate", [1.0], 2**30).step("cnn", "bk_mixed", [1.2], 2**30)
+    text = write(run, "memory_speed_table")[1].text()
+    assert "BK mixed is the only private backend on 1 model: 1.20×" in text and "fastest" not in text
+
+
+def test_ours_is_not_called_the_fastest_where_a_library_is_faster(run):
+    for name, seconds in (("nonprivate", 1.0), ("ghost", 2.5), ("bk_mixed", 2.0), ("opacus_hooks", 1.5)):
+        run.step("cnn", name, [seconds], 2**30)
+    run.step("resnet18", "nonprivate", [1.0], 2**30).step("resnet18", "bk_mixed", [9.0], 2**30)  # compares nothing
+    text = write(run, "memory_speed_table")[1].text()
+    assert "BK mixed is the fastest of our backends on 1 model: 2.00×" in text
+    assert "the best of the libraries is Opacus hooks and takes 0.75× as long" in text
+
+
+def test_a_caption_is_a_line_and_the_rest_is_folded(run):
+    run.step("cnn", "nonprivate", [1.0], 2**30).step("cnn", "ghost", [2.0], 2**30)
+    path, _ = write(run, "memory_speed_table")
+    caption = re.findall(r"<figcaption>(.*?)</figcaption>", path.read_text(encoding="utf-8"), re.DOTALL)[0]
+    shown, folded = caption.split("<details>")
+    assert "After Table 4" in shown and "Device:" not in shown and "<p>Device: cpu Test CPU" in folded
 
 
 def test_simulated_memory_is_called_so(run):
@@ -315,7 +338,7 @@ def test_simulated_memory_is_called_so(run):
     text = parsed.text()
     assert (
         "Apart from one sample at a time, Ghost takes the largest batches in 16 GiB (simulated memory): 0.50× ordinary "
-        "training's over 1 model; the library that comes nearest is Opacus hooks and takes 0.20× its batch." in text
+        "training's over 1 model; the best of the libraries is Opacus hooks and takes 0.20× its batch." in text
     )
     assert "memory is simulated in 12 results" in text
     assert "4 probes of a search did not fit in the memory budget: a result, not a failure." in text
@@ -329,7 +352,7 @@ def test_the_device_measured_last_comes_first_and_others_stand_closed_after_it(r
     path, parsed = write(run, "memory_speed_table")
     text, page = parsed.text(), path.read_text(encoding="utf-8")
     assert "2 trials of stress_test (2 backends and 1 model) ran in 1 run of 1 round on cuda Test GPU with" in text
-    assert "Ghost is the fastest private backend on 1 model: 4.00×" in text
+    assert "Ghost is the only private backend on 1 model: 4.00×" in text
     assert "Below, closed, stand the records of cpu Test CPU, 2 CPUs (2 trials, on 1 January 2026)." in text
     assert parsed.count("svg") == 2 and page.count('<details id="device-1" class="other">') == 1
     closed = page.index('<details id="device-1"')

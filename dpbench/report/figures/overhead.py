@@ -87,7 +87,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic."
     ]
-    said += ways(records) + memory_source(frame)
+    said += ways(records) + memory_source(frame) + alone(frame)
     if absent := nowhere(frame):
         said.append(f"No number on any model: {', '.join(absent)}.")
     if frame.published_time_ratio.notna().any():
@@ -104,6 +104,29 @@ def nowhere(frame: pd.DataFrame) -> list[str]:
         for name, own in frame.groupby("backend", sort=False)
         if own.step_seconds.isna().all()
     ]
+
+
+def panels(frame: pd.DataFrame) -> tuple[list[tuple[Any, pd.DataFrame]], list[str]]:
+    """((model, size, batch size) and rows of each panel to draw, names of those that stand in the table alone).
+
+    A model on which one private backend was tried compares nothing; it is drawn where no model has more.
+
+    Args:
+        frame: of `table`.
+    """
+    keys = ["model", "image_size", "batch_size"]
+    found = [(key, own) for key, own in frame.groupby(keys, sort=False, dropna=False)]
+    tried = [own.backend[own.backend != "nonprivate"].nunique() for _, own in found]
+    least = min(2, max(tried, default=0))
+    drawn = [each for each, count in zip(found, tried, strict=True) if count >= least]
+    alone = [key for (key, _), count in zip(found, tried, strict=True) if count < least]
+    return drawn, [f"{style.model(model)}, B={batch_size}" for model, _, batch_size in alone]
+
+
+def alone(frame: pd.DataFrame) -> list[str]:
+    """Which models only the table has, in a sentence; nothing where the figure has all."""
+    names = panels(frame)[1]
+    return [f"In the table alone, for one private backend was run there: {'; '.join(names)}."] if names else []
 
 
 def pairs(frame: pd.DataFrame) -> str:
@@ -136,7 +159,8 @@ def memory_source(frame: pd.DataFrame) -> list[str]:
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """Panels of models over the same rows of backends."""
-    models = [(key, own) for key, own in frame.groupby(["model", "image_size", "batch_size"], sort=False, dropna=False)]
+    models, _ = panels(frame)
+    frame = pd.concat([own for _, own in models]) if models else frame
     shown = frame if frame.step_seconds.isna().all() else frame[frame.step_seconds.notna()]  # see `nowhere`
     backends = sorted(set(shown.backend) - {"nonprivate"}, key=style.backend_key)
     across = min(_PANELS, len(models))

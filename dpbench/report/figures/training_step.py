@@ -35,7 +35,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
         "dpbench.PrivacyEngine. The axes are logarithmic."
     ]
-    said += overhead.ways(records) + overhead.memory_source(frame)
+    said += overhead.ways(records) + overhead.memory_source(frame) + overhead.alone(frame)
     if energy:
         said.append(f"Energy: {', '.join(energy)}.")
     if absent := overhead.nowhere(frame):

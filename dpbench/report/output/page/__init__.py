@@ -132,6 +132,8 @@ def _section(part: Part, number: int) -> dict[str, Any]:
     first = part.title[0]
     heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital of ε
     prefix = f"f{number}"
+    caption = part.caption.splitlines()
+    warnings = sum(line.startswith("Warning:") for line in caption)
     return {
         "id": f"{prefix}-{part.name}",
         "heading": heading,
@@ -139,7 +141,8 @@ def _section(part: Part, number: int) -> dict[str, Any]:
         "setting": [(name.replace("_", " "), _setting(name, value)) for name, value in part.setting.items()],
         "finding": part.finding,
         "svg": svg.inline(part.figure, prefix, heading, part.caption) if part.figure is not None else "",
-        "caption": part.caption.splitlines(),
+        "caption": caption,
+        "warnings": several(warnings, "warning") if warnings else "",
         "claims": part.claims,
         "table": table(part.text),
         "files": list(part.files.items()),
