@@ -46,13 +46,9 @@ slow: install
 smoke: install
 	$(BIN)/python -m dpbench run stress_test --smoke --output $$(mktemp -d)
 
-# An API site from the docstrings. What packages import late is put in its place first, for pdoc to see it.
-MODULES = $(shell find accounting clipping dpbench -name '*.py' | sed -e 's,/__init__,,' -e 's,\.py$$,,' | tr / . | sort)
+# The guide, the public interface and, apart, internal modules: from docstrings, to be read offline.
 docs: install
-	@$(BIN)/python -W ignore -c "import clipping, dpbench, pdoc.__main__ as p; \
-	[setattr(m, n, getattr(m, n)) for m in (clipping, dpbench) for n in m.__all__]; p.cli()" \
-	--docformat google --output-directory build/docs $(MODULES)
-	@echo build/docs/index.html
+	@$(BIN)/python -W ignore -m dpbench.guide.site build/docs
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

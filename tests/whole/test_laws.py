@@ -70,7 +70,7 @@ FLOORS = (
     ("dpbench.measure", "dpbench"),
     ("dpbench.training", "dpbench.integrations"),
     ("dpbench.report", "experiments"),
-    ("dpbench.cli",),
+    ("dpbench.cli", "dpbench.guide"),
     ("dpbench.__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

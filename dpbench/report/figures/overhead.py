@@ -120,7 +120,7 @@ def panels(frame: pd.DataFrame) -> tuple[list[tuple[Any, pd.DataFrame]], list[st
     least = min(2, max(tried, default=0))
     drawn = [each for each, count in zip(found, tried, strict=True) if count >= least]
     alone = [key for (key, _), count in zip(found, tried, strict=True) if count < least]
-    return drawn, [f"{style.model(model)}, B={batch_size}" for model, _, batch_size in alone]
+    return drawn, [f"{style.model(str(model))}, B={batch_size}" for model, _, batch_size in alone]
 
 
 def alone(frame: pd.DataFrame) -> list[str]:

@@ -1,0 +1,230 @@
+"""Builds the documentation: `python -m dpbench.guide.site build/docs`, which is what `make docs` runs.
+
+Two sites by pdoc: the guide and the public interface, with a search; and under `internal/` every other module, without
+one. Nothing is loaded from the network: formulas between dollar signs become pictures. The picture of memory is drawn
+from simulated steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import matplotlib
+import pdoc.doc
+import pdoc.render
+import torch
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.mathtext import math_to_image
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from clipping import Flat, load_backend
+from clipping.blocks import taken_by
+from dpbench.measure.simulate import LastForAll, StorageLifetimes
+from dpbench.models.loading import load_workload
+from dpbench.report import style
+
+#: Page -> its title, in the order of the menu.
+GUIDE = {
+    "dpbench.guide": "Start here",
+    "dpbench.guide.algorithms": "The algorithms",
+    "dpbench.guide.engine": "The engine",
+    "dpbench.guide.backends": "Backends",
+    "dpbench.guide.accountants": "Accountants",
+    "dpbench.guide.experiments": "Experiments",
+    "dpbench.integrations.sharp_edges": "Sharp edges",
+}
+TUTORIALS = {
+    "dpbench.integrations.tutorials.digits": "A vision model, by Lightning",
+    "dpbench.integrations.tutorials.from_opacus": "From Opacus",
+    "dpbench.integrations.tutorials.memorisation": "What a language model keeps",
+    "dpbench.integrations.tutorials.user_level": "Protect a person",
+}
+PUBLIC = (
+    "accounting",
+    "clipping",
+    "dpbench",
+    "dpbench.engine",
+    "dpbench.experiment",
+    "dpbench.integrations",
+    "dpbench.integrations.huggingface",
+    "dpbench.integrations.lightning",
+    "dpbench.integrations.opacus",
+    "dpbench.models",
+    "dpbench.trials",
+)
+_FORMULA = re.compile(r"(?<=\n\n)\$\$([^$]+)\$\$(?=\n\n)|\$\$([^$]+)\$\$")
+#: A test's name, which is longer than its column of a table.
+_TEST = re.compile(r"<code>test_\w+</code>")
+#: Panels of the picture of memory, the first of which is beside all others.
+_ACROSS = [part / 300 for part in range(300)]
+_SHOWN = ("nonprivate", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_mixed")
+
+
+class Timeline(StorageLifetimes):
+    """Bytes alive after each operation of a step.
+
+    Attributes:
+        line: bytes, operation by operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.line.append(self.alive)
+        return result
+
+
+def timeline(backend: str, model: str = "resnet18", batch_size: int = 32) -> tuple[list[float], float]:
+    """(MiB alive beside what lives before a step, the share of its operations that come before the losses).
+
+    The step is cut into 300 parts, each with the most that is alive in it, and runs under fake tensors.
+
+    Args:
+        backend: its name.
+        model: a reference.
+        batch_size: records.
+    """
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        Timeline() as seen,
+        taken_by(LastForAll(seen)),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        workload = load_workload(model, data="synthetic")
+        batch = workload.batch(batch_size)
+        marks: list[int] = []
+
+        def loss_fn(outputs: Any, targets: Any) -> torch.Tensor:
+            losses = workload.loss_fn(outputs, targets)
+            marks.append(len(seen.line))
+            return losses
+
+        with load_backend(backend)(workload.model, loss_fn, clip=Flat(1.0), verify=False) as opened:
+            before, seen.line = seen.alive, []
+            opened(*batch)
+    ends = [round(share * len(seen.line)) for share in _ACROSS] + [len(seen.line)]
+    most = [(max(seen.line[a : b + 1]) - before) / 2**20 for a, b in pairwise(ends)]
+    return most, marks[0] / len(seen.line)
+
+
+def memory_picture(path: Path) -> None:
+    """Draw bytes alive against the operations of a step, a panel a backend.
+
+    Args:
+        path: of the SVG.
+    """
+    found = {name: timeline(name) for name in _SHOWN}
+    with matplotlib.rc_context({**style.RC, "svg.hashsalt": "dpbench"}):
+        figure = Figure(figsize=(9.4, 4.6), layout="constrained")
+        panels = figure.subplots(2, 3, sharey=True).ravel()
+        for axes, (name, (line, losses)) in zip(panels, found.items(), strict=True):
+            look = style.backend(name)
+            axes.fill_between(_ACROSS, line, color=look.color, alpha=0.2, linewidth=0)
+            axes.plot(_ACROSS, found["nonprivate"][0], color=style.FAINT, linewidth=0.8)
+            axes.plot(_ACROSS, line, color=look.color, linewidth=1.2)
+            axes.set_title(f"{look.name}: peak {max(line):,.0f} MiB", fontsize=9)
+            axes.axvline(losses, color=style.INK, linewidth=0.8, linestyle=(0, (3, 3)))
+            axes.set_xticks([losses / 2, (1 + losses) / 2], ["forward", "backward"], fontsize=8)
+            axes.tick_params(length=0)
+            axes.set_yscale("asinh", linear_width=100)
+            axes.set_yticks([0, 100, 300, 1000], ["0", "100", "300", "1,000"])
+        for axes in panels[::3]:
+            axes.set_ylabel("MiB")
+        figure.supxlabel("operations of one step, from left to right: ResNet18, 32 images", fontsize=8)
+        figure.savefig(path, metadata={"Date": None, "Creator": None})
+
+
+def with_formulas(text: str, folder: Path, name: str) -> str:
+    """A page whose formulas are pictures, written beside it; their alternative text is the formula.
+
+    Args:
+        text: Markdown; a formula that is a paragraph stands in a line of its own.
+        folder: where the page will lie.
+        name: of the page's file, without its suffix.
+    """
+    count = 0
+
+    def picture(found: re.Match[str]) -> str:
+        nonlocal count
+        count += 1
+        formula = " ".join((found[1] or found[2]).split())
+        path = folder / f"{name}-{count}.svg"
+        with matplotlib.rc_context({"mathtext.fontset": "cm", "svg.hashsalt": "dpbench"}):
+            depth = math_to_image(f"${formula}$", path, format="svg", prop=FontProperties(size=12.5))
+        look = f'class="{"display" if found[1] else "inline"}" style="vertical-align: -{depth:.1f}pt"'
+        return f'<img {look} src="{path.name}" alt="{formula}">'
+
+    return _FORMULA.sub(picture, text)
+
+
+def render(names: Sequence[str], output: Path, **settings: Any) -> None:
+    """One site: a page a module, an index, and a search where it is wanted.
+
+    Args:
+        names: of modules.
+        output: folder.
+        settings: of `pdoc.render.configure`.
+    """
+    pages: Mapping[str, pdoc.doc.Module] = {name: pdoc.doc.Module(importlib.import_module(name)) for name in names}
+    pdoc.render.configure(docformat="google", template_directory=Path(__file__).parent, **settings)
+    sheets = ("resources/bootstrap-reboot.min", "syntax-highlighting", "theme", "layout", "content", "custom")
+    style_sheet = "\n".join(pdoc.render.env.get_template(f"{sheet}.css").render() for sheet in sheets)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "style.css").write_text(style_sheet, encoding="utf-8")  # in each page it would be half of the site
+    for name, page in pages.items():
+        path = output / f"{name.replace('.', '/')}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = _TEST.sub(lambda found: found[0].replace("_", "_<wbr>"), pdoc.render.html_module(page, pages))
+        path.write_text(text, encoding="utf-8")
+    (output / "index.html").write_text(pdoc.render.html_index(pages), encoding="utf-8")
+    if search := pdoc.render.search_index(pages):
+        (output / "search.js").write_text(search, encoding="utf-8")
+
+
+def modules() -> list[str]:
+    """Names of all modules that can be imported, but for programs."""
+    packages = [importlib.import_module(name) for name in ("accounting", "clipping", "dpbench")]
+    found = [
+        each.name for package in packages for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    ]
+    return [name for name in found if not name.endswith(".__main__")]
+
+
+def build(output: Path) -> Path:
+    """Write both sites; the first page.
+
+    Args:
+        output: folder; what is there is written over.
+    """
+    lazy: list[ModuleType] = [importlib.import_module(name) for name in ("clipping", "dpbench")]
+    for package in lazy:
+        for name in package.__all__:
+            setattr(package, name, getattr(package, name))  # for pdoc, what is imported late is in its place
+    folder = output / "dpbench" / "guide"
+    folder.mkdir(parents=True, exist_ok=True)
+    memory_picture(folder / "memory.svg")
+    for name in GUIDE:
+        page = importlib.import_module(name)
+        page.__doc__ = with_formulas(page.__doc__ or "", folder, name.rpartition(".")[2])
+    pdoc.render.env.globals.update(guide=GUIDE, tutorials=TUTORIALS, public=PUBLIC)
+    shown = [*GUIDE, *TUTORIALS, *PUBLIC]
+    render(shown, output, search=True, show_source=True)
+    internal = [name for name in modules() if name not in shown]
+    render(internal, output / "internal", search=False, show_source=False)
+    return output / "index.html"
+
+
+if __name__ == "__main__":
+    print(build(Path(sys.argv[1])))
