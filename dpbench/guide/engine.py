@@ -17,10 +17,10 @@ model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 engine = PrivacyEngine(
-    model, batch_size=512, sample_size=len(x), epochs=11, max_grad_norm=1.0, target_epsilon=2
+    model, batch_size=512, sample_size=len(x), epochs=5, max_grad_norm=1.0, target_epsilon=2
 )
 engine.attach(optimizer)
-for epoch in range(10):
+for epoch in range(4):
     for images, targets in engine.data_loader(data):
         losses = torch.nn.functional.cross_entropy(model(images), targets, reduction="none")
         optimizer.step(loss=losses)

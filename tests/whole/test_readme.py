@@ -64,6 +64,7 @@ def test_extras_that_are_named_exist():
     assert_extras(README)
 
 
+@pytest.mark.slow
 def test_commands_that_take_seconds_do_what_is_said(tmp_path):
     """As they stand, one after the other, in an empty folder; others are tested where they are made."""
     lines = [line for line in commands(README) if re.search(r" (template|epsilon|calibrate|check) ", line)]
