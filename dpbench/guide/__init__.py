@@ -38,5 +38,5 @@ python -m dpbench recommend mine.py:build   # which backend for it, and why
 `dpbench.integrations.tutorials.user_level` (protect a person, not a record).
 
 **The interface** has a page for each public module: `dpbench`, `clipping`, `accounting`, and the integrations. How the
-code itself is built stands in CONTRIBUTING.md and in the [internal pages](internal).
+code itself is built stands in CONTRIBUTING.md and in the [internal pages](../internal/index.html).
 """

@@ -47,9 +47,9 @@ the same call, so that they can be compared and checked. The last two are there 
 ## Is it exact?
 
 ```sh
-python -m dpbench check --model cnn --backend bk_mixed      # norms and gradients beside the microbatch oracle
-python -m dpbench check --conformance --backend bk_mixed    # hard cases: tied weights, odd shapes, losses that mix
-python -m dpbench check --sensitivity --backend bk_mixed    # how far hard records move its sum, in units of C
+python -m dpbench check --model cnn --backend bk_mixed      # beside the microbatch oracle
+python -m dpbench check --conformance --backend bk_mixed    # hard cases: tied weights, odd shapes
+python -m dpbench check --sensitivity --backend bk_mixed    # how far hard records move its sum
 ```
 
 A backend that cannot do a model says so (`clipping.UnsupportedModel`: module, reason, remedy) and never degrades in
@@ -60,8 +60,8 @@ is exact on 635; of 30 kinds of hard records none moves its sum by more than 1.0
 ## Which one, on my model and machine?
 
 ```sh
-python -m dpbench recommend cnn --batch-size 32    # every backend: exactness, time, memory, largest batch, advice
-python -m dpbench explain cnn                      # T, d, p and the way of every use of every parameter
+python -m dpbench recommend cnn --batch-size 32    # every backend: exact? time, memory, advice
+python -m dpbench explain cnn                      # T, d, p and the way of every parameter
 ```
 
 `mine.py:build` takes the place of `cnn`: `python -m dpbench template mine.py` writes such a file. Built-in models are

@@ -106,7 +106,8 @@ PrivateTrainer(model, args, train_dataset=data, privacy=PrivacyArguments(target_
 ```text
 from dpbench.integrations.lightning import PrivateStrategy
 
-Trainer(strategy=PrivateStrategy(privacy=dict(batch_size=256, max_grad_norm=1.0, target_epsilon=3))).fit(module, loader)
+strategy = PrivateStrategy(privacy=dict(batch_size=256, max_grad_norm=1.0, target_epsilon=3))
+Trainer(strategy=strategy).fit(module, loader)
 ```
 
 **accelerate.** `prepare` comes before the engine or after it; `optimizer.step(loss=losses)` is the step, and there is

@@ -3,10 +3,10 @@
 ## A run
 
 ```sh
-python -m dpbench plan memory_speed                # what is done, what remains, how long it will take
-python -m dpbench run memory_speed --minutes 9     # run, or go on: Ctrl-C and kill -9 lose nothing
-python -m dpbench report memory_speed              # figures and tables from the records, and one page of all
-python -m dpbench compare before after --fail-on slower:5%   # faster, slower, the same, or not known, cell by cell
+python -m dpbench plan memory_speed                          # what is done, what remains, how long
+python -m dpbench run memory_speed --minutes 9               # run, or go on: Ctrl-C loses nothing
+python -m dpbench report memory_speed                        # figures, tables, one page of all
+python -m dpbench compare before after --fail-on slower:5%   # faster, slower, same, not known
 ```
 
 Every trial runs in a process of its own, and its record is appended to `results/NAME/*.jsonl`: a crash or a full memory
@@ -49,8 +49,8 @@ measures first.
 ## On a cluster
 
 ```sh
-python -m dpbench run stress_test --executor ray --address HOST:6379   # or slurm: the same plan, records, resume
-python -m dpbench plan stress_test --cluster cluster.toml              # hours, cost and efficiency of a cluster
+python -m dpbench run stress_test --executor ray --address HOST:6379   # or slurm: the same records
+python -m dpbench plan stress_test --cluster cluster.toml              # its hours, cost, efficiency
 ```
 
 The executors need an extra each: `pip install -e '.[ray]'` or `'.[slurm]'` in the repository.
