@@ -1,4 +1,5 @@
-// Tables sort by a click on a heading: numbers by their value and unit, words after them. Without this, all is there.
+// Tables sort by a click on a heading, numbers by their value and unit, words after them; a field above a long table
+// keeps the rows that have all of its words. Without this, all is there.
 "use strict";
 const UNITS = {
   "µs": 1e-6, ms: 1e-3, s: 1, B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, "%": 1, "×": 1, "": 1,
@@ -34,4 +35,19 @@ for (const heading of document.querySelectorAll("table.sortable thead th")) {
   button.append(...heading.childNodes);
   button.addEventListener("click", () => sortBy(heading));
   heading.append(button);
+}
+
+for (const table of document.querySelectorAll("table.sortable")) {
+  const rows = Array.from(table.tBodies[0].rows, (row) => [row, [...row.cells].map((cell) => cell.textContent).join(" ").toLowerCase()]);
+  if (rows.length < 9) continue;
+  const field = document.createElement("input");
+  field.type = "search";
+  field.className = "filter";
+  field.placeholder = `Filter ${rows.length} rows by words`;
+  field.setAttribute("aria-label", field.placeholder);
+  field.addEventListener("input", () => {
+    const words = field.value.toLowerCase().split(/\s+/);
+    for (const [row, text] of rows) row.hidden = !words.every((word) => text.includes(word));
+  });
+  table.closest(".table").before(field);
 }
