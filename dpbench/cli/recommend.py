@@ -1,30 +1,29 @@
 """``dpbench recommend``: every backend on one model, on this machine, and which to take.
 
-Standard output has the rows and the advice; standard error says how far it is. Exit code 1 if no backend can be
-recommended.
+Standard output has the rows and the advice; on a terminal, standard error says how far it is. Exit code 1 if no backend
+can be recommended.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpbench.cli.explain import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
-from dpbench.errors import UsageError
+from dpbench.errors import UsageError, printable
 from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
-from dpbench.execution.recommend.findings import LEFT_OUT, NOT_FOUND, ORDINARY, Finding, in_order
+from dpbench.execution.recommend.findings import LEFT_OUT, NOT_FOUND, NOT_KNOWN, ORDINARY, ROUNDS, Finding, in_order
 from dpbench.execution.recommend.verdict import Verdict, verdict
 from dpbench.models.references import split_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Isolation
 from dpbench.process.variables import server_variables
-from dpbench.records.conditions import overload
 from dpbench.records.environment import DEVICES, device_name, resolve_device
 from dpbench.trials.json_text import to_json
 from dpbench.trials.precision import PROFILES
@@ -37,6 +36,8 @@ _FEWEST_SECONDS = 20.0
 _UNITS = {"": 1, "b": 1} | {f"{p}{i}b": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 _HEADER = ("backend", "status", "error", "coverage", "time", "memory")
 _MOST_AT_ONCE = 4
+#: Seconds after which a terminal is told what goes on.
+SILENT = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,18 +81,50 @@ def run(args: argparse.Namespace) -> int:
     question = question_from(args)
     if args.batch_size is None:
         _say(f"batch size {question.batch_size} (--batch-size says another)")
-    if wrong := overload(os.getloadavg()[0], available_cpus()):
-        _say(f"warning: {wrong}")
-    with Isolation(server_variables(question.device)) as isolation:
-        agenda = Agenda(question, isolation, _say, begun=begun)
+    with Isolation(server_variables(question.device)) as isolation, _Line(begun) as line:
+        agenda = Agenda(question, isolation, line.say, begun=begun)
         found = in_order(agenda.carry_out().values())
-    _say(f"[{time.monotonic() - begun:3.0f} s] done")
-    advice = verdict(found, question.batch_size, size_in_words(question.memory_budget))
+    advice = verdict(found, question.batch_size, size_in_words(question.memory_budget), agenda.found.get("slow"))
     if args.format == "json":
-        print(to_json(as_json(question, found, advice, time.monotonic() - begun)))
+        print(to_json(as_json(question, agenda.found, found, advice, time.monotonic() - begun)))
     else:
-        print("\n".join(table(question, agenda, found, advice)))
+        print("\n".join(table(question, agenda.found, found, advice)))
     return int(advice.backend is None)
+
+
+class _Line:
+    """One line on a terminal, written again and again, for what takes longer than SILENT seconds; gone at the end.
+
+    Args:
+        begun: by `time.monotonic`.
+    """
+
+    def __init__(self, begun: float) -> None:
+        self.begun, self._shown = begun, False
+
+    def say(self, words: str) -> None:
+        """Write it anew.
+
+        Args:
+            words: what goes on.
+        """
+        seconds = time.monotonic() - self.begun
+        if seconds > SILENT and sys.stderr.isatty():
+            self._shown = True
+            columns = shutil.get_terminal_size().columns
+            print(
+                f"\r{f'dpbench: [{seconds:3.0f} s] {printable(words)}'[: columns - 1]}\x1b[K",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def __enter__(self) -> _Line:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def question_from(args: argparse.Namespace) -> Question:
@@ -165,11 +198,14 @@ def size_in_words(size: int) -> str:
     return f"{size} bytes"
 
 
-def as_json(question: Question, found: Sequence[Finding], advice: Verdict, seconds: float) -> dict[str, Any]:
+def as_json(
+    question: Question, race: Mapping[str, Any], found: Sequence[Finding], advice: Verdict, seconds: float
+) -> dict[str, Any]:
     """The answer of the contract, and what was asked.
 
     Args:
         question: what was asked.
+        race: what it has found of the machine and the model (`dpbench.measure.recommend.run`).
         found: of each backend.
         advice: which to take, and why.
         seconds: that it took.
@@ -185,36 +221,48 @@ def as_json(question: Question, found: Sequence[Finding], advice: Verdict, secon
         "device": question.device,
         "precision": question.precision,
         "device_name": device_name(question.device),
+        "threads": race.get("threads"),
+        "busy_cpus": race.get("busy"),
         "seconds": seconds,
     }
 
 
-def table(question: Question, agenda: Agenda, found: Sequence[Finding], advice: Verdict) -> list[str]:
+def table(question: Question, race: Mapping[str, Any], found: Sequence[Finding], advice: Verdict) -> list[str]:
     """For a person: what was asked, a row for each backend, the advice, and what the numbers are.
 
     Args:
         question: what was asked.
-        agenda: that found it.
+        race: what it has found of the machine and the model (`dpbench.measure.recommend.run`).
         found: of each backend.
         advice: which to take, and why.
     """
-    inputs = ", ".join("×".join(map(str, shape)) for shape in agenda.inputs)
-    size = f"{agenda.parameters / 1e6:.3g}M parameters, " if agenda.parameters else ""
+    inputs = ", ".join("×".join(map(str, shape)) for shape in race.get("inputs", ()))
+    size = f"{race['parameters'] / 1e6:.3g}M parameters, " if race.get("parameters") else ""
     budget = size_in_words(question.memory_budget)
     header = (*_HEADER, f"batch in {budget}", "")
     where = f"on {question.device} ({device_name(question.device)}), {question.precision}"
     return [
         f"{question.model}: {size}inputs {inputs or 'not known'}, {where}",
         "",
-        *aligned([header, *map(_cells, found)], {2, 4, 5, 6}),
+        *aligned([header, *(_cells(each, question.batch_size) for each in found)], {2, 4, 5, 6}),
         "",
         advice.reason[0].upper() + advice.reason[1:] + ".",
         *left_out(question, found),
         "",
         "error: the larger of those of norms and gradients, relative to one sample after the other, in float64.",
-        "time, memory: measured, beside ordinary training in the same rounds; [low, high]: its noise.",
+        f"time: median over rounds beside ordinary training; [low, high]: its interval, from {ROUNDS} rounds."
+        f"{_threads(question, race)}",
         f"batch in {budget}: simulated with fake tensors, to {UNUSED:.0%}; what was seen to fit.",
     ]
+
+
+def _threads(question: Question, race: Mapping[str, Any]) -> str:
+    """By how many threads steps ran, if not by all."""
+    threads, busy = race.get("threads"), race.get("busy") or 0.0
+    if question.device != "cpu" or not threads or threads == available_cpus():
+        return ""
+    clock = ", in CPU time" if threads == 1 else ""
+    return f" {threads} thread{'s' * (threads > 1)}{clock}: others use {busy:.1f} of {available_cpus()} CPUs."
 
 
 def left_out(question: Question, found: Sequence[Finding]) -> list[str]:
@@ -230,19 +278,35 @@ def left_out(question: Question, found: Sequence[Finding]) -> list[str]:
     return [f"Left out for want of time (--seconds {question.seconds:g}): {'; '.join(named)}."] if named else []
 
 
-def _cells(found: Finding) -> tuple[str, ...]:
+def _cells(found: Finding, batch_size: int) -> tuple[str, ...]:
     errors = [found.verification[key] for key in ("max_norm_error", "max_grad_error") if key in found.verification]
     coverage = ", ".join(f"{share:.0%} {name}" for name, share in (found.coverage or {}).items() if share)
-    time_, memory = "-", "-" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x"
-    if found.time_ratio is not None:
-        low, high = found.interval()
-        time_ = "1" if found.backend == ORDINARY else f"{found.time_ratio:.2f}x [{low:.2f}, {high:.2f}]"
+    memory = "-" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x"
     if found.backend == ORDINARY:
         memory = "1" if found.peak_bytes else "-"
     largest = "-" if found.largest is None else f"{'≥ ' if found.largest_ended == 'time' else ''}{found.largest}"
-    note = found.reason or (found.largest_note if found.status == "ok" else "")
+    notes = [_rounds(found, batch_size), found.reason, found.largest_note if found.status == "ok" else ""]
     error = "-" if not errors else f"{max(map(float, errors)):.0e}"
-    return found.backend, found.status, error, coverage or "-", time_, memory, largest, _short(note)
+    note = _short("; ".join(filter(None, notes)))
+    return found.backend, found.status, error, coverage or "-", _time(found), memory, largest, note
+
+
+def _time(found: Finding) -> str:
+    if found.time_ratio is None:
+        return NOT_KNOWN if found.status == NOT_KNOWN else "-"
+    if found.backend == ORDINARY:
+        return "1"
+    ends = found.interval()
+    return f"{found.time_ratio:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
+
+
+def _rounds(found: Finding, batch_size: int) -> str:
+    """How a time was taken, if not in enough rounds of the batch that was asked for."""
+    count = len(found.ratios)
+    if found.backend == ORDINARY or found.time_ratio is None:
+        return ""
+    few = f"{count} round{'s' * (count > 1)}" if count < ROUNDS else ""
+    return ", ".join(filter(None, [few, f"batch {found.timed_at}" if found.timed_at not in (None, batch_size) else ""]))
 
 
 def _short(text: str, most: int = 100) -> str:

@@ -10,6 +10,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,35 @@ class CpuTime:
         """
         stolen, busy = self.stolen - before.stolen, self.busy - before.busy
         return round(stolen / (busy + stolen), 4) if busy > 0 else None
+
+
+def busy_cpus(seconds: float = 1.0) -> float:
+    """How many of the CPUs that this process may use work for others now; 0 where the kernel does not say.
+
+    Args:
+        seconds: to watch, asleep.
+    """
+    before = _idle_ticks()
+    time.sleep(seconds)
+    after = _idle_ticks()
+    ticks = [max(0, sum(now) - sum(then)) for now, then in zip(after, before, strict=True)]
+    idle = [now[0] - then[0] for now, then in zip(after, before, strict=True)]
+    return sum(1 - rested / passed for rested, passed in zip(idle, ticks, strict=True) if passed)
+
+
+def _idle_ticks() -> list[tuple[int, int]]:
+    """Ticks that each CPU of this process was idle, and those that it was not; [] where that is not told."""
+    try:
+        lines = Path("/proc/stat").read_text().splitlines()
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        found = []
+        for name, *ticks in (line.split() for line in lines):
+            if name in mine:
+                user, nice, system, idle, waiting, interrupt, soft, stolen = map(int, ticks[:8])
+                found.append((idle + waiting, user + nice + system + interrupt + soft + stolen))
+        return found
+    except (OSError, ValueError, AttributeError):  # not Linux
+        return []
 
 
 def offer_to_the_oom_killer() -> None:

@@ -132,9 +132,11 @@ class OverheadTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendTrial(OverheadTrial):
-    """The same within a time (seconds): no backend is opened after half of `within`, no round begun that ends after it.
+    """A race of all within a time (`dpbench.measure.recommend`): rounds as they fit.
 
-    `fewest` steps at the least are run before any is timed. None for `image_size` or `num_classes`: the model's own.
+    `until`: when it is to be done, by `time.monotonic`, which all processes of a machine share; None: in a minute.
+    `notes`: the path of a file for what is known by now; "" for none. None for `image_size` or `num_classes`: the
+    model's own.
     """
 
     kind: ClassVar[str] = "recommend"
@@ -142,8 +144,8 @@ class RecommendTrial(OverheadTrial):
     image_size: int | None = None
     num_classes: int | None = None
     data: str = "synthetic"
-    within: float = 60.0
-    fewest: int = 2
+    until: float | None = None
+    notes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,69 +1,56 @@
 """What is measured, in which order, as the time allows. The parent's side: no torch.
 
-The likely winners come first, each group of backends in a process of its own together with ordinary training; then
-those that cannot be told apart, beside each other in one process; then the largest batches of what did best; then the
-slow ones, with fewer steps; then the largest batches of the rest, fastest first. Each step gets a share of the time
-that is left. What it does not come to is left out, and its row says so. Whatever still runs when the time is over is
-ended, on every device.
+All backends race beside ordinary training in one process, the likely winners opened first. Then the largest batches are
+searched by simulation, of the fastest first, some beside each other. What there is no time for is left out, and its row
+says so. Whatever still runs when the time is over is ended, on every device.
 
-Times are taken alone on the machine. Simulated searches run beside each other, one thread each.
+The process of the race writes down what it knows by now (`RecommendTrial.notes`). If a backend takes it down, the
+others race again without that one; if its time is up, what it knew counts.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from clipping import BACKENDS
 from dpbench.errors import UsageError
-from dpbench.execution.recommend.findings import ORDINARY, Finding, end_as, take_group, take_search
-from dpbench.execution.recommend.verdict import FEW, contenders, fastest_first
+from dpbench.execution.recommend.findings import (
+    NOT_KNOWN,
+    ORDINARY,
+    Finding,
+    end_as,
+    in_order,
+    set_memory_ratios,
+    take_race,
+    take_search,
+)
 from dpbench.process.parent import Answer
 from dpbench.trials import LargestTrial, RecommendTrial, Trial
+from dpbench.trials.outcome import Outcome
 
 #: Seconds that are kept back for what comes at the end.
 RESERVE = 5.0
-#: A process is killed when it has taken so many times what it was given, and some seconds. The first one is not:
-#: if it does not end in time, nothing will.
-GRACE, MORE = 1.5, 3.0
+#: The share of the time that the race may take, and the seconds after which it is killed.
+RACE_SHARE, GRACE = 0.8, 4.0
 #: A search is so near to the limit if the budget is used but for this share.
 UNUSED = 0.04
 #: A larger batch than this is not looked for.
 MOST = 65536
 #: Less than this is no time to begin anything with.
 _LEAST = 3.0
-
-
-@dataclass(frozen=True)
-class Group:
-    """Backends that share a process; `share` of the time left may be spent, on at most `rounds`."""
-
-    backends: tuple[str, ...]
-    share: float
-    rounds: int
-    fewest: int = 2
-    max_seconds: float = 2.0
-
-
-#: From likely to hopeless.
-GROUPS = (
-    Group(("bk_mixed",), share=0.3, rounds=7, max_seconds=3.0),
-    Group(("mixed_ghost", "bk_ghost", "fastgradclip", "ghost"), share=0.45, rounds=3),
-    Group(("fastdp", "private_cnn", "microbatch", "vmap"), share=0.45, rounds=3, fewest=1, max_seconds=1.0),
-    Group(
-        ("opacus_hooks", "opacus_ghost", "opacus_ew", "opacus_functorch"),
-        share=0.8,
-        rounds=3,
-        fewest=1,
-        max_seconds=1.0,
-    ),
+#: How often progress is looked for (seconds).
+_LOOK = 0.5
+#: From likely to hopeless, as they are opened; Opacus is what people know.
+ORDER = (
+    *("bk_mixed", "opacus_hooks", "opacus_ghost", "mixed_ghost", "fastgradclip", "vmap", "ghost", "bk_ghost"),
+    *("private_cnn", "fastdp", "opacus_functorch", "microbatch", "opacus_ew"),
 )
-#: After so many groups the largest batches of the best are searched, of so many.
-_FRONT, _BEST = 2, 2
-#: So many at the most are timed once more if they cannot be told apart.
-_RIVALS = 3
 
 
 class Runner(Protocol):
@@ -107,8 +94,8 @@ class Agenda:
     Args:
         question: see there.
         runner: runs trials.
-        say: takes a line of progress.
-        clock: monotonic seconds.
+        say: takes what goes on, in words, again and again.
+        clock: monotonic seconds, those of the processes that measure.
         begun: when the person began to wait.
     """
 
@@ -117,13 +104,14 @@ class Agenda:
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     begun: float = field(default=0.0)
-    inputs: Sequence[Sequence[int]] = ()
-    parameters: int | None = None
+    #: What the race has found, see `dpbench.measure.recommend.run`.
+    found: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begun = self.begun or self.clock()
-        self.findings = {name: Finding(name) for name in BACKENDS}
-        self._settled: tuple[str, ...] = ()
+        self.findings = {name: Finding(name) for name in (ORDINARY, *ORDER)}
+        self._notes = Path()
+        self._doing = "importing"
 
     @property
     def until(self) -> float:
@@ -140,84 +128,74 @@ class Agenda:
         Raises:
             UsageError: the model cannot be built.
         """
-        for number, group in enumerate(GROUPS):
-            if number == _FRONT:
-                self._settle()
-                self.search([ORDINARY, *self._fastest()[:_BEST]], share=0.3)
-            self.time(group)
-        self._settle()
-        self.search(self._fastest(), share=1.0)
+        with tempfile.TemporaryDirectory(prefix="dpbench-") as folder:
+            self._notes = Path(folder, "notes.json")
+            names = list(ORDER)
+            while (gone := self._race(names)) is not None and self.left() > _LEAST:
+                names.remove(gone)
+        self._doing = "the largest batches, by simulation"
+        self.search([found.backend for found in in_order(self.findings.values())])
+        set_memory_ratios(self.findings)
         return self.findings
 
-    def _settle(self) -> None:
-        """Time those beside each other that cannot be told apart yet, or hardly were timed; the later times count."""
-        found = contenders(self.findings.values())[:_RIVALS]
-        rivals = tuple(rival.backend for rival in found)
-        if rivals != self._settled and (len(rivals) > 1 or any(len(rival.ratios) < FEW for rival in found)):
-            self.time(Group(rivals, share=0.3, rounds=7, max_seconds=6.0))
-            self._settled = rivals
-
-    def time(self, group: Group) -> None:
-        """Time and memory of a group beside ordinary training.
-
-        Args:
-            group: backends that take turns.
-        """
-        within = group.share * self.left()
-        if within < _LEAST:
-            return
+    def _race(self, names: Sequence[str]) -> str | None:
+        """Race; the backend that took the process down, if the others may race without it."""
         asked = self.question
+        until = self.clock() + RACE_SHARE * self.left()
         trial = RecommendTrial(
             model=asked.model,
-            backends=(ORDINARY, *group.backends),
+            backends=(ORDINARY, *names),
             batch_size=asked.batch_size,
             device=asked.device,
             precision=asked.precision,
             image_size=asked.image_size,
             num_classes=asked.num_classes,
-            rounds=group.rounds,
-            max_seconds=group.max_seconds,
-            fewest=group.fewest,
-            within=within,
-            timeout=self.left() if group is GROUPS[0] else min(GRACE * within + MORE, self.left()),
+            until=until,
+            notes=str(self._notes),
         )
-        self._tell(f"time and memory beside ordinary training: {', '.join(group.backends)}")
-        (answer,) = self._answers([trial])
-        self._take_group(group, answer[1])
-
-    def _take_group(self, group: Group, answer: Answer) -> None:
-        result = answer.result or {}
+        self._notes.unlink(missing_ok=True)
+        answers = [answer for _, answer in self._answers([trial], until=until + GRACE)]
+        if not answers:
+            return None
+        (answer,) = answers
+        notes = self._read()
+        result = answer.result or notes.get("result") or {}
         if "usage" in result:
             raise _Unusable(result["usage"])
-        if "backends" in result:
-            self.inputs, self.parameters = result["inputs"], result["parameters"]
-            take_group(self.findings, result["backends"])
-            return
-        names = group.backends if self.findings[ORDINARY].status == "ok" else (ORDINARY, *group.backends)
-        for name in (name for name in names if not self.findings[name].ratios):
+        if result:
+            self.found = result
+            take_race(self.findings, result["backends"])
+        if answer.outcome is Outcome.OK:
+            return None
+        opening = notes.get("opening")
+        if answer.outcome is Outcome.TIMEOUT:  # what was not measured says so already
+            return None
+        for name in [opening] if opening else [n for n in (ORDINARY, *names) if not self.findings[n].ratios]:
             end_as(self.findings[name], answer.outcome, answer.evidence)
+        return opening if answer.outcome is Outcome.CRASH else None
 
-    def search(self, names: Sequence[str], share: float) -> None:
-        """The largest batch of each that has none yet, as many beside each other as there are CPUs.
+    def _read(self) -> dict[str, Any]:
+        """What the process of the race has written down."""
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(self._notes.read_text()))
+        return {}
+
+    def search(self, names: Sequence[str]) -> None:
+        """The largest batch of each, as many beside each other as there are CPUs.
 
         Args:
             names: of backends.
-            share: of the time that is left, at most.
         """
-        due = [self.findings[name] for name in names if self.findings[name].largest is None]
-        due = [found for found in due if found.status == "ok"]
-        until = self.left() * (1 - share)
-        if not due or self.left() - until < _LEAST:
-            return
-        self._tell(f"the largest batch by simulation: {', '.join(found.backend for found in due)}")
-        for found, answer in self._answers(
-            (self._search_of(found, until) for found in due), self.question.workers, lambda: self.left() - until
-        ):
-            take_search(self.findings[found.backend], answer.outcome, answer.evidence, answer.result)  # type: ignore[attr-defined]
+        due = [self.findings[name] for name in names]
+        due = [found for found in due if found.status in ("ok", NOT_KNOWN, "not measured")]
+        trials = (self._search_of(found) for found in due)
+        for trial, answer in self._answers(trials, self.question.workers):
+            found = self.findings[trial.backend]  # type: ignore[attr-defined]
+            take_search(found, answer.outcome, answer.evidence, answer.result, self.question.batch_size)
 
-    def _search_of(self, found: Finding, until: float) -> LargestTrial:
+    def _search_of(self, found: Finding) -> LargestTrial:
         asked = self.question
-        seconds = max(1.0, self.left() - until)
+        seconds = max(1.0, self.left())
         return LargestTrial(
             model=asked.model,
             backend=found.backend,
@@ -233,27 +211,23 @@ class Agenda:
             timeout=seconds,
         )
 
-    def _fastest(self) -> list[str]:
-        return [found.backend for found in fastest_first(self.findings.values())]
-
     def _answers(
-        self, trials: Any, at_once: int = 1, left: Callable[[], float] = lambda: 1.0
+        self, trials: Iterable[Trial], at_once: int = 1, until: float | None = None
     ) -> Iterator[tuple[Trial, Answer]]:
         """Each trial with its answer, in the order in which they end; none is begun when no time is left."""
         waiting, running = iter(trials), dict[int, Trial]()
         exhausted = False
         while running or not exhausted:
             while len(running) < at_once and not exhausted:
-                trial = next(waiting, None) if left() > 0 else None
+                trial = next(waiting, None) if self.left() > _LEAST else None
                 if trial is None:
                     exhausted = True
                 else:
-                    running[self.runner.submit(trial, self.until)] = trial
-            for answer in self.runner.wait() if running else ():
+                    running[self.runner.submit(trial, min(self.until, until or self.until))] = trial
+            for answer in self.runner.wait(_LOOK) if running else ():
                 yield running.pop(answer.key), answer
-
-    def _tell(self, line: str) -> None:
-        self.say(f"[{self.clock() - self.begun:3.0f} s] {line}")
+            self._doing = self._read().get("doing") or self._doing
+            self.say(self._doing)
 
 
 class _Unusable(UsageError):

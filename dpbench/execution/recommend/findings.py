@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from dpbench.records.statistics import MIN_EFFECT
 from dpbench.trials.outcome import Outcome
 
 ORDINARY = "nonprivate"
 LEFT_OUT = "left out for want of time"
 NOT_FOUND = "not found for want of time"
-#: By how much a ratio may be off that few rounds gave, beside what their own scatter says.
-_FEW = {1: 0.1, 2: 0.05}
-#: Of a scale by the median absolute deviation to a standard deviation; of a mean's error to a median's.
-_MAD, _MEDIAN = 1.4826, 1.2533
+NOT_KNOWN = "not known"
+#: Rounds from which on an interval is stated.
+ROUNDS = 5
+#: No private step is so much faster than ordinary training, and no two rounds differ so much, on a machine at rest.
+FASTEST, SPREAD = 0.8, 2.0
+#: The chance, at most, that the median lies outside an interval (of five rounds: 2/32).
+_OUTSIDE = 1 / 16
 #: Why a search for the largest batch ended -> what is to be said of its number.
 NOTES = {
     "bracketed": "",
@@ -28,9 +30,37 @@ NOTES = {
 }
 
 
+def doubt(ratios: Sequence[float]) -> str | None:
+    """Why these rounds cannot be believed, in words; None if they can.
+
+    Args:
+        ratios: of times to ordinary training, one a round.
+    """
+    if not ratios or (median(ratios) >= FASTEST and max(ratios) <= SPREAD * min(ratios)):
+        return None
+    return f"the machine is busy: rounds from {min(ratios):.2f}x to {max(ratios):.2f}x"
+
+
+def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """Of the median, by the order of the rounds (it lies outside with a chance of 1/16 at most); None below ROUNDS.
+
+    Args:
+        ratios: one a round.
+    """
+    count = len(ratios)
+    if count < ROUNDS:
+        return None
+    ordered, inner = sorted(ratios), 0
+    outside = 2 / 2**count  # the chance that all rounds lie on one side
+    while outside <= _OUTSIDE and inner < count // 2:
+        inner += 1
+        outside += 2 * math.comb(count, inner) / 2**count
+    return ordered[inner - 1], ordered[count - inner]
+
+
 @dataclass
 class Finding:
-    """One backend. `ratios` to ordinary training of the same round; `largest` as a `LargestTrial` gives it."""
+    """One backend. `ratios` to ordinary training, one a round, at `timed_at` samples; `largest` by a `LargestTrial`."""
 
     backend: str
     status: str = "not measured"
@@ -38,6 +68,7 @@ class Finding:
     verification: Mapping[str, Any] = field(default_factory=dict)
     coverage: Mapping[str, float] | None = None
     ratios: Sequence[float] = ()
+    timed_at: int | None = None
     step_seconds: float | None = None
     peak_bytes: int | None = None
     baseline_bytes: int | None = None
@@ -49,21 +80,17 @@ class Finding:
 
     @property
     def time_ratio(self) -> float | None:
-        """The median over rounds."""
-        return median(self.ratios) if self.ratios else None
+        """The median over rounds; None if there is none, or it cannot be believed."""
+        return median(self.ratios) if self.ratios and self.status == "ok" else None
 
     @property
     def candidate(self) -> bool:
         """Clips, is exact, and was timed: only such are ever recommended."""
-        return self.backend != ORDINARY and self.status == "ok" and bool(self.ratios)
+        return self.backend != ORDINARY and self.time_ratio is not None
 
-    def interval(self) -> tuple[float, float]:
-        """The time ratio's noise: what the rounds scatter, and what so few of them may be off by."""
-        logs = [math.log(ratio) for ratio in self.ratios]
-        middle = median(logs)
-        spread = _MAD * median(abs(x - middle) for x in logs)
-        half = 2 * _MEDIAN * spread / math.sqrt(len(logs)) + math.log1p(_FEW.get(len(logs), MIN_EFFECT))
-        return math.exp(middle - half), math.exp(middle + half)
+    def interval(self) -> tuple[float, float] | None:
+        """Of the time ratio, see `interval`."""
+        return interval(self.ratios) if self.time_ratio is not None else None
 
     def too_large(self, batch_size: int) -> bool:
         """Whether the batch is known not to fit in the budget.
@@ -87,7 +114,7 @@ class Finding:
 
     def as_row(self) -> dict[str, Any]:
         """The row of the contract, and what else is known."""
-        low, high = self.interval() if self.ratios else (None, None)
+        low, high = self.interval() or (None, None)
         return {
             "backend": self.backend,
             "status": self.status,
@@ -102,44 +129,52 @@ class Finding:
             "time_ratio_low": low,
             "time_ratio_high": high,
             "rounds": len(self.ratios),
+            "timed_batch_size": self.timed_at,
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
             "memory_source": self.memory_source,
         }
 
 
-def take_group(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[str, Any]]) -> None:
-    """Enter what one process has measured: the entries of a `RecommendTrial`, ordinary training among them.
+def take_race(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[str, Any]]) -> None:
+    """Enter what a `RecommendTrial` has found.
 
     Args:
         findings: backend -> what is known of it, changed in place.
-        backends: backend -> its entry.
+        backends: backend -> its entry, see `dpbench.measure.recommend`.
     """
-    base = backends.get(ORDINARY, {})
-    turns = {turn["round"]: median(turn["step_seconds"]) for turn in base.get("turns", [])}
-    peak = (base.get("memory") or {}).get("peak_bytes")
     for name, entry in backends.items():
-        if name == ORDINARY and findings[name].ratios:
-            continue  # it is measured anew in every process; the first one's seconds stand
-        _take(findings[name], entry, turns, peak)
+        found = findings[name]
+        end_as(found, str(entry["outcome"]), entry.get("evidence"))
+        found.verification = entry.get("verification") or {}
+        found.coverage = entry.get("coverage")
+        if found.status == "ok":
+            _take_times(found, entry)
+            memory = entry.get("memory") or {}
+            found.peak_bytes, found.memory_source = memory.get("peak_bytes"), memory.get("source")
+            found.baseline_bytes = memory.get("baseline_bytes")
+    set_memory_ratios(findings)
 
 
-def _take(found: Finding, entry: Mapping[str, Any], turns: Mapping[int, float], peak: int | None) -> None:
-    if entry["outcome"] == Outcome.TIMEOUT and found.ratios:
-        return  # left out this time: what is known stands
-    end_as(found, str(entry["outcome"]), entry.get("evidence"))
-    found.verification = entry.get("verification") or {}
-    found.coverage = entry.get("coverage", found.coverage)
-    if found.status != "ok":
-        return
-    own = {turn["round"]: median(turn["step_seconds"]) for turn in entry.get("turns", [])}
-    found.ratios = [seconds / turns[number] for number, seconds in own.items() if turns.get(number)]
-    found.step_seconds = median(own.values()) if own else None
-    memory = entry.get("memory") or {}
-    found.peak_bytes, found.memory_source = memory.get("peak_bytes"), memory.get("source")
-    found.baseline_bytes = memory.get("baseline_bytes")
-    if found.peak_bytes is not None and peak:
-        found.memory_ratio = found.peak_bytes / peak
+def _take_times(found: Finding, entry: Mapping[str, Any]) -> None:
+    found.ratios, found.timed_at = entry.get("ratios") or (), entry.get("batch_size")
+    found.step_seconds = entry.get("step_seconds")
+    if not found.ratios:
+        found.status, found.reason = "not measured", LEFT_OUT
+    elif found.backend != ORDINARY and (why := doubt(found.ratios)) is not None:
+        found.status, found.reason = NOT_KNOWN, f"{NOT_KNOWN}, {why}"
+
+
+def set_memory_ratios(findings: Mapping[str, Finding]) -> None:
+    """Peaks beside ordinary training's, where both come from one source.
+
+    Args:
+        findings: backend -> what is known of it, changed in place.
+    """
+    base = findings[ORDINARY]
+    for found in findings.values():
+        if found.peak_bytes is not None and base.peak_bytes and found.memory_source == base.memory_source:
+            found.memory_ratio = found.peak_bytes / base.peak_bytes
 
 
 def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
@@ -160,18 +195,24 @@ def end_as(found: Finding, outcome: str, evidence: str | None) -> None:
         found.largest_note = ""
 
 
-def take_search(found: Finding, outcome: str, evidence: str | None, result: Mapping[str, Any] | None) -> None:
-    """Enter what a `LargestTrial` came to.
+def take_search(
+    found: Finding, outcome: str, evidence: str | None, result: Mapping[str, Any] | None, batch_size: int
+) -> None:
+    """Enter what a `LargestTrial` came to; and the peak of `batch_size` samples, if that was not measured.
 
     Args:
         found: of one backend, changed in place.
         outcome: of the search.
         evidence: of the search.
         result: of the search, if it ended well.
+        batch_size: that was asked for.
     """
     if outcome == Outcome.OK and result is not None:
         found.largest, found.largest_ended = result["batch_size"], result["ended"]
         found.largest_note = NOTES[result["ended"]]
+        peak = next((p["peak_bytes"] for p in result["probes"] if p["batch_size"] == batch_size), None)
+        if found.peak_bytes is None and peak is not None:
+            found.peak_bytes, found.memory_source = peak, "simulated"
         return
     lines = (evidence or "").strip().splitlines() or [outcome]
     said = lines[-1] if outcome == Outcome.ERROR else lines[0]

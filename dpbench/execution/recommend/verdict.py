@@ -1,23 +1,22 @@
-"""Which backend to take, and why, in one sentence.
+"""Which backend to take, why, and what it beats, in one sentence.
 
-Only exact ones come into question, and of these what fits in the budget at the batch size. The fastest is taken, by the
-upper end of its interval (`Finding.interval`), so that a noisy time wins nothing; of those that cannot be told from it
-by their times, the one that takes the least memory. Two times cannot be told apart if their intervals overlap and they
-are not far apart (`FAR`); two memories, within `MIN_EFFECT`.
+Only exact ones come into question, and of these what fits in the budget at the batch size. The fastest by its median is
+taken; of those that cannot be told from it by their times, the one that takes the least memory. Two times cannot be
+told apart if both have intervals, which overlap; two memories, within `MIN_EFFECT`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from dpbench.execution.recommend.findings import ORDINARY, Finding
+from dpbench.execution.recommend.findings import NOT_KNOWN, ORDINARY, ROUNDS, Finding
 from dpbench.records.statistics import MIN_EFFECT
 
-#: A ratio of two times that is never laid to noise.
-FAR = 1.25
-#: Times of fewer rounds than this are called rough.
-FEW = 3
+#: Others that the sentence names at most, and those that it names in any case: what people know.
+_NAMED = 4
+_KNOWN = ("opacus_hooks", "opacus_ghost")
 
 
 class Verdict(NamedTuple):
@@ -27,17 +26,20 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verdict:
+def verdict(
+    findings: Collection[Finding], batch_size: int, budget: str, slow: Mapping[str, Any] | None = None
+) -> Verdict:
     """Which backend to take, and why.
 
     Args:
         findings: of all backends.
-        batch_size: that times and memory were measured at.
+        batch_size: that was asked for.
         budget: in words, such as "16 GiB".
+        slow: an ordinary step that was too long for anything to be compared (`dpbench.measure.recommend.run`), or None.
     """
     exact = fastest_first(findings)
     if not exact:
-        return Verdict(None, f"no backend that clips is known to be exact on this model{_why(findings)}")
+        return Verdict(None, _too_slow(slow, batch_size) if slow else _nothing(findings))
     fitting = [f for f in exact if not f.too_large(batch_size)]
     if not fitting:
         most = max(exact, key=lambda f: (f.largest or 0, -_time(f)))
@@ -55,45 +57,65 @@ def verdict(findings: Collection[Finding], batch_size: int, budget: str) -> Verd
     said = [
         f"take {chosen.backend}: exact{_fallback(chosen)}, {_costs(chosen)} ordinary training{_batch(chosen, budget)}"
     ]
-    others = [f for f in fitting if f is not chosen]
     tie = next((f for f in rivals if f is not chosen), None)
     if tie is not None:
         said.append(_tied(chosen, tie))
-    elif others:
-        said.append(f"the next best exact one, {others[0].backend}, costs {_costs(others[0])} it")
+    said.append(_beaten(findings, [f for f in exact if f is not chosen and f is not tie]))
     faster = [f.backend for f in exact if f not in fitting and _time(f) < _time(chosen)]
     if faster:
         said.append(f"faster, but without room for {batch_size} samples in {budget}: {', '.join(faster)}")
-    return Verdict(chosen.backend, "; ".join(said))
+    if chosen.timed_at not in (None, batch_size):
+        said.append(f"timed with {chosen.timed_at} samples: for {batch_size}, ask with more --seconds")
+    return Verdict(chosen.backend, "; ".join(filter(None, said)))
 
 
 def fastest_first(findings: Collection[Finding]) -> list[Finding]:
-    """What is exact and timed, by the time that it takes at the worst.
+    """What is exact and timed, by the median; those of the finals before all others, if there were any.
 
     Args:
         findings: of all backends.
     """
-    return sorted((f for f in findings if f.candidate), key=lambda f: f.interval()[1])
-
-
-def contenders(findings: Collection[Finding]) -> list[Finding]:
-    """The fastest exact one, and all that may be as fast for all that is known, whatever the noise.
-
-    Args:
-        findings: of all backends.
-    """
-    exact = fastest_first(findings)
-    return [f for f in exact if f.interval()[0] <= exact[0].interval()[1]]
+    return sorted((f for f in findings if f.candidate), key=lambda f: (f.interval() is None, _time(f)))
 
 
 def tied(a: Finding, b: Finding) -> bool:
-    """Whether their times cannot be told apart.
+    """Whether their times cannot be told apart, for all that enough rounds say.
 
     Args:
         a, b: of two backends that were timed.
     """
-    (low_a, high_a), (low_b, high_b) = a.interval(), b.interval()
-    return low_a <= high_b and low_b <= high_a and max(_time(a), _time(b)) <= FAR * min(_time(a), _time(b))
+    first, second = a.interval(), b.interval()
+    return first is not None and second is not None and first[0] <= second[1] and second[0] <= first[1]
+
+
+def _nothing(findings: Collection[Finding]) -> str:
+    """Why none can be recommended."""
+    unknown = [f for f in findings if f.status == NOT_KNOWN]
+    if not unknown:
+        return f"no backend that clips is known to be exact on this model{_why(findings)}"
+    rounds = ", ".join(f"{f.backend} {min(f.ratios):.2f}x to {max(f.ratios):.2f}x" for f in unknown)
+    return f"not known, the machine is busy: rounds differ too much ({rounds}); stop other programs, and ask again"
+
+
+def _too_slow(slow: Mapping[str, Any], batch_size: int) -> str:
+    """What there was no time for, and how to have it."""
+    seconds = slow["seconds"]
+    one = "one sample" if slow["samples"] == 1 else f"{slow['samples']} samples"
+    less = "or ask on a GPU (--device cuda), or with shorter inputs or a smaller model of the same kind"
+    if seconds is None:
+        said = f"not known: one step of ordinary training with {one} took all the time"
+        return f"{said}; ask with more --seconds, {less}"
+    step = seconds * batch_size / slow["samples"]
+    needed = 1.5 * (330 * seconds / slow["samples"] + 50 * step)
+    return (
+        f"not known: a step of ordinary training takes {seconds:.1f} s with {one}, about {step:.0f} s with "
+        f"{batch_size}, too long to compare backends in the time; --seconds {_round_up(needed):d} should do, {less}"
+    )
+
+
+def _round_up(seconds: float) -> int:
+    unit = 10 ** max(1, math.floor(math.log10(seconds)) - 1)
+    return math.ceil(seconds / unit) * unit
 
 
 def _time(found: Finding) -> float:
@@ -106,9 +128,21 @@ def _memory(found: Finding) -> float:
 
 
 def _costs(found: Finding) -> str:
-    rough = f" (roughly: {len(found.ratios)} round{'s' * (len(found.ratios) > 1)})" if len(found.ratios) < FEW else ""
+    count = len(found.ratios)
+    rough = f" (roughly: {count} round{'s' * (count > 1)})" if count < ROUNDS else ""
     time = f"{_time(found):.2f}x the time{rough}"
     return f"{time} of" if found.memory_ratio is None else f"{time} and {found.memory_ratio:.2f}x the memory of"
+
+
+def _beaten(findings: Collection[Finding], others: Sequence[Finding]) -> str:
+    """What the others take: those that people know, and the fastest."""
+    if not others:
+        return f"nothing else could be measured{_why([f for f in findings if not f.candidate])}"
+    known = [f for f in others if f.backend in _KNOWN]
+    named = sorted([*known, *[f for f in others if f not in known][: _NAMED - len(known)]], key=_time)
+    times = [f"{f.backend}{' takes' * (not number)} {_time(f):.2f}x" for number, f in enumerate(named)]
+    unknown = [f.backend for f in findings if f.status == NOT_KNOWN]
+    return ", ".join(times) + (f"; not known, for the machine is busy: {', '.join(unknown)}" if unknown else "")
 
 
 def _batch(found: Finding, budget: str) -> str:
