@@ -48,8 +48,10 @@ RACE_STEP = 0.15
 FEWEST = 2
 #: To verify and compare the likely backends takes so many ordinary steps of one sample; a backend, so many of the race.
 WORTH, OPENING = 120, 15
-#: Shares of the time after which nothing is opened, and that the finals may take of what is left.
+#: Shares of the time after which no more are opened, and that the finals may take of what is left.
 OPEN_SHARE, FINAL_SHARE = 0.5, 0.6
+#: Backends that are opened in any case: the likely winner, and what people know.
+FIRST = 3
 #: By how much the costs of the finals are underrated at worst.
 UNSURE = 1.5
 #: A first step so many times as long as ordinary training's is out of the race, if it is long in itself (seconds).
@@ -147,7 +149,7 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
 
     An entry is as an `OverheadTrial`'s, with "ratios" to ordinary training, "batch_size" and "step_seconds" in place of
     turns. "busy" is how many CPUs others use. "slow" is None, or {"samples", "seconds"} of an ordinary step too long
-    for anything to be compared (seconds None: it did not end). Of a model that cannot be built: {"usage": line}.
+    for anything to be compared (seconds None: it did not end). Of a model that cannot be trained: {"usage": line}.
 
     Args:
         trial: which model, under which backends.
@@ -158,9 +160,9 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
         try:
             image_size, num_classes = sizes(trial)
             comparison.open(trial.replace(image_size=image_size, num_classes=num_classes))
+            comparison.carry_out()
         except UsageError as error:
             return {"usage": str(error)}
-        comparison.carry_out()
         comparison.found["precision"] = facts(trial.precision, comparison.workload, *comparison.batch(trial.batch_size))
         return comparison.result()
 
@@ -216,13 +218,19 @@ class Comparison:
         return self.until - time.monotonic()
 
     def carry_out(self) -> None:
-        """Measure what the time allows."""
+        """Measure what the time allows.
+
+        Raises:
+            UsageError: the model cannot be trained at all.
+        """
         if self.device.type == "cpu":
             self.found["busy"] = busy = busy_cpus()
             torch.set_num_threads(max(1, available_cpus() - math.ceil(busy - SPARE)))
         ordinary = self.entries[ORDINARY]
         samples = self._race_samples(ordinary)
-        if ordinary.record["outcome"] != Outcome.OK or self.found["slow"]:
+        if ordinary.record["outcome"] in (Outcome.ERROR, Outcome.UNSUPPORTED):
+            raise ModelError(f"{self.trial.model} to train", ordinary.record["evidence"].strip().splitlines()[-1])
+        if not ordinary.stands or self.found["slow"]:
             return
         standing = self._opened(ordinary, samples)
         ratios = self.race.heats(standing, self.until)
@@ -270,12 +278,10 @@ class Comparison:
         latest = time.monotonic() + OPEN_SHARE * self.left()
         ordinary.move(batch)
         self._keep({ORDINARY: [1.0]})
-        for name, entry in self.entries.items():
-            if name == ORDINARY:
-                continue
+        for place, (name, entry) in enumerate(self.entries.items()):
             begin = time.monotonic()
-            if begin + longest > latest:
-                break
+            if name == ORDINARY or (place > FIRST and begin + longest > latest):
+                continue
             if self._disturbed():
                 self._one_thread()
             self.opening = name

@@ -28,6 +28,7 @@ from dpbench.execution.recommend.agenda import ORDER, RESERVE, Agenda, Question
 from dpbench.execution.recommend.findings import Finding, doubt, in_order, interval, take_race, take_search
 from dpbench.execution.recommend.verdict import verdict
 from dpbench.measure.race import FAR, KEPT, MOST_ROUNDS, TURNS, Race, doubtful, finalists
+from dpbench.process import linux
 from dpbench.process.parent import Answer
 from dpbench.trials import LargestTrial, RecommendTrial
 from dpbench.trials.outcome import Outcome
@@ -137,6 +138,14 @@ def test_rounds_that_cannot_be_believed():
     assert doubt([0.7, 0.75, 0.79]) == "the machine is busy: rounds from 0.70x to 0.79x"
     assert doubt([1.0, 1.2, 2.1]) == "the machine is busy: rounds from 1.00x to 2.10x"
     assert doubtful({"nonprivate": [0.1], "a": [1.0, 3.0], "b": [1.0], "c": [0.5]}) == ["a", "c"]
+
+
+def test_cpus_that_others_use(monkeypatch):
+    looks = iter([[(0, 0), (10, 0)], [(0, 100), (60, 50)]])  # (idle, at work): one CPU all the time, one half of it
+    monkeypatch.setattr(linux, "_idle_ticks", lambda: next(looks))
+    assert linux.busy_cpus(0.0) == 1.5
+    monkeypatch.setattr(linux, "_idle_ticks", list)
+    assert linux.busy_cpus(0.0) == 0.0
 
 
 def test_an_interval_is_stated_from_five_rounds_and_covers_the_median():

@@ -29,6 +29,15 @@ def build():
 """
 
 
+BROKEN = """
+import torch
+from torch import nn
+
+def build():
+    return nn.Linear(3, 2), (torch.randn(4, 5), torch.randint(0, 2, (4,)))
+"""
+
+
 def dpbench(folder, *arguments):
     command = [sys.executable, "-m", "dpbench", "recommend", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -41,20 +50,26 @@ def model(tmp_path) -> str:
     return f"{tmp_path / 'mine.py'}:build"
 
 
-def recommended(model, *backends, seconds=20.0, **fields):
+@pytest.fixture
+def quick(monkeypatch):
+    for name in ("HEAT_SECONDS", "FINAL_SECONDS"):
+        monkeypatch.setattr(f"dpbench.measure.race.{name}", 0.02)
+    monkeypatch.setattr("dpbench.measure.recommend.busy_cpus", lambda: 1.5)
+
+
+def recommended(model, *backends, seconds=100.0, **fields):
     from dpbench.measure.recommend import run
 
     options = {"batch_size": 4, "until": time.monotonic() + seconds} | fields
     return run(RecommendTrial(model=model, backends=("nonprivate", *backends), **options))
 
 
-def test_a_race_gives_ratios_exactness_and_memory(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("dpbench.measure.race.FINAL_SECONDS", 0.02)
+def test_a_race_gives_ratios_exactness_and_memory(model, tmp_path, quick):
     notes = tmp_path / "notes.json"
     absent = "fastdp" if load_backend("fastdp").unavailable() else "vmap"
     found = recommended(model, "mixed_ghost", "opacus_hooks", absent, notes=str(notes))
     assert found["inputs"] == [[4, 3, 32, 32]] and found["parameters"] == 3 * 4 * 9 + 4 + 2560 + 10
-    assert found["threads"] >= 1 and found["busy"] >= 0.0 and found["slow"] is None
+    assert found["threads"] >= 1 and found["busy"] == 1.5 and found["slow"] is None
     findings = {name: Finding(name) for name in BACKENDS}
     take_race(findings, found["backends"])
     exact = findings["mixed_ghost"]
@@ -73,8 +88,7 @@ def test_with_no_time_nothing_is_compared_and_the_step_is_told(model):
     assert found["backends"]["mixed_ghost"]["evidence"] == "left out for want of time"
 
 
-def test_a_backend_that_fails_in_the_race_ends_alone(model, monkeypatch):
-    monkeypatch.setattr("dpbench.measure.race.FINAL_SECONDS", 0.02)
+def test_a_backend_that_fails_in_the_race_ends_alone(model, quick, monkeypatch):
     calls = itertools.count()
 
     def broken(self, inputs, targets):
@@ -87,6 +101,12 @@ def test_a_backend_that_fails_in_the_race_ends_alone(model, monkeypatch):
     found = recommended(model, "ghost", "fastgradclip")["backends"]
     assert found["ghost"]["outcome"] == "error" and "no more" in found["ghost"]["evidence"]
     assert len(found["fastgradclip"]["ratios"]) >= 5
+
+
+def test_a_model_that_cannot_be_trained_is_one_line(tmp_path, quick):
+    (tmp_path / "mine.py").write_text(BROKEN)
+    said = recommended(f"{tmp_path / 'mine.py'}:build", "ghost")["usage"]
+    assert "mine.py:build to train, got 'RuntimeError: " in said and "\n" not in said
 
 
 def test_a_model_that_cannot_be_built_is_said_and_not_raised(model):

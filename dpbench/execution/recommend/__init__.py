@@ -1,4 +1,4 @@
-"""Which backend to take for one model on this machine, in two minutes: `dpbench recommend`.
+"""Which backend to take for one model on this machine, in a minute: `dpbench recommend`.
 
 ==========  ==================================================================================
 `agenda`    what is measured, in which order, as the time allows; the parent's side, no torch
