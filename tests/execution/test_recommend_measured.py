@@ -67,7 +67,7 @@ def recommended(model, *backends, seconds=100.0, **fields):
 def test_a_race_gives_ratios_exactness_and_memory(model, tmp_path, quick):
     notes = tmp_path / "notes.json"
     absent = "fastdp" if load_backend("fastdp").unavailable() else "vmap"
-    found = recommended(model, "mixed_ghost", "opacus_hooks", absent, notes=str(notes))
+    found = recommended(model, "mixed_ghost", "fastgradclip", absent, notes=str(notes))
     assert found["inputs"] == [[4, 3, 32, 32]] and found["parameters"] == 3 * 4 * 9 + 4 + 2560 + 10
     assert found["threads"] >= 1 and found["busy"] == 1.5 and found["slow"] is None
     findings = {name: Finding(name) for name in BACKENDS}
@@ -77,7 +77,7 @@ def test_a_race_gives_ratios_exactness_and_memory(model, tmp_path, quick):
     assert exact.memory_ratio > 0.5 and exact.memory_source == "cpu_allocator"
     assert sum(exact.coverage.values()) == pytest.approx(1.0)
     assert set(findings["nonprivate"].ratios) == {1.0} and not findings["nonprivate"].verification
-    assert len(findings["opacus_hooks"].ratios) >= 3 and findings[absent].reason
+    assert len(findings["fastgradclip"].ratios) >= 3 and findings[absent].reason
     told = json.loads(notes.read_text())
     assert told["opening"] is None and set(told["result"]["backends"]) == set(found["backends"])
 
