@@ -244,7 +244,7 @@ def table(question: Question, race: Mapping[str, Any], found: Sequence[Finding],
     return [
         f"{question.model}: {size}inputs {inputs or 'not known'}, {where}",
         "",
-        *aligned([header, *(_cells(each, question.batch_size) for each in found)], {2, 4, 5, 6}),
+        *aligned([header, *map(_cells, found)], {2, 4, 5, 6}),
         "",
         advice.reason[0].upper() + advice.reason[1:] + ".",
         *left_out(question, found),
@@ -278,35 +278,35 @@ def left_out(question: Question, found: Sequence[Finding]) -> list[str]:
     return [f"Left out for want of time (--seconds {question.seconds:g}): {'; '.join(named)}."] if named else []
 
 
-def _cells(found: Finding, batch_size: int) -> tuple[str, ...]:
+def _cells(found: Finding) -> tuple[str, ...]:
     errors = [found.verification[key] for key in ("max_norm_error", "max_grad_error") if key in found.verification]
     coverage = ", ".join(f"{share:.0%} {name}" for name, share in (found.coverage or {}).items() if share)
     memory = "-" if found.memory_ratio is None else f"{found.memory_ratio:.2f}x"
     if found.backend == ORDINARY:
         memory = "1" if found.peak_bytes else "-"
     largest = "-" if found.largest is None else f"{'≥ ' if found.largest_ended == 'time' else ''}{found.largest}"
-    notes = [_rounds(found, batch_size), found.reason, found.largest_note if found.status == "ok" else ""]
+    notes = [_rounds(found), found.reason, found.largest_note if found.status == "ok" else ""]
     error = "-" if not errors else f"{max(map(float, errors)):.0e}"
     note = _short("; ".join(filter(None, notes)))
     return found.backend, found.status, error, coverage or "-", _time(found), memory, largest, note
 
 
 def _time(found: Finding) -> str:
-    if found.time_ratio is None:
+    if found.ratio is None:
         return NOT_KNOWN if found.status == NOT_KNOWN else "-"
     if found.backend == ORDINARY:
         return "1"
     ends = found.interval()
-    return f"{found.time_ratio:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
+    return f"{found.ratio:.2f}x" + (f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else "")
 
 
-def _rounds(found: Finding, batch_size: int) -> str:
+def _rounds(found: Finding) -> str:
     """How a time was taken, if not in enough rounds of the batch that was asked for."""
     count = len(found.ratios)
-    if found.backend == ORDINARY or found.time_ratio is None:
+    if found.backend == ORDINARY or found.ratio is None:
         return ""
     few = f"{count} round{'s' * (count > 1)}" if count < ROUNDS else ""
-    return ", ".join(filter(None, [few, f"batch {found.timed_at}" if found.timed_at not in (None, batch_size) else ""]))
+    return ", ".join(filter(None, [few, f"of {found.smaller} samples" if found.smaller else ""]))
 
 
 def _short(text: str, most: int = 100) -> str:

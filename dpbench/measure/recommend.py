@@ -5,7 +5,7 @@
 2. A batch for the race: the one that was asked for, or fewer samples if a step is long.
 3. Each backend is opened: verified (`dpbench.measure.verify`), and run three times. The likely ones come first.
 4. The race (`dpbench.measure.race`): heats of all, finals of the fast ones, at the batch that was asked for if the time
-   allows. What cannot be believed is measured again, by one thread.
+   allows, and a few turns of the rest. What cannot be believed is measured again, by one thread.
 5. The memory of a step of each that still stands at the batch that was asked for.
 
 Whatever is known by now lies in `trial.notes`, so that a process that is ended, or goes away, loses nothing else.
@@ -31,7 +31,7 @@ from dpbench.measure.bench import Step, device_of, open_workload, parameter_coun
 from dpbench.measure.explain import sizes
 from dpbench.measure.overhead import Entry, allocations_that_fail
 from dpbench.measure.precision import arithmetic, facts
-from dpbench.measure.race import KEPT, Race, doubtful, finalists
+from dpbench.measure.race import KEPT, KNOWN, TURNS, Race, doubtful, finalists
 from dpbench.measure.timing import cuda_stopwatch
 from dpbench.models.workload import ModelError, Workload
 from dpbench.process.linux import available_cpus, busy_cpus
@@ -238,6 +238,7 @@ class Comparison:
             ratios = self.race.heats(standing, self.until)
         self._keep(ratios)
         samples = self._finals(samples)
+        self._rest(samples)
         self._again()
         self._memory(samples)
 
@@ -265,6 +266,8 @@ class Comparison:
         self.found["slow"] = {"samples": samples, "seconds": None}
         self.note("ordinary training")
         ordinary.enter(self.workload, self.batch(samples), LONGEST)
+        if WORTH * ordinary.seconds > self.left() and ordinary.setup and self._one_thread():
+            ordinary.move(self.batch(samples))
         slow = WORTH * ordinary.seconds > self.left()
         self.found["slow"] = {"samples": samples, "seconds": ordinary.seconds} if slow else None
         while samples < self.trial.batch_size and (samples < FEWEST or 0 < 2 * ordinary.seconds < RACE_STEP):
@@ -287,7 +290,8 @@ class Comparison:
             self.opening = name
             self.note(f"opening {name}")
             entry.record |= {"outcome": Outcome.OK, "evidence": None}
-            entry.enter(self.workload, batch, max(HOPELESS * ordinary.seconds, LONG))
+            patience = math.inf if place <= FIRST else max(HOPELESS * ordinary.seconds, LONG)
+            entry.enter(self.workload, batch, patience)
             self._keep({name: [entry.seconds / ordinary.seconds]} if entry.stands else {})
             longest = max(longest, min(time.monotonic() - begin, OPENING * ordinary.seconds))
         self.opening = None
@@ -309,6 +313,16 @@ class Comparison:
                 entry.move(self.batch(full))
         self._compare(racing)
         return full
+
+    def _rest(self, samples: int) -> None:
+        """A few turns at the batch of the finals for those that are not in it, Opacus first, as the time allows."""
+        ordinary = self.entries[ORDINARY]
+        rest = [e for e in self.entries.values() if e.setup and e.stands and e.samples != samples]
+        for entry in sorted(rest, key=lambda e: (not e.name.startswith(KNOWN), e.seconds)):
+            costs = entry.setup + (1 + TURNS) * entry.seconds
+            if UNSURE * (costs * samples / entry.samples + TURNS * ordinary.seconds) < FINAL_SHARE * self.left():
+                entry.move(self.batch(samples))
+                self._keep(self.race.heats([ordinary, entry], self.until))
 
     def _again(self) -> None:
         """New rounds in place of those that cannot be believed, by one thread."""

@@ -191,7 +191,7 @@ def test_the_median_decides_and_few_rounds_come_after_enough():
 def test_what_is_not_known_is_said_and_never_taken():
     findings = {name: Finding(name) for name in ("nonprivate", "ghost", "vmap")}
     busy = {"nonprivate": entry(1.0), "ghost": entry(0.31, 0.6), "vmap": entry(4.0, 4.1)}
-    take_race(findings, busy)
+    take_race(findings, busy, 8)
     row = findings["ghost"].as_row()
     assert (row["status"], row["time_ratio"], row["time_ratio_low"]) == ("not known", None, None)
     assert row["reason"] == "not known, the machine is busy: rounds from 0.31x to 0.60x"
@@ -200,7 +200,7 @@ def test_what_is_not_known_is_said_and_never_taken():
     question = Question(model="cnn", batch_size=8, memory_budget=BUDGET)
     lines = table(question, {}, in_order(findings.values()), found)
     assert any(line.startswith("ghost ") and line.count("not known") == 3 for line in lines)
-    take_race(findings, {"nonprivate": entry(1.0), "ghost": entry(0.3), "vmap": entry(1.0, 9.0)})
+    take_race(findings, {"nonprivate": entry(1.0), "ghost": entry(0.3), "vmap": entry(1.0, 9.0)}, 8)
     nothing = verdict(findings.values(), 8, "1 GiB")
     assert nothing.backend is None and nothing.reason.startswith("not known, the machine is busy: ")
     assert "ghost 0.30x to 0.30x, vmap 1.00x to 9.00x" in nothing.reason
@@ -214,8 +214,14 @@ def test_a_step_that_does_not_fit_the_time_says_what_does():
 
 
 def test_times_of_fewer_samples_say_so():
-    found = advice(finding("bk_mixed", 1.1, timed_at=8), finding("ghost", 1.5, timed_at=8))
-    assert found.reason.endswith("; timed with 8 samples: for 32, ask with more --seconds")
+    found = advice(finding("bk_mixed", 1.1, smaller=8), finding("ghost", 1.5, smaller=8), finding("vmap", (2.0,)))
+    assert found.reason.endswith("; these times are of 8 samples: for 32, ask with more --seconds")
+    assert "; ghost takes 1.50x, vmap 2.00x;" in found.reason
+    other = advice(finding("bk_mixed", 1.2), finding("ghost", 1.1, smaller=8))
+    assert other.backend == "bk_mixed" and other.reason.endswith("; ghost takes 1.10x with 8 samples")
+    row = finding("bk_mixed", 1.1, smaller=8).as_row()
+    assert row["time_ratio"] is row["time_ratio_low"] is None
+    assert row["smaller_batch"] == {"batch_size": 8, "time_ratio": 1.1}
 
 
 @pytest.mark.parametrize("status", ["mismatch", "unsupported", "error", "oom", "crash"])
@@ -302,9 +308,12 @@ def test_rows_are_in_the_order_of_medians():
             "fastdp": entry(outcome="mismatch", evidence="fastdp differs\nby much"),
             "microbatch": entry(outcome="timeout", evidence="left out for want of time"),
         },
+        8,
     )
     assert findings["ghost"].time_ratio == 1.5 and findings["ghost"].memory_ratio == 1.5
-    assert findings["bk_mixed"].timed_at == 4 and findings["bk_mixed"].candidate
+    assert (
+        findings["bk_mixed"].smaller == 4 and findings["bk_mixed"].time_ratio is None and findings["bk_mixed"].candidate
+    )
     assert (findings["fastdp"].status, findings["fastdp"].reason) == ("mismatch", "fastdp differs")
     assert findings["microbatch"].status == "not measured"
     order = ["nonprivate", "bk_mixed", "vmap", "ghost", "fastdp", "microbatch"]

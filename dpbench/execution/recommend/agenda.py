@@ -164,7 +164,7 @@ class Agenda:
             raise _Unusable(result["usage"])
         if result:
             self.found = result
-            take_race(self.findings, result["backends"])
+            take_race(self.findings, result["backends"], asked.batch_size)
         if answer.outcome is Outcome.OK:
             return None
         opening = notes.get("opening")

@@ -60,7 +60,10 @@ def interval(ratios: Sequence[float]) -> tuple[float, float] | None:
 
 @dataclass
 class Finding:
-    """One backend. `ratios` to ordinary training, one a round, at `timed_at` samples; `largest` by a `LargestTrial`."""
+    """One backend. `ratios` to ordinary training, one a round; `largest` as a `LargestTrial` gives it.
+
+    `smaller`: the samples that it was timed with, if there was no time for as many as were asked for.
+    """
 
     backend: str
     status: str = "not measured"
@@ -68,7 +71,7 @@ class Finding:
     verification: Mapping[str, Any] = field(default_factory=dict)
     coverage: Mapping[str, float] | None = None
     ratios: Sequence[float] = ()
-    timed_at: int | None = None
+    smaller: int | None = None
     step_seconds: float | None = None
     peak_bytes: int | None = None
     baseline_bytes: int | None = None
@@ -79,18 +82,23 @@ class Finding:
     largest_note: str = LEFT_OUT
 
     @property
-    def time_ratio(self) -> float | None:
-        """The median over rounds; None if there is none, or it cannot be believed."""
+    def ratio(self) -> float | None:
+        """The median over rounds of however many samples; None if there is none, or it cannot be believed."""
         return median(self.ratios) if self.ratios and self.status == "ok" else None
+
+    @property
+    def time_ratio(self) -> float | None:
+        """The same of as many samples as were asked for."""
+        return self.ratio if self.smaller is None else None
 
     @property
     def candidate(self) -> bool:
         """Clips, is exact, and was timed: only such are ever recommended."""
-        return self.backend != ORDINARY and self.time_ratio is not None
+        return self.backend != ORDINARY and self.ratio is not None
 
     def interval(self) -> tuple[float, float] | None:
-        """Of the time ratio, see `interval`."""
-        return interval(self.ratios) if self.time_ratio is not None else None
+        """Of the ratio, see `interval`."""
+        return interval(self.ratios) if self.ratio is not None else None
 
     def too_large(self, batch_size: int) -> bool:
         """Whether the batch is known not to fit in the budget.
@@ -114,7 +122,7 @@ class Finding:
 
     def as_row(self) -> dict[str, Any]:
         """The row of the contract, and what else is known."""
-        low, high = self.interval() or (None, None)
+        low, high = (self.interval() if self.smaller is None else None) or (None, None)
         return {
             "backend": self.backend,
             "status": self.status,
@@ -129,19 +137,20 @@ class Finding:
             "time_ratio_low": low,
             "time_ratio_high": high,
             "rounds": len(self.ratios),
-            "timed_batch_size": self.timed_at,
+            "smaller_batch": None if self.smaller is None else {"batch_size": self.smaller, "time_ratio": self.ratio},
             "step_seconds": self.step_seconds,
             "peak_bytes": self.peak_bytes,
             "memory_source": self.memory_source,
         }
 
 
-def take_race(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[str, Any]]) -> None:
+def take_race(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[str, Any]], batch_size: int) -> None:
     """Enter what a `RecommendTrial` has found.
 
     Args:
         findings: backend -> what is known of it, changed in place.
         backends: backend -> its entry, see `dpbench.measure.recommend`.
+        batch_size: that was asked for.
     """
     for name, entry in backends.items():
         found = findings[name]
@@ -149,16 +158,16 @@ def take_race(findings: Mapping[str, Finding], backends: Mapping[str, Mapping[st
         found.verification = entry.get("verification") or {}
         found.coverage = entry.get("coverage")
         if found.status == "ok":
-            _take_times(found, entry)
+            _take_times(found, entry, batch_size)
             memory = entry.get("memory") or {}
             found.peak_bytes, found.memory_source = memory.get("peak_bytes"), memory.get("source")
             found.baseline_bytes = memory.get("baseline_bytes")
     set_memory_ratios(findings)
 
 
-def _take_times(found: Finding, entry: Mapping[str, Any]) -> None:
-    found.ratios, found.timed_at = entry.get("ratios") or (), entry.get("batch_size")
-    found.step_seconds = entry.get("step_seconds")
+def _take_times(found: Finding, entry: Mapping[str, Any], batch_size: int) -> None:
+    found.ratios, found.step_seconds = entry.get("ratios") or (), entry.get("step_seconds")
+    found.smaller = None if entry.get("batch_size") in (None, batch_size) else entry["batch_size"]
     if not found.ratios:
         found.status, found.reason = "not measured", LEFT_OUT
     elif found.backend != ORDINARY and (why := doubt(found.ratios)) is not None:
@@ -225,4 +234,4 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     Args:
         findings: of all backends.
     """
-    return sorted(findings, key=lambda f: (f.backend != ORDINARY, f.status != "ok", f.time_ratio or math.inf))
+    return sorted(findings, key=lambda f: (f.backend != ORDINARY, f.status != "ok", f.ratio or math.inf))

@@ -60,22 +60,24 @@ def verdict(
     tie = next((f for f in rivals if f is not chosen), None)
     if tie is not None:
         said.append(_tied(chosen, tie))
-    said.append(_beaten(findings, [f for f in exact if f is not chosen and f is not tie]))
+    said.append(_beaten(findings, [f for f in exact if f is not chosen and f is not tie], chosen.smaller))
     faster = [f.backend for f in exact if f not in fitting and _time(f) < _time(chosen)]
     if faster:
         said.append(f"faster, but without room for {batch_size} samples in {budget}: {', '.join(faster)}")
-    if chosen.timed_at not in (None, batch_size):
-        said.append(f"timed with {chosen.timed_at} samples: for {batch_size}, ask with more --seconds")
+    if chosen.smaller is not None:
+        said.append(f"these times are of {chosen.smaller} samples: for {batch_size}, ask with more --seconds")
     return Verdict(chosen.backend, "; ".join(filter(None, said)))
 
 
 def fastest_first(findings: Collection[Finding]) -> list[Finding]:
-    """What is exact and timed, by the median; those of the finals before all others, if there were any.
+    """What is exact and timed, by the median; those of the finals come first, and of the batch that was asked for.
 
     Args:
         findings: of all backends.
     """
-    return sorted((f for f in findings if f.candidate), key=lambda f: (f.interval() is None, _time(f)))
+    return sorted(
+        (f for f in findings if f.candidate), key=lambda f: (f.interval() is None, f.smaller is not None, _time(f))
+    )
 
 
 def tied(a: Finding, b: Finding) -> bool:
@@ -119,8 +121,8 @@ def _round_up(seconds: float) -> int:
 
 
 def _time(found: Finding) -> float:
-    assert found.time_ratio is not None
-    return found.time_ratio
+    assert found.ratio is not None
+    return found.ratio
 
 
 def _memory(found: Finding) -> float:
@@ -134,13 +136,15 @@ def _costs(found: Finding) -> str:
     return f"{time} of" if found.memory_ratio is None else f"{time} and {found.memory_ratio:.2f}x the memory of"
 
 
-def _beaten(findings: Collection[Finding], others: Sequence[Finding]) -> str:
+def _beaten(findings: Collection[Finding], others: Sequence[Finding], smaller: int | None) -> str:
     """What the others take: those that people know, and the fastest."""
     if not others:
         return f"nothing else could be measured{_why([f for f in findings if not f.candidate])}"
     known = [f for f in others if f.backend in _KNOWN]
     named = sorted([*known, *[f for f in others if f not in known][: _NAMED - len(known)]], key=_time)
-    times = [f"{f.backend}{' takes' * (not number)} {_time(f):.2f}x" for number, f in enumerate(named)]
+    samples = [f" with {f.smaller} samples" if f.smaller not in (None, smaller) else "" for f in named]
+    takes = [" takes", *[""] * len(named)]
+    times = [f"{f.backend}{verb} {_time(f):.2f}x{few}" for f, verb, few in zip(named, takes, samples, strict=False)]
     unknown = [f.backend for f in findings if f.status == NOT_KNOWN]
     return ", ".join(times) + (f"; not known, for the machine is busy: {', '.join(unknown)}" if unknown else "")
 
