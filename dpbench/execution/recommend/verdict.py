@@ -70,14 +70,13 @@ def verdict(
 
 
 def fastest_first(findings: Collection[Finding]) -> list[Finding]:
-    """What is exact and timed, by the median; those of the finals come first, and of the batch that was asked for.
+    """What is exact and timed, by the median; what was timed with fewer samples comes later, or in fewer rounds.
 
     Args:
         findings: of all backends.
     """
-    return sorted(
-        (f for f in findings if f.candidate), key=lambda f: (f.interval() is None, f.smaller is not None, _time(f))
-    )
+    timed = (f for f in findings if f.candidate)
+    return sorted(timed, key=lambda f: (f.smaller is not None, f.interval() is None, _time(f)))
 
 
 def tied(a: Finding, b: Finding) -> bool:
