@@ -65,9 +65,14 @@ WITHIN = 60.0
 
 
 class Contestant(Entry):
-    """An entry that runs steps of one batch or another. `seconds` a step takes, by the clock on the wall."""
+    """An entry that runs steps of one batch or another.
+
+    `seconds` a step takes of a person's time, `latest` of the clock that ratios are taken from; `setup`: the first two
+    steps of a person's time, 0 if there was but one; `samples` of the batch.
+    """
 
     seconds = 0.0
+    latest = 0.0
     setup = 0.0
     samples = 0
 
@@ -120,7 +125,7 @@ class Contestant(Entry):
         begin, taken = time.perf_counter(), list[float]()
         with self._guarded():
             taken = clock_of(self.device)(self._step, count)
-            self.seconds = (time.perf_counter() - begin) / count
+            self.seconds, self.latest = (time.perf_counter() - begin) / count, taken[-1]
         return taken if self._step is not None else []
 
 
@@ -268,8 +273,10 @@ class Comparison:
         ordinary.enter(self.workload, self.batch(samples), LONGEST)
         if WORTH * ordinary.seconds > self.left() and ordinary.setup and self._one_thread():
             ordinary.move(self.batch(samples))
-        slow = WORTH * ordinary.seconds > self.left()
-        self.found["slow"] = {"samples": samples, "seconds": ordinary.seconds} if slow else None
+        if WORTH * ordinary.seconds > self.left():
+            self.found["slow"] = {"samples": samples, "seconds": ordinary.seconds}
+            return samples
+        self.found["slow"] = None
         while samples < self.trial.batch_size and (samples < FEWEST or 0 < 2 * ordinary.seconds < RACE_STEP):
             samples = min(2 * samples, self.trial.batch_size)
             ordinary.move(self.batch(samples))
@@ -292,7 +299,7 @@ class Comparison:
             entry.record |= {"outcome": Outcome.OK, "evidence": None}
             patience = math.inf if place <= FIRST else max(HOPELESS * ordinary.seconds, LONG)
             entry.enter(self.workload, batch, patience)
-            self._keep({name: [entry.seconds / ordinary.seconds]} if entry.stands else {})
+            self._keep({name: [entry.latest / ordinary.latest]} if entry.stands else {})
             longest = max(longest, min(time.monotonic() - begin, OPENING * ordinary.seconds))
         self.opening = None
         return [entry for entry in self.entries.values() if entry.setup and entry.stands]

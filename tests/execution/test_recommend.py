@@ -214,9 +214,11 @@ def test_a_step_that_does_not_fit_the_time_says_what_does():
 
 
 def test_times_of_fewer_samples_say_so():
-    found = advice(finding("bk_mixed", 1.1, smaller=8), finding("ghost", 1.5, smaller=8), finding("vmap", (2.0,)))
+    found = advice(
+        finding("bk_mixed", 1.1, smaller=8), finding("ghost", 1.5, smaller=8), finding("vmap", (2.0,), smaller=4)
+    )
     assert found.reason.endswith("; these times are of 8 samples: for 32, ask with more --seconds")
-    assert "; ghost takes 1.50x, vmap 2.00x;" in found.reason
+    assert "; ghost takes 1.50x, vmap 2.00x with 4 samples;" in found.reason
     other = advice(finding("bk_mixed", 1.2), finding("ghost", 1.1, smaller=8))
     assert other.backend == "bk_mixed" and other.reason.endswith("; ghost takes 1.10x with 8 samples")
     row = finding("bk_mixed", 1.1, smaller=8).as_row()
