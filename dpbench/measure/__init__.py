@@ -4,7 +4,7 @@
 `step`      one training step: verified, timed, its memory taken
 `overhead`  many backends on one model, interleaved: what each costs beside ordinary training
 `recommend` every backend on one model, within a time
-`race`      who of them is the fastest: turns, rounds, finalists
+`race`      which of them is the fastest: turns, rounds, finalists
 `largest`   the largest batch that fits, by a simulated search
 `memory`    the measured peak of a step: CUDA's allocator statistics, or the CPU allocator's events
 `simulate`  the peak of a step that is never computed: fake tensors and the lifetimes of their storages
