@@ -100,7 +100,10 @@ class _Line:
     """
 
     def __init__(self, begun: float) -> None:
-        self.begun, self._shown = begun, False
+        self._stream = getattr(
+            sys.stderr, "terminal", sys.stderr
+        )  # this moves the cursor; words are made printable here
+        self._begun, self._shown = begun, False
 
     def say(self, words: str) -> None:
         """Write it anew.
@@ -108,23 +111,22 @@ class _Line:
         Args:
             words: what goes on.
         """
-        seconds = time.monotonic() - self.begun
-        if seconds > SILENT and sys.stderr.isatty():
+        seconds = time.monotonic() - self._begun
+        if seconds > SILENT and self._stream.isatty():
             self._shown = True
-            columns = shutil.get_terminal_size().columns
-            print(
-                f"\r{f'dpbench: [{seconds:3.0f} s] {printable(words)}'[: columns - 1]}\x1b[K",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = f"dpbench: [{seconds:3.0f} s] {printable(words)}"
+            self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
 
     def __enter__(self) -> _Line:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            self._write("\r\x1b[K")
 
 
 def question_from(args: argparse.Namespace) -> Question:

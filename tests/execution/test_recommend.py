@@ -23,6 +23,7 @@ from dpbench.cli.recommend import (
     size_in_words,
     table,
 )
+from dpbench.cli.streams import Shown
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import ORDER, RESERVE, Agenda, Question
 from dpbench.execution.recommend.findings import Finding, doubt, in_order, interval, take_race, take_search
@@ -475,14 +476,14 @@ class Screen(io.StringIO):
 
 @pytest.mark.parametrize(("stream", "silent"), [(Screen(), 0.0), (Screen(), 1e9), (io.StringIO(), 0.0)])
 def test_a_terminal_sees_one_line_that_is_rewritten_and_gone_at_the_end(stream, silent, monkeypatch):
-    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("sys.stderr", Shown(stream))
     monkeypatch.setattr(command, "SILENT", silent)
     with command._Line(0.0) as line:
         line.say("opening ghost")
-        line.say("x" * 500)
+        line.say("\x1b" + "x" * 500)
     told = stream.getvalue()
     if isinstance(stream, Screen) and not silent:
-        assert "opening ghost" in told and told.endswith("\r\x1b[K") and "\n" not in told
+        assert "\\x1bxxx" in told and "opening ghost" in told and told.endswith("\r\x1b[K") and "\n" not in told
         assert max(map(len, told.split("\r"))) < 90
     else:
         assert told == ""
