@@ -7,6 +7,7 @@ can be recommended.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import shutil
 import sys
@@ -118,8 +119,9 @@ class _Line:
             self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
 
     def _write(self, text: str) -> None:
-        self._stream.write(text)
-        self._stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            self._stream.write(text)
+            self._stream.flush()
 
     def __enter__(self) -> _Line:
         return self
