@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     given = _given(args, unknown)
     target, delta = number("--target-epsilon", args.target_epsilon), number("--delta", args.delta)
     try:
-        rows = [_row(name, unknown, target, {**given, "delta": delta, **scheme}) for name in names]
+        rows = [_row(name, unknown, target, {**given, "delta": delta, **scheme}) for name in privacy.asked(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
     print(to_json(rows) if args.format == "json" else _table(rows, unknown, target, delta, given, scheme))

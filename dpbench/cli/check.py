@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from clipping import BACKENDS
+from dpbench.cli import streams
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.scorecard import RESULTS, as_row, count, text
 from dpbench.conformance.sensitivity import SensitivityTrial
@@ -180,8 +181,10 @@ def check(trials: Sequence[CheckOf]) -> list[Row]:
     """
     rows: dict[Trial, list[Row]] = {}
     begin = time.monotonic()
+    streams.tell(f"0 of {len(trials)} checked")
     for trial, answer in answers(trials):
         found = rows[trial] = rows_of(trial, answer)
+        streams.tell(f"{len(rows)} of {len(trials)} checked")
         ahead = f"[{len(rows)}/{len(trials)}, {time.monotonic() - begin:.0f} s]"
         print(f"{ahead} {_model(trial)} {trial.backend}: {_said(trial, found)}", file=sys.stderr, flush=True)
     return [row for trial in trials for row in rows[trial]]

@@ -8,6 +8,7 @@ was chosen is imported, so that ``list``, ``plan`` and ``epsilon`` answer at onc
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import re
 import signal
@@ -38,6 +39,8 @@ COMMANDS = {
     "epsilon": ("dpbench.cli.epsilon", "the privacy that a training run buys, by each accountant"),
     "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
 }
+#: Commands that show on a terminal by themselves how far they are.
+_OWN_PROGRESS = ("dpbench.cli.run", "dpbench.cli.recommend")
 _TYPES = {"int": "a whole number", "float": "a number"}
 
 
@@ -129,7 +132,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if parsed is None:
             return 0
         command, arguments = parsed
-        code = int(command.run(arguments))
+        with contextlib.nullcontext() if command.__name__ in _OWN_PROGRESS else streams.waiting.shown("starting"):
+            code = int(command.run(arguments))
         sys.stdout.flush()
         return code
     except RunEnded as error:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dpbench.cli import streams
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
     assert set(_CALLABLE) < set(VERDICTS)
     paths = [locate(args.a), locate(args.b)]
+    streams.tell("reading records")
     sides = [read(path) for path in paths]
     for path, records in zip(paths, sides, strict=True):
         if not records:
@@ -90,11 +92,12 @@ def run(args: argparse.Namespace) -> int:
     if not devices[0] & devices[1]:
         each = " and ".join(", ".join(sorted(names)) for names in devices)
         raise UsageError("two runs on one device (numbers of two devices are not compared)", each)
+    streams.tell("comparing cells")
     left_out: LeftOut = LeftOut()
     rows, only_a, only_b = compare_records(sides[0], sides[1], left_out)
     if not rows:
         raise UsageError(
-            "cells that both measured (step, overhead or peak trials, on as many threads)",
+            "cells that both measured (step, overhead or peak trials, or whole training steps, on as many threads)",
             f"{len(only_a)} in {paths[0]} alone, {len(only_b)} in {paths[1]} alone",
         )
     differ = differences(sides[0], sides[1])

@@ -20,19 +20,23 @@ def table(rows: Sequence[Row], paths: Sequence[Path], failed: Sequence[Row]) -> 
         paths: of both runs.
         failed: rows that a limit strikes.
     """
-    body = [_cells(row) for row in rows]
+    differing = _differing(rows)
+    body = [_cells(row, differing) for row in rows]
     widths = [max(map(len, column)) for column in zip(_HEAD, *body, strict=True)]
     lines = [f"A: {paths[0]}", f"B: {paths[1]}", ""]
-    for line in (_HEAD, *body):
-        texts = (
-            text.ljust(width) if i in _LEFT else text.rjust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        lines.append("  ".join(texts).rstrip())
+    devices = sorted({row.device for row in rows})
+    for device in devices:
+        lines += [f"{device}:"] if len(devices) > 1 else []
+        for line in (_HEAD, *(cells for row, cells in zip(rows, body, strict=True) if row.device == device)):
+            texts = (
+                text.ljust(width) if i in _LEFT else text.rjust(width)
+                for i, (text, width) in enumerate(zip(line, widths, strict=True))
+            )
+            lines.append("  ".join(texts).rstrip())
     found = counts(rows)
     lines += ["", ", ".join(f"{count} {verdict}" for verdict, count in found.items())]
     lines += [
-        f"Device: {', '.join(sorted({row.device for row in rows}))}.",
+        f"Device: {', '.join(devices)}.",
         "Ratio: B over A. A time ratio is a time over ordinary training's in the same round, and so free of drift.",
         f"Interval: {CONFIDENCE:.0%} by bootstrap from {FEWEST_FOR_BOOTSTRAP} rounds on, else the range (r). "
         f"Least effect: {MIN_EFFECT:.0%}.",
@@ -55,7 +59,18 @@ def _change(row: Row) -> str:
     return f"{row.verdict}{by} ({_value(row, row.a)} to {_value(row, row.b)})"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _differing(rows: Sequence[Row]) -> list[str]:
+    """Names of the settings in which cells differ that have the same model, backend and batch size."""
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        alike.setdefault((row.kind, row.device, row.model, row.backend, row.batch_size, row.quantity), []).append(row)
+    names = dict.fromkeys(name for row in rows for name in row.setting)
+    return [
+        name for name in names if any(len({str(row.setting.get(name)) for row in own}) > 1 for own in alike.values())
+    ]
+
+
+def _cells(row: Row, differing: Sequence[str]) -> tuple[str, ...]:
     interval = ratio = ""
     if row.ratio is not None and row.low is not None and row.high is not None:
         ratio = f"{row.ratio:.3f}"
@@ -63,6 +78,12 @@ def _cells(row: Row) -> tuple[str, ...]:
         if row.interval == "exact" or 1 in row.rounds:
             interval = "exact" if row.interval == "exact" else "one round"
     what = f"{row.quantity}, simulated" if row.setting.get("memory") == "simulated" else row.quantity
+    for name in differing:
+        value = row.setting.get(name)
+        if isinstance(value, bool):
+            what += f", {name}" if value else ""
+        elif value is not None and name != "memory":
+            what += f", {value}" if isinstance(value, str) else f", {name.replace('_', ' ')} {value}"
     return (
         row.model,
         row.backend,

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
             **scheme,
         )
         steps, delta = number("--steps", str(length["steps"])), number("--delta", args.delta)
-        rows = [_row(name, mechanism, steps, delta) for name in names]
+        rows = [_row(name, mechanism, steps, delta) for name in privacy.asked(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
     print(to_json(rows) if args.format == "json" else _table(rows, mechanism, steps, delta))

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from dpbench.cli import streams
 from dpbench.cli.model import add_model, add_sizes, validate_model
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.environment import DEVICES, resolve_device
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         device=resolve_device(args.device),
         timeout=_MEASURING_TIMEOUT if args.measure else ExplainTrial.timeout,
     )
+    streams.tell("timing every route" if args.measure else f"building {args.model}")
     with Isolation() as isolation:
         answer = isolation.run(trial)
     if answer.outcome != Outcome.OK or answer.result is None:

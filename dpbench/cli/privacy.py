@@ -7,7 +7,7 @@ import decimal
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from accounting import (
@@ -22,6 +22,7 @@ from accounting import (
     load_accountant,
 )
 from accounting.sampling import HOME, PROVED, unproved
+from dpbench.cli import streams
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.reference import load_object, split_file
 
@@ -136,6 +137,17 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
         return list(ACCOUNTANTS)
     made = [name for name in OF_SCHEMES if (sampling, adjacency) in load_accountant(name).supports]
     return [*made, *ACCOUNTANTS]
+
+
+def asked(names: Sequence[str]) -> Iterator[str]:
+    """The names one after the other; the terminal's last line says which is at work, for some take many seconds.
+
+    Args:
+        names: of accountants.
+    """
+    for index, name in enumerate(names, start=1):
+        streams.tell(f"{name}, {index} of {len(names)} accountants")
+        yield name
 
 
 def load(name: str) -> Accountant:

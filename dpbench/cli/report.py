@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
+import sys
 from pathlib import Path
 
+from dpbench.cli import streams
 from dpbench.errors import UsageError, nearest
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 
@@ -37,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
     source, figures, remedy = _source(args.source, args.output)
     from dpbench.report import FIGURES, write_report  # pandas and matplotlib take their time
 
-    output = args.output if args.output is not None and args.output not in source.parents else source
+    elsewhere = args.output is not None and args.output not in source.parents
+    output = _free(args.output, source) if elsewhere else source
     words = [args.source, *(["--output", str(args.output)] if args.output is not None else [])]
     again = f"python -m dpbench report {shlex.join(words)}"
     try:
-        paths = write_report(source, output, figures or tuple(FIGURES), again)
+        paths = write_report(source, output, figures or tuple(FIGURES), again, streams.tell)
     except OSError as error:
         raise UsageError(
             "an output folder that can be written to", f"{error.filename or output}: {error.strerror}"
@@ -50,6 +54,19 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"records in {source} ({remedy})", "none")
     print(*paths, sep="\n")
     return 0
+
+
+def _free(output: Path, source: Path) -> Path:
+    """`output`; or if the page in it is of other records, a folder in it that is named after these."""
+    from dpbench.report.output import page  # brings pandas
+
+    name = source.resolve().name
+    for folder in itertools.chain([output, output / name], (output / f"{name}-{n}" for n in itertools.count(2))):
+        if page.owner(folder / "report.html") in (None, page.beside(folder, source)):
+            if folder != output:
+                print(f"dpbench: {output} has the report of other records; this one goes to {folder}", file=sys.stderr)
+            break
+    return folder
 
 
 def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]:

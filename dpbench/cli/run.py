@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from dpbench.cli import streams
 from dpbench.errors import going_on
 from dpbench.execution.allowance import check_minutes
 from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
@@ -139,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     if request.experiment.figures:
         from dpbench.report import write_report
 
-        with going_on():
+        with going_on(), streams.waiting.shown("drawing figures"):
             paths = write_report(request.folder, request.folder, request.experiment.figures)
         for path in paths:
             print(path)

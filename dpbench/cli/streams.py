@@ -7,12 +7,81 @@ characters as escapes: much of what is printed stood in somebody's file.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+import shutil
+import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 from dpbench.errors import printable
+
+#: Seconds before a command says on a terminal that it is at work.
+PATIENCE = 3.0
+
+
+class Waiting:
+    """The last line of a terminal while a command works: for how long, and at what. Wiped before anything is printed.
+
+    It is painted once a second by a timer, in the main thread: a thread of its own would be copied half into a fork.
+    """
+
+    def __init__(self) -> None:
+        self.words = ""
+        self._descriptor = 2
+        self._shown = False
+
+    @contextlib.contextmanager
+    def shown(self, words: str) -> Iterator[None]:
+        """Paint the line during the block, from `PATIENCE` seconds on, if standard error is a terminal.
+
+        Args:
+            words: what is being done, until `tell` says more.
+        """
+        if not sys.stderr.isatty() or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        self.words, self._descriptor, begin = words, sys.stderr.fileno(), time.monotonic()
+        before = signal.signal(signal.SIGALRM, lambda *_: self._paint(time.monotonic() - begin))
+        timer = signal.setitimer(signal.ITIMER_REAL, PATIENCE, 1)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, *timer)
+            self.wipe()
+
+    def wipe(self) -> None:
+        """Take the line away, if it is there."""
+        if self._shown:
+            self._shown = False
+            self._write("\r\x1b[K")
+
+    def _paint(self, seconds: float) -> None:
+        self._shown = True
+        line = f"{seconds:.0f} s: {printable(self.words)}"
+        self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # not by the stream: the timer may strike while that is being written to
+            os.write(self._descriptor, text.encode(errors="replace"))
+
+
+waiting = Waiting()
+
+
+def tell(words: str) -> None:
+    """Say on the terminal's last line what is being done now.
+
+    Args:
+        words: a few.
+    """
+    waiting.words = words
 
 
 class Shown:
@@ -31,6 +100,7 @@ class Shown:
         Args:
             text: any.
         """
+        waiting.wipe()
         self.terminal.write(printable(text))
         return len(text)
 

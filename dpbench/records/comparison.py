@@ -1,7 +1,7 @@
 """Two sets of records beside each other: which cells they share, and what became of each.
 
-A cell is what was measured: kind, device, model, backend, and every setting that changes the number (batch size,
-precision, threads, ...), but not how often it was measured. Its quantities are
+A cell is what was measured: kind, device, model, backend (the engine, of a `training_step`), and every setting that
+changes the number (batch size, precision, threads, ...), but not how often it was measured. Its quantities are
 
 - `time`: seconds a step, of one run and of the other. Both may have been taken on a machine in another state.
 - `time ratio`: the same beside ordinary training of the same rounds, where both have it: the machine's state cancels.
@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from clipping import BACKENDS
-from dpbench.records.reader import LeftOut, Record, entries, grouped, newest, newest_trial, newest_version
+from dpbench.records.reader import PAIRED, LeftOut, Record, entries, grouped, newest, newest_trial, newest_version
 from dpbench.records.statistics import Comparison, compare, compare_exact, compare_paired, outliers
 from dpbench.trials import canonical_json
 from dpbench.trials.outcome import DOES_NOT_FIT, Outcome
 
-KINDS = ("step", "overhead", "peak")
+KINDS = ("step", *PAIRED, "peak")
 #: How often and for how long, and who else was measured: no part of what was measured.
 _EFFORT = ("timeout", "steps", "max_seconds", "rounds", "backends", "kind", "device")
 _MEMORY_WORDS = {"slower": "larger", "faster": "smaller"}
@@ -144,7 +144,7 @@ def _add(cell: Cell, record: Record) -> None:
         cell.peaks.setdefault(memory["source"], {})[record.round, size] = memory["peak_bytes"]
     if record.kind == "step":
         cell.times[record.place] = record.result["step_seconds"]
-    elif record.kind == "overhead":
+    elif record.kind in PAIRED:
         cell.times |= {(record.place, turn["round"]): turn["step_seconds"] for turn in record.result["turns"]}
         cell.processes.add(record.place)
 

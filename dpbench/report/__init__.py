@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,11 @@ def find_figures(names: Sequence[str]) -> dict[str, FigureKind]:
 
 
 def write_report(
-    source: Path, output: Path, figures: Sequence[str] = tuple(FIGURES), again: str | None = None
+    source: Path,
+    output: Path,
+    figures: Sequence[str] = tuple(FIGURES),
+    again: str | None = None,
+    tell: Callable[[str], None] = lambda words: None,
 ) -> list[Path]:
     """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``, and the page.
 
@@ -62,6 +66,7 @@ def write_report(
         output: a folder, made if missing; the page of all figures is its ``report.html``.
         figures: names out of `FIGURES`; one for which there are no records is passed over.
         again: the command that makes the page again, to stand on it.
+        tell: takes a few words of what is drawn now.
 
     Returns:
         The files written, the page last. Empty if there are no records.
@@ -71,6 +76,7 @@ def write_report(
         OSError: if `output` cannot be written to.
     """
     chosen = find_figures(figures)
+    tell("reading records")
     records = read(source)
     if not records:
         return []
@@ -78,14 +84,18 @@ def write_report(
     with matplotlib.rc_context(), Pictures() as pictures:
         matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
         matplotlib.rcParams.update(style.RC)
-        parts = [_written(part, output, pictures) for part in _parts(records, chosen)]
+        parts: list[Part] = []
+        for part in _parts(records, chosen):
+            tell(f"figure {len(parts) + 1}, {part.name} on {part.device}")
+            parts.append(_written(part, output, pictures))
         others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
         # a kind is named by whoever wrote the record, and must be no way to another folder
         named = {kind: kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)}
         tables = {f"trials-{name}": plain.kind_of(kind) for kind, name in named.items()}
         parts += [_written(part, output, pictures) for part in _parts(records, tables)]
         output.mkdir(parents=True, exist_ok=True)
-        path = page.write(output / "report.html", parts, again)
+        tell("the page")
+        path = page.write(output / "report.html", parts, again, source)
     return [*(output / name for part in parts for name in part.files.values()), path]
 
 

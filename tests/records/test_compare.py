@@ -15,6 +15,7 @@ from report_records import CPU, CUDA, RunFile
 
 from dpbench.cli import main
 from dpbench.trials import StepTrial
+from dpbench.trials.whole_step import TrainingStepTrial
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKENDS = {"nonprivate": 0.1, "ghost": 0.25, "bk_mixed": 0.12}
@@ -83,6 +84,22 @@ def test_a_seeded_slow_down_of_ten_percent_is_found_beside_ordinary_training(tmp
     assert (code, found["failed"]) == (0, 0)
     code, cells, _, _ = compare("--fail-on", "faster:5%", a="b.jsonl", b="a.jsonl")
     assert code == 1 and cells["ghost", "time ratio"]["verdict"] == "faster"
+
+
+def test_whole_steps_are_compared_engine_by_engine(tmp_path, compare, capsys):
+    for name, seed, slower in (("a", 1, 1.0), ("b", 2, 1.3)):
+        file = write_overhead(tmp_path / f"{name}.jsonl", seed, {"ghost": slower}, kind=TrainingStepTrial)
+        write = random.Random(seed)
+        series = {"nonprivate": [0.1] * 7, "ghost": [0.2 * write.lognormvariate(0, 0.005) for _ in range(7)]}
+        file.overhead("cnn", series, kind=TrainingStepTrial, optimizer="AdamW")
+    code, _, _, found = compare("--fail-on", "slower:10%")
+    rows = {(row["backend"], row["setting"]["optimizer"], row["quantity"]): row for row in found["cells"]}
+    hit = rows["ghost", "SGD", "time ratio"]
+    assert (code, hit["kind"], hit["verdict"], hit["rounds"]) == (1, "training_step", "slower", [7, 7])
+    assert hit["low"] < 1.3 < hit["high"] and rows["ghost", "AdamW", "time ratio"]["verdict"] == "same"
+    main(["compare", str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")])
+    out = capsys.readouterr().out
+    assert "time ratio, SGD" in out and "time ratio, AdamW" in out  # or the rows could not be told apart
 
 
 def test_what_slows_everything_shows_in_the_times_and_not_in_the_ratios(tmp_path, compare, capsys):
@@ -279,6 +296,7 @@ def test_ten_thousand_records_take_ten_seconds_at_most_and_nothing_heavy_is_impo
 OWN = """
 from dpbench.experiment import Experiment, grid
 from dpbench.trials import StepTrial
+from dpbench.trials.whole_step import TrainingStepTrial
 
 def cells(device):
     backends = ["nonprivate", "mixed_ghost"]

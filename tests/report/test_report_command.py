@@ -47,6 +47,19 @@ def test_figures_can_go_elsewhere(here, capsys):
     assert code == 0 and out[0] == "figures/cpu-test-cpu-2-cpus/memory_speed_table.png"
 
 
+def test_reports_in_one_folder_keep_to_themselves(here, capsys):
+    for name, seconds in (("a", 1.0), ("b", 2.0), ("other/b", 3.0)):
+        RunFile(here / name / "x.jsonl").step("cnn", "ghost", [seconds])
+    pages = {}
+    for source, folder in (("a", "out"), ("b", "out/b"), ("other/b", "out/b-2")):
+        for _ in range(2):  # its own page may be made again
+            code, out, err = dpbench(source, "--output", "out", capsys=capsys)
+            assert code == 0 and out[-1] == f"{folder}/report.html" and len(err) == (folder != "out")
+        pages[out[-1]] = (here / out[-1]).read_bytes()
+    assert len(set(pages.values())) == 3
+    assert all((here / path).read_bytes() == text for path, text in pages.items())
+
+
 def test_a_folder_gives_every_figure_that_its_records_make(here, capsys):
     RunFile(here / "some" / "a.jsonl").step("cnn", "ghost", [1.0]).epsilon("moments", 100, 1.0)
     code, out, _ = dpbench("some", capsys=capsys)

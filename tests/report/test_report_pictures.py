@@ -11,7 +11,7 @@ from bodies import FOREVER
 from matplotlib.figure import Figure
 
 from dpbench.report import style
-from dpbench.report.drawing.pictures import Pictures
+from dpbench.report.drawing.pictures import Pictures, save
 
 
 @pytest.fixture
@@ -56,6 +56,21 @@ def test_several_processes_write_what_one_does(figure, tmp_path):
     assert [path.name for path in one] == [path.name for path in two] and len(one) == 9
     assert all(first.read_bytes() == second.read_bytes() for first, second in zip(one, two, strict=True))
     assert one[0].stat().st_size > 500
+
+
+def test_pictures_are_drawn_again_only_if_the_svg_changes(figure, tmp_path):
+    files = paths(tmp_path)
+    save(figure, files)
+    first = {suffix: path.read_bytes() for suffix, path in files.items()}
+    files["png"].write_bytes(b"kept")
+    save(figure, files)
+    assert files["png"].read_bytes() == b"kept"
+    figure.texts[0].set_text("other words")
+    save(figure, files)
+    assert all(path.read_bytes() not in (first[suffix], b"kept") for suffix, path in files.items())
+    files["pdf"].unlink()
+    save(figure, files)
+    assert files["pdf"].read_bytes() and files["png"].read_bytes() != b"kept"
 
 
 def test_what_a_process_met_is_raised_where_the_report_is_made(figure, tmp_path, monkeypatch, left):

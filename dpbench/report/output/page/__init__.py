@@ -6,7 +6,9 @@ module, and figures that `svg.inline` has serialised anew.
 
 from __future__ import annotations
 
+import html
 import importlib.resources
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -35,6 +37,7 @@ ROWS, PLACES = 1500, 10
 #: Facts of an environment that say when it was looked at, not what it is.
 _MOMENTS = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes"})
 _NUMBER = re.compile(r"[^\w–-]{0,4}(?:\w+ = )?-?\d[\d.,]*(?:e[-+]?\d+)?(?:\s?[\w×%µ/]{1,5})?(?:–.*)?")
+_OWNER = re.compile('<meta name="dpbench-records" content="([^"]*)">')
 _STRONG = re.compile(r"\*\*(.+)\*\*")
 
 
@@ -47,22 +50,45 @@ class Table:
     more: str = ""
 
 
-def write(path: Path, parts: Sequence[Part], again: str) -> Path:
+def owner(path: Path) -> str | None:
+    """The folder of the records that a page was made from, as the page names it; None if there is no page.
+
+    Args:
+        path: of the page.
+    """
+    if not path.exists():
+        return None
+    found = _OWNER.search(path.read_text(encoding="utf-8", errors="replace"))
+    return html.unescape(found[1]) if found else "."
+
+
+def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     """Write the page.
 
     Args:
         path: of the page; the files of `parts` are linked from it as they lie below its folder.
         parts: the figures, drawn under the style that is set now.
         again: the command that makes this page.
+        source: the folder of the records.
 
     Raises:
         OSError: if it cannot be written.
     """
-    cache.replace(path, render(parts, again).encode(errors="backslashreplace"), mode=0o666)
+    cache.replace(path, render(parts, again, beside(path.parent, source)).encode(errors="backslashreplace"), mode=0o666)
     return path
 
 
-def render(parts: Sequence[Part], again: str) -> str:
+def beside(folder: Path, source: Path) -> str:
+    """The way from a page's folder to its records: "." where they lie in it.
+
+    Args:
+        folder: of the page.
+        source: of the records.
+    """
+    return os.path.relpath(source.resolve(), folder.resolve())
+
+
+def render(parts: Sequence[Part], again: str, source: str) -> str:
     """The page as text; it speaks of the records that its figures are made from, and not of those superseded since.
 
     Its summary and what stands open are of the device that was measured last; other devices come after it, closed.
@@ -70,6 +96,7 @@ def render(parts: Sequence[Part], again: str) -> str:
     Args:
         parts: of the report.
         again: the command that makes it again.
+        source: the folder of the records, seen from the page's.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
@@ -116,6 +143,7 @@ def render(parts: Sequence[Part], again: str) -> str:
         else "",
         machines=[_machine(device, theirs) for device, theirs in devices.items()],
         again=again,
+        source=source if source != "." else "",
         measure=[f"python -m dpbench run {shlex.quote(name)}" for name in docs],
     )
 
