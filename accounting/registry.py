@@ -143,8 +143,8 @@ def load_accountant(name: str) -> Accountant:
     known = {**ACCOUNTANTS, **VARIANTS, **OF_SCHEMES}
     if name not in known:
         close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.5)
-        hint = f" (the nearest is {close[0]!r})" if close else ""
-        raise ArgumentError("accountant", f"to be one of {', '.join(known)}{hint}", name)
+        hint = f"to be {close[0]!r}, or another " if close else "to be "
+        raise ArgumentError("accountant", f"{hint}one of {', '.join(known)}", name)
     module, _, attribute = known[name].reference.partition(":")
     accountant: Accountant = getattr(importlib.import_module(module), attribute)(**known[name].arguments)
     return accountant

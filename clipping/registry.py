@@ -196,8 +196,10 @@ def load_backend(name: str) -> type[Backend]:
     if not is_backend(name):
         known = known_backends()
         close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"expected a backend, one of {', '.join(known)}, got {name!r}{hint}")
+        names = f"one of {', '.join(known)}"
+        if close:
+            raise ValueError(f"expected a backend, got {name!r}; did you mean {close[0]!r}? ({names})")
+        raise ValueError(f"expected a backend, {names}, got {name!r}")
     family, _, size = name.partition(":")
     found = {**BACKENDS, **VARIANTS}.get(name) or FAMILIES[family]
     module, attribute = found[0].split(":")

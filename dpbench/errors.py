@@ -23,12 +23,37 @@ def printable(text: str) -> str:
 class UsageError(Exception):
     """Something that a person typed cannot be used.
 
-    The message is one line: what was expected, what came, and the nearest known name if there is one.
+    The message is one line, that of `complaint`.
     """
 
-    def __init__(self, expected: str, came: object, nearest: str | None = None) -> None:
-        hint = f"; did you mean {nearest!r}?" if nearest else ""
-        super().__init__(f"expected {expected}, got {came!r}{hint}")
+    def __init__(self, expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> None:
+        super().__init__(complaint(expected, came, nearest, known))
+
+
+def complaint(expected: str, came: object, nearest: str | None = None, known: Iterable[str] = ()) -> str:
+    """One line: what was expected, what came, the nearest known name if there is one, and after it all that are known.
+
+    Args:
+        expected: a noun, "a backend".
+        came: what was typed.
+        nearest: the known name that resembles it.
+        known: what could have been.
+    """
+    names = ", ".join(known)
+    if nearest:
+        return f"expected {expected}, got {came!r}; did you mean {nearest!r}?" + (f" (one of {names})" if names else "")
+    return f"expected {expected}" + (f", one of {names}" if names else "") + f", got {came!r}"
+
+
+def last_line(evidence: str | None) -> str:
+    """Of a traceback, what was raised; of our own errors without the name of the class, for they are sentences.
+
+    Args:
+        evidence: how a trial ended, a text of lines.
+    """
+    lines = (evidence or "").strip().splitlines() or ["no evidence"]
+    raised = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Exit|Interrupt)\b", line)]
+    return re.sub(r"^dpbench\.[\w.]+Error: ", "", (raised or lines)[-1].strip())
 
 
 class RunEnded(Exception):
@@ -75,5 +100,5 @@ def one_of(what: str, name: str, known: Iterable[str]) -> str:
     """
     names = list(known)
     if name not in names:
-        raise UsageError(f"{what}, one of {', '.join(names)}", name, nearest(name, names))
+        raise UsageError(what, name, nearest(name, names), names)
     return name

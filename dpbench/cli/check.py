@@ -21,7 +21,7 @@ from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.scorecard import RESULTS, as_row, count, text
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.conformance.sensitivity import scorecard as sensitivity
-from dpbench.errors import UsageError
+from dpbench.errors import UsageError, last_line
 from dpbench.models.references import BUILTIN, validate_reference
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation
@@ -46,6 +46,8 @@ SMALLER = dict.fromkeys(("resnet34", "resnet50", "resnet101", "resnet152"), 2)
 BYTES_AT_ONCE = 4 * 2**30
 MOST_AT_ONCE = 8
 _STATUS = {Outcome.OK: "ok", Outcome.MISMATCH: "mismatch", Outcome.UNSUPPORTED: "unsupported"}
+#: What a trial ends with whose model cannot be built.
+_MODEL_ERROR = "dpbench.models.workload.ModelError: "
 _HEADER = ("model", "backend", "status", "norms", "gradients", "coverage", "reason")
 
 
@@ -93,6 +95,13 @@ def run(args: argparse.Namespace) -> int:
         else tables(rows, {_model(t) for t in trials if isinstance(t, CheckTrial)})
     )
     return int(any(row["status"] in ("mismatch", "error") for row in rows))
+
+
+class UnusableModel(UsageError):
+    """Why the only model cannot be built, in one line."""
+
+    def __init__(self, line: str) -> None:
+        Exception.__init__(self, line)
 
 
 def wanted(args: argparse.Namespace) -> list[CheckOf]:
@@ -167,7 +176,7 @@ def refuse_unusable(trials: Sequence[ResolveTrial]) -> None:
     """
     for trial, answer in answers(trials):
         if answer.outcome is not Outcome.OK:
-            said = (answer.evidence or "no evidence").splitlines()[-1]
+            said = last_line(answer.evidence)
             raise UsageError(f"{trial.backend} to import", f"{answer.outcome}: {said}")
         if answer.result and answer.result["usage"]:
             raise UnusableBackend(answer.result["usage"])
@@ -178,11 +187,17 @@ def check(trials: Sequence[CheckOf]) -> list[Row]:
 
     Args:
         trials: in the order of the rows.
+
+    Raises:
+        UsageError: the only model cannot be built.
     """
     rows: dict[Trial, list[Row]] = {}
     begin = time.monotonic()
     streams.tell(f"0 of {len(trials)} checked")
+    alone = len({_model(trial) for trial in trials}) == 1
     for trial, answer in answers(trials):
+        if alone and isinstance(trial, CheckTrial) and _MODEL_ERROR in (answer.evidence or ""):
+            raise UnusableModel(last_line(answer.evidence))
         found = rows[trial] = rows_of(trial, answer)
         streams.tell(f"{len(rows)} of {len(trials)} checked")
         ahead = f"[{len(rows)}/{len(trials)}, {time.monotonic() - begin:.0f} s]"
@@ -236,7 +251,7 @@ def rows_of(trial: CheckOf, answer: Answer) -> list[Row]:
     status = _STATUS.get(answer.outcome, "error")
     reason = answer.evidence
     if status == "error":  # of a traceback, what was raised
-        reason = f"{answer.outcome}: {(answer.evidence or 'no evidence').splitlines()[-1]}"
+        reason = f"{answer.outcome}: {last_line(answer.evidence)}"
     row = {
         "model": _model(trial),
         "backend": trial.backend,
@@ -259,7 +274,7 @@ def moved(trial: SensitivityTrial, answer: Answer) -> list[Row]:
     found = (answer.result or {}).get("rows")
     if found is None:
         supported = answer.outcome is not Outcome.UNSUPPORTED
-        said = (answer.evidence or "no evidence").splitlines()[-1]
+        said = last_line(answer.evidence)
         reason = f"{answer.outcome}: {said}" if supported else answer.evidence
         found = [{"case": "all", "outcome": "error" if supported else "unsupported", "reason": reason}]
     return [sensitivity.as_row(trial.backend, trial.dtype, row) for row in found]

@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             options = [word for word in unknown if word.startswith("-")]
             if options:
                 name = options[0].partition("=")[0]
-                raise UsageError(f"an option of {self.prog}, one of {', '.join(known)}", name, nearest(name, known))
+                raise UsageError(f"an option of {self.prog}", name, nearest(name, known), known)
             raise UsageError(f"no further argument for {self.prog}", " ".join(unknown))
         return parsed
 

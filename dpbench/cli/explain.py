@@ -12,6 +12,7 @@ from typing import Any
 
 from dpbench.cli import streams
 from dpbench.cli.model import add_model, add_sizes, validate_model
+from dpbench.errors import last_line
 from dpbench.process.parent import Answer, Isolation
 from dpbench.records.environment import DEVICES, resolve_device
 from dpbench.trials import ExplainTrial
@@ -96,8 +97,7 @@ def _complain(lines: Sequence[str], code: int) -> int:
 
 def _last_words(answer: Answer) -> str:
     """Of the evidence of a trial that failed: how it ended, and the line that says most."""
-    lines = [line.strip() for line in (answer.evidence or "").splitlines() if line.strip()]
-    return f"{answer.outcome}: {lines[-1] if lines else 'no evidence'}"
+    return f"{answer.outcome}: {last_line(answer.evidence)}"
 
 
 def table(model: str, rows: Sequence[Row], summary: dict[str, Any]) -> list[str]:

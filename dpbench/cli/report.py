@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from dpbench.cli import streams
+from dpbench.cli.values import folder
 from dpbench.errors import UsageError, nearest
 from dpbench.experiment import experiment_names, is_reference, load_experiment
 
@@ -24,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=folder,
         metavar="DIR",
         help="where the figures go (default: beside the records); if `run --output DIR` left this experiment's records "
         "in there, these are drawn",
@@ -79,4 +80,4 @@ def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]
         return source, experiment.figures, f"`python -m dpbench run {name}` makes them"
     if Path(name).is_dir():
         return Path(name), (), "`python -m dpbench run EXPERIMENT` makes them"
-    raise UsageError(f"an experiment ({', '.join(names)}) or a folder with records", name, nearest(name, names))
+    raise UsageError("an experiment or a folder with records", name, nearest(name, names), names)

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from dpbench.cli import streams
+from dpbench.cli.values import folder
 from dpbench.errors import going_on
 from dpbench.execution.allowance import check_minutes
 from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
@@ -58,7 +59,7 @@ def add_request_arguments(parser: argparse.ArgumentParser) -> None:
     """What `run` and `plan` have in common: which part of which experiment, where."""
     parser.add_argument("experiment", metavar="EXPERIMENT", help="its name, or my/file.py, or my/file.py:NAME")
     parser.add_argument(
-        "--output", metavar="DIR", type=Path, default=Path("results"), help="records and figures lie here"
+        "--output", metavar="DIR", type=folder, default=Path("results"), help="records and figures lie here"
     )
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is one, else cpu")
     parser.add_argument(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
 from accounting.varying import guarantee_of_parts
 from dpbench.engine.errors import PrivacyWarning
-from dpbench.errors import nearest
+from dpbench.errors import complaint, nearest
 
 if TYPE_CHECKING:
     from clipping import ClipFunction
@@ -118,11 +118,7 @@ def resolve(
     if batch_size > sample_size:
         raise ValueError(f"expected batch_size <= sample_size, got {batch_size} > {sample_size}")
     if sampling not in SCHEMES:
-        hint = nearest(str(sampling), SCHEMES)
-        raise ValueError(
-            f"expected sampling, one of {', '.join(SCHEMES)}, got {sampling!r}"
-            + (f"; did you mean {hint!r}?" if hint else "")
-        )
+        raise ValueError(complaint("sampling", sampling, nearest(str(sampling), SCHEMES), SCHEMES))
     if epochs is not None and steps is not None:
         raise ValueError(f"expected epochs or steps, not both, got epochs={epochs!r} and steps={steps!r}")
     if (target_epsilon is None) == (noise_multiplier is None):
@@ -173,11 +169,7 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
         raise ValueError("expected max_grad_norm > 0, got 0: every gradient would be 0, and so would the noise")
     if isinstance(clip, str):
         if clip not in CLIPS:
-            hint = nearest(clip, CLIPS)
-            raise ValueError(
-                f"expected clip, one of {', '.join(CLIPS)} or a clipping function, got {clip!r}"
-                + (f"; did you mean {hint!r}?" if hint else "")
-            )
+            raise ValueError(complaint("clip or a clipping function", clip, nearest(clip, CLIPS), CLIPS))
         kinds: dict[str, Any] = {"flat": Flat, "automatic": Automatic, "per_layer": PerLayer}
         found: ClipFunction = kinds[clip](max_grad_norm=max_grad_norm, stabiliser=stabiliser)
         return found

@@ -175,7 +175,7 @@ def load_cluster(path: Path) -> Cluster:
     known = (*_NEEDED, "speed")
     for name in found:
         if name not in known:
-            raise UsageError(f"lines of {', '.join(known)} in {path}", name, nearest(name, known))
+            raise UsageError(f"a name of a line in {path}", name, nearest(name, known), known)
     missing = [name for name in _NEEDED if name not in found]
     if missing:
         raise UsageError(f"a line {missing[0]} = ... in {path}", f"{', '.join(found) or 'nothing'}")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TextIO
 
-from dpbench.errors import printable
+from dpbench.errors import last_line, printable
 from dpbench.execution.schedule import Record, Run
 from dpbench.trials.outcome import Outcome
 
@@ -79,8 +79,8 @@ class Progress:
         evidence = (record["evidence"] or "").strip().splitlines()
         if evidence:
             # the last line of a traceback says what was raised; what else we write says it in the first
-            told = evidence[-1] if record["outcome"] == Outcome.ERROR else evidence[0]
-            line += f"\n    {told[:300]}"
+            told = last_line(record["evidence"]) if record["outcome"] == Outcome.ERROR else evidence[0]
+            line += f"\n    {told[:600]}"
         self.say(line)
 
     def cut(self, run: Run, seconds: float) -> None:

@@ -50,8 +50,7 @@ def select(cells: Sequence[Cell], only: Only) -> list[Cell]:
         present = sorted({described[field] for described in fields if field in described})
         for value in values:
             if value not in present:
-                expected = f"--only {field}= one of {', '.join(present)}"
-                raise UsageError(expected, value, nearest(value, present))
+                raise UsageError(f"a value for --only {field}=", value, nearest(value, present), present)
     chosen = [
         cell
         for cell, described in zip(cells, fields, strict=True)

@@ -32,7 +32,7 @@ from dpbench.measure.timing import stopwatch_for, time_steps
 from dpbench.models.external import needs
 from dpbench.models.loading import load_workload
 from dpbench.models.references import split_reference
-from dpbench.models.workload import Workload
+from dpbench.models.workload import ModelError, Workload
 from dpbench.trials import ExplainTrial, LargestTrial, RecommendTrial
 
 Sized = ExplainTrial | LargestTrial | RecommendTrial
@@ -101,6 +101,8 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
         planner = Planner(file=False)
         found = explain(workload.model, workload.loss_fn, inputs, targets, planner=planner, measure=trial.measure)
         entries = {name: p.numel() for name, p in workload.model.named_parameters() if p.requires_grad}
+        if not entries:
+            raise ModelError(f"{trial.model} to have parameters to train", "none")
         shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
     summary = summary_of(found.rows, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
     summary |= planned(found) | {"measured": None}

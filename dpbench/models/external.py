@@ -6,10 +6,10 @@ the original as its cause: most often the images are smaller than the architectu
 
 from __future__ import annotations
 
+import inspect
 import sys
-import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from dpbench.errors import nearest
 from dpbench.models.adapt import adapt, to_fake
+from dpbench.models.complaints import describe, hinting, one_line
 from dpbench.models.options import refuse_taken, refuse_unknown, split_options
-from dpbench.models.own import HINT, own_workload
+from dpbench.models.own import own_workload
 from dpbench.models.references import FACTORY
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.packages import to_be_installed
@@ -115,26 +116,37 @@ def file_model(ref: str, *, num_classes: int, image_size: int) -> Classifier | W
     """
     path, name = split_file(ref, FACTORY)
     with unset_fake_temporarily() as mode, _importable(path.resolve().parent):
-        with _one_line(f"{path} to import", path):
+        with one_line(f"{path} to import", path):
             module = load_module(str(path))
         factory = getattr(module, name, None)
         if not callable(factory):
             functions = [key for key, value in vars(module).items() if callable(value)]
             raise ModelError(f"a function that {path} has", name, nearest(name, functions))
-        with _one_line(f"{name}() of {path} to return a model", path):
+        with hinting() if _asks(factory) else nullcontext(), one_line(f"{name}() of {path} to return a model", path):
             result = factory()
-        if isinstance(result, tuple) and len(result) > 1:
-            result = own_workload(f"{name}() of {path}", result)
-        model = result.model if isinstance(result, Workload) else result
-        if not isinstance(model, nn.Module):
-            with _hinting():
+        with hinting():
+            if isinstance(result, tuple) and len(result) > 1:
+                result = own_workload(f"{name}() of {path}", result)
+            model = result.model if isinstance(result, Workload) else result
+            if not isinstance(model, nn.Module):
                 raise ModelError(f"{name}() of {path} to return an nn.Module or a Workload", type(result).__name__)
         model = adapt(model)
     model = to_fake(model, mode)
     if isinstance(result, Workload):
         return Workload(model, result.loss_fn, result.batch)
-    with _hinting():
+    with hinting():
         return Classifier(model, min(num_classes, _count_logits(ref, model, image_size)))
+
+
+def _asks(factory: Callable[..., Any]) -> bool:
+    """Whether a function has arguments that it cannot be called without."""
+    try:
+        inspect.signature(factory).bind()
+    except TypeError:
+        return True
+    except ValueError:  # in C, and says nothing of them
+        pass
+    return False
 
 
 def classifier(
@@ -153,7 +165,7 @@ def classifier(
         ModelError: it cannot be built, knows one of the `options` not, or fails on an image of this size.
     """
     with unset_fake_temporarily() as mode:
-        with _one_line(f"{ref} to build for {image_size}x{image_size} images"):
+        with one_line(f"{ref} to build for {image_size}x{image_size} images"):
             try:
                 model = make()
             except TypeError as error:
@@ -167,7 +179,7 @@ def classifier(
 def _count_logits(ref: str, model: nn.Module, image_size: int) -> int:
     """K of the logits [1, K] for one image; the parameters' dtype and device are as they were built."""
     first = next(model.parameters(), torch.empty(0))
-    with _one_line(f"{ref} to take {image_size}x{image_size} images"), torch.no_grad():
+    with one_line(f"{ref} to take {image_size}x{image_size} images"), torch.no_grad():
         outputs = model(torch.zeros(1, 3, image_size, image_size, dtype=first.dtype, device=first.device))
     outputs = getattr(outputs, "logits", outputs)
     if not isinstance(outputs, torch.Tensor) or outputs.dim() != 2 or outputs.shape[0] != 1:
@@ -187,42 +199,6 @@ def needs(package: str) -> Iterator[None]:
         yield
     except ImportError as error:
         raise ModelError(to_be_installed(package), describe(error)) from error
-
-
-@contextmanager
-def _hinting() -> Iterator[None]:
-    """A ModelError of the body's says how to hand in any other model."""
-    try:
-        yield
-    except ModelError as error:
-        error.args = (f"{error}; {HINT}",)
-        raise
-
-
-@contextmanager
-def _one_line(expected: str, path: Path | None = None) -> Iterator[None]:
-    """Turn what the body raises into a ModelError; with the line of `path` where it happened."""
-    try:
-        yield
-    except (ModelError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except (Exception, SystemExit) as error:
-        lines = [
-            f.lineno for f in traceback.extract_tb(error.__traceback__) if path and Path(f.filename) == path.resolve()
-        ]
-        if isinstance(error, SyntaxError):
-            lines.append(error.lineno)
-        raise ModelError(expected, describe(error) + (f" (line {lines[-1]})" if lines else "")) from error
-
-
-def describe(error: BaseException) -> str:
-    """Type and first line of an error.
-
-    Args:
-        error: of any kind.
-    """
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
 
 
 @contextmanager

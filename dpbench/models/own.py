@@ -9,14 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipping.batches import leading_dimension, map_tensors
+from clipping.batches import leading_dimension, losses_of, map_tensors
+from dpbench.models.complaints import one_line
 from dpbench.models.losses import classification_loss, logits_of, token_loss
 from dpbench.models.workload import ModelError, Workload
-
-HINT = (
-    "a model over anything but images returns a few records with it, `return model, (inputs, targets)` or with a loss "
-    "after them: `dpbench template mine.py` writes such a file"
-)
 
 
 def own_workload(where: str, returned: tuple[Any, ...]) -> Workload:
@@ -40,13 +36,17 @@ def own_workload(where: str, returned: tuple[Any, ...]) -> Workload:
         records = leading_dimension(*batch)
     except ValueError as error:
         raise ModelError(f"{where} to return tensors [B, ...], of B records each", str(error)) from error
+    if not records:
+        raise ModelError(f"{where} to return at least one record", "none")
+    loss_fn: Callable[[Any, Any], Tensor] = rest[0] if rest else loss_of_targets
 
     def of_size(batch_size: int) -> tuple[Any, Any]:
         places = torch.arange(batch_size) % records
         inputs, targets = map_tensors(lambda x: x.detach()[places.to(x.device)], batch)
         return inputs, targets
 
-    loss_fn: Callable[[Any, Any], Tensor] = rest[0] if rest else loss_of_targets
+    with one_line(f"{where} to return a model that takes its own records"), torch.no_grad():
+        losses_of(model, loss_fn, *of_size(2), 2)
     return Workload(model, loss_fn, of_size)
 
 

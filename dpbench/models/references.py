@@ -46,10 +46,10 @@ def split_reference(ref: str) -> tuple[str, str]:
     if not colon:
         plain = ref.partition("?")[0]
         if plain not in BUILTIN:
-            raise UsageError(f"a model, one of {', '.join(BUILTIN)}, or {_FORMS}", ref, nearest(plain, BUILTIN))
+            raise UsageError("a model", ref, nearest(plain, BUILTIN), [*BUILTIN, f"or {_FORMS}"])
         return "builtin", ref
     if scheme not in SCHEMES:
-        raise UsageError(f"a model reference {_FORMS}", ref, nearest(scheme, SCHEMES))
+        raise UsageError("a model reference", ref, nearest(scheme, SCHEMES), [_FORMS])
     if not name:
         raise UsageError(f"a model's name after {scheme}:", ref)
     return scheme, name
@@ -87,7 +87,13 @@ def validate_reference(ref: str) -> None:
     """
     scheme, name = split_reference(ref)
     if scheme == "file":
-        split_file(name, FACTORY)
+        if name.endswith(".py"):
+            raise UsageError(FACTORY, name, f"{name}:build")
+        try:
+            split_file(name, FACTORY)
+        except UsageError as error:
+            error.args = (f"{error}; `python -m dpbench template {name.partition(':')[0]}` writes such a file",)
+            raise
     elif scheme == "builtin":
         split_builtin(name)
     else:

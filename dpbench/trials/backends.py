@@ -76,5 +76,4 @@ def validate_backend(ref: str) -> None:
         split_file(ref, CLASS)
     elif not is_backend(ref):
         known = known_backends()
-        expected = f"a backend, one of {', '.join(known)}, or {CLASS}"
-        raise UsageError(expected, ref, nearest(ref, known))
+        raise UsageError("a backend", ref, nearest(ref, known), [*known, f"or {CLASS}"])

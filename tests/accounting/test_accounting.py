@@ -225,7 +225,7 @@ def test_names():
     assert list(ACCOUNTANTS) == ["simple", "strong", "moments", "rdp", "gdp", "prv", "pld", "best"]
     with pytest.raises(ValueError, match=r"^expected accountant to be one of simple, strong, .*, got 'nope'$"):
         load_accountant("nope")
-    with pytest.raises(ArgumentError, match=r"\(the nearest is 'moments'\), got 'momets'$"):
+    with pytest.raises(ArgumentError, match=r"to be 'moments', or another one of .*, got 'momets'$"):
         load_accountant("momets")
 
 

@@ -36,7 +36,7 @@ def dpbench(*arguments: str, **kwargs) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["lst"], ["a command, one of list", "'lst'", "did you mean 'list'?"]),
+        (["lst"], ["a command, got 'lst'; did you mean 'list'? (one of list"]),
         (["--frobnicate"], ["--frobnicate"]),
         (["run"], ["EXPERIMENT", "nothing"]),
         (["run", "no_such"], ["an experiment, one of", "stress_test", "'no_such'"]),

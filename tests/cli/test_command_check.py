@@ -69,7 +69,7 @@ def test_a_model_that_raises_is_an_error_row_and_the_rest_goes_on(models, capsys
     ("arguments", "said"),
     [
         (["--model", "resnet18x"], ["resnet18", "'resnet18x'", "did you mean 'resnet18'?"]),
-        (["--model", "cnn", "--backend", "gost"], ["a backend, one of", "'gost'", "did you mean 'ghost'?"]),
+        (["--model", "cnn", "--backend", "gost"], ["a backend, got 'gost'; did you mean 'ghost'? (one of"]),
         (["--model", "nowhere.py:f"], ["nowhere.py:f"]),
         (["--dtype", "float65"], ["float64", "'float65'"]),
         (["--device", "tpu"], ["cpu, cuda", "'tpu'"]),

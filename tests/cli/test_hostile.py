@@ -147,7 +147,7 @@ def test_an_unknown_figure_is_said_before_anything_is_measured(tmp_path, capsys)
     path.write_text(HEAD + "EXPERIMENT = make(figures=('epsilon_epoch',))\n")
     assert main(["run", str(path), "--device", "cpu", "--output", str(output)]) == 2
     said = capsys.readouterr().err
-    assert "expected a figure, one of" in said and "did you mean 'epsilon_epochs'" in said
+    assert "expected a figure, got" in said and "did you mean 'epsilon_epochs'? (one of" in said
     assert not list(tmp_path.rglob("*.jsonl"))
 
 

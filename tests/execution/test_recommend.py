@@ -516,7 +516,7 @@ def test_the_batch_size_if_none_is_given():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["resnet19"], ["a model, one of cnn", "did you mean 'resnet18'?"]),
+        (["resnet19"], ["did you mean 'resnet18'? (one of cnn"]),
         (["tim:vit"], ["did you mean 'timm'?"]),
         (["nowhere.py:build"], ["path/file.py:factory of an existing file", "nowhere.py:build"]),
         (["cnn", "--batch-size", "0"], ["at least 1 for --batch-size", "0"]),

@@ -190,7 +190,7 @@ def test_dtype_is_of_the_model_and_the_images(dtype):
 
 
 def test_unknown_dtype_is_one_line():
-    with pytest.raises(UsageError, match=r"^expected a dtype, one of .*, got 'float23'; did you mean 'float32'\?$"):
+    with pytest.raises(UsageError, match=r"^expected a dtype, got 'float23'; did you mean 'float32'\? \(one of .*\)$"):
         load_workload("cnn", dtype="float23")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dpbench.cli.command_line import main
+from dpbench.models.complaints import EXAMPLE
 from dpbench.models.loading import load_workload
 from dpbench.models.own import loss_of_targets, own_workload
 from dpbench.models.workload import ModelError
@@ -142,3 +143,58 @@ def test_a_loss_is_taken_by_the_kind_of_the_targets():
     numbers = torch.randn(4)
     torch.testing.assert_close(loss_of_targets(torch.ones(4, 1), numbers), (1 - numbers).square())
     assert own_workload("build", (nn.Linear(2, 1), (torch.randn(3, 2), numbers[:3]))).batch(5)[0].shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("n): return nn.Linear(20, 3)", "required positional argument"),
+        ("): return 'text'", "got 'str'"),
+        ("): return nn.Linear(20, 3), (torch.zeros(0, 20), torch.zeros(0))", "at least one record"),
+        ("): return nn.Linear(20, 3), (torch.zeros(4, 21), torch.zeros(4))", "takes its own records"),
+        ("): return nn.Linear(20, 3), (torch.zeros(4, 20), torch.zeros(4).long()), F.cross_entropy", "shape .2., got"),
+    ],
+)
+def test_what_does_not_fit_is_shown_a_function_that_works(body, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"{HEAD}def build({body}\n{EXAMPLE.replace('build', 'works')}\n")
+    with pytest.raises(ModelError, match=words) as error:
+        load_workload("mine.py:build")
+    said = str(error.value)
+    assert said.count(EXAMPLE) == 1 and "`python -m dpbench template mine.py`" in said and "\n" not in said
+    assert load_workload("mine.py:works").batch(3)[0].shape == (3, 20)
+
+
+def test_a_function_that_fails_is_one_line_of_check(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"{HEAD}def build():\n    return 3\n")
+    for backends in (["--backend", "ghost"], ["--backend", "vmap", "--backend", "ghost"]):
+        assert main(["check", "--model", "mine.py:build", *backends]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and err.count("\n") == 1 and err.startswith("dpbench: expected build() of mine.py to return")
+
+
+@pytest.mark.parametrize(
+    ("reference", "words"),
+    [
+        ("mine.py", "did you mean 'mine.py:build'?"),
+        (
+            "none.py:build",
+            "existing file, got 'none.py:build'; `python -m dpbench template none.py` writes such a file",
+        ),
+        ("mine.py:build", "mine.py to import, got 'SyntaxError: invalid syntax (line 2)'"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(reference, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("import torch\ndef build(:\n")
+    assert main(["explain", reference]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1 and words in err
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(f"{HEAD}def build():\n    return nn.ReLU(), (torch.zeros(4, 2), torch.zeros(4, 2))\n")
+    assert main(["explain", "mine.py:build"]) == 2
+    assert capsys.readouterr().err == "dpbench: expected mine.py:build to have parameters to train, got 'none'\n"

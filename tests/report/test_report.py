@@ -299,7 +299,7 @@ def test_published_values():
 
 
 def test_an_unknown_figure_is_one_line(tmp_path):
-    with pytest.raises(UsageError, match=r"expected a figure, one of .*did you mean 'epsilon_epochs'"):
+    with pytest.raises(UsageError, match=r"expected a figure, got .*did you mean 'epsilon_epochs'\? \(one of"):
         write_report(tmp_path, tmp_path, ["epsilon_epoch"])
 
 

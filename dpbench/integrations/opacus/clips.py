@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from clipping import Automatic, Flat, PerLayer
 from clipping.functions import ClipFunction
-from dpbench.errors import nearest
+from dpbench.errors import complaint, nearest
 from dpbench.integrations.opacus.quantile import ARGUMENTS, STABILISER, Quantile
 
 NAMES = ("flat", "per_layer", "automatic", "adaptive")
@@ -81,11 +81,7 @@ class Clips:
         options: dict[str, Any],
     ) -> None:
         if clipping not in NAMES:
-            hint = nearest(str(clipping), NAMES)
-            raise ValueError(
-                f"expected clipping, one of {', '.join(NAMES)}, got {clipping!r}"
-                + (f"; did you mean {hint!r}?" if hint else "")
-            )
+            raise ValueError(complaint("clipping", clipping, nearest(str(clipping), NAMES), NAMES))
         self._clipping = clipping
         wanted = set(ARGUMENTS) if clipping == "adaptive" else set()
         if odd := sorted(options.keys() ^ wanted):

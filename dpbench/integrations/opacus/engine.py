@@ -16,7 +16,7 @@ from dpbench.engine import PrivacyEngine as Engine
 from dpbench.engine.adjust import drop_recorded, plan, set_rate
 from dpbench.engine.distributed import place
 from dpbench.engine.safeguards import batch_norm_problem, batch_norms, require_usable
-from dpbench.errors import nearest
+from dpbench.errors import complaint, nearest
 from dpbench.integrations.opacus import checkpoint
 from dpbench.integrations.opacus.accountant import Accountant
 from dpbench.integrations.opacus.clips import Clips
@@ -321,10 +321,7 @@ def _sampling(source: DataLoader[Any], poisson: bool) -> str:
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
-        hint = nearest(str(value), known)
-        raise ValueError(
-            f"expected {name}, one of {', '.join(known)}, got {value!r}" + (f"; did you mean {hint!r}?" if hint else "")
-        )
+        raise ValueError(complaint(name, value, nearest(str(value), known), known))
 
 
 def _refuse(batch_first: bool, rand_on_empty: bool) -> None:
