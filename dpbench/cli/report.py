@@ -62,12 +62,12 @@ def _free(output: Path, source: Path) -> Path:
     from dpbench.report.output import page  # brings pandas
 
     name = source.resolve().name
-    for folder in itertools.chain([output, output / name], (output / f"{name}-{n}" for n in itertools.count(2))):
-        if page.owner(folder / "report.html") in (None, page.beside(folder, source)):
-            if folder != output:
-                print(f"dpbench: {output} has the report of other records; this one goes to {folder}", file=sys.stderr)
+    for place in itertools.chain([output, output / name], (output / f"{name}-{n}" for n in itertools.count(2))):
+        if page.owner(place / "report.html") in (None, page.beside(place, source)):
+            if place != output:
+                print(f"dpbench: {output} has the report of other records; this one goes to {place}", file=sys.stderr)
             break
-    return folder
+    return place
 
 
 def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]:

@@ -31,6 +31,7 @@ from dpbench.engine.distributed import agreed, place, quieten, same_model, same_
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
+from dpbench.engine.log import Log
 from dpbench.engine.noise import secret
 from dpbench.engine.patch import Patch, claim, disclaim, require_own
 from dpbench.engine.recorder import Recorder
@@ -73,6 +74,7 @@ class PrivacyEngine(State):
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
         ghost_clipping, mixed, numerical_stability_constant: private_CNN's choice of a backend, and clip's stabiliser.
+        log: a SummaryWriter, a wandb run or the like, for ε and other public numbers (`dpbench.engine.log.Log`).
 
     Methods take:
         optimizer, loss: one over the model's trainable parameters; the losses [B] of the samples, with their graph.
@@ -106,6 +108,7 @@ class PrivacyEngine(State):
         ghost_clipping: bool | None = None,
         mixed: bool | None = None,
         numerical_stability_constant: float = 0.0,
+        log: Any = None,
     ) -> None:
         self._wrapped, model = model, unwrapped(model)
         require_usable(model)
@@ -135,7 +138,7 @@ class PrivacyEngine(State):
         planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
-        self._sums, self._unread = Sums(), Unread()
+        self._sums, self._unread, self._log = Sums(), Unread(), Log(log)
         self.steps = self.drawn = self._sampled = self._size = 0
         self.stepped = False
         """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
@@ -187,6 +190,7 @@ class PrivacyEngine(State):
             quieten(self._wrapped, False)
             self._patch = None
             disclaim(self)
+        self._log.tell(self, now=True)
         self._unread.read(wait=True)
 
     def step(self, loss: Any) -> None:
@@ -234,10 +238,7 @@ class PrivacyEngine(State):
 
     @property
     def mask(self) -> Tensor:
-        """[P] bool: which samples are the data's, and which are padding.
-
-        Of the physical batch that the model has read, else of the one that it is to read next.
-        """
+        """[P] bool: True for the data's samples, False for padding; of the physical batch read, else of the next."""
         ticket = self._tickets.first()
         real, handed = self._mask if ticket is None else (ticket.real, ticket.handed)
         return torch.arange(handed, device="cpu") < real
@@ -319,6 +320,7 @@ class PrivacyEngine(State):
             with agreed(before, self._drawing) if self.stepped else nullcontext():
                 if self.stepped:
                     self._unread.read(wait=place()[1] > 1)  # in several processes all raise at the same step
+                    self._log.tell(self)
                 add()
             if self.stepped:
                 self._release(sampled=ticket is not None)

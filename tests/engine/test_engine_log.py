@@ -1,0 +1,96 @@
+"""What an engine tells a logger: public numbers alone, one line of them a step that it has time for, and the last."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from dpbench import PrivacyEngine
+from dpbench.engine import log as module
+
+NAMES = {"epsilon", "delta", "noise_multiplier", "clipping_threshold", "expected_batch_size"}
+
+
+class Board:
+    """As torch.utils.tensorboard.SummaryWriter, whose argument names are tag, scalar_value and global_step."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add_scalar(self, tag, scalar_value, global_step=None):
+        self.rows.append((global_step, tag, scalar_value))
+
+
+class Run:
+    """As a run of wandb."""
+
+    def __init__(self):
+        self.rows = []
+
+    def log(self, data):
+        self.rows.append(data)
+
+
+def train(log, steps=3, scale=1.0, **changes):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    settings = {"batch_size": 8, "sample_size": 100, "max_grad_norm": 0.5, "noise_multiplier": 2.0} | changes
+    engine = PrivacyEngine(model, accountant="rdp", log=log, **settings)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    engine.attach(optimizer)
+    for _ in range(steps):
+        inputs = scale * torch.randn(7, 4)
+        optimizer.step(loss=nn.functional.cross_entropy(model(inputs), torch.zeros(7).long(), reduction="none"))
+    engine.detach()
+    return engine
+
+
+def test_every_step_that_there_is_time_for_and_the_last(monkeypatch):
+    monkeypatch.setattr(module, "_SHARE", 0)
+    board, run = Board(), Run()
+    engine = train(board)
+    train(run)
+    assert [(step, tag) for step, tag, _ in board.rows if tag == "privacy/epsilon"] == [
+        (step, "privacy/epsilon") for step in (1, 2, 3)
+    ]
+    assert {tag for _, tag, _ in board.rows} == {f"privacy/{name}" for name in NAMES}
+    last = {tag: value for step, tag, value in board.rows if step == 3}
+    spent = engine.privacy_spent()
+    assert last["privacy/epsilon"] == spent.epsilon and last["privacy/delta"] == spent.delta
+    assert (last["privacy/noise_multiplier"], last["privacy/clipping_threshold"]) == (2.0, 0.5)
+    assert run.rows[-1] == last | {"privacy/step": 3} and len(run.rows) == 3
+
+
+def test_an_accountant_that_takes_long_is_asked_seldom():
+    board = Board()
+    train(board, steps=20)
+    assert {step for step, _, _ in board.rows} >= {1, 20}
+    assert len({step for step, _, _ in board.rows}) < 20
+
+
+def test_nothing_that_is_written_depends_on_a_record(monkeypatch):
+    monkeypatch.setattr(module, "_SHARE", 0)
+    boards = [Board(), Board()]
+    for board, scale in zip(boards, (1.0, 100.0), strict=True):
+        train(board, scale=scale)
+    assert boards[0].rows == boards[1].rows
+
+
+def test_copies_write_nothing():
+    board = Board()
+    engine = train(board)
+    before = len(board.rows)
+    for other in (copy.deepcopy(engine), pickle.loads(pickle.dumps(engine))):
+        assert other.steps == 3
+        other.detach()
+    assert len(board.rows) == before
+
+
+@pytest.mark.parametrize("writer", [print, 3, "runs/1"])
+def test_what_is_no_logger_is_refused(writer):
+    with pytest.raises(ValueError, match=r"expected log with add_scalar\(name, value, step\) or log\(dict\), got"):
+        train(writer)
