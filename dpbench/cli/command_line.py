@@ -80,13 +80,22 @@ def _describe_commands() -> str:
     asked = "\n".join(f"  {question}\n      dpbench {command}" for question, command in QUESTIONS)
     return (
         "commands:\n" + "\n".join(lines) + f"\n\nquestions, and what answers them:\n{asked}\n\n"
-        "`dpbench COMMAND --help` shows a command's options, and more examples."
+        "`dpbench COMMAND --help` shows a command's options, and more examples.\n"
+        '`eval "$(dpbench --print-completion bash)"` completes names on TAB (bash, zsh, tcsh; needs shtab).'
     )
 
 
 def _describe_examples(name: str) -> str:
     examples = [(f"dpbench {name} {arguments}".rstrip(), words) for arguments, words in EXAMPLES.get(name, ())]
     return "examples:\n" + "\n".join(f"  {line}\n      {words}" for line, words in examples) if examples else ""
+
+
+def _with_commands(top: Parser) -> Parser:
+    """The parser with every command as a subparser, for whoever has to see them all."""
+    commands = top.add_subparsers()
+    for name, (module, doc) in COMMANDS.items():
+        importlib.import_module(module).add_arguments(commands.add_parser(name, help=doc))
+    return top
 
 
 def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
@@ -102,6 +111,11 @@ def _parse(argv: Sequence[str]) -> tuple[ModuleType, argparse.Namespace] | None:
     top.add_argument("--version", action="version", version=f"dpbench {VERSION}")
     if not argv:
         top.print_help()
+        return None
+    if argv[0] == "--print-completion":
+        from dpbench.cli import completion
+
+        print(completion.script(argv[1:], _with_commands(top)))
         return None
     if argv[0].startswith("-"):
         top.parse_args(argv[:1])

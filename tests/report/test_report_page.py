@@ -438,9 +438,17 @@ _LOOK = """(own, page) => {
   const column = (name) => Array.from(table.tBodies[0].rows, (row) => row.cells[of(name)].textContent);
   const sort = (name) => (table.tHead.rows[0].cells[of(name)].querySelector("button").click(), column(name));
   const svg = page.querySelector("svg").getBoundingClientRect();
+  const line = page.querySelector("#f2-memory_speed_table .filter");
+  const filter = (words) => {
+    line.querySelector("input").value = words;
+    line.querySelector("input").dispatchEvent(new own.Event("input"));
+    const seen = Array.from(table.tBodies[0].rows).filter((row) => row.getClientRects().length);
+    return [seen.length, line.querySelector("output").value];
+  };
   return {
     width, page: page.documentElement.scrollWidth, cut: cut.map((e) => e.outerHTML.slice(0, 80)),
     requests: own.performance.getEntriesByType("resource").map((r) => r.name),
+    filtered: ["  ERROR ", "-error", "error -ghost nothing", "<b>", ""].map(filter),
     before: column("Time/step"), up: sort("Time/step"), down: sort("Time/step"), rows: column("Backend"),
     direction: table.tHead.rows[0].cells[of("Time/step")].getAttribute("aria-sort"), drawn: [svg.width, svg.height],
   };
@@ -453,6 +461,8 @@ def test_in_a_browser_it_fits_a_phone_and_a_desk_sorts_and_asks_for_nothing(whol
         assert seen["width"] == width and seen["page"] <= width and seen["cut"] == []
         assert seen["requests"] == []
         assert min(seen["drawn"]) > 100
+        counts = [(2, "2 of 5 rows"), (3, "3 of 5 rows"), (0, "0 of 5 rows"), (0, "0 of 5 rows"), (5, "")]
+        assert [tuple(each) for each in seen["filtered"]] == counts
         assert seen["before"] == ["1.00 s", "error", "2.50 s", "error", "4.00 s"]
         assert seen["up"] == ["1.00 s", "2.50 s", "4.00 s", "error", "error"]
         assert seen["down"] == ["4.00 s", "2.50 s", "1.00 s", "error", "error"]
