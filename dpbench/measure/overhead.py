@@ -45,6 +45,7 @@ from clipping.graphs import BEFORE, Graphs
 from clipping.types import Problem
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
+from dpbench.measure.flops import model_flops
 from dpbench.measure.memory import Pools, graph_pools, measured_peak
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import WINDOW, stopwatch_for, warm_up
@@ -100,6 +101,10 @@ def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry
         for entry in entries:
             entry.take_memory()
         told = facts(trial.precision, workload, *batch)
+        flops = model_flops(workload, *batch, trial.batch_size)
+    for entry in entries:
+        if flops is not None and entry.record["outcome"] == Outcome.OK:
+            entry.record["model_flops"] = flops
     result = {
         "parameters": parameter_count(workload.model),
         "precision": told,

@@ -15,6 +15,7 @@ import torch
 from clipping import Flat
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Step, device_of, open_workload, parameter_count
+from dpbench.measure.flops import model_flops
 from dpbench.measure.memory import measured_peak, set_budget, within_budget
 from dpbench.measure.precision import arithmetic, facts
 from dpbench.measure.timing import stopwatch_for, time_steps
@@ -24,7 +25,8 @@ from dpbench.trials.outcome import Mismatch
 
 
 def run(trial: StepTrial) -> dict[str, Any]:
-    """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory", "precision"}.
+    """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory", "precision",
+    "model_flops" (`dpbench.measure.flops`)}.
 
     "precision": what torch's switches were (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power
     and temperature as the last timed step ended.
@@ -76,4 +78,6 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
             "loss": loss,
             "precision": facts(trial.precision, workload, inputs, targets),
         }
+    if (flops := model_flops(workload, inputs, targets, trial.batch_size)) is not None:
+        result["model_flops"] = flops
     return result

@@ -9,7 +9,7 @@ import pandas as pd
 from dpbench.records.conditions import warnings
 from dpbench.records.reader import PAIRED
 from dpbench.report import style
-from dpbench.report.data import failures, foretold, published
+from dpbench.report.data import failures, foretold, peaks, published
 from dpbench.report.data.select import LeftOut, Record, grouped
 from dpbench.trials.packages import modules_of_backends
 
@@ -34,6 +34,7 @@ def max_batch_throughput(records: Sequence[Record], frame: pd.DataFrame, left_ou
     if len(speeds):
         at = f"batch size {_join(sorted(set(speeds.batch_size)))}" if one_batch(frame) else "the batch size beside it"
         said.append(f"Throughput: {at} over the median step time; {_rounds(speeds.rounds)}.")
+    said += peaks.said(records, frame)
     if frame.time_ratio.notna().any():
         said.append("×: time of a step beside ordinary training's, the backends in turn in one process.")
     if frame.published_images_per_second.notna().any():

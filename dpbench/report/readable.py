@@ -29,6 +29,10 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join([lines[0], rule, *lines[1:]]) + "\n"
 
 
+#: Of ordinary training's operations; 100 % is the device's peak.
+_UTILISATION: dict[str, Callable[[Any], str]] = {"MFU": lambda r: _or(r.model_flops_utilisation, "{:.1%}".format)}
+
+
 def no_html(text: str) -> str:
     """Text for Markdown, in which no tag and no entity stands: what a record says of its machine is shown, not done.
 
@@ -50,6 +54,7 @@ def max_batch_throughput(frame: pd.DataFrame) -> pd.DataFrame:
             "Published": lambda r: _or(r.published_max_batch_size, "{:,g}".format),
             "Images/s": lambda r: _or(r.images_per_second, style.number, r.throughput_note),
             "Range": lambda r: _range(r.images_per_second_low, r.images_per_second_high, style.number),
+            **(_UTILISATION if frame.model_flops_utilisation.notna().any() else {}),
             "Rounds": lambda r: _or(r.rounds, str),
             "Time ratio": lambda r: _or(r.time_ratio, style.times),
             "At B": lambda r: _or(r.batch_size, str),
@@ -95,6 +100,7 @@ def paired(frame: pd.DataFrame, sizes: Mapping[str, Callable[[Any], str]]) -> pd
         "Time ratio": lambda r: _or(r.time_ratio, style.times),
         "Range": lambda r: _range(r.time_ratio_low, r.time_ratio_high, style.times),
         "Pairs": lambda r: _or(r.paired_rounds, str),
+        **(_UTILISATION if frame.model_flops_utilisation.notna().any() else {}),
         "Growth": lambda r: _or(getattr(r, "growth", None), "{:.2f}".format),
         "Published time ratio": lambda r: _or(r.published_time_ratio, _published),
         "Peak memory": lambda r: _or(r.peak_bytes, style.size),

@@ -172,8 +172,8 @@ _ENTRY: Shape = {
     "coverage?": _COVERAGE,
     "way?": TEXT,
     "turns?": [_TURN],
-    "step_seconds?": [SECONDS],
-    "warmup_seconds?": [SECONDS],
+    **{name: [SECONDS] for name in ("step_seconds?", "warmup_seconds?")},
+    "model_flops?": WHOLE,
 }
 _MEASURED: Shape = _ENTRY | {"outcome": one_of("ok"), "turns": Some(_TURN), "memory": _MEMORY}
 _FAILED: Shape = _ENTRY | {"outcome": one_of(*(str(outcome) for outcome in Outcome if outcome is not Outcome.OK))}
@@ -211,7 +211,7 @@ _RESULTS: Mapping[str, Shape] = {
         "memory": _MEMORY,
         "verification?": _VERIFICATION,
         "coverage?": _COVERAGE,
-        "parameters?": WHOLE,
+        **dict.fromkeys(("parameters?", "model_flops?"), WHOLE),
     },
     "peak": {"memory": _MEMORY, "budget_bytes?": _WHOLE, "parameters?": WHOLE},
     "largest": {

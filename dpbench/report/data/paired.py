@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 
 from dpbench.records.reader import Record, entries
+from dpbench.report.data.peaks import utilisation
 from dpbench.report.data.statistics import Row, exactness, good_rounds, peaks_by_round, spread, why
 
 __all__ = ["COLUMNS", "entries", "paired_row", "turns"]
@@ -16,6 +17,7 @@ COLUMNS = (
     *("time_ratio", "time_ratio_low", "time_ratio_high", "published_time_ratio"),
     *("peak_bytes", "memory", "memory_ratio", "published_memory_ratio"),
     *("max_norm_error", "max_grad_error", "tolerance", "ghost", "instantiated", "fallback", "note"),
+    "model_flops_utilisation",
 )
 
 
@@ -42,6 +44,7 @@ def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
     peaks, base_peaks = peaks_by_round(good), peaks_by_round(base)
     memory_ratios = [peaks[at] / base_peaks[at] for at in peaks.keys() & base_peaks.keys()]
     row: Row = {"paired_rounds": len(ratios)}
+    row["model_flops_utilisation"] = utilisation(good, median(seconds.values()))
     row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)
     if peaks:
         row |= {"memory": next(iter(peaks))[1], "peak_bytes": round(median(peaks.values()))}

@@ -17,6 +17,7 @@ from dpbench.report import style
 from dpbench.report.data import published
 from dpbench.report.data.foretold import as_peaks, joined
 from dpbench.report.data.paired import entries, paired_row, turns
+from dpbench.report.data.peaks import utilisation
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.data.statistics import (
     Row,
@@ -44,7 +45,7 @@ MAX_BATCH_THROUGHPUT = (
     *("published_max_batch_size", "batch_size", "images_per_second", "images_per_second_low"),
     *("images_per_second_high", "rounds", "throughput_note", "published_images_per_second"),
     *("time_ratio", "time_ratio_low", "time_ratio_high"),
-    *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback"),
+    *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback", "model_flops_utilisation"),
 )
 _SIZES = MAX_BATCH_THROUGHPUT.index("batch_size")  # columns of the largest batch, the first two among them
 MEMORY_SPEED = (
@@ -157,6 +158,7 @@ def _throughput(cell: Cell, steps: list[Record], ordinary: list[Record], left_ou
     else:
         rates = [size / seconds for seconds in seconds_by_round(good).values()]
     exact = {name: value for name, value in exactness(good).items() if name != "tolerance"}
+    row["model_flops_utilisation"] = utilisation(good, size / median(rates))
     return row | {"batch_size": size, "rounds": len(rates)} | spread("images_per_second", rates) | exact
 
 

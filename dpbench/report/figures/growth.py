@@ -14,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dpbench.report import captions, readable, style
-from dpbench.report.data import published
+from dpbench.report.data import peaks, published
 from dpbench.report.data.paired import COLUMNS, entries, paired_row
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.data.statistics import Row, batch, count_failures, frame_of, in_order
@@ -95,7 +95,7 @@ class Growth:
             f"against {self.across.words}: all backends take turns in one process, and a ratio is of two turns of one "
             f"round; {overhead.pairs(frame)}."
         ]
-        said += overhead.memory_source(frame)
+        said += overhead.memory_source(frame) + peaks.said(records, frame)
         batches = ", ".join(f"{count} at {size}" for size, count in sizes.items())
         if not self.across.rate:
             said.append(f"Batch size {sizes.iloc[0]}." if sizes.nunique() == 1 else f"Batch size: {batches}.")

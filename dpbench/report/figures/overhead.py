@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from dpbench.report import captions, findings, readable, style
-from dpbench.report.data import published
+from dpbench.report.data import peaks, published
 from dpbench.report.data.paired import COLUMNS, entries, paired_row
 from dpbench.report.data.select import LeftOut, Record, grouped, newest_trial
 from dpbench.report.data.statistics import batch, count_failures, frame_of, in_order
@@ -87,7 +87,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "Time and peak memory of one training step beside ordinary training of the same model: all backends take turns "
         f"in one process, and a ratio is of two turns of one round; {pairs(frame)}. The axes are logarithmic."
     ]
-    said += ways(records) + memory_source(frame) + alone(frame)
+    said += ways(records) + memory_source(frame) + alone(frame) + peaks.said(records, frame)
     if absent := nowhere(frame):
         said.append(f"No number on any model: {', '.join(absent)}.")
     if frame.published_time_ratio.notna().any():

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from dpbench.report import captions, findings, readable
+from dpbench.report.data import peaks
 from dpbench.report.data.select import LeftOut, Record
 from dpbench.report.figures import overhead
 from dpbench.report.parts import FigureKind
@@ -35,7 +36,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         f"a ratio is of two turns of one round; {overhead.pairs(frame)}. Backends stand for their engines: ours is "
         "dpbench.PrivacyEngine. The axes are logarithmic."
     ]
-    said += overhead.ways(records) + overhead.memory_source(frame) + overhead.alone(frame)
+    said += overhead.ways(records) + overhead.memory_source(frame) + overhead.alone(frame) + peaks.said(records, frame)
     if energy:
         said.append(f"Energy: {', '.join(energy)}.")
     if absent := overhead.nowhere(frame):
