@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpbench.engine.engine import PrivacyEngine
+    from dpbench.engine.state import State
 
 #: The accountant has at most one part in so many of training's time.
 _SHARE = 50
@@ -38,7 +38,7 @@ class Log:
         """A copy of an engine writes nothing: its steps would have the numbers of the engine's own."""
         return Log, (None,)
 
-    def tell(self, engine: PrivacyEngine, *, now: bool = False) -> None:
+    def tell(self, engine: State, *, now: bool = False) -> None:
         """Write the state after the engine's last step, if it is time, and it was not written before.
 
         Args:

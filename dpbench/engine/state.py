@@ -15,6 +15,7 @@ from dpbench.engine.recorder import Recorder
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.settings import Settings
 from dpbench.engine.sizes import Sizes
+from dpbench.engine.spent import PrivacySpent
 from dpbench.engine.sums import Sums
 from dpbench.engine.tickets import Tickets
 
@@ -50,6 +51,14 @@ class State(ABC):
     @abstractmethod
     def _attached(self) -> Any:
         """The patch of the optimizer; raises Misuse where there is none."""
+
+    @abstractmethod
+    def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
+        """ε of the steps so far.
+
+        Args:
+            delta: δ; the engine's if None.
+        """
 
     @abstractmethod
     def step(self, loss: Any) -> None:
