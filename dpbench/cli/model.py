@@ -7,6 +7,9 @@ import argparse
 from dpbench.errors import UsageError
 from dpbench.models.references import validate_reference
 
+#: No tensor has more in one dimension, on any device.
+_MOST = 2**31 - 1
+
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """MODEL."""
@@ -31,10 +34,12 @@ def validate_model(args: argparse.Namespace) -> None:
     """Check the model's reference, the sizes and --batch-size, without torch.
 
     Raises:
-        UsageError: an unknown model, or a size below 1.
+        UsageError: an unknown model, or a size below 1 or beyond any tensor's.
     """
     validate_reference(args.model)
     for option in ("batch_size", "image_size", "num_classes"):
         value = getattr(args, option)
         if value is not None and value < 1:
             raise UsageError(f"at least 1 for --{option.replace('_', '-')}", value)
+        if value is not None and value > _MOST:
+            raise UsageError(f"at most {_MOST:,} for --{option.replace('_', '-')}", value)

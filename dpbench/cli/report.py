@@ -78,6 +78,6 @@ def _source(name: str, output: Path | None) -> tuple[Path, tuple[str, ...], str]
         folders = [root / experiment.name for root in (output, RESULTS) if root is not None]
         source = next((folder for folder in folders if any(folder.glob("*.jsonl"))), RESULTS / experiment.name)
         return source, experiment.figures, f"`python -m dpbench run {name}` makes them"
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():  # '' would be the current folder
         return Path(name), (), "`python -m dpbench run EXPERIMENT` makes them"
     raise UsageError("an experiment or a folder with records", name, nearest(name, names), names)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dpbench.cli import streams
 from dpbench.cli.values import folder
-from dpbench.errors import going_on
+from dpbench.errors import UsageError, going_on
 from dpbench.execution.allowance import check_minutes
 from dpbench.execution.executors import EXECUTORS, OPTIONS, Cluster, refuse_options_of_others
 from dpbench.execution.runner import Request, check_choices
@@ -85,6 +85,8 @@ def request_from(args: argparse.Namespace) -> Request:
         UsageError: for any that cannot be.
     """
     retry = [name for name in args.retry.split(",") if name]
+    if args.retry and not retry:
+        raise UsageError("outcomes after --retry, as error,timeout", args.retry)
     check_choices(args.rounds, retry)
     check_minutes(args.minutes)
     return Request(
