@@ -28,6 +28,7 @@ import numpy as np
 from scipy.stats import beta, binom, norm
 
 from accounting.gaussian import epsilon_of_shift
+from accounting.mechanism import whole, within
 
 
 def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: float) -> float:
@@ -36,9 +37,14 @@ def p_value(canaries: int, guesses: int, correct: int, epsilon: float, delta: fl
     Args:
         canaries: m, how many records were put in or left out by a coin each.
         guesses, correct: how many of them were guessed about, and how many of these guesses were right.
-        epsilon, delta: the (ε, δ) that is put to the test.
+        epsilon, delta: the (ε, δ) that is put to the test: ε >= 0, δ in [0, 1].
+
+    Raises:
+        ValueError: not 0 <= correct <= guesses <= canaries, all whole, or ε or δ out of its range.
     """
-    rate = 1.0 / (1.0 + math.exp(-epsilon))
+    canaries, guesses, correct = _counts(canaries=canaries, guesses=guesses, correct=correct)
+    within("delta", delta)
+    rate = 1.0 / (1.0 + math.exp(-within("epsilon", epsilon, 0.0, math.inf)))
     below = np.cumsum(binom.pmf(np.arange(correct - 1, -1, -1), guesses, rate))
     steepest = float(np.max(below / np.arange(1, correct + 1), initial=0.0))
     return min(1.0, float(binom.sf(correct - 1, guesses, rate)) + 2.0 * canaries * delta * steepest)
@@ -52,11 +58,12 @@ def epsilon_lower_bound(canaries: int, guesses: int, correct: int, delta: float,
         guesses: r in [0, m], the number of guesses, fixed before the output is looked at.
         correct: v in [0, r].
         delta: δ in [0, 1].
-        confidence: 1 - β.
+        confidence: 1 - β, in (0, 1).
+
+    Raises:
+        ValueError: not 0 <= correct <= guesses <= canaries, all whole, or δ or the confidence out of its range.
     """
-    if not 0 <= correct <= guesses <= canaries:
-        raise ValueError(f"expected 0 <= correct <= guesses <= canaries, got {correct}, {guesses}, {canaries}")
-    level = 1.0 - confidence
+    level = 1.0 - within("confidence", confidence, open_ends=True)
     low, high = 0.0, 1.0
     if p_value(canaries, guesses, correct, 0.0, delta) >= level:
         return 0.0
@@ -79,10 +86,10 @@ def rate_upper_bound(wrong: int, trials: int, confidence: float = 0.95) -> float
         confidence: of the bound, in (0, 1).
 
     Raises:
-        ValueError: `wrong` is none of 0 to `trials`.
+        ValueError: `wrong` is none of 0 to `trials`, or the confidence is out of its range.
     """
-    if not 0 <= wrong <= trials:
-        raise ValueError(f"expected 0 <= wrong <= trials, got {wrong}, {trials}")
+    trials, wrong = _counts(trials=trials, wrong=wrong)
+    within("confidence", confidence, open_ends=True)
     return 1.0 if wrong == trials else float(beta.isf(1.0 - confidence, wrong + 1, trials - wrong))
 
 
@@ -99,19 +106,35 @@ def mu_lower_bound(
         confidence: of both rates together.
 
     Raises:
-        ValueError: more errors than trials.
+        ValueError: more errors than trials, or the confidence is out of its range.
     """
-    each = 0.5 + 0.5 * confidence
+    each = 0.5 + 0.5 * within("confidence", confidence, open_ends=True)
     alpha = rate_upper_bound(false_positives, negatives, each)
     missed = rate_upper_bound(false_negatives, positives, each)
     return max(0.0, float(norm.isf(alpha) - norm.ppf(missed)))
 
 
 def epsilon_of_mu(mu: float, delta: float) -> float:
-    """ε at δ of a mechanism that is exactly μ-GDP: a lower bound on ε where μ is one. μ >= 0, 0 < δ <= 1.
+    """ε at δ of a mechanism that is exactly μ-GDP: a lower bound on ε where μ is one; ∞ at δ = 0.
 
     Args:
         mu: μ >= 0; 0 has ε = 0.
-        delta: in (0, 1].
+        delta: in [0, 1].
+
+    Raises:
+        ArgumentError: μ or δ out of its range.
     """
-    return epsilon_of_shift(math.log(mu), math.log(delta)) if mu > 0 else 0.0
+    if within("mu", mu, 0.0, math.inf) == 0:
+        return 0.0
+    if within("delta", delta) == 0:
+        return math.inf
+    return epsilon_of_shift(math.log(mu), math.log(delta))
+
+
+def _counts(**counts: int) -> tuple[int, ...]:
+    """Whole numbers, the largest first, each no larger than the one before it."""
+    found = [whole(name, value) for name, value in counts.items()]
+    if found != sorted(found, reverse=True):
+        order = " <= ".join(reversed(counts))
+        raise ValueError(f"expected 0 <= {order}, got {', '.join(f'{value:g}' for value in reversed(found))}")
+    return tuple(int(value) for value in found)

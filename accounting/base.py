@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, real, whole
+from accounting.mechanism import NoAnswer, SubsampledGaussian, whole, within
 from accounting.reductions import at_home, bound_elsewhere
 from accounting.sampling import ADJACENCIES, HOME, SAMPLINGS, Scheme, unproved
 
@@ -87,9 +87,7 @@ class Accountant(ABC):
             NoAnswer: if there is no number to give: no bound is known here for the mechanism's sampling and adjacency,
                 or it cannot be computed.
         """
-        count, probability = whole("steps", steps), real("delta", "in [0, 1]", delta)
-        if not 0 <= probability <= 1:
-            raise ArgumentError("delta", "in [0, 1]", delta)
+        count, probability = whole("steps", steps), within("delta", delta)
         start = time.perf_counter()
         epsilon, detail = _edge(mechanism, count, probability) or self._answer(mechanism, count, probability)
         if not epsilon >= 0:

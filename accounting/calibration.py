@@ -5,20 +5,20 @@ interpolated in ln ε: a start from the Gaussian limit (μ = q√(T(e^{1/σ²} �
 the other side of the target, then inverse quadratic interpolation, with bisection where this is slow. What is returned
 was itself evaluated, and its ε is no larger than the target, whatever the accountant's rounding does in between. It is
 tight: ε is within `tolerance` of the target, or a change of the unknown by `tolerance` of itself is too much (by 1,
-where it is a number of steps).
+where it is a number of steps). Where the accountant has no answer for such a change, nobody knows whether it is too
+much: then the guarantee's detail says so (`not_known`).
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accounting.base import Accountant, Guarantee
 from accounting.gaussian import log_delta
-from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, real, within
 from accounting.registry import load_accountant
 
 #: What can be solved for: name -> (its smallest and its largest value, its words).
@@ -29,6 +29,8 @@ UNKNOWNS = {
     "sample_rate": (1e-15, 1.0, "sample rate"),
 }
 _EVALUATIONS = 80
+#: After so many steps towards the target the walk goes to its end, and bisects from there.
+_WALK = 10
 
 
 @dataclass(frozen=True)
@@ -82,16 +84,18 @@ def calibrate(
     """
     if unknown not in UNKNOWNS:
         raise ArgumentError("unknown", f"to be one of {', '.join(UNKNOWNS)}", unknown)
-    if not (isinstance(target_epsilon, (int, float)) and 0 < target_epsilon <= sys.float_info.max):
+    target = real("target_epsilon", "to be a finite number > 0", target_epsilon)
+    if not 0 < target < math.inf:
         raise ArgumentError("target_epsilon", "to be a finite number > 0", target_epsilon)
-    if not (isinstance(tolerance, (int, float)) and 0 <= tolerance < 1):
+    within("delta", delta)
+    if not 0 <= real("tolerance", "in [0, 1)", tolerance) < 1:
         raise ArgumentError("tolerance", "in [0, 1)", tolerance)
     if isinstance(accountant, str):
         accountant = load_accountant(accountant)
     given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, **scheme}
     given |= {unknown: 1.0} if unknown in given else {}
-    problem = _Problem(accountant, unknown, SubsampledGaussian(**given), steps, delta, float(target_epsilon))
-    return problem.solve(tolerance)
+    problem = _Problem(accountant, unknown, SubsampledGaussian(**given), steps, delta, target)
+    return problem.solve(float(tolerance))
 
 
 def calibrate_noise_multiplier(
@@ -182,12 +186,13 @@ def calibrate_sample_rate(
 
 @dataclass(frozen=True)
 class _Point:
-    """A value x of the unknown, its t, and f = ln ε − ln target."""
+    """A value x of the unknown, its t, and f = ln ε − ln target; ∞, and why, where there is no answer."""
 
     x: float
     t: float
     f: float
     guarantee: Guarantee | None = None
+    reason: str = ""
 
 
 class _Problem:
@@ -233,6 +238,7 @@ class _Problem:
                     break
                 wanted = abs(point.f + 0.5 * slack) / _slope(seen) * (1.05 if len(seen) == 1 else 1.5)
                 step = min(max(wanted, 0.5 * slack, 1e-9), 4.0 * step, 8.0)
+                step = step if len(seen) < _WALK else math.inf  # ε hardly changes along here
                 t = max(end, point.t - step) if bad else min(end, point.t + step)
                 if self._whole and self._x(t) == point.x:
                     t = self._t(max(1.0, point.x - 1.0) if bad else point.x + 1.0)
@@ -241,7 +247,7 @@ class _Problem:
     def _edge(self) -> Calibration | None:
         """Where nothing is spent whatever the unknown is, its most lavish value: no noise, or q = 1."""
         if self._whole:
-            if self._guarantee(1.0).epsilon == 0 == self._guarantee(UNKNOWNS["steps"][1]).epsilon:
+            if self._mechanism.sample_rate == 0 or self._mechanism.noise_multiplier == math.inf or self._delta >= 1:
                 raise NoAnswer(f"ε is 0 whatever the {self._words}")
             return None
         x = 0.0 if self._unknown == "noise_multiplier" else 1.0
@@ -261,7 +267,11 @@ class _Problem:
             assert good.guarantee is not None
             raise NoAnswer(f"{good.x:g} steps and more meet {target}: ε is {good.guarantee.epsilon:.4g} there")
         assert good.guarantee is not None
-        return self._calibration(good.x, good.guarantee)
+        guarantee = good.guarantee
+        if bad is not None and bad.guarantee is None:
+            told = f"whether {self._words} {bad.x:g} meets it, too: {bad.reason}"
+            guarantee = replace(guarantee, detail={**guarantee.detail, "not_known": told})
+        return self._calibration(good.x, guarantee)
 
     def _calibration(self, x: float, guarantee: Guarantee) -> Calibration:
         mechanism, steps = self._with(x)
@@ -288,7 +298,7 @@ class _Problem:
             guarantee = self._guarantee(x)
         except NoAnswer as error:
             self._reason = str(error)
-            return _Point(x, self._t(x), math.inf)
+            return _Point(x, self._t(x), math.inf, reason=self._reason)
         if guarantee.epsilon == math.inf or guarantee.epsilon == 0:
             return _Point(x, self._t(x), math.inf if guarantee.epsilon else -math.inf, guarantee)
         # ln(ε/target) may round to 0 where ε is above the target by an ulp

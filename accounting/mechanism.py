@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 
@@ -124,3 +124,40 @@ def whole(argument: str, value: object, least: int = 0) -> float:
     if count < least or value == math.inf or (count < math.inf and count % 1):
         raise ArgumentError(argument, expected, value)
     return count
+
+
+def above(argument: str, least: float, values: Iterable[object]) -> tuple[float, ...]:
+    """The values as floats, rising.
+
+    Args:
+        argument: its name, for the error.
+        least: what each must be above.
+        values: that were given.
+
+    Raises:
+        ArgumentError: none at all, or one that is not a finite number above `least`.
+    """
+    expected = f"to be finite numbers > {least:g}, at least one"
+    found = sorted(real(argument, expected, value) for value in values)
+    if not found or not least < found[0] <= found[-1] < math.inf:
+        raise ArgumentError(argument, expected, found)
+    return tuple(found)
+
+
+def within(argument: str, value: object, low: float = 0.0, high: float = 1.0, *, open_ends: bool = False) -> float:
+    """`value` as a float between `low` and `high`.
+
+    Args:
+        argument: its name, for the error.
+        value: what was given.
+        low, high: the ends.
+        open_ends: the ends themselves will not do.
+
+    Raises:
+        ArgumentError: no number, or one outside.
+    """
+    expected = f"in {'(' if open_ends else '['}{low:g}, {high:g}{')' if open_ends else ']'}"
+    number = real(argument, expected, value)
+    if not (low < number < high if open_ends else low <= number <= high):
+        raise ArgumentError(argument, expected, value)
+    return number

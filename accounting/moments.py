@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from accounting.base import Accountant
-from accounting.mechanism import SubsampledGaussian
+from accounting.mechanism import SubsampledGaussian, above
 from accounting.rdp import LARGEST, Rdp
 
 
@@ -24,10 +24,13 @@ class Moments(Accountant):
 
     Args:
         orders: the λ > 0 that are tried; by default 1 to 32, as published.
+
+    Raises:
+        ArgumentError: no orders, or one that is not a finite number > 0.
     """
 
     def __init__(self, orders: Iterable[float] | None = range(1, 33)) -> None:
-        self.orders = None if orders is None else tuple(sorted(orders))
+        self.orders = None if orders is None else above("orders", 0.0, orders)
         self._rdp = Rdp("classic", None if self.orders is None else (order + 1 for order in self.orders))
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:

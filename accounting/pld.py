@@ -1,14 +1,18 @@
 """The privacy loss distributions of Google's dp-accounting: connect-the-dots (Doroshenko et al. 2022), pessimistic.
 
 Imported when it is first asked, and without torch. Its ε errs upwards with the interval h by about T(θ + 1)h²/12, θ the
-tilt at ε (λ of the best Rényi order), which grows with T at a fixed h: here h is chosen for `ACCURACY` of ε, but no
-finer than `_MOST` losses allow. How many it will take is predicted by the Chernoff bounds that the library itself uses,
-so that it is never asked for what it cannot hold.
+tilt at ε (λ of the best Rényi order), which grows with T at a fixed h: here h is chosen for `ACCURACY` of ε. How many
+losses that takes is predicted by the Chernoff bounds that the library itself uses, so that it is never asked for what
+it cannot hold.
 
 Its transform is not tilted, and its rounding errors are not bounded: of 10⁴ steps at δ = 1e-10 its ε was seen below the
 certified lower bound as well as above the upper one, by 0.1 %, as if δ were off by 6e-12. So it is asked for ε at a δ
 that is smaller by `rounding`, 2e-15 a step, and not at all where that is no small part of δ, or where rounding reaches
 the masses of the grid's losses (which are differences of δ(ε), divided by h).
+
+Where it cannot be asked, or is looser than that (rare losses, small q), the same grid composed under a tilt answers
+(`accounting.prv`, whose rounding is bounded). That ε is raised by `ACCURACY`, as the library's is, so that ε does not
+fall where T rises and the one takes over from the other.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from accounting.convolution import Tilt
 from accounting.discretised import Step, worse
 from accounting.gaussian import indistinct
 from accounting.mechanism import NoAnswer, SubsampledGaussian
+from accounting.prv import bracket
 from accounting.rdp import Rdp
 
 #: By how much of itself ε may err for the grid's sake; the most losses, after composition.
@@ -52,12 +57,27 @@ def _library() -> Any:
 
 
 class Pld(Accountant):
-    """ε by dp-accounting. The detail has h (`discretization`) and what it adds to ε, about (`discretization_error`)."""
+    """ε by dp-accounting, or by a tilted composition of the same grid (`composed_by` in the detail).
+
+    The detail has h (`discretization`) and about what it adds to ε (`discretization_error`).
+    """
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
         if indistinct(sigma, q, steps, delta):
             return 0.0, {"reason": "by the distance in total variation alone"}
+        answers, reasons = [], []
+        for answer in (self._by_library, _tilted):
+            try:
+                answers.append(answer(mechanism, steps, delta))
+            except NoAnswer as error:
+                reasons.append(str(error))
+        if not answers:
+            raise NoAnswer(reasons[-1])
+        return min(answers, key=lambda found: found[0])
+
+    def _by_library(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
         self._refuse(sigma, q, steps, delta)
         epsilon, order = Rdp().best(mechanism, steps, delta)
         if epsilon == 0:
@@ -82,6 +102,7 @@ class Pld(Accountant):
             "discretization": interval,
             "discretization_error": added,
             "rounding": _rounding(steps),
+            "composed_by": "dp-accounting",
             "accurate": added <= 1.1 * ACCURACY * found and _rounding(steps) <= 1e-3 * delta,
         }
 
@@ -115,3 +136,15 @@ class Pld(Accountant):
         if interval < finest:
             raise NoAnswer(f"its grid would need {max(span, composed) / interval:,.0f} losses, of {_MOST:,} at most")
         return interval, span / interval
+
+
+def _tilted(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+    """(ε, detail) of the tilted composition, which no setting is too rare for."""
+    found = bracket(mechanism.noise_multiplier, mechanism.sample_rate, steps, delta)
+    epsilon = found.upper * (1.0 + ACCURACY if found.interval else 1.0)  # in closed form nothing is added
+    return epsilon, {
+        "discretization": found.interval,
+        "discretization_error": epsilon - found.estimate,
+        "composed_by": "tilted transform",
+        "accurate": found.accurate,
+    }

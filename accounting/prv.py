@@ -39,6 +39,8 @@ _COARSEST = 300.0  # e^h must be a float
 _LOG_TAIL = math.log(1e-9)
 #: Smaller δ and σ have no digits in a float, or take too many of them.
 LEAST_DELTA, LEAST_SIGMA, MOST_STEPS = 1e-250, 4e-3, 1e13
+#: Who has an answer where arithmetic leaves none here.
+OTHERS = "; rdp has a bound here"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Bracket:
     def estimate(self) -> float:
         """A point two thirds of the way from the lower bound to the upper one; the upper one where they say no more."""
         return self.lower + (self.upper - self.lower) * 2.0 / 3.0 if self.lower < self.upper < math.inf else self.upper
+
+    @property
+    def accurate(self) -> bool:
+        """Are the bounds as close as was asked?"""
+        return self.upper - self.lower <= max(ACCURACY * self.upper, LEAST)
 
 
 def bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
@@ -92,10 +99,12 @@ def _bracket(sigma: float, q: float, steps: float, delta: float) -> Bracket:
     for name, value, least in (("delta", delta, LEAST_DELTA), ("noise_multiplier", sigma, LEAST_SIGMA)):
         if value < least:
             raise NoAnswer(
-                f"{name}={value:g} is below {least:g}, where floats have no digits left for this composition"
+                f"{name}={value:g} is below {least:g}, where floats have no digits left for this composition{OTHERS}"
             )
     if steps > MOST_STEPS:
-        raise NoAnswer(f"steps={steps:g} is above {MOST_STEPS:g}, where rounding errors add up to more than the loss")
+        raise NoAnswer(
+            f"steps={steps:g} is above {MOST_STEPS:g}, where rounding errors add up to more than the loss{OTHERS}"
+        )
     return _refined(Step(sigma, q, math.log(delta) - math.log(steps) + _LOG_TAIL), steps, delta)
 
 
@@ -122,7 +131,7 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
             if grid is not None and interval > 0.7 * grid.interval:
                 break
             if interval > min(100.0 * span, _COARSEST):
-                raise NoAnswer(f"no grid for {steps:g} steps: {error}") from error
+                raise NoAnswer(f"no grid for {steps:g} steps: {error}{OTHERS}") from error
             continue
         lower, upper, grid = max(lower, below), min(upper, above), pessimistic
         gap, wanted = upper - lower, max(ACCURACY * upper, LEAST)
@@ -133,7 +142,7 @@ def _refined(step: Step, steps: float, delta: float) -> Bracket:
         interval = finer
     added = epsilon_of(grid.reversed(), steps, delta)[0] if grid is not None else math.inf
     if grid is None or added == math.inf:
-        raise NoAnswer(f"rounding errors of {steps:g} steps leave nothing of delta={delta:g}")
+        raise NoAnswer(f"rounding errors of {steps:g} steps leave nothing of delta={delta:g}{OTHERS}")
     return Bracket(lower, max(upper, added), grid.interval)
 
 
@@ -172,11 +181,10 @@ class Lower(Accountant):
 
 
 def _detail(found: Bracket) -> dict[str, Any]:
-    gap = found.upper - found.lower
     return {
         "lower": found.lower,
         "estimate": found.estimate,
         "upper": found.upper,
         "discretization": found.interval,
-        "accurate": gap <= max(ACCURACY * found.upper, LEAST),
+        "accurate": found.accurate,
     }

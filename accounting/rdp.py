@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from accounting.base import Accountant
 from accounting.gaussian import log_variance
-from accounting.mechanism import SubsampledGaussian
+from accounting.mechanism import ArgumentError, SubsampledGaussian, above
 from accounting.search import descend
 from accounting.series import WHOLE_ORDERS, Array, log_moments
 
@@ -54,13 +54,18 @@ class Rdp(Accountant):
         conversion: from Rényi divergence to ε.
         orders: the orders a > 1 that are tried; all of them by default.
 
+    Raises:
+        ArgumentError: another conversion, no orders, or one that is not a finite number > 1.
+
     Formal guarantees: an upper bound at every order, whichever is taken. The detail has `order`, `conversion` and
     `order_at_edge`: whether a smaller ε may lie beyond the orders that were tried.
     """
 
     def __init__(self, conversion: Conversion = "improved", orders: Iterable[float] | None = None) -> None:
+        if conversion not in get_args(Conversion):
+            raise ArgumentError("conversion", f"to be one of {', '.join(get_args(Conversion))}", conversion)
         self.conversion: Conversion = conversion
-        self.orders = None if orders is None else np.array(sorted(orders), dtype=float)
+        self.orders = None if orders is None else np.array(above("orders", 1.0, orders))
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         epsilon, order = self.best(mechanism, steps, delta)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from accounting.base import Accountant, Kind
 from accounting.gaussian import amplified, classical_epsilon, classical_holds, exact_epsilon
-from accounting.mechanism import SubsampledGaussian
+from accounting.mechanism import ArgumentError, SubsampledGaussian
 from accounting.search import golden
 from accounting.simple import Simple
 
@@ -42,9 +42,14 @@ class Strong(Accountant):
 
     Args:
         step: which ε₀ a single step has; see the module's text.
+
+    Raises:
+        ArgumentError: another step.
     """
 
     def __init__(self, step: Literal["classical", "exact"] = "classical") -> None:
+        if step not in ("classical", "exact"):
+            raise ArgumentError("step", "to be one of classical, exact", step)
         self.step = step
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:

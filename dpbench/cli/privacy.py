@@ -184,7 +184,7 @@ def number(option: str, text: str) -> float:
     over, _, under = text.partition("/")
     try:
         if under:
-            return float(over) / float(under)
+            return _whole(float(over) / float(under))
         return int(text) if text.strip("+-").isdecimal() else _whole(float(text))
     except (ValueError, ZeroDivisionError):
         raise UsageError(f"{option} to be a number", text) from None

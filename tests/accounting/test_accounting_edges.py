@@ -9,7 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processor import quick, work
 
-from accounting import ACCOUNTANTS, VARIANTS, Accountant, ArgumentError, NoAnswer, SubsampledGaussian, load_accountant
+from accounting import (
+    ACCOUNTANTS,
+    VARIANTS,
+    Accountant,
+    ArgumentError,
+    NoAnswer,
+    SubsampledGaussian,
+    audit,
+    load_accountant,
+)
+from accounting.moments import Moments
+from accounting.rdp import Rdp
+from accounting.strong import Strong
 
 NAMES = [*ACCOUNTANTS, *VARIANTS]
 #: What composes numerically: it may have no answer, and is monotone up to what its grid adds.
@@ -188,3 +200,32 @@ def test_what_is_no_epsilon_is_not_given_out(wrong):
 
     with pytest.raises(NoAnswer, match=rf"^no ε in \[0, inf\] but {wrong} at SubsampledGaussian.*$"):
         Broken().epsilon(SubsampledGaussian(4.0, 0.01), steps=10, delta=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Moments([-1, 2]), r"^expected orders to be finite numbers > 0, at least one, got \[-1.0, 2.0\]$"),
+        (lambda: Moments([]), r"^expected orders to be finite numbers > 0, at least one, got \[\]$"),
+        (lambda: Moments([math.inf]), "^expected orders"),
+        (lambda: Rdp(orders=[1.0, 2.0]), r"^expected orders to be finite numbers > 1, at least one, got"),
+        (lambda: Rdp(orders=[0.5]), "^expected orders"),
+        (lambda: Rdp(orders=["2"]), "^expected orders .* got '2'$"),
+        (lambda: Rdp(orders=[math.nan, 2]), "^expected orders .* got nan$"),
+        (lambda: Rdp("classical"), "^expected conversion to be one of improved, classic, got 'classical'$"),
+        (lambda: Strong("exactt"), "^expected step to be one of classical, exact, got 'exactt'$"),
+        (lambda: audit.epsilon_lower_bound(10, 5, 5, -1), r"^expected delta in \[0, 1\], got -1$"),
+        (lambda: audit.epsilon_lower_bound(10, 5, 5, math.nan), "^expected delta"),
+        (lambda: audit.epsilon_lower_bound(10, 5, 5, 1e-5, 2), r"^expected confidence in \(0, 1\), got 2$"),
+        (lambda: audit.epsilon_lower_bound(10, 5, 2.5, 1e-5), "^expected correct to be a whole number >= 0, got 2.5$"),
+        (lambda: audit.p_value(10, 5, 6, 1.0, 1e-5), "^expected 0 <= correct <= guesses <= canaries, got 6, 5, 10$"),
+        (lambda: audit.p_value(10, 5, 5, -1.0, 1e-5), r"^expected epsilon in \[0, inf\], got -1.0$"),
+        (lambda: audit.rate_upper_bound(1, 2, 1.0), r"^expected confidence in \(0, 1\), got 1.0$"),
+        (lambda: audit.mu_lower_bound(1, 2, 1, 2, -3), "^expected confidence"),
+        (lambda: audit.epsilon_of_mu(1.0, 2), "^expected delta"),
+        (lambda: audit.epsilon_of_mu(math.nan, 0.1), "^expected mu"),
+    ],
+)
+def test_what_an_accountant_is_made_with_is_looked_at(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

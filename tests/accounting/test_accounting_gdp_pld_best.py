@@ -1,5 +1,6 @@
 """The Gaussian limit, dp-accounting behind its adapter, and the best of all."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import pytest
 
 from accounting import ACCOUNTANTS, NoAnswer, SubsampledGaussian, load_accountant
+from accounting.pld import Pld
 from accounting.prv import bracket
 
 ABADI = SubsampledGaussian(noise_multiplier=4.0, sample_rate=0.01)
@@ -63,40 +65,65 @@ def test_pld_says_its_discretization_and_what_that_costs():
 
 
 def test_the_interval_of_pld_falls_with_the_steps():
-    intervals = [guarantee("pld", 2.0, 0.01, steps, 1e-5).detail["discretization"] for steps in (100, 10_000)]
-    assert intervals[1] < 0.7 * intervals[0]
+    intervals = [guarantee("pld", 2.0, 0.01, steps, 1e-5).detail["discretization"] for steps in (2000, 200_000)]
+    assert intervals[1] < 0.98 * intervals[0]
 
 
 @pytest.mark.parametrize(
-    ("sigma", "q", "steps", "delta", "message"),
+    ("sigma", "q", "steps", "delta"),
     [
-        (1e-3, 0.01, 10_000, 1e-5, r"^noise_multiplier=0\.001 is below 0\.01"),
-        (1.0, 0.01, 10**9, 1e-5, r"^steps=1e\+09 is above 1e\+07"),
-        (1.0, 0.01, 1000, 1e-14, r"^delta=1e-14 is below 8\.8e-12, which its rounding errors may reach$"),
-        (0.1, 1e-14, 10**6, 9e-9, r"^sample_rate=1e-14 is below"),
+        (1.0, 0.01, 1000, 1e-14),  # δ is less than the library's rounding
+        (3.0, 0.02, 4000, 1.1e-10),
+        (2.3, 4e-6, 70_000, 3e-8),  # rare losses, of which its grid is loose
+        (1.1, 3e-6, 300_000, 6e-4),
+        (1.4, 0.3, 3_000_000, 8e-7),  # more losses than it can hold
+        (2.0, 1e-4, 10**8, 1e-6),  # more steps
     ],
 )
-def test_pld_refuses_what_it_would_get_wrong_or_never_end(sigma, q, steps, delta, message):
+def test_pld_answers_where_the_library_cannot_or_is_loose(sigma, q, steps, delta):
+    found, truth = guarantee("pld", sigma, q, steps, delta), bracket(sigma, q, float(steps), delta)
+    assert found.kind == "upper_bound" and found.detail["composed_by"] == "tilted transform"
+    assert truth.lower < truth.upper <= found.epsilon <= truth.upper * (1 + 3e-4)
+
+
+def test_pld_rises_in_the_steps_where_one_composition_takes_over_from_the_other():
+    steps = [round(1000 * 1.002**place) for place in range(0, 550, 40)]
+    steps = sorted({*steps, *(count + 1 for count in steps)})
+    found = [guarantee("pld", 4.0, 0.01, count, 1e-9) for count in steps]
+    assert {each.detail["composed_by"] for each in found} == {"dp-accounting", "tilted transform"}
+    assert all(one.epsilon < other.epsilon for one, other in itertools.pairwise(found))
+
+
+@pytest.mark.parametrize("name", ["prv", "pld"])
+@pytest.mark.parametrize(
+    ("sigma", "q", "steps", "delta", "message"),
+    [
+        (1e-3, 0.01, 10_000, 1e-5, r"^noise_multiplier=0\.001 is below 0\.004, .*; rdp has a bound here$"),
+        (1.0, 0.01, 10**14, 1e-5, r"^steps=1e\+14 is above 1e\+13, .*; rdp has a bound here$"),
+        (1.0, 0.01, 1000, 1e-260, r"^delta=1e-260 is below 1e-250, .*; rdp has a bound here$"),
+    ],
+)
+def test_where_arithmetic_cannot_give_an_answer_it_says_who_can(name, sigma, q, steps, delta, message):
     with pytest.raises(NoAnswer, match=message):
-        guarantee("pld", sigma, q, steps, delta)
+        guarantee(name, sigma, q, steps, delta)
+    assert 0 < guarantee("rdp", sigma, q, steps, delta).epsilon < math.inf
 
 
 def test_pld_allows_for_its_rounding():
     """Without it the library's ε is here 6.10087, below what is certainly needed."""
-    found = guarantee("pld", 0.4, 1e-5, 10_000, 1e-10)
-    assert found.detail["rounding"] == pytest.approx(2.02e-11)
-    assert found.epsilon > bracket(0.4, 1e-5, 10_000.0, 1e-10).lower > 6.1015
+    epsilon, detail = Pld()._by_library(SubsampledGaussian(0.4, 1e-5), 10_000, 1e-10)
+    assert detail["rounding"] == pytest.approx(2.02e-11)
+    assert epsilon > bracket(0.4, 1e-5, 10_000.0, 1e-10).lower > 6.1015
 
 
-def test_an_error_of_the_library_is_no_answer(monkeypatch):
+def test_an_error_of_the_library_leaves_the_other_composition(monkeypatch):
     from dp_accounting.pld import privacy_loss_distribution as library
 
     def broken(*args, **options):
         raise ValueError("a must be\n greater than b")
 
     monkeypatch.setattr(library, "from_gaussian_mechanism", broken)
-    with pytest.raises(NoAnswer, match=r"^dp-accounting: a must be greater than b$"):
-        guarantee("pld", 1.0, 0.01, 100, 1e-5)
+    assert guarantee("pld", 1.0, 0.01, 100, 1e-5).detail["composed_by"] == "tilted transform"
 
 
 def test_best_is_the_smallest_upper_bound_and_names_it():

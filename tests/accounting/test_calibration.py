@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 from processor import quick, work
 
@@ -124,6 +125,45 @@ def test_steps_without_end_are_said_to_be():
         calibrate_steps("gdp", target_epsilon=1.0, noise_multiplier=1e6, sample_rate=1e-6, delta=1e-5)
 
 
+def test_a_step_that_costs_nothing_and_ones_that_cost_too_much():
+    given = {"target_epsilon": 0.02, "noise_multiplier": 4.0, "sample_rate": 1e-4, "delta": 1e-5, "tolerance": 1e-2}
+    found = [calibrate(name, "steps", **given) for name in ("prv", "pld")]
+    assert epsilon("prv", 4.0, 1e-4, 1, 1e-5) == 0.0
+    for each in found:
+        assert 0.98 * 0.02 < each.guarantee.epsilon <= 0.02 and "not_known" not in each.guarantee.detail
+    assert found[1].steps == pytest.approx(found[0].steps, rel=0.02)
+
+
+def test_a_flat_curve_is_searched_to_its_end():
+    """ε of one step by the moments is 0.41519, and of 453 steps 0.41550."""
+    given = {"target_epsilon": 0.4155, "noise_multiplier": 4.3, "sample_rate": 9e-4, "delta": 1.7e-6, "tolerance": 0}
+    steps = calibrate_steps("moments", **given)
+    assert epsilon("moments", 4.3, 9e-4, steps, 1.7e-6) <= 0.4155 < epsilon("moments", 4.3, 9e-4, steps + 1, 1.7e-6)
+    assert steps > 400
+
+
+class Forgetful(Accountant):
+    """Has no answer beyond 100 steps."""
+
+    def _inside(self, mechanism, steps, delta):
+        if steps > 100:
+            raise NoAnswer("too many steps")
+        return 0.01 * steps, {}
+
+
+def test_no_answer_is_not_taken_for_too_much():
+    found = calibrate(Forgetful(), "steps", target_epsilon=5.0, noise_multiplier=1.0, sample_rate=0.1, delta=1e-5)
+    assert found.steps == 100
+    assert found.guarantee.detail["not_known"] == "whether number of steps 101 meets it, too: too many steps"
+    found = calibrate(Forgetful(), "steps", target_epsilon=0.5, noise_multiplier=1.0, sample_rate=0.1, delta=1e-5)
+    assert found.steps == 50 and "not_known" not in found.guarantee.detail
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64])
+def test_numbers_of_numpy(kind):
+    assert calibrate("rdp", "noise_multiplier", target_epsilon=kind(2), tolerance=np.float32(1e-3), **RUN).value > 1
+
+
 @pytest.mark.parametrize("name", ["prv", "rdp", "without_replacement"])
 def test_under_another_scheme(name):
     scheme = {"sampling": "without_replacement", "adjacency": "replace_one"}
@@ -175,6 +215,8 @@ def test_what_is_returned_was_evaluated_however_rough():
         ({"target_epsilon": 0}, r"^expected target_epsilon to be a finite number > 0, got 0$"),
         ({"target_epsilon": math.inf}, r"^expected target_epsilon to be a finite number > 0, got inf$"),
         ({"target_epsilon": math.nan}, r"^expected target_epsilon to be a finite number > 0, got nan$"),
+        ({"target_epsilon": True}, r"^expected target_epsilon to be a finite number > 0, got True$"),
+        ({"tolerance": True}, r"^expected tolerance in \[0, 1\), got True$"),
         ({"target_epsilon": "1"}, r"^expected target_epsilon to be a finite number > 0, got '1'$"),
         ({"sample_rate": 2.0}, r"^expected sample_rate in \[0, 1\], got 2.0$"),
         ({"steps": 2.5}, r"^expected steps to be a whole number >= 0, got 2.5$"),

@@ -1,5 +1,6 @@
 """Panels of curves of accountants: a valid upper bound is solid, a heuristic dashed, an estimate dotted, and what lies
-below a certified lower bound is shaded. Every accountant has a marker of its own; the legend stands beneath the panels.
+below a certified lower bound is shaded. Every accountant has a marker of its own; a curve that others lie on is drawn
+wider beneath them. The legend stands beneath the panels.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dpbench.report.drawing.bars import PUBLISHED, WIDTH, sheet
 _LEFT, _BETWEEN, _RIGHT, _TOP, _BELOW = 0.66, 0.55, 0.14, 0.36, 0.48
 # Of the legend: a line's height, a character's and a handle's width.
 _LEGEND_LINE, _CHARACTER, _HANDLE = 0.185, 0.058, 0.62
+# Of a line, and what each curve that lies on it adds; how near that is.
+_WIDTH, _WIDER, _NEAR = 1.6, 2.4, 0.02
 #: The part of an axis that no valid bound reaches.
 SHADE: dict[str, Any] = {"facecolor": "#DDDDDD", "edgecolor": "#9A9A9A", "hatch": "....", "linewidth": 0.0}
 
@@ -132,7 +135,8 @@ def _draw(axes: Axes, panel: Panel) -> None:
     if panel.reference is not None:
         axes.axhline(panel.reference, color=style.INK, linewidth=0.9, linestyle=(0, (4, 2)), zorder=1.5)
     for index, curve in enumerate(panel.curves):
-        _curve(axes, curve, index, low)
+        covered = sum(_coincide(curve, later) for later in panel.curves[index + 1 :])
+        _curve(axes, curve, index, low, _WIDTH + _WIDER * covered)
     for mark in panel.marks:
         axes.plot([mark.x], [mark.y], **PUBLISHED | {"markersize": 6.0})
         ha = "left" if mark.offset[0] > 0 else "right"
@@ -143,7 +147,17 @@ def _draw(axes: Axes, panel: Panel) -> None:
         axes.text(0.98, 0.96 if end == "top" else 0.04, text, fontsize=8.2, linespacing=1.3, **place)
 
 
-def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
+def _coincide(one: Curve, other: Curve) -> bool:
+    """Whether the second would hide the first: at half of their common points they are within `_NEAR`."""
+    if not one.kind == other.kind == "upper_bound":  # dotted and dashed lines hide nothing
+        return False
+    there = dict(zip(other.x, other.y, strict=True))
+    pairs = [(y, there[x]) for x, y in zip(one.x, one.y, strict=True) if x in there and math.isfinite(y)]
+    near = sum(abs(first - second) <= _NEAR * abs(first) for first, second in pairs)
+    return bool(pairs) and 2 * near >= len(pairs)
+
+
+def _curve(axes: Axes, curve: Curve, index: int, low: float, width: float) -> None:
     look, dash = style.accountant(curve.accountant), style.KINDS.get(curve.kind, ("--", ""))[0]
     points = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
     xs, ys = [x for x, _ in points], [y for _, y in points]
@@ -158,11 +172,11 @@ def _curve(axes: Axes, curve: Curve, index: int, low: float) -> None:
         label=look.name,
         color=look.color,
         linestyle=dash if points else "",
-        linewidth=1.6,
+        linewidth=width,
         marker=look.marker,
         markersize=4.3,
         markevery=(index % every, every),  # markers of curves that lie on each other do not
-        zorder=2.2 if curve.kind == "upper_bound" else 2.6,
+        zorder=(2.2 if curve.kind == "upper_bound" else 2.6) + 0.01 * index,
     )
 
 
@@ -196,7 +210,7 @@ def _legend(drawn: Sequence[Panel], published: str) -> list[Artist]:
         if dash == "shade":
             handles[label] = Patch(label=f"below the {look.name}", **SHADE)
         else:
-            line: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 4.3, "linewidth": 1.6}
+            line: dict[str, Any] = {"color": look.color, "marker": look.marker, "markersize": 4.3, "linewidth": _WIDTH}
             line["linestyle"] = dash if len(curve.x) else ""
             handles[label] = Line2D([], [], label=label, **line)
     entries = list(handles.values())
