@@ -20,6 +20,7 @@ from accounting.calibration import (
     calibrate_sample_rate,
     calibrate_steps,
 )
+from accounting.composition import Composition, compose, risk
 from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
 from accounting.registry import ACCOUNTANTS, OF_SCHEMES, VARIANTS, AccountantInfo, load_accountant
 from accounting.sampling import ADJACENCIES, SAMPLINGS
@@ -34,6 +35,7 @@ __all__ = [
     "AccountantInfo",
     "ArgumentError",
     "Calibration",
+    "Composition",
     "Guarantee",
     "Kind",
     "NoAnswer",
@@ -43,5 +45,7 @@ __all__ = [
     "calibrate_noise_multiplier",
     "calibrate_sample_rate",
     "calibrate_steps",
+    "compose",
     "load_accountant",
+    "risk",
 ]

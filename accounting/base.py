@@ -53,12 +53,14 @@ class Guarantee:
 class Accountant(ABC):
     """Maps a mechanism, a number of steps and δ to ε. Instances hold options only and can be used again.
 
-    A subclass gives `kind`, what its ε is worth; `supports`, the schemes (sampling, adjacency) of its formula; and
-    `_inside`, the formula, inside the edges of the module's table.
+    A subclass gives `kind`, what its ε is worth; `supports`, the schemes (sampling, adjacency) of its formula; whether
+    it `composes` unlike steps numerically (`accounting.varying`); and `_inside`, the formula, inside the edges of the
+    module's table.
     """
 
     kind: Kind = "upper_bound"
     supports: ClassVar[frozenset[Scheme]] = frozenset({HOME})
+    composes: ClassVar[bool] = False
 
     def epsilon(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> float:
         """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN.

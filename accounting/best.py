@@ -21,6 +21,7 @@ class Best(Accountant):
     """
 
     supports: ClassVar[frozenset[Scheme]] = SCHEMES
+    composes = True
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         answers, silent = {}, {}

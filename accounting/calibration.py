@@ -1,66 +1,38 @@
-"""Inverse problems: the noise, or the steps, epochs or sample rate, at which T steps have a target ε at δ.
+"""The noise, or the steps, epochs or sample rate, at which T steps have a target ε at δ, or a target risk.
 
-ε falls in σ and rises in T and q. In t = −ln σ, ln T or ln q it is close to a power of e^t over decades, so that t is
-interpolated in ln ε: a start from the Gaussian limit (μ = q√(T(e^{1/σ²} − 1)), Bu, Dong, Long and Su 2020), a walk to
-the other side of the target, then inverse quadratic interpolation, with bisection where this is slow. What is returned
-was itself evaluated, and its ε is no larger than the target, whatever the accountant's rounding does in between. It is
-tight: ε is within `tolerance` of the target, or a change of the unknown by `tolerance` of itself is too much (by 1,
-where it is a number of steps). Where the accountant has no answer for such a change, nobody knows whether it is too
-much: then the guarantee's detail says so (`not_known`).
+How it is found, and how tightly: `accounting.inverse`.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from accounting.base import Accountant, Guarantee
-from accounting.gaussian import log_delta
-from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, real, within
+from accounting.base import Accountant
+from accounting.inverse import UNKNOWNS, Calibration, Problem
+from accounting.mechanism import ArgumentError, SubsampledGaussian, real, within
 from accounting.registry import load_accountant
 
-#: What can be solved for: name -> (its smallest and its largest value, its words).
-UNKNOWNS = {
-    "noise_multiplier": (1e-4, 1e9, "noise multiplier"),
-    "steps": (1.0, 1e15, "number of steps"),
-    "epochs": (1.0, 1e15, "number of steps"),
-    "sample_rate": (1e-15, 1.0, "sample rate"),
-}
-_EVALUATIONS = 80
-#: After so many steps towards the target the walk goes to its end, and bisects from there.
-_WALK = 10
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Settings with the `unknown` filled in, and what the accountant says of them; `guarantee.epsilon` ≤ the target."""
-
-    unknown: str
-    mechanism: SubsampledGaussian
-    steps: int
-    guarantee: Guarantee
-    evaluations: int
-    seconds: float
-
-    @property
-    def epochs(self) -> float:
-        """Passes over the data: steps × sample rate."""
-        return self.steps * self.mechanism.sample_rate
-
-    @property
-    def value(self) -> float:
-        """Of the unknown."""
-        given = {"steps": self.steps, "epochs": self.epochs}
-        return given[self.unknown] if self.unknown in given else float(getattr(self.mechanism, self.unknown))
+__all__ = [
+    "UNKNOWNS",
+    "Calibration",
+    "calibrate",
+    "calibrate_epochs",
+    "calibrate_noise_multiplier",
+    "calibrate_sample_rate",
+    "calibrate_steps",
+]
 
 
 def calibrate(
     accountant: Accountant | str,
     unknown: str,
     *,
-    target_epsilon: float,
+    target_epsilon: float | None = None,
+    target_advantage: float | None = None,
+    target_tpr: float | None = None,
+    fpr: float = 0.01,
     delta: float,
     noise_multiplier: float = 1.0,
     sample_rate: float = 1.0,
@@ -70,12 +42,17 @@ def calibrate(
 ) -> Calibration:
     """The smallest noise multiplier, or the largest number of steps or epochs or sample rate, whose ε is in the target.
 
+    The target may be a risk instead (`accounting.risk`): then it is the risk that is met, and ε is told.
+
     Args:
         accountant: one, or its name.
         unknown: one of `UNKNOWNS`; the argument of this name is not looked at.
-        target_epsilon: a finite number > 0.
+        target_epsilon: a finite number > 0; or one of the two that follow.
+        target_advantage: of every attack on membership, in (0, 1).
+        target_tpr: its true positive rate at the false positive rate `fpr`, in (fpr, 1).
+        fpr: in (0, 1).
         delta, noise_multiplier, sample_rate, steps: what is given, as `SubsampledGaussian` and `Accountant` take it.
-        tolerance: relative; see the module's text. 0: to the last step, or to 1e-12.
+        tolerance: relative; see `accounting.inverse`. 0: to the last step, or to 1e-12.
         scheme: `sampling`, `adjacency`, `dataset_size` and `max_batch_size` of `SubsampledGaussian`.
 
     Raises:
@@ -84,9 +61,13 @@ def calibrate(
     """
     if unknown not in UNKNOWNS:
         raise ArgumentError("unknown", f"to be one of {', '.join(UNKNOWNS)}", unknown)
-    target = real("target_epsilon", "to be a finite number > 0", target_epsilon)
+    targets = {"epsilon": target_epsilon, "advantage": target_advantage, "tpr": target_tpr}
+    named = [name for name, value in targets.items() if value is not None]
+    if len(named) != 1:
+        raise ArgumentError("one target", "out of target_epsilon, target_advantage, target_tpr", named)
+    target = real(f"target_{named[0]}", "to be a finite number > 0", targets[named[0]])
     if not 0 < target < math.inf:
-        raise ArgumentError("target_epsilon", "to be a finite number > 0", target_epsilon)
+        raise ArgumentError(f"target_{named[0]}", "to be a finite number > 0", targets[named[0]])
     within("delta", delta)
     if not 0 <= real("tolerance", "in [0, 1)", tolerance) < 1:
         raise ArgumentError("tolerance", "in [0, 1)", tolerance)
@@ -94,8 +75,16 @@ def calibrate(
         accountant = load_accountant(accountant)
     given = {"noise_multiplier": noise_multiplier, "sample_rate": sample_rate, **scheme}
     given |= {unknown: 1.0} if unknown in given else {}
-    problem = _Problem(accountant, unknown, SubsampledGaussian(**given), steps, delta, target)
-    return problem.solve(float(tolerance))
+    mechanism = SubsampledGaussian(**given)
+    if target_epsilon is not None:
+        return Problem(accountant, unknown, mechanism, steps, delta, target).solve(float(tolerance))
+    from accounting.membership import Risk, of_upper_bound  # with scipy, which takes long to import
+
+    meter = Risk(None if named[0] == "advantage" else fpr)
+    problem = Problem(meter, unknown, mechanism, steps, delta, target, mu=meter.mu(target), sign=meter.words)
+    found = problem.solve(float(tolerance))
+    spent = of_upper_bound(accountant.guarantee(found.mechanism, steps=found.steps, delta=delta))
+    return replace(found, guarantee=replace(spent, detail={**spent.detail, named[0]: found.guarantee.epsilon}))
 
 
 def calibrate_noise_multiplier(
@@ -182,209 +171,3 @@ def calibrate_sample_rate(
     """
     given = {"noise_multiplier": noise_multiplier, "steps": steps, "delta": delta, "tolerance": tolerance, **scheme}
     return calibrate(accountant, "sample_rate", target_epsilon=target_epsilon, **given).value
-
-
-@dataclass(frozen=True)
-class _Point:
-    """A value x of the unknown, its t, and f = ln ε − ln target; ∞, and why, where there is no answer."""
-
-    x: float
-    t: float
-    f: float
-    guarantee: Guarantee | None = None
-    reason: str = ""
-
-
-class _Problem:
-    """One unknown, and a search along t, in which ε rises."""
-
-    def __init__(
-        self,
-        accountant: Accountant,
-        unknown: str,
-        mechanism: SubsampledGaussian,
-        steps: float,
-        delta: float,
-        target: float,
-    ) -> None:
-        self._accountant, self._unknown, self._target = accountant, unknown, target
-        self._mechanism, self._steps, self._delta = mechanism, steps, delta
-        self._sign = -1.0 if unknown == "noise_multiplier" else 1.0
-        self._whole = unknown in ("steps", "epochs")
-        low, high, self._words = UNKNOWNS[unknown]
-        self._ends = sorted((self._t(low), self._t(high)))
-        self._reason, self._evaluations, self._began = "", 0, time.perf_counter()
-
-    def solve(self, tolerance: float) -> Calibration:
-        edge = self._edge()
-        if edge is not None:
-            return edge
-        good: _Point | None = None  # f ≤ 0: the largest such t
-        bad: _Point | None = None  # f > 0: the smallest such t
-        slack, t, step = tolerance / 3.0, self._start(), 1.0
-        seen: list[_Point] = []
-        while self._evaluations < _EVALUATIONS:
-            point = self._at(t)
-            seen.append(point)
-            good, bad = (point, bad) if point.f <= 0 else (good, point)
-            if good and good.f >= -slack and _slope(seen) >= 1.0 / 3.0:
-                break  # the unknown is within the tolerance then, too
-            if good and bad:
-                if self._close(good, bad, tolerance):
-                    break
-                t = self._between(good, bad, seen, tolerance)
-            else:
-                if (end := self._ends[0 if bad else 1]) == point.t:
-                    break
-                wanted = abs(point.f + 0.5 * slack) / _slope(seen) * (1.05 if len(seen) == 1 else 1.5)
-                step = min(max(wanted, 0.5 * slack, 1e-9), 4.0 * step, 8.0)
-                step = step if len(seen) < _WALK else math.inf  # ε hardly changes along here
-                t = max(end, point.t - step) if bad else min(end, point.t + step)
-                if self._whole and self._x(t) == point.x:
-                    t = self._t(max(1.0, point.x - 1.0) if bad else point.x + 1.0)
-        return self._finish(good, bad)
-
-    def _edge(self) -> Calibration | None:
-        """Where nothing is spent whatever the unknown is, its most lavish value: no noise, or q = 1."""
-        if self._whole:
-            if self._mechanism.sample_rate == 0 or self._mechanism.noise_multiplier == math.inf or self._delta >= 1:
-                raise NoAnswer(f"ε is 0 whatever the {self._words}")
-            return None
-        x = 0.0 if self._unknown == "noise_multiplier" else 1.0
-        if x == 0 or self._mechanism.noise_multiplier == math.inf:
-            guarantee = self._guarantee(x)
-            if guarantee.epsilon <= self._target:
-                return self._calibration(x, guarantee)
-        return None
-
-    def _finish(self, good: _Point | None, bad: _Point | None) -> Calibration:
-        target = f"ε = {self._target:g}"
-        if good is None:
-            assert bad is not None
-            why = self._reason or f"at {bad.x:g} it is still {math.exp(bad.f) * self._target:.4g}"
-            raise NoAnswer(f"no {self._words} meets {target}: {why}")
-        if bad is None and self._whole and good.t == self._ends[1]:
-            assert good.guarantee is not None
-            raise NoAnswer(f"{good.x:g} steps and more meet {target}: ε is {good.guarantee.epsilon:.4g} there")
-        assert good.guarantee is not None
-        guarantee = good.guarantee
-        if bad is not None and bad.guarantee is None:
-            told = f"whether {self._words} {bad.x:g} meets it, too: {bad.reason}"
-            guarantee = replace(guarantee, detail={**guarantee.detail, "not_known": told})
-        return self._calibration(good.x, guarantee)
-
-    def _calibration(self, x: float, guarantee: Guarantee) -> Calibration:
-        mechanism, steps = self._with(x)
-        return Calibration(
-            self._unknown, mechanism, int(steps), guarantee, self._evaluations, time.perf_counter() - self._began
-        )
-
-    def _guarantee(self, x: float) -> Guarantee:
-        mechanism, steps = self._with(x)
-        return self._accountant.guarantee(mechanism, steps=steps, delta=self._delta)
-
-    def _with(self, x: float) -> tuple[SubsampledGaussian, float]:
-        """The mechanism and the steps where the unknown is x."""
-        if self._whole:
-            return self._mechanism, x
-        if self._unknown == "sample_rate":
-            return replace(self._mechanism, sample_rate=x), self._steps
-        return replace(self._mechanism, noise_multiplier=x), self._steps
-
-    def _at(self, t: float) -> _Point:
-        x = self._x(t)
-        self._evaluations += 1
-        try:
-            guarantee = self._guarantee(x)
-        except NoAnswer as error:
-            self._reason = str(error)
-            return _Point(x, self._t(x), math.inf, reason=self._reason)
-        if guarantee.epsilon == math.inf or guarantee.epsilon == 0:
-            return _Point(x, self._t(x), math.inf if guarantee.epsilon else -math.inf, guarantee)
-        # ln(ε/target) may round to 0 where ε is above the target by an ulp
-        f = math.log(guarantee.epsilon / self._target)
-        return _Point(x, self._t(x), max(f, 5e-324) if guarantee.epsilon > self._target else min(f, 0.0), guarantee)
-
-    def _t(self, x: float) -> float:
-        return self._sign * math.log(x)
-
-    def _x(self, t: float) -> float:
-        x = math.exp(self._sign * t)
-        if self._unknown == "sample_rate":
-            return min(1.0, x)
-        return float(max(1, round(x))) if self._whole and x < 2.0**53 else x
-
-    def _between(self, good: _Point, bad: _Point, seen: list[_Point], tolerance: float) -> float:
-        """Where f is a little below 0, between the two; where `good` is as near as that, the end of its tolerance."""
-        if tolerance and good.f >= -tolerance / 3.0:
-            t = good.t + 0.45 * tolerance
-            return self._inside(good, bad, t) if t < bad.t else 0.5 * (good.t + bad.t)
-        aim = -min(tolerance * min(1.0, _slope(seen)) / 6.0, 0.5 * abs(good.f))
-        near = sorted((p for p in seen if math.isfinite(p.f)), key=lambda p: abs(p.f - aim))
-        slow = len(near) > 3 and seen[-1] is not near[0] and seen[-2] is not near[0]
-        t = 0.5 * (good.t + bad.t)
-        if not slow:
-            for count in (3, 2):
-                guess = _interpolated(near[:count], aim) if len(near) >= count else math.nan
-                if good.t < guess < bad.t:
-                    t = guess
-                    break
-        width = bad.t - good.t
-        return self._inside(good, bad, min(max(t, good.t + 0.005 * width), bad.t - 0.005 * width))
-
-    def _inside(self, good: _Point, bad: _Point, t: float) -> float:
-        """t; where the unknown is a whole number, that of one that is neither of theirs."""
-        if not self._whole:
-            return t
-        return self._t(float(min(max(math.floor(self._x(t)), good.x + 1), bad.x - 1)))
-
-    def _close(self, good: _Point, bad: _Point, tolerance: float) -> bool:
-        if self._whole and bad.x - good.x <= max(1.0, 0.5 * tolerance * good.x):
-            return True
-        return bad.t - good.t <= max(1e-12, 0.0 if good.f < -tolerance else 0.5 * tolerance)
-
-    def _start(self) -> float:
-        """t by the Gaussian limit."""
-        mu, q, sigma = self._mu(), self._mechanism.sample_rate, self._mechanism.noise_multiplier
-        spread = math.expm1(min(sigma**-2, 700.0)) if sigma > 1e-6 else math.exp(700.0)
-        steps = float(min(self._steps, 1e18)) or 1.0  # an integer may be larger than any float
-        guess = {
-            "noise_multiplier": lambda: 1.0 / math.sqrt(max(math.log1p((mu / max(q, 1e-150)) ** 2 / steps), 1e-18)),
-            "sample_rate": lambda: mu / math.sqrt(max(steps * spread, 1e-300)),
-        }.get(self._unknown, lambda: (mu / max(q, 1e-150)) ** 2 / max(spread, 1e-300))()
-        return min(max(self._t(max(guess, 1e-300)), self._ends[0]), self._ends[1])
-
-    def _mu(self) -> float:
-        """μ of the Gaussian mechanism that has the target ε at δ."""
-        log_target = math.log(min(max(self._delta, 1e-300), 0.5))
-        low, high = -20.0, 20.0
-        for _ in range(30):
-            middle = 0.5 * (low + high)
-            mu = math.exp(middle)
-            u, h = self._target / mu, 0.5 * mu
-            if u > h + 60.0 or log_delta(u, h) <= log_target:
-                low = middle
-            else:
-                high = middle
-        return math.exp(low)
-
-
-def _slope(seen: list[_Point]) -> float:
-    """d ln ε / dt by the last two points, kept within what a search can use."""
-    if len(seen) < 2 or seen[-1].t == seen[-2].t or not (math.isfinite(seen[-1].f) and math.isfinite(seen[-2].f)):
-        return 1.0
-    return min(max((seen[-1].f - seen[-2].f) / (seen[-1].t - seen[-2].t), 0.05), 100.0)
-
-
-def _interpolated(points: list[_Point], aim: float) -> float:
-    """t at f = aim by the polynomial in f through the points; NaN where two have the same f."""
-    total = 0.0
-    for one in points:
-        term = one.t
-        for other in points:
-            if other is not one:
-                if other.f == one.f:
-                    return math.nan
-                term *= (aim - other.f) / (one.f - other.f)
-        total += term
-    return total

@@ -1,4 +1,4 @@
-"""ε of T steps from the privacy losses of one: a T-fold convolution under an exponential tilt.
+"""ε of T steps from the privacy losses of each: a convolution under an exponential tilt.
 
 One step is a grid: weights w_j ≥ 0 at the losses x_j = o + jh, and a weight w_∞ at ∞, of the loss L = ln P/Q under P.
 T steps have the loss of a sum, and
@@ -12,6 +12,8 @@ their standard deviations is enough:
 
     δ(ε) = e^{TK(θ) − θε} Σ_{x > ε} (e^{−θ(x − ε)} − e^{−(θ+1)(x − ε)}) v_T(x).
 
+Steps need not be alike: of several kinds (`Part`), on grids of one interval, the K add up and so do the ln f.
+
 Errors, added for an upper bound of ε and taken off for a lower one: what the window leaves out, which wraps around
 (Chernoff's bound of it); the rounding of the transform f, as T ln f multiplies it by T, which is taken as
 ln(1 + (f − 1)) without the atom at j = 0, so that it is relative to the weight off that atom (at a million steps of a
@@ -21,6 +23,7 @@ small rate nearly all weight is on it); and the rounding of the weights and of K
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +35,8 @@ from accounting.series import Array
 #: The longest transform.
 LONGEST = 2**21
 _TRIES = 9
+#: Where δ is wanted at every ε: as good as none.
+_LEAST_TILT = 1e-9
 #: What the window leaves out of the tilted weights, on each side.
 _LOG_OUTSIDE = math.log(1e-13)
 _EPS = float(np.finfo(float).eps)
@@ -62,8 +67,12 @@ class Losses:
         return Losses(weights, -last, self.interval, self.at_infinity, -self.offset)
 
 
+#: Steps of one kind: the losses of each, and how many.
+Part = tuple[Losses, float]
+
+
 class Tilt:
-    """K and its exponential family."""
+    """K and its exponential family, of one step."""
 
     def __init__(self, losses: Losses) -> None:
         kept = losses.weights > 0
@@ -80,37 +89,58 @@ class Tilt:
         top = float(terms.max())
         return top + math.log(float(np.exp(terms - top).sum()))
 
-    def best(self, steps: float, log_delta: float) -> float:
-        """θ at which Chernoff's ε = (T K(θ) − ln δ)/θ is smallest: unimodal in θ.
+    def variance(self, theta: float) -> float:
+        """Of the losses under the tilt.
 
         Args:
-            steps: T.
+            theta: θ, how far the distribution is tilted.
+        """
+        weights = np.exp(self.log_weights + theta * self.at - self.log_moment(theta))
+        return float(weights @ (self.at - float(weights @ self.at)) ** 2)
+
+
+class Tilted:
+    """The same of the sum of all steps: ΣTK."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = [(Tilt(losses), steps) for losses, steps in parts]
+
+    def log_moment(self, theta: float) -> float:
+        """ΣTK(θ).
+
+        Args:
+            theta: θ, how far the distribution is tilted.
+        """
+        return sum(steps * tilt.log_moment(theta) for tilt, steps in self.parts)
+
+    def best(self, log_delta: float) -> float:
+        """θ at which Chernoff's ε = (ΣTK(θ) − ln δ)/θ is smallest: unimodal in θ.
+
+        Args:
             log_delta: ln δ.
         """
 
         def bound(log_theta: float) -> float:
             theta = math.exp(log_theta)
-            return (steps * self.log_moment(theta) - log_delta) / theta
+            return (self.log_moment(theta) - log_delta) / theta
 
-        high = math.log(1e4) - math.log(max(float(np.abs(self.at).max()), 1e-300))
+        largest = max(float(np.abs(tilt.at).max()) for tilt, _ in self.parts)
+        high = math.log(1e4) - math.log(max(largest, 1e-300))
         return math.exp(golden(bound, high - 60.0, high, tolerance=0.02)[0])
 
-    def window(self, theta: float, steps: float) -> tuple[float, float]:
-        """Between which losses the T-fold sum lies under the tilt, but for e^_LOG_OUTSIDE on each side.
+    def window(self, theta: float) -> tuple[float, float]:
+        """Between which losses the sum lies under the tilt, but for e^_LOG_OUTSIDE on each side.
 
         Args:
             theta: θ, how far the distribution is tilted.
-            steps: T.
         """
         here = self.log_moment(theta)
-        weights = np.exp(self.log_weights + theta * self.at - here)
-        mean = float(weights @ self.at)
-        spread = math.sqrt(max(float(weights @ (self.at - mean) ** 2), 1e-300) * steps)
+        spread = math.sqrt(sum(max(tilt.variance(theta), 1e-300) * steps for tilt, steps in self.parts))
 
         def end(sign: float) -> float:
             # slopes of the right size for normal and longer tails; each gives a bound, and the nearest end counts
             slopes = (k / spread for k in (0.3, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0))
-            return min((steps * (self.log_moment(theta + sign * t) - here) - _LOG_OUTSIDE) / t for t in slopes)
+            return min((self.log_moment(theta + sign * t) - here - _LOG_OUTSIDE) / t for t in slopes)
 
         return -end(-1.0), end(1.0)
 
@@ -118,11 +148,23 @@ class Tilt:
 def epsilon_of(
     losses: Losses, steps: float, delta: float, upper: bool = True, theta: float | None = None
 ) -> tuple[float, float]:
-    """(ε ≥ 0 at δ after `steps` steps, the tilt θ): an upper bound, or else a lower one; ∞ if w_∞ alone is above δ.
+    """`epsilon_of_parts` of `steps` steps that are alike.
 
     Args:
         losses: of one step, on a grid.
         steps: T.
+        delta, upper, theta: as there.
+    """
+    return epsilon_of_parts([(losses, steps)], delta, upper, theta)
+
+
+def epsilon_of_parts(
+    parts: Sequence[Part], delta: float, upper: bool = True, theta: float | None = None
+) -> tuple[float, float]:
+    """(ε ≥ 0 at δ after all steps, the tilt θ): an upper bound, or else a lower one; ∞ if the w_∞ alone are above δ.
+
+    Args:
+        parts: the losses of a step of each kind, on grids of one interval, and how many such steps.
         delta: δ in (0, 1).
         upper: an upper bound; else a lower one.
         theta: the tilt to begin with; by default the best by Chernoff's bound, which is nearly the best of all.
@@ -130,14 +172,14 @@ def epsilon_of(
     Raises:
         NoAnswer: the window has more than `LONGEST` points.
     """
-    infinite = -math.expm1(steps * math.log1p(-losses.at_infinity)) if losses.at_infinity else 0.0
+    infinite = _infinite(parts)
     if infinite >= delta:
         return math.inf, 0.0
-    tilt, log_target = Tilt(losses), math.log(delta - infinite)
-    log_target -= (_STEP_ROUNDING if upper else -_STEP_ROUNDING) * steps
-    theta = tilt.best(steps, log_target) if theta is None else theta
+    tilted, log_target = Tilted(parts), math.log(delta - infinite)
+    log_target -= (_STEP_ROUNDING if upper else -_STEP_ROUNDING) * sum(steps for _, steps in parts)
+    theta = tilted.best(log_target) if theta is None else theta
     for turn in range(_TRIES):
-        at, log_deltas = _log_deltas(losses, tilt, theta, steps, upper)
+        at, log_deltas = _log_deltas(parts, tilted, theta, upper)
         found = _crossing(at, log_deltas, log_target, upper)
         if found is not None:
             return found, theta
@@ -147,16 +189,37 @@ def epsilon_of(
     return (math.inf if upper else 0.0), theta
 
 
-def _log_deltas(losses: Losses, tilt: Tilt, theta: float, steps: float, upper: bool) -> tuple[Array, Array]:
+def deltas_of(parts: Sequence[Part], upper: bool = True) -> tuple[Array, Array]:
+    """(ε, δ(ε)), both [n]: all losses at which δ has a kink, of either sign; δ bounded from above, or else from below.
+
+    Args:
+        parts: as for `epsilon_of_parts`.
+        upper: an upper bound; else a lower one.
+
+    Raises:
+        NoAnswer: the window has more than `LONGEST` points.
+    """
+    infinite, rounding = _infinite(parts), _STEP_ROUNDING * sum(steps for _, steps in parts)
+    at, log_deltas = _log_deltas(parts, Tilted(parts), _LEAST_TILT, upper)
+    return at, np.clip(np.exp(log_deltas + (rounding if upper else -rounding)) + infinite, 0.0, 1.0)
+
+
+def _infinite(parts: Sequence[Part]) -> float:
+    """P of a loss of ∞ in any step."""
+    return -math.expm1(sum(steps * math.log1p(-losses.at_infinity) for losses, steps in parts))
+
+
+def _log_deltas(parts: Sequence[Part], tilted: Tilted, theta: float, upper: bool) -> tuple[Array, Array]:
     """All losses of the window; and ln δ there, bounded from above or below."""
-    h, drift, log_moment = losses.interval, steps * losses.offset, tilt.log_moment(theta)
-    low, high = tilt.window(theta, steps)
+    h, log_moment = parts[0][0].interval, tilted.log_moment(theta)
+    drift = sum(steps * losses.offset for losses, steps in parts)
+    low, high = tilted.window(theta)
     begin = math.floor((low - drift) / h)
     points = math.ceil((high - drift) / h) - begin + 1
     if points > LONGEST:
         raise NoAnswer(f"{points:,} losses {h:.3g} apart, of {LONGEST:,} at most")
     length = _quick_length(points)
-    values, rounding = _convolved(losses, theta, log_moment, steps, begin, length)
+    values, rounding = _convolved(parts, tilted, theta, begin, length)
     first = _sums(values, theta * h)
     sums = first - _sums(values, (theta + 1.0) * h)
     largest = math.exp(-theta * math.log1p(1.0 / theta)) / (1.0 + theta)  # of e^−θx − e^−(θ+1)x
@@ -164,7 +227,7 @@ def _log_deltas(losses: Losses, tilt: Tilt, theta: float, steps: float, upper: b
     error = math.exp(_LOG_OUTSIDE) * largest + rounding * min(length * largest, all_of_them) + 8.0 * _EPS * first
     at = drift + (begin + np.arange(length)) * h
     with np.errstate(divide="ignore"):
-        return at, steps * log_moment - theta * at + np.log(np.maximum(sums + (error if upper else -error), 0.0))
+        return at, log_moment - theta * at + np.log(np.maximum(sums + (error if upper else -error), 0.0))
 
 
 def _quick_length(points: int) -> int:
@@ -173,10 +236,27 @@ def _quick_length(points: int) -> int:
     return next((n for n in (power * 5 // 8, power * 3 // 4) if n >= points), power)
 
 
-def _convolved(
-    losses: Losses, theta: float, log_moment: float, steps: float, begin: int, length: int
-) -> tuple[Array, float]:
+def _convolved(parts: Sequence[Part], tilted: Tilted, theta: float, begin: int, length: int) -> tuple[Array, float]:
     """v_T at index (begin + 0 .. length − 1), what lies outside wrapped around; and a bound on each one's rounding."""
+    frequencies = np.arange(length // 2 + 1)
+    log_power, turns = np.zeros(frequencies.size), frequencies * (begin % length) % length / length
+    moved = 0.0  # the weight off the atom at 0, of all steps
+    for (losses, steps), (tilt, _) in zip(parts, tilted.parts, strict=True):
+        less, off = _transform(losses, theta, tilt.log_moment(theta), length)
+        with np.errstate(divide="ignore"):
+            log_magnitude = 0.5 * np.log1p(np.maximum(less.real * (2.0 + less.real) + less.imag**2, -1.0))
+        log_power += steps * np.minimum(log_magnitude, 0.0)
+        turned = steps * (np.arctan2(less.imag, 1.0 + less.real) / (2.0 * math.pi))
+        turns += turned - np.floor(turned)
+        moved += steps * off
+    power, phase = np.exp(log_power), 2.0 * math.pi * turns
+    values = np.fft.irfft(power * (np.cos(phase) + 1j * np.sin(phase)), length)
+    rounding = 8.0 * _EPS * (moved + len(parts) * math.log2(length)) * math.log2(length) * float(power.mean())
+    return np.maximum(values, 0.0), rounding
+
+
+def _transform(losses: Losses, theta: float, log_moment: float, length: int) -> tuple[np.ndarray, float]:
+    """f − 1 of the tilted weights of one step, wrapped around at `length`; and their weight off the atom at 0."""
     with np.errstate(divide="ignore"):
         tilted = np.exp(np.log(losses.weights) + theta * losses.at - log_moment)
     front = losses.first % length
@@ -184,16 +264,8 @@ def _convolved(
     folded[front : front + tilted.size] = tilted
     folded = folded.reshape(-1, length).sum(axis=0)
     folded[0] = 0.0
-    off = float(folded.sum())  # the weight off the atom at 0
-    less = np.fft.rfft(folded) - off  # f − 1
-    with np.errstate(divide="ignore"):
-        log_magnitude = 0.5 * np.log1p(np.maximum(less.real * (2.0 + less.real) + less.imag**2, -1.0))
-    power = np.exp(steps * np.minimum(log_magnitude, 0.0))
-    turns = steps * (np.arctan2(less.imag, 1.0 + less.real) / (2.0 * math.pi))
-    phase = 2.0 * math.pi * (turns - np.floor(turns) + np.arange(turns.size) * (begin % length) % length / length)
-    values = np.fft.irfft(power * (np.cos(phase) + 1j * np.sin(phase)), length)
-    rounding = 8.0 * _EPS * (steps * off + math.log2(length)) * math.log2(length) * float(power.mean())
-    return np.maximum(values, 0.0), rounding
+    off = float(folded.sum())
+    return np.fft.rfft(folded) - off, off
 
 
 def _sums(values: Array, rate: float) -> Array:

@@ -62,6 +62,8 @@ class Pld(Accountant):
     The detail has h (`discretization`) and about what it adds to ε (`discretization_error`).
     """
 
+    composes = True
+
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         sigma, q = mechanism.noise_multiplier, mechanism.sample_rate
         if indistinct(sigma, q, steps, delta):

@@ -150,6 +150,7 @@ class Prv(Accountant):
     """ε by numerical composition: the upper bound. The detail has both, and whether they are as close as was asked."""
 
     supports: ClassVar[frozenset[Scheme]] = SCHEMES
+    composes = True
 
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
         if mechanism.scheme != HOME:

@@ -1,27 +1,28 @@
 """ε under every scheme by the pairs of distributions that dominate its steps (`accounting.dominating_pairs`), composed
-on a grid.
+on a grid. Steps of several kinds are composed as they are, in each direction by itself.
 
 The losses h apart that stand for one step have a variance larger by about h²/6, so that ln of the moment at the tilt θ
 (`accounting.convolution`) rises by θ(θ + 1)h²/12, and ε by T(θ + 1)h²/12: h is chosen so that this is a small part of
-ε, in two or three passes, each on a grid finer than the last. What cannot be had with `_MOST` losses stays an upper
-bound, and a looser one; where no grid spans the losses of T steps it is T times the largest loss of one, but for rare
-ones.
+ε, in two or three passes, each on a grid finer than the last, and on until a finer one changes nothing (that formula
+is wrong of rare losses). What cannot be had with `_MOST` losses stays an upper bound, and a looser one; where no grid
+spans the losses of T steps it is T times the largest loss of one, but for rare ones.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from accounting.convolution import epsilon_of
+from accounting.convolution import Part, epsilon_of_parts
 from accounting.dominating_pairs import Regime, directions, on_grid, reach
-from accounting.gaussian import exact_epsilon
+from accounting.gaussian import epsilon_of_shift
 from accounting.mechanism import NoAnswer, SubsampledGaussian
 from accounting.reductions import epochs_begun
 
 #: Less noise than this is as good as none; more of it, or more rarely sampled, is counted as this.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200
-_MOST_STEPS, _FEWEST, _MOST = 1e15, 2**10, 2**18
+_MOST_STEPS, _FEWEST, _MOST, _PASSES = 1e15, 2**10, 2**18, 8
 #: By how much of itself ε may be too large for the grid's sake.
 _TOLERANCE = 3e-4
 
@@ -37,55 +38,132 @@ def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[
     Raises:
         NoAnswer: there is next to no noise.
     """
-    sampling, adjacency = mechanism.scheme
-    sigma, q = min(mechanism.noise_multiplier, _MOST_NOISE), max(mechanism.sample_rate, _LEAST_RATE)
-    if sigma < _LEAST_NOISE:
-        raise NoAnswer(f"noise_multiplier={sigma:g}, of {_LEAST_NOISE:g} at least")
-    if sampling in ("one_pass", "shuffled") or (q == 1.0 and sampling != "truncated_poisson"):
-        begun = epochs_begun(q, steps)
-        each = sigma / (2.0 if adjacency == "replace_one" else 1.0)
-        value = exact_epsilon(each / math.sqrt(begun), math.log(delta))
+    return epsilon_of_mechanisms([(mechanism, steps)], delta)
+
+
+def epsilon_of_mechanisms(
+    parts: Sequence[tuple[SubsampledGaussian, float]], delta: float
+) -> tuple[float, dict[str, Any]]:
+    """The same of steps of several kinds, under one adjacency: each part a mechanism, and how many steps of it.
+
+    Args:
+        parts: at least one, with σ > 0, q > 0 and steps >= 1 each.
+        delta: in (0, 1).
+
+    Raises:
+        NoAnswer: there is next to no noise.
+    """
+    mu, begun = gaussian(parts)
+    if mu is not None:
+        value = epsilon_of_shift(math.log(mu), math.log(delta))
         return value, {"bound": "one Gaussian step an epoch, composed exactly", "epochs": begun}
-    sizes = None
-    if mechanism.dataset_size is not None and mechanism.max_batch_size is not None:
-        sizes = mechanism.dataset_size, mechanism.max_batch_size
-    answers = [_one(regimes, steps, delta) for regimes in directions(sampling, adjacency, sigma, q, sizes)]
-    value, interval = max(answers)
+    value, interval = max(_one(phases, delta) for phases in phases_of(parts))
     return value, {"discretization": interval}
 
 
-def _one(regimes: list[Regime], steps: float, delta: float) -> tuple[float, float]:
+def gaussian(parts: Sequence[tuple[SubsampledGaussian, float]]) -> tuple[float | None, float]:
+    """(μ, epochs) if all parts are Gaussian steps on all records, or one an epoch: together they are μ-GDP, exactly.
+
+    Args:
+        parts: as for `epsilon_of_mechanisms`.
+
+    Raises:
+        NoAnswer: there is next to no noise.
+    """
+    found = [_epochs(mechanism, steps) for mechanism, steps in parts]
+    shifts = [math.sqrt(epochs) / sigma for sigma, epochs in filter(None, found)]
+    mu = math.hypot(*shifts) if len(shifts) == len(parts) else None
+    return mu, sum(epochs for _, epochs in filter(None, found))
+
+
+def _epochs(mechanism: SubsampledGaussian, steps: float) -> tuple[float, float] | None:
+    """(σ, epochs) of a Gaussian step an epoch; None where batches are sampled anew each step.
+
+    Raises:
+        NoAnswer: there is next to no noise.
+    """
+    sigma, q = _kept(mechanism)
+    if mechanism.sampling in ("one_pass", "shuffled") or (q == 1.0 and mechanism.sampling != "truncated_poisson"):
+        return sigma / (2.0 if mechanism.adjacency == "replace_one" else 1.0), epochs_begun(q, steps)
+    return None
+
+
+def _kept(mechanism: SubsampledGaussian) -> tuple[float, float]:
+    """(σ, q) within what is computed with."""
+    if mechanism.noise_multiplier < _LEAST_NOISE:
+        raise NoAnswer(f"noise_multiplier={mechanism.noise_multiplier:g}, of {_LEAST_NOISE:g} at least")
+    return min(mechanism.noise_multiplier, _MOST_NOISE), max(mechanism.sample_rate, _LEAST_RATE)
+
+
+#: The regimes of one step, and how many.
+Phase = tuple[list[Regime], float]
+
+
+def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Phase]]:
+    """In each direction the regimes of every part's steps.
+
+    Args:
+        parts: as for `epsilon_of_mechanisms`.
+
+    Raises:
+        NoAnswer: there is next to no noise.
+    """
+    found = []
+    for mechanism, steps in parts:
+        (sigma, q), (sampling, adjacency), sizes = _kept(mechanism), mechanism.scheme, None
+        if epoch := _epochs(mechanism, steps):
+            (sigma, steps), q, sampling, adjacency = epoch, 1.0, "poisson", "add_remove"
+        if mechanism.dataset_size is not None and mechanism.max_batch_size is not None:
+            sizes = mechanism.dataset_size, mechanism.max_batch_size
+        found.append([(regimes, steps) for regimes in directions(sampling, adjacency, sigma, q, sizes)])
+    count = max(len(each) for each in found)  # a Gaussian step is the same in both directions
+    return [[each[min(place, len(each) - 1)] for each in found] for place in range(count)]
+
+
+def _one(phases: list[Phase], delta: float) -> tuple[float, float]:
     """(ε, h) in one direction."""
-    log_mass = math.log(delta) - math.log(steps) - math.log(1e4)
-    low, high = reach(regimes, log_mass)
-    span = max(high, 0.0) - min(low, 0.0)
-    best = (steps * high, span)
-    if not 0 < span < math.inf or best[0] == math.inf or steps > _MOST_STEPS:
+    total = sum(steps for _, steps in phases)
+    log_mass = math.log(delta) - math.log(total) - math.log(1e4)
+    ends = [reach(regimes, log_mass) for regimes, _ in phases]
+    span = span_of(ends)
+    best = (sum(steps * high for (_, high), (_, steps) in zip(ends, phases, strict=True)), span)
+    if not 0 < span < math.inf or best[0] == math.inf or total > _MOST_STEPS:
         return best
-    h = span / 2**12
-    for _ in range(6):
-        found = _at(regimes, low, high, h, steps, delta)
-        if found is None:
+    h, before = span / 2**12, math.inf
+    for _ in range(_PASSES):
+        try:
+            value, theta = epsilon_of_parts(on_grids(phases, ends, h), delta)
+        except NoAnswer:  # the window is too long for losses so near each other
+            if before < math.inf:
+                break
             h *= 4.0
             continue
-        value, theta = found
         best = min(best, (value, h))
-        if value == 0:
+        finer = max(span / _MOST, min(math.sqrt(12.0 * _TOLERANCE * value / (total * (theta + 1.0))), 0.5 * h))
+        if value == 0 or h < 1.2 * finer or (before - value <= _TOLERANCE * value and h <= span / _FEWEST):
             break
-        wanted = math.sqrt(12.0 * _TOLERANCE * value / (steps * (theta + 1.0)))
-        finer = min(max(wanted, span / _MOST), span / _FEWEST)
-        if h <= 1.2 * finer:
-            break
-        h = finer
-    return best[0] * (1.0 + 1e-9) + 1e-15 * steps, best[1]
+        h, before = finer, value
+    return best[0] * (1.0 + 1e-9) + 1e-15 * total, best[1]
 
 
-def _at(
-    regimes: list[Regime], low: float, high: float, h: float, steps: float, delta: float
-) -> tuple[float, float] | None:
-    """(ε, θ) with losses h apart, or None if the window is too long for them."""
-    first, last = min(-1, math.floor(low / h)), max(1, math.ceil(high / h))
-    try:
-        return epsilon_of(on_grid(regimes, first, last, h), steps, delta)
-    except NoAnswer:
-        return None
+def span_of(ends: Sequence[tuple[float, float]]) -> float:
+    """How far the losses of a step are apart, and from 0.
+
+    Args:
+        ends: the smallest and the largest loss of each kind of step.
+    """
+    return max(max(high, 0.0) - min(low, 0.0) for low, high in ends)
+
+
+def on_grids(phases: Sequence[Phase], ends: Sequence[tuple[float, float]], interval: float) -> list[Part]:
+    """The losses of each phase's steps, `interval` apart, and how many steps.
+
+    Args:
+        phases: of one direction.
+        ends: the smallest and the largest loss of a step of each.
+        interval: between neighbouring losses, > 0.
+    """
+    return [
+        (on_grid(regimes, min(-1, math.floor(low / interval)), max(1, math.ceil(high / interval)), interval), steps)
+        for (regimes, steps), (low, high) in zip(phases, ends, strict=True)
+    ]

@@ -1,33 +1,40 @@
-"""ε of steps that were not all alike: of a noise multiplier, or a sample rate, that changed on the way.
+"""ε of steps that were not all alike: of a noise multiplier, or a sample rate, that changed on the way; or of several
+releases.
 
-Poisson steps, adding or removing a record: two upper bounds, of which the smaller is taken.
+Upper bounds; the first, which is never the largest, where there is one, else the smaller of the others:
 
-    rdp    Rényi divergences of one order add up over adaptive steps (Mironov 2017, Proposition 1), whatever the noise
-           of each; the best order of the sum (`accounting.rdp`)
+    loss   the privacy losses of all steps, added up as distributions (`accounting.schemes`), under every scheme: the
+           bound of the accountants that compose numerically (`Accountant.composes`)
+    rdp    Poisson steps, adding or removing a record: Rényi divergences of one order add up over adaptive steps
+           (Mironov 2017, Proposition 1), whatever the noise of each; the best order of the sum (`accounting.rdp`)
     least  the steps of the least noise and the largest rate, all of them, by the accountant that was asked for: more
            noise or a smaller rate never spends more
 
-Elsewhere the second alone.
+Of more than `MOST_KINDS` kinds of steps, such as a schedule's, those of similar noise count as the least of it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from accounting.base import Accountant, Guarantee
-from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, within
 from accounting.rdp import LARGEST, SMALLEST, to_epsilon
 from accounting.reductions import at_home
 from accounting.sampling import HOME
 from accounting.search import descend
 from accounting.series import log_moments
 
-Part = tuple[SubsampledGaussian, int]
+Part = tuple[SubsampledGaussian, float]
+#: How many kinds of steps are composed apart.
+MOST_KINDS = 32
 
 
 def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float) -> Guarantee:
@@ -42,12 +49,10 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
 
     Raises:
         ArgumentError: no parts.
-        NoAnswer: parts of different sampling or adjacency; steps that differ, and an accountant that is no upper bound.
+        NoAnswer: parts of different adjacency; steps that differ, and an accountant that is no upper bound; or parts
+            of different sampling, and one that does not compose numerically.
     """
-    counts: dict[SubsampledGaussian, int] = {}
-    for mechanism, steps in parts:
-        if steps or len(parts) == 1:
-            counts[mechanism] = counts.get(mechanism, 0) + steps
+    counts = _counts(parts)
     if not parts:
         raise ArgumentError("parts", "to be at least one", parts)
     if not counts:
@@ -57,17 +62,114 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
         return accountant.guarantee(mechanism, steps=steps, delta=delta)
     if accountant.kind != "upper_bound":
         raise NoAnswer(f"no {accountant.kind} of steps with different noise: take an accountant of upper bounds")
-    least = _least(list(counts))
     start = time.perf_counter()
-    found = accountant.guarantee(least, steps=sum(counts.values()), delta=delta)
-    detail = {**found.detail, "bound": "as if all steps had the least noise"}
-    epsilon = found.epsilon
-    if at_home(least).scheme == HOME and least.noise_multiplier > 0 and 0 < delta < 1:
-        summed, order = _summed(counts, math.log(delta))
-        if summed < epsilon:
-            epsilon, detail = summed, {"sampling": least.sampling, "adjacency": least.adjacency, "order": order}
-            detail["bound"] = "Rényi divergences of one order, added up"
+    answers: list[tuple[float, dict[str, Any]]] = []
+    reasons = []
+    for bound in (_by_losses, _by_divergences, _by_the_least):
+        try:
+            answers.append(bound(accountant, counts, within("delta", delta)))
+        except NoAnswer as error:
+            reasons.append(str(error))
+        if answers and bound is _by_losses:
+            break
+    if not answers:
+        raise NoAnswer(reasons[-1])
+    epsilon, detail = min(answers, key=lambda answer: answer[0])
+    samplings = ", ".join(dict.fromkeys(mechanism.sampling for mechanism in counts))
+    detail = {**detail, "sampling": samplings, "adjacency": next(iter(counts)).adjacency}
     return Guarantee(epsilon, "upper_bound", {**detail, "seconds": time.perf_counter() - start})
+
+
+def spending(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
+    """The kinds of steps that spend anything, and how many of each; zeros in Poisson samples are removed records.
+
+    Of more than `MOST_KINDS`, similar ones count as the worst of them.
+
+    Args:
+        parts: each a mechanism, and the number of its steps.
+
+    Raises:
+        NoAnswer: parts of different adjacency.
+    """
+    counts = {
+        mechanism: steps
+        for mechanism, steps in _counts(parts).items()
+        if steps > 0 and mechanism.sample_rate > 0 and mechanism.noise_multiplier < math.inf
+    }
+    if len({mechanism.adjacency for mechanism in counts}) > 1:
+        raise NoAnswer("no bound of steps with different adjacency: name one that all have")
+    found: dict[SubsampledGaussian, float] = {}
+    for mechanism, steps in _merged(counts).items():
+        home = at_home(mechanism)
+        found[home] = found.get(home, 0) + steps
+    return found
+
+
+def _counts(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
+    counts: dict[SubsampledGaussian, float] = {}
+    for mechanism, steps in parts:
+        if steps or len(parts) == 1:
+            counts[mechanism] = counts.get(mechanism, 0) + steps
+    return counts
+
+
+def _merged(counts: dict[SubsampledGaussian, float]) -> dict[SubsampledGaussian, float]:
+    """At most about `MOST_KINDS` kinds of each way of sampling: σ rounded down and q up to a geometric grid."""
+    if len(counts) <= MOST_KINDS:
+        return counts
+    groups: dict[Any, dict[SubsampledGaussian, float]] = {}
+    for mechanism, steps in counts.items():
+        groups.setdefault(replace(mechanism, noise_multiplier=1.0, sample_rate=1.0), {})[mechanism] = steps
+    found: dict[SubsampledGaussian, float] = {}
+    for own in groups.values():
+        cells: dict[tuple[int, int], list[Part]] = {}
+        sigmas, rates = ([getattr(each, name) for each in own] for name in ("noise_multiplier", "sample_rate"))
+        several = len(set(sigmas)) > 1 and len(set(rates)) > 1
+        share = math.isqrt(MOST_KINDS) if several else MOST_KINDS
+        for mechanism, steps in own.items():
+            cell = _cell(mechanism.noise_multiplier, sigmas, share), _cell(mechanism.sample_rate, rates, share)
+            cells.setdefault(cell, []).append((mechanism, steps))
+        for alike in cells.values():
+            worst = _least([mechanism for mechanism, _ in alike])
+            found[worst] = found.get(worst, 0) + sum(steps for _, steps in alike)
+    return found
+
+
+def _cell(value: float, values: Sequence[float], share: int) -> int:
+    """In which of `share` cells of equal ratio between the least and the largest of the values."""
+    low, high = min(values), max(values)
+    if not 0 < low < high:
+        return int(value > low)
+    return min(share - 1, int(share * math.log(value / low) / math.log(high / low)))
+
+
+def _by_losses(
+    accountant: Accountant, counts: dict[SubsampledGaussian, float], delta: float
+) -> tuple[float, dict[str, Any]]:
+    if not accountant.composes:
+        raise NoAnswer("this accountant does not compose unlike steps numerically")
+    kinds = spending(list(counts.items()))
+    if not kinds or delta >= 1:
+        return 0.0, {"reason": "nothing is spent"}
+    if delta == 0 or any(mechanism.noise_multiplier == 0 for mechanism in kinds):
+        return math.inf, {"reason": "no noise in some steps, or δ = 0"}
+    epsilon, detail = _composed(tuple(kinds.items()), delta)
+    return epsilon, {**detail, "bound": "privacy losses of all steps, added up", "kinds": len(kinds)}
+
+
+@functools.lru_cache(maxsize=64)
+def _composed(kinds: tuple[Part, ...], delta: float) -> tuple[float, dict[str, Any]]:
+    """Remembered, as it takes a second."""
+    from accounting.schemes import epsilon_of_mechanisms  # with scipy, which takes long to import
+
+    return epsilon_of_mechanisms(kinds, delta)
+
+
+def _by_the_least(
+    accountant: Accountant, counts: dict[SubsampledGaussian, float], delta: float
+) -> tuple[float, dict[str, Any]]:
+    found = accountant.guarantee(_least(list(counts)), steps=sum(counts.values()), delta=delta)
+    return found.epsilon, {**found.detail, "bound": "as if all steps had the least noise"}
 
 
 def _least(mechanisms: Sequence[SubsampledGaussian]) -> SubsampledGaussian:
@@ -79,9 +181,13 @@ def _least(mechanisms: Sequence[SubsampledGaussian]) -> SubsampledGaussian:
     return replace(mechanisms[0], noise_multiplier=sigma, sample_rate=max(each.sample_rate for each in mechanisms))
 
 
-def _summed(counts: dict[SubsampledGaussian, int], log_delta: float) -> tuple[float, float]:
-    """(ε, its order) by Rényi divergences."""
-    spending = [
+def _by_divergences(
+    accountant: Accountant, counts: dict[SubsampledGaussian, float], delta: float
+) -> tuple[float, dict[str, Any]]:
+    """By Rényi divergences of one order, at the best order."""
+    if any(at_home(each).scheme != HOME or each.noise_multiplier == 0 for each in counts) or not 0 < delta < 1:
+        raise NoAnswer("Rényi divergences are added up of Poisson steps with noise")
+    spent = [
         (each.noise_multiplier, each.sample_rate, steps)
         for each, steps in counts.items()
         if each.sample_rate > 0 and each.noise_multiplier < math.inf
@@ -90,8 +196,8 @@ def _summed(counts: dict[SubsampledGaussian, int], log_delta: float) -> tuple[fl
     def at(lam: float) -> float:
         lambdas = np.array([lam])
         with np.errstate(over="ignore"):
-            total = sum(steps * log_moments(lambdas, sigma, q) for sigma, q, steps in spending)
-            return float(to_epsilon(lambdas, np.asarray(total), log_delta, "improved")[0])
+            total = sum(steps * log_moments(lambdas, sigma, q) for sigma, q, steps in spent)
+            return float(to_epsilon(lambdas, np.asarray(total), math.log(delta), "improved")[0])
 
     lam, epsilon = descend(at, 8.0, SMALLEST, LARGEST)
-    return epsilon, lam + 1.0
+    return epsilon, {"order": lam + 1.0, "bound": "Rényi divergences of one order, added up"}

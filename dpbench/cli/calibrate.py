@@ -25,7 +25,10 @@ _UP = {"noise_multiplier": True, "steps": None, "epochs": False, "sample_rate": 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `calibrate`."""
-    parser.add_argument("--target-epsilon", metavar="E", required=True, help="ε that is not to be exceeded")
+    parser.add_argument("--target-epsilon", metavar="E", help="ε that is not to be exceeded")
+    parser.add_argument("--target-advantage", metavar="A", help="or the membership advantage that is not")
+    parser.add_argument("--target-tpr", metavar="P", help="or an attack's true positive rate at --fpr that is not")
+    parser.add_argument("--fpr", metavar="P", help="the false positive rate of --target-tpr (default: 0.01)")
     parser.add_argument(
         "--solve",
         metavar="UNKNOWN",
@@ -47,13 +50,38 @@ def run(args: argparse.Namespace) -> int:
     scheme = privacy.scheme(args)
     names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
     given = _given(args, unknown)
-    target, delta = number("--target-epsilon", args.target_epsilon), number("--delta", args.delta)
+    target, words = _target(args)
+    if args.delta is None:
+        raise UsageError("--delta", "none")
+    delta = number("--delta", args.delta)
     try:
-        rows = [_row(name, unknown, target, {**given, "delta": delta, **scheme}) for name in privacy.asked(names)]
+        rows = [_row(name, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.asked(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
-    print(to_json(rows) if args.format == "json" else _table(rows, unknown, target, delta, given, scheme))
+    print(to_json(rows) if args.format == "json" else _table(rows, unknown, words, delta, given, scheme))
     return int(all(row["epsilon"] is None for row in rows))
+
+
+def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
+    """(the arguments of `calibrate` that say it, words).
+
+    Raises:
+        UsageError: none, or several.
+    """
+    signs = {"target_epsilon": "ε", "target_advantage": "advantage", "target_tpr": "true positives"}
+    named = [name for name in signs if getattr(args, name) is not None]
+    options = "--target-epsilon, --target-advantage or --target-tpr"
+    if len(named) != 1:
+        raise UsageError(f"one of {options}", "none" if not named else "several")
+    (name,) = named
+    target = {name: number(f"--{name.replace('_', '-')}", getattr(args, name))}
+    words = f"{signs[name]} ≤ {target[name]:g}"
+    if name == "target_tpr":
+        target["fpr"] = number("--fpr", args.fpr or "0.01")
+        return target, f"{words} at {target['fpr']:g} false ones"
+    if args.fpr is not None:
+        raise UsageError("--fpr with --target-tpr", args.fpr)
+    return target, words
 
 
 def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
@@ -73,14 +101,14 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
     return {name: number(f"--{name.replace('_', '-')}", texts[name]) for name in _GIVEN[unknown]}
 
 
-def _row(name: str, unknown: str, target: float, given: dict[str, Any]) -> Row:
+def _row(name: str, unknown: str, given: dict[str, Any]) -> Row:
     """One accountant's answer; where it has none, the unknown and `epsilon` are None, and `detail` says why."""
     known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
     row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
     try:
         accountant = privacy.load(name)
         row["kind"] = accountant.kind
-        found: Calibration = calibrate(accountant, unknown, target_epsilon=target, **given)
+        found: Calibration = calibrate(accountant, unknown, **given)
     except privacy.CANNOT as error:
         return row | {"detail": privacy.failed(error)}
     return row | {
@@ -95,13 +123,13 @@ def _row(name: str, unknown: str, target: float, given: dict[str, Any]) -> Row:
 
 
 def _table(
-    rows: list[Row], unknown: str, target: float, delta: float, given: dict[str, float], scheme: dict[str, Any]
+    rows: list[Row], unknown: str, target: str, delta: float, given: dict[str, float], scheme: dict[str, Any]
 ) -> str:
     words = UNKNOWNS[unknown][2] if unknown != "epochs" else "number of epochs"
     size = "smallest" if unknown == "noise_multiplier" else "largest"
     settings = ", ".join(f"{name.replace('_', ' ')} {value:,}" for name, value in given.items())
     heading = [
-        f"{size} {words} with ε ≤ {target:g} at δ = {delta:g}, {settings}",
+        f"{size} {words} with {target} at δ = {delta:g}, {settings}",
         privacy.under(scheme["sampling"], scheme["adjacency"]),
     ]
     cells = [

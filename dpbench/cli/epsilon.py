@@ -1,21 +1,40 @@
-"""``dpbench epsilon``: what each accountant says of a run, and what that is worth."""
+"""``dpbench epsilon``: what each accountant says of a run, what that is worth, and what ε means."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from accounting import ArgumentError, SubsampledGaussian
+from accounting import ArgumentError, compose
+from accounting.varying import Part
 from dpbench.cli import privacy
+from dpbench.cli.phases import read_phases
 from dpbench.cli.privacy import Row, number
-from dpbench.errors import UsageError
+from dpbench.errors import UsageError, one_of
 from dpbench.trials.json_text import to_json
 
 _HEADER = ("accountant", "epsilon", "kind", "seconds", "how")
+#: What `--output` can draw.
+_PICTURES = ("png", "svg", "pdf")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `epsilon`."""
-    parser.add_argument("--noise-multiplier", metavar="S", required=True, help="σ, in units of the clipping norm")
+    parser.add_argument(
+        "phases",
+        metavar="PHASES.toml",
+        nargs="?",
+        help="phases of unlike steps: a [[phase]] each, of noise_multiplier, sample_rate and steps, or as the options",
+    )
+    parser.add_argument("--noise-multiplier", metavar="S", help="σ, in units of the clipping norm")
+    parser.add_argument(
+        "--risk",
+        action="store_true",
+        help="what ε means: membership advantage, true positive rate at 1 %% and 0.1 %% false positives, at most",
+    )
+    parser.add_argument(
+        "--output", metavar="FILE", help="with --risk: the trade-off curve as a figure (.png, .svg, .pdf)"
+    )
     privacy.add_length(parser)
     privacy.add_arguments(parser)
 
@@ -26,43 +45,58 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for an unknown accountant, or a value outside its domain.
     """
-    scheme = privacy.scheme(args)
-    length = privacy.length(args)
-    if missing := [name for name, text in length.items() if text is None]:
-        wanted = {"sample_rate": "--sample-rate, or --batch-size and --dataset-size", "steps": "--steps or --epochs"}
-        raise UsageError(" and ".join(wanted[name] for name in missing), "none")
-    names = privacy.accountants(args.accountant, scheme["sampling"], scheme["adjacency"])
+    suffix = _suffix(args)
     try:
-        mechanism = SubsampledGaussian(
-            noise_multiplier=number("--noise-multiplier", args.noise_multiplier),
-            sample_rate=number("--sample-rate", str(length["sample_rate"])),
-            **scheme,
-        )
-        steps, delta = number("--steps", str(length["steps"])), number("--delta", args.delta)
-        rows = [_row(name, mechanism, steps, delta) for name in privacy.asked(names)]
+        parts, delta_text = read_phases(args) if args.phases else ([privacy.part(args)], args.delta)
+        if delta_text is None:
+            raise UsageError("--delta", "nothing")
+        delta = number("--delta", delta_text)
+        names = privacy.accountants(args.accountant, *parts[0][0].scheme)
+        rows = [_row(name, parts, delta, with_risk=args.risk) for name in privacy.asked(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
-    print(to_json(rows) if args.format == "json" else _table(rows, mechanism, steps, delta))
+    print(to_json(rows) if args.format == "json" else _table(rows, parts, delta))
+    if suffix:
+        _draw(Path(args.output), suffix, parts, rows, delta)
     return int(all(row["epsilon"] is None for row in rows))
 
 
-def _row(name: str, mechanism: SubsampledGaussian, steps: float, delta: float) -> Row:
+def _suffix(args: argparse.Namespace) -> str:
+    if args.output is None:
+        return ""
+    if not args.risk:
+        raise UsageError("--output with --risk", args.output)
+    return one_of("a suffix of --output", Path(args.output).suffix.removeprefix("."), _PICTURES)
+
+
+def _row(name: str, parts: list[Part], delta: float, *, with_risk: bool) -> Row:
     """One accountant's answer; where it has none, `epsilon` is None and the reason stands in `detail`."""
     kind = None
     try:
         accountant = privacy.load(name)
         kind = accountant.kind
-        answer = accountant.guarantee(mechanism, steps=steps, delta=delta)
+        composition = compose(accountant, parts)
+        answer = composition.guarantee(delta=delta)
+        row = {"accountant": name, "epsilon": answer.epsilon, "kind": answer.kind, "detail": dict(answer.detail)}
+        if with_risk and answer.kind == "upper_bound":
+            row["risk"] = composition.risk(delta=delta)
+        return row
     except privacy.CANNOT as error:
         return {"accountant": name, "epsilon": None, "kind": kind, "detail": privacy.failed(error)}
-    return {"accountant": name, "epsilon": answer.epsilon, "kind": answer.kind, "detail": dict(answer.detail)}
 
 
-def _table(rows: list[Row], mechanism: SubsampledGaussian, steps: float, delta: float) -> str:
+def _table(rows: list[Row], parts: list[Part], delta: float) -> str:
+    mechanism, steps = parts[0][0], sum(steps for _, steps in parts)
     sizes = {"records": mechanism.dataset_size, "kept in a batch at most": mechanism.max_batch_size}
+    phases = [
+        f"{count:,} steps, sample rate {each.sample_rate:g}, noise multiplier {each.noise_multiplier:g}"
+        for each, count in parts
+    ]
     heading = [
-        f"ε at δ = {delta:g} after {steps:,} steps, sample rate {mechanism.sample_rate:g}, "
-        f"noise multiplier {mechanism.noise_multiplier:g}",
+        f"ε at δ = {delta:g} after {phases[0]}"
+        if len(parts) == 1
+        else f"ε at δ = {delta:g} after {steps:,} steps in {len(parts)} phases",
+        *(phases if len(parts) > 1 else ()),
         privacy.under(*mechanism.scheme) + "".join(f", {size:,} {what}" for what, size in sizes.items() if size),
     ]
     cells = [
@@ -75,7 +109,7 @@ def _table(rows: list[Row], mechanism: SubsampledGaussian, steps: float, delta: 
         )
         for row in sorted(rows, key=_best_first)
     ]
-    return privacy.table(heading, _HEADER, cells)
+    return "\n".join([privacy.table(heading, _HEADER, cells), *privacy.risk_lines(rows)])
 
 
 def _best_first(row: Row) -> tuple[int, float]:
@@ -83,3 +117,17 @@ def _best_first(row: Row) -> tuple[int, float]:
     if row["epsilon"] is None:
         return 2, 0.0
     return int(row["kind"] != "upper_bound"), row["epsilon"]
+
+
+def _draw(path: Path, suffix: str, parts: list[Part], rows: list[Row], delta: float) -> None:
+    """The trade-off curve, beside what the smallest ε says by itself."""
+    from matplotlib import rc_context
+
+    from accounting.membership import trade_off  # scipy and matplotlib take their time
+    from dpbench.report import style
+    from dpbench.report.drawing.trade_off_plot import draw  # as above
+
+    bounds = [row["epsilon"] for row in rows if row["kind"] == "upper_bound" and row["epsilon"] is not None]
+    with rc_context(style.RC):
+        figure = draw(trade_off(parts), min(bounds, default=None), delta)
+        figure.savefig(path, format=suffix, dpi=200)

@@ -66,9 +66,15 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     "epsilon": (
         (f"{_POINT} --noise-multiplier 1.1", "by every accountant, with what each of them says (bound, estimate)"),
         (f"{_POINT} --noise-multiplier 1.1 --accountant pld --format json", "by one of them, for scripts"),
+        (f"{_POINT} --noise-multiplier 1.1 --risk --output risk.png", "what that means for an attack, and its picture"),
+        ("phases.toml", "of phases whose noise, rate or sampling differ, a [[phase]] each"),
     ),
     "calibrate": (
         (f"{_POINT} --target-epsilon 3", "the least noise for ε = 3, by every accountant"),
         (f"{_POINT} --target-epsilon 3 --accountant prv", "by one of them"),
+        (
+            f"{_POINT} --target-tpr 0.05 --accountant prv",
+            "an attack finds 5 % of the members, with 1 % false ones",
+        ),
     ),
 }

@@ -19,9 +19,11 @@ from accounting import (
     Accountant,
     ArgumentError,
     NoAnswer,
+    SubsampledGaussian,
     load_accountant,
 )
 from accounting.sampling import HOME, PROVED, unproved
+from accounting.varying import Part
 from dpbench.cli import streams
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.reference import load_object, split_file
@@ -77,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of both commands."""
     # -1e-5 is a value, to be refused as one, and not an option that argparse does not know (as it thinks before 3.14).
     parser._negative_number_matcher = re.compile(r"-(\d|\.\d|inf|nan)")
-    parser.add_argument("--delta", metavar="D", required=True, help="δ")
+    parser.add_argument("--delta", metavar="D", help="δ")
     parser.add_argument("--sampling", metavar="NAME", default="poisson", help=f"{', '.join(SAMPLINGS)}")
     proved = "; ".join(f"{sampling}: {', '.join(names)}" for sampling, names in PROVED.items())
     parser.add_argument(
@@ -113,6 +115,32 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
         "adjacency": adjacency,
         **{name: number(f"--{name.replace('_', '-')}", text) for name, text in sizes.items() if text is not None},
     }
+
+
+def part(args: argparse.Namespace) -> Part:
+    """The mechanism of each step, and how many.
+
+    Args:
+        args: as parsed.
+
+    Raises:
+        UsageError: something is missing, or is no number.
+        ArgumentError: a value out of its domain.
+    """
+    found = length(args)
+    wanted = {
+        "--noise-multiplier": args.noise_multiplier,
+        "--sample-rate, or --batch-size and --dataset-size": found["sample_rate"],
+        "--steps or --epochs": found["steps"],
+    }
+    if missing := [words for words, text in wanted.items() if text is None]:
+        raise UsageError(" and ".join(missing), "nothing")
+    mechanism = SubsampledGaussian(
+        noise_multiplier=number("--noise-multiplier", args.noise_multiplier),
+        sample_rate=number("--sample-rate", str(found["sample_rate"])),
+        **scheme(args),
+    )
+    return mechanism, number("--steps", str(found["steps"]))
 
 
 def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> list[str]:
@@ -249,6 +277,31 @@ def how(detail: Mapping[str, Any]) -> str:
     """
     shown = [f"{name}={_value(value)}" for name, value in detail.items() if name not in _ELSEWHERE]
     return ", ".join([*shown, *([detail["reason"]] if "reason" in detail else [])])
+
+
+def risk_lines(rows: Sequence[Row]) -> list[str]:
+    """Lines below a table: what an attack on membership can reach at most, and what it certainly does.
+
+    Args:
+        rows: of which some may have a `risk`.
+    """
+    risk = next((row["risk"] for row in rows if "risk" in row), None)
+    if risk is None:
+        return []
+    least = risk.get("at_least")
+    numbers = {
+        "advantage": (risk["advantage"], least and least["advantage"]),
+        **{
+            f"true positives at {100 * float(rate):g} % false ones": (value, least and least["tpr_at_fpr"][rate])
+            for rate, value in risk["tpr_at_fpr"].items()
+        },
+    }
+    width = max(map(len, numbers))
+    lines = [
+        f"{name.ljust(width)}  {rounded(most, True)}" + (f"  at least {rounded(low, False)}" if low is not None else "")
+        for name, (most, low) in numbers.items()
+    ]
+    return ["", "what that means, for an attack that says whether a record was in the data, at most:", *lines]
 
 
 def rounded(value: float | None, up: bool | None = None) -> str:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from dp_accounting.pld import privacy_loss_distribution as pld
 from opacus.accountants import RDPAccountant
 
-from accounting import ArgumentError, NoAnswer, SubsampledGaussian, load_accountant
+from accounting import ArgumentError, NoAnswer, SubsampledGaussian, compose, load_accountant, varying
+from accounting.audit import epsilon_of_mu
+from accounting.prv import bracket
 from accounting.varying import guarantee_of_parts
 
 ONE, TWO = SubsampledGaussian(1.0, 0.02), SubsampledGaussian(1.6, 0.01)
@@ -44,11 +47,78 @@ def test_it_is_above_each_part_and_below_all_steps_at_the_least_noise(name):
     assert alike == pytest.approx(accountant.epsilon(ONE, steps=1200, delta=1e-5), rel=1e-4)
 
 
-def test_where_batches_are_not_sampled_all_steps_count_at_the_least_noise():
+def test_where_batches_are_not_sampled_an_epoch_is_a_gaussian_step():
+    """Of an accountant that does not compose, all steps count at the least noise."""
     shuffled = [SubsampledGaussian(sigma, 0.02, sampling="shuffled") for sigma in (2.0, 3.0)]
-    accountant = load_accountant("prv")
-    found = guarantee_of_parts(accountant, [(shuffled[1], 50), (shuffled[0], 50)], delta=1e-5)
-    assert found.epsilon == accountant.epsilon(shuffled[0], steps=100, delta=1e-5)
+    parts = [(shuffled[1], 50), (shuffled[0], 50)]
+    found = guarantee_of_parts(load_accountant("prv"), parts, delta=1e-5)
+    assert found.epsilon == pytest.approx(epsilon_of_mu(math.hypot(1 / 2, 1 / 3), 1e-5), rel=1e-9)
+    simple = guarantee_of_parts(load_accountant("simple"), parts, delta=1e-5)
+    assert simple.epsilon == load_accountant("simple").epsilon(shuffled[0], steps=100, delta=1e-5)
+
+
+@pytest.mark.parametrize("name", ["pld", "prv", "best"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(1.0, 0.02, 300), (1.6, 0.01, 900)],
+        [(0.7, 0.001, 500), (4.0, 0.2, 60), (2.0, 0.05, 10)],
+        [(1.2, 0.01, 2000), (6.0, 1.0, 1)],  # and a release of all records
+    ],
+)
+def test_unlike_phases_are_composed_as_dp_accounting_does(name, parts):
+    theirs = None
+    for sigma, q, steps in parts:
+        one = pld.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=2e-4)
+        theirs = one.self_compose(steps) if theirs is None else theirs.compose(one.self_compose(steps))
+    phases = [(SubsampledGaussian(sigma, q), steps) for sigma, q, steps in parts]
+    found = compose(name, phases).guarantee(delta=1e-6)
+    assert found.kind == "upper_bound"
+    assert found.epsilon == pytest.approx(theirs.get_epsilon_for_delta(1e-6), rel=1e-3)
+    assert found.epsilon < 0.97 * compose("rdp", phases).epsilon(delta=1e-6)
+    again = compose(name, phases[::-1]).epsilon(delta=1e-6)
+    assert again == pytest.approx(found.epsilon, rel=1e-6)
+
+
+def test_phases_that_hardly_differ_are_within_the_certified_bounds_of_one_kind():
+    for sigma, q, steps, delta in ((1.0, 0.02, 1200, 1e-5), (0.9, 1e-3, 500, 1e-12), (3.0, 3e-5, 4000, 1e-9)):
+        parts = [(SubsampledGaussian(sigma * (1 + turn * 1e-9), q), steps // 4) for turn in range(4)]
+        found = compose("pld", parts).epsilon(delta=delta)
+        truth = bracket(sigma, q, float(steps), delta)
+        assert truth.lower * (1 - 1e-6) <= found <= truth.upper * 1.002
+
+
+def test_a_schedule_of_many_kinds_is_a_little_above_all_of_them_apart(monkeypatch):
+    parts = [(SubsampledGaussian(1.0 + turn / 60, 0.02), 10) for turn in range(60)]
+    merged = compose("prv", parts).guarantee(delta=1e-5)
+    assert merged.detail["kinds"] <= varying.MOST_KINDS < 60
+    monkeypatch.setattr(varying, "MOST_KINDS", 100)
+    apart = compose("prv", parts).guarantee(delta=1e-5)
+    assert apart.detail["kinds"] == 60 and apart.epsilon < merged.epsilon < 1.03 * apart.epsilon
+
+
+def test_phases_under_other_schemes_and_of_several_samplings():
+    parts = [
+        (SubsampledGaussian(1.0, 0.02, adjacency="replace_one"), 200),
+        (SubsampledGaussian(1.4, 0.02, sampling="without_replacement", adjacency="replace_one"), 100),
+    ]
+    found = compose("pld", parts).guarantee(delta=1e-5)
+    alone = [load_accountant("prv").epsilon(mechanism, steps=steps, delta=1e-5) for mechanism, steps in parts]
+    assert max(alone) < found.epsilon < sum(alone)
+    assert (found.detail["sampling"], found.detail["adjacency"]) == ("poisson, without_replacement", "replace_one")
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], r"^expected parts to be at least one, got \(\)$"),
+        ([(ONE, 2.5)], "^expected steps to be a whole number >= 0, got 2.5$"),
+        ([ONE], "^expected parts to be pairs of a mechanism and its number of steps, got"),
+    ],
+)
+def test_parts_that_are_none(parts, message):
+    with pytest.raises(ArgumentError, match=message):
+        compose("pld", parts)
 
 
 def test_no_noise_in_some_steps_is_no_privacy_and_endless_noise_costs_nothing():

@@ -134,3 +134,30 @@ def test_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.split() == ["0"]
+
+
+def test_a_risk_may_be_the_target(capsys):
+    given = ["--sample-rate", "0.02", "--steps", "50", "--delta", "1e-5", "--accountant", "rdp", "--format", "json"]
+    assert main(["calibrate", "--target-advantage", "0.15", *given]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    step = SubsampledGaussian(row["noise_multiplier"], 0.02)
+    assert 0.149 < accounting.risk("rdp", step, steps=50, delta=1e-5)["advantage"] <= 0.15
+    assert row["epsilon"] == load_accountant("rdp").epsilon(step, steps=50, delta=1e-5)
+    assert main(["calibrate", "--target-tpr", "0.01", "--fpr", "0.001", *given]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["detail"]["tpr"] <= 0.01
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        [],
+        ["--target-tpr", "0.1", "--target-epsilon", "1"],
+        ["--target-tpr", "0.01"],
+        ["--target-epsilon", "1", "--fpr", "0.1"],
+        ["--target-advantage", "1"],
+    ],
+)
+def test_targets_that_are_none(target, capsys):
+    code = main(["calibrate", *target, "--sample-rate", "0.02", "--steps", "50", "--delta", "1e-5"])
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)

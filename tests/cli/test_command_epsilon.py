@@ -1,6 +1,7 @@
 """``dpbench epsilon``: rows, errors in one line, and nothing heavy imported."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 from processor import as_quick_as_imports
 
 import accounting
-from accounting import Accountant
+from accounting import Accountant, SubsampledGaussian, compose
 from dpbench.cli import main
 
 POINT = ["--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "10000", "--delta", "1e-5"]
@@ -227,7 +228,7 @@ def test_lengths_that_are_none(length, words, capsys):
 
 
 def test_the_best_bound_is_first_and_what_bounds_nothing_is_last(capsys):
-    _, out, _ = dpbench(*point(noise_multiplier="0.01", delta="1e-15"), capsys=capsys)
+    _, out, _ = dpbench(*point(noise_multiplier="0.001", delta="1e-15"), capsys=capsys)
     names = [line.split()[0] for line in out.splitlines()[4:]]
     answers = [line.split()[1] for line in out.splitlines()[4:]]
     assert answers.index("-") > max(i for i, answer in enumerate(answers) if answer != "-")
@@ -235,7 +236,7 @@ def test_the_best_bound_is_first_and_what_bounds_nothing_is_last(capsys):
 
 
 def test_no_answer_of_the_only_one_is_exit_1(capsys):
-    asked = [*point(noise_multiplier="0.01", delta="1e-15"), "--accountant", "pld"]
+    asked = [*point(noise_multiplier="0.001", delta="1e-15"), "--accountant", "pld"]
     assert dpbench(*asked, capsys=capsys)[0] == 1
     assert dpbench(*asked, "--accountant", "rdp", capsys=capsys)[0] == 0
 
@@ -255,3 +256,77 @@ def test_an_accountant_of_ones_own(tmp_path, capsys):
     for name, words in ((f"{file}:Other", "expected an accounting.Accountant"), (f"{file}:Nobody", "to be made")):
         code, out, err = dpbench(*POINT, "--accountant", name, capsys=capsys)
         assert (code, err.count("\n")) == (2, 1) and words in err
+
+
+PHASES = """delta = 1e-5
+dataset_size = 60_000
+
+[[phase]]
+batch_size = 256
+noise_multiplier = 1.1
+epochs = 2
+
+[[phase]]
+sample_rate = 0.01
+noise_multiplier = 2
+steps = 50
+"""
+
+
+def test_risk_of_every_valid_row_is_in_the_json(capsys):
+    code, out, err = dpbench(*point(sample_rate="1", steps="4"), "--risk", "--format", "json", capsys=capsys)
+    assert (code, err) == (0, "")
+    for row in json.loads(out):
+        assert row["kind"] == "upper_bound"  # all of them are at rate 1
+        mu = 2 / 4
+        assert row["risk"]["advantage"] == pytest.approx(math.erf(mu / 2 / math.sqrt(2)), rel=0.01)
+        assert set(row["risk"]["tpr_at_fpr"]) == {"0.01", "0.001"}
+    _, out, _ = dpbench(*point(steps="10"), "--risk", "--format", "json", capsys=capsys)
+    for row in json.loads(out):
+        assert ("risk" in row) == (row["kind"] == "upper_bound")
+
+
+def test_risk_is_told_below_the_table_and_drawn(tmp_path, capsys):
+    picture = tmp_path / "risk.png"
+    asked = [*point(steps="100"), "--accountant", "prv", "--risk", "--output", str(picture)]
+    code, out, _ = dpbench(*asked, capsys=capsys)
+    assert code == 0 and "\nadvantage " in out and "true positives at 0.1 % false ones" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for given in (["--output", "a.png"], ["--risk", "--output", "a.txt"]):
+        code, out, err = dpbench(*point(steps="100"), *given, capsys=capsys)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_phases_of_a_file(tmp_path, capsys):
+    file = tmp_path / "phases.toml"
+    file.write_text(PHASES)
+    code, out, _ = dpbench(str(file), "--accountant", "pld", "--risk", "--format", "json", capsys=capsys)
+    (row,) = json.loads(out)
+    parts = [(SubsampledGaussian(1.1, 256 / 60_000), 469), (SubsampledGaussian(2.0, 0.01), 50)]
+    assert code == 0 and row["epsilon"] == compose("pld", parts).epsilon(delta=1e-5) and row["risk"]["advantage"] > 0
+    _, out, _ = dpbench(str(file), "--accountant", "pld", "--delta", "1e-7", "--format", "json", capsys=capsys)
+    assert json.loads(out)[0]["epsilon"] > row["epsilon"]
+    _, out, _ = dpbench(str(file), "--accountant", "rdp", capsys=capsys)
+    assert "519 steps in 2 phases" in out and "50 steps, sample rate 0.01, noise multiplier 2" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "words"),
+    [
+        (PHASES, ["--steps", "3"], "expected either --steps or phases"),
+        ("delta = 1e-5", [], "expected one [[phase]] at least"),
+        (PHASES.replace("steps", "step"), [], "did you mean 'steps'"),
+        (PHASES.replace("delta = 1e-5", ""), [], "expected --delta"),
+        (PHASES.replace("noise_multiplier = 2", ""), [], "expected --noise-multiplier"),
+        (PHASES.replace("multiplier = 2", "multiplier = -2"), [], "expected --noise-multiplier to be a number >= 0"),
+        ("[phase", [], "expected TOML"),
+        (PHASES + 'adjacency = "replace_one"', [], "expected one adjacency in all phases"),
+        (None, [], "No such file"),
+    ],
+)
+def test_phases_that_are_none(text, more, words, tmp_path, capsys):
+    file = tmp_path / "phases.toml"
+    if text is not None:
+        file.write_text(text)
+    code, out, err = dpbench(str(file), *more, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err

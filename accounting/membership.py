@@ -1,0 +1,284 @@
+"""What ε means: how well an attack can tell whether a record was in the data.
+
+Whoever sees all that was released says "in" or "out". Of records that are out a share α is called "in" (the false
+positive rate), and of those that are in a share β (the true positive rate). With δ(ε) the smallest δ at ε, of either
+sign,
+
+    β <= min over ε of δ(ε) + e^ε α,      advantage: max over α of β − α = δ(0),
+
+and some attack has just that β (Dong, Roth and Su 2019: the trade-off curve is the convex conjugate of δ). So an upper
+bound on δ(ε), by the pessimistic grid, bounds every attack from above; and a lower one, by the optimistic grid, is what
+the best attack certainly reaches. β is the larger one of both directions, of records added and removed. δ of Gaussian
+steps has a closed form: β = Φ(Φ⁻¹(α) + μ), advantage 2Φ(μ/2) − 1.
+
+(ε, δ) at one δ says much less: β <= δ + e^ε α and β <= 1 − e^−ε (1 − δ − α), advantage 1 − 2(1 − δ)/(1 + e^ε).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from accounting.base import Accountant, Guarantee
+from accounting.convolution import LONGEST, deltas_of
+from accounting.discretised import Step
+from accounting.dominating_pairs import reach
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, within
+from accounting.optimistic_grid import better
+from accounting.sampling import HOME, SCHEMES
+from accounting.schemes import Phase, gaussian, on_grids, phases_of, span_of
+from accounting.series import Array
+from accounting.varying import Part, guarantee_of_parts, spending
+
+#: At which false positive rates a risk is told.
+RATES = (0.01, 0.001)
+#: What lies beyond the ends of a step's grid, of all steps; by how much of itself a finer grid may change a risk.
+_LOG_TAIL, _TOLERANCE = math.log(1e-12), 1e-3
+_PASSES, _FINEST = 8, 2.0**16
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """Bounds on every attack's true positive rate by its false positive rate.
+
+    Attributes:
+        curves: (ε, δ(ε)), both [n], of each direction: δ bounded from above.
+        lower: the same of one direction, bounded from below; None where there is no certified bound.
+        mu: of a Gaussian mechanism, of which there are no curves.
+    """
+
+    curves: tuple[tuple[Array, Array], ...] = ()
+    lower: tuple[Array, Array] | None = None
+    mu: float | None = None
+
+    @property
+    def advantage(self) -> float:
+        """The largest difference of both rates, at most."""
+        if self.mu is not None:
+            return float(2.0 * ndtr(0.5 * self.mu) - 1.0)
+        return max(_at_zero(*curve, upper=True) for curve in self.curves)
+
+    def true_positives(self, false_positives: float) -> float:
+        """The true positive rate, at most.
+
+        Args:
+            false_positives: the false positive rate, in (0, 1).
+        """
+        if self.mu is not None:
+            return float(ndtr(ndtri(false_positives) + self.mu))
+        return max(_conjugate(*curve, false_positives) for curve in self.curves)
+
+    @property
+    def least_advantage(self) -> float | None:
+        """What an attack certainly reaches."""
+        if self.mu is not None:
+            return self.advantage
+        return None if self.lower is None else _at_zero(*self.lower, upper=False)
+
+    def least_true_positives(self, false_positives: float) -> float | None:
+        """What an attack certainly reaches.
+
+        Args:
+            false_positives: the false positive rate, in (0, 1).
+        """
+        if self.mu is not None:
+            return self.true_positives(false_positives)
+        if self.lower is None:
+            return None
+        at, delta = self.lower
+        below = 1.0 - math.exp(min(0.0, float(at[0]))) * (1.0 - false_positives) - 1e-12  # at smaller ε than the grid's
+        return max(false_positives, min(_conjugate(at, delta, false_positives), below))
+
+
+def trade_off(parts: Sequence[Part]) -> TradeOff:
+    """The curves of all steps, whatever accountant has their ε.
+
+    Args:
+        parts: each a mechanism and the number of its steps, under one adjacency.
+
+    Raises:
+        NoAnswer: parts of different adjacency; next to no noise; or no grid holds the losses.
+    """
+    return _remembered(tuple(spending(parts).items()))
+
+
+@functools.lru_cache(maxsize=16)
+def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
+    """Every accountant is asked about the same steps, and this takes seconds."""
+    if not kinds:
+        return TradeOff(mu=0.0)
+    if any(mechanism.noise_multiplier == 0 for mechanism, _ in kinds):
+        return TradeOff(mu=math.inf)
+    mu, _ = gaussian(kinds)
+    if mu is not None:
+        return TradeOff(mu=mu)
+    total = sum(steps for _, steps in kinds)
+    found = [_curve(phases, total) for phases in phases_of(kinds)]
+    interval = min(h for *_, h in found)
+    return TradeOff(tuple((at, delta) for at, delta, _ in found), _certified(kinds, interval, total))
+
+
+def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float) -> dict[str, Any]:
+    """`accounting.risk` of steps of several kinds.
+
+    Where no grid holds the losses, it follows from the accountant's ε at δ alone.
+
+    Args:
+        accountant: one of upper bounds.
+        parts: each a mechanism, and the number of its steps.
+        delta: in [0, 1].
+
+    Raises:
+        ArgumentError: an argument out of its range.
+        NoAnswer: the accountant has none here, or none that is an upper bound.
+    """
+    found = of_upper_bound(guarantee_of_parts(accountant, parts, delta=delta))
+    try:
+        curve = trade_off(parts)
+    except NoAnswer:
+        curve = TradeOff((line(found.epsilon, delta),))
+    return told(curve)
+
+
+def of_upper_bound(guarantee: Guarantee) -> Guarantee:
+    """The same.
+
+    Args:
+        guarantee: that a risk is told beside.
+
+    Raises:
+        NoAnswer: it is no upper bound.
+    """
+    if guarantee.kind != "upper_bound":
+        kind = guarantee.kind.replace("_", " ")
+        raise NoAnswer(f"no bound on a risk from an ε of kind {kind}: take an accountant of upper bounds")
+    return guarantee
+
+
+def told(curve: TradeOff) -> dict[str, Any]:
+    """The numbers of `accounting.risk`.
+
+    Args:
+        curve: of all steps.
+    """
+    names = {f"{rate:g}": rate for rate in RATES}
+    answer: dict[str, Any] = {
+        "advantage": curve.advantage,
+        "tpr_at_fpr": {name: curve.true_positives(rate) for name, rate in names.items()},
+    }
+    if (least := curve.least_advantage) is not None:
+        rates = {name: curve.least_true_positives(rate) for name, rate in names.items()}
+        answer["at_least"] = {"advantage": least, "tpr_at_fpr": rates}
+    return answer
+
+
+class Risk(Accountant):
+    """A risk in the place of ε, for `accounting.calibration`: the advantage, or the true positive rate at a rate.
+
+    Args:
+        false_positives: the false positive rate, in (0, 1); None for the advantage.
+    """
+
+    supports = SCHEMES
+
+    def __init__(self, false_positives: float | None = None) -> None:
+        self.false_positives = (
+            None if false_positives is None else within("false_positives", false_positives, open_ends=True)
+        )
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        curve = trade_off([(mechanism, steps)])
+        return curve.advantage if self.false_positives is None else curve.true_positives(self.false_positives), {}
+
+    @property
+    def words(self) -> str:
+        """What it is, for errors."""
+        return "advantage" if self.false_positives is None else f"TPR at {self.false_positives:g} FPR"
+
+    def mu(self, target: float) -> float:
+        """Of the Gaussian mechanism that has this risk.
+
+        Args:
+            target: in (0, 1), and above the false positive rate.
+
+        Raises:
+            ArgumentError: a risk that is none, or that every mechanism has.
+        """
+        if self.false_positives is None:
+            return 2.0 * float(ndtri(0.5 + 0.5 * within("target_advantage", target, open_ends=True)))
+        if not self.false_positives < within("target_tpr", target, open_ends=True):
+            raise ArgumentError("target_tpr", f"to be above the false positive rate {self.false_positives:g}", target)
+        return float(ndtri(target) - ndtri(self.false_positives))
+
+
+def _curve(phases: list[Phase], total: float) -> tuple[Array, Array, float]:
+    """(ε, δ, interval) in one direction, on finer and finer grids until that changes no risk."""
+    ends = [reach(regimes, _LOG_TAIL - math.log(total)) for regimes, _ in phases]
+    span = span_of(ends)
+    if not 0 < span < math.inf:
+        raise NoAnswer(f"losses of a step up to {span:g} are no numbers for a grid")
+    interval, best, before = span / 2**12, None, np.ones(len(RATES) + 1)
+    for _ in range(_PASSES):
+        try:
+            at, delta = deltas_of(on_grids(phases, ends, interval))
+        except NoAnswer:  # the window is too long for losses so near each other
+            if best is not None:
+                break
+            interval *= 4.0
+            continue
+        best = at, delta, interval
+        now = np.array([_at_zero(at, delta, upper=True), *(_conjugate(at, delta, rate) for rate in RATES)])
+        if interval < span / _FINEST or np.all(before - now <= _TOLERANCE * now):
+            break
+        interval, before = 0.4 * interval, now
+    if best is None:
+        raise NoAnswer("no grid holds the losses of all steps")
+    return best
+
+
+def _certified(kinds: Sequence[Part], interval: float, total: float) -> tuple[Array, Array] | None:
+    """(ε, δ) from below, on removing; None where there is no optimistic grid."""
+    if any(mechanism.scheme != HOME or mechanism.sample_rate == 1 for mechanism, _ in kinds):
+        return None
+    log_tail = _LOG_TAIL - math.log(total)
+    try:
+        found = [(Step(each.noise_multiplier, each.sample_rate, log_tail), steps) for each, steps in kinds]
+        if max(high - low for low, high in (step.reach for step, _ in found)) > LONGEST * interval:
+            return None
+        grids = [(better(step, interval, 1.0, 1e-9 / total), steps) for step, steps in found]
+        return deltas_of(grids, upper=False)
+    except NoAnswer:
+        return None
+
+
+def line(epsilon: float, delta: float) -> tuple[Array, Array]:
+    """What (ε, δ) alone says of δ at ε, at −ε (the same of the other hypothesis), and at 0 (Kairouz et al. 2015).
+
+    Args:
+        epsilon, delta: the guarantee.
+    """
+    low = min(epsilon, 700.0)
+    known = [1.0 - (1.0 - delta) * math.exp(-low), 1.0 - 2.0 * (1.0 - delta) / (1.0 + math.exp(low)), delta]
+    return np.array([-low, 0.0, epsilon]), np.array(known)
+
+
+def _at_zero(at: Array, delta: Array, *, upper: bool) -> float:
+    """δ(0), bounded by the nearest ε of the grid: δ falls."""
+    slack = 1e-9 * float(at[-1] - at[0]) / at.size
+    place = int(np.searchsorted(at, slack, side="right")) - 1 if upper else int(np.searchsorted(at, -slack))
+    if upper:
+        return float(delta[place]) if place >= 0 else 1.0
+    return float(delta[place]) if place < at.size else 0.0
+
+
+def _conjugate(at: Array, delta: Array, false_positives: float) -> float:
+    """min over ε of δ(ε) + e^ε α, between α and 1."""
+    with np.errstate(over="ignore"):
+        least = float(np.min(delta + np.exp(at) * false_positives))
+    return min(1.0, max(false_positives, least))
