@@ -469,26 +469,6 @@ def test_in_a_browser_it_fits_a_phone_and_a_desk_sorts_and_asks_for_nothing(whol
         assert seen["rows"][:3] == ["Opacus hooks", "Ghost", "Non-private"] and seen["direction"] == "descending"
 
 
-_FILTER = """(own, page) => {
-  const field = page.querySelector(".filter"), rows = () => [...field.nextElementSibling.querySelectorAll("tbody tr")];
-  const kept = (words) => {
-    field.value = words;
-    field.dispatchEvent(new Event("input"));
-    return rows().filter((row) => row.offsetParent).length;
-  };
-  return [page.querySelectorAll(".filter").length, kept("vmap"), kept("VMAP cnn"), kept("nobody"), kept("")];
-}"""
-
-
-@needs_browser
-def test_in_a_browser_a_long_table_is_filtered_by_words(run, tmp_path):
-    for model in ("cnn", "resnet18", "vgg11", "vgg13"):
-        for backend, seconds in (("nonprivate", 1.0), ("ghost", 2.0), ("vmap", 3.0)):
-            run.step(model, backend, [seconds])
-    path, _ = write(run, "memory_speed_table")
-    assert measure(path, _FILTER, tmp_path, widths=(1280,))[1280] == [1, 4, 1, 0, 12]
-
-
 def test_a_budget_and_a_rate_in_a_setting_are_for_people(run):
     run.search("resnet18", "ghost", [8, 100], [101]).search("resnet18", "ghost", [4], [5], budget=GIB)
     text = " ".join(write(run, "max_batch_throughput")[1].text().split())

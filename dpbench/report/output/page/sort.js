@@ -1,5 +1,5 @@
-// Tables sort by a click on a heading, numbers by their value and unit, words after them; a field above a long table
-// keeps the rows that have all of its words. Without this, all is there.
+// Tables sort by a click on a heading: numbers by their value and unit, words after them. Rows are filtered by the words
+// in a box: a row stays that has each of them; -word: that has it not. Without this script, all is there.
 "use strict";
 const UNITS = {
   "µs": 1e-6, ms: 1e-3, s: 1, B: 1, KiB: 2 ** 10, MiB: 2 ** 20, GiB: 2 ** 30, "%": 1, "×": 1, "": 1,
@@ -37,17 +37,25 @@ for (const heading of document.querySelectorAll("table.sortable thead th")) {
   heading.append(button);
 }
 
+function filterBy(box, body, count) {
+  const words = box.value.toLowerCase().split(/\s+/).filter(Boolean);
+  let shown = 0;
+  for (const row of body.rows) {
+    const text = Array.from(row.cells, (cell) => cell.textContent).join("\n").toLowerCase();
+    row.hidden = !words.every((word) => (/^-./.test(word) ? !text.includes(word.slice(1)) : text.includes(word)));
+    shown += !row.hidden;
+  }
+  count.value = words.length ? `${shown} of ${body.rows.length} rows` : "";
+}
+
 for (const table of document.querySelectorAll("table.sortable")) {
-  const rows = Array.from(table.tBodies[0].rows, (row) => [row, [...row.cells].map((cell) => cell.textContent).join(" ").toLowerCase()]);
-  if (rows.length < 9) continue;
-  const field = document.createElement("input");
-  field.type = "search";
-  field.className = "filter";
-  field.placeholder = `Filter ${rows.length} rows by words`;
-  field.setAttribute("aria-label", field.placeholder);
-  field.addEventListener("input", () => {
-    const words = field.value.toLowerCase().split(/\s+/);
-    for (const [row, text] of rows) row.hidden = !words.every((word) => text.includes(word));
-  });
-  table.closest(".table").before(field);
+  const body = table.tBodies[0];
+  if (body.rows.length < 5) continue; // seen at a glance
+  const [line, box, count] = ["p", "input", "output"].map((tag) => document.createElement(tag));
+  line.className = "filter";
+  Object.assign(box, { type: "search", placeholder: "filter rows: words, -word to leave out" });
+  box.setAttribute("aria-label", `Filter rows. ${table.parentNode.getAttribute("aria-label")}`);
+  box.addEventListener("input", () => filterBy(box, body, count));
+  line.append(box, count);
+  table.parentNode.before(line);
 }
