@@ -24,8 +24,9 @@ from clipping.draws import Draws
 from clipping.finite import require_numbers
 from clipping.formats import coarsest, norm_dtype, wide_dtype
 from clipping.functions import ClipFunction, Flat
-from clipping.graphs import Batch, Graphs
+from clipping.graphs import Graphs
 from clipping.members import named_parameters
+from clipping.program import Batch
 from clipping.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.verification import verify

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from clipping.batches import forward, leading_dimension
-from clipping.graphs import Batch, Graphs
+from clipping.graphs import Graphs
+from clipping.program import Batch
 from clipping.types import ClippedGradient, LossFunction, Parameters
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 import clipping.graphs
+import clipping.program
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.verification import compare
 from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
@@ -43,7 +44,7 @@ def ways(backend):
 
 def taking(backend, way):
     """`backend`, whose steps run in this way."""
-    take_fastest = clipping.graphs.Graph.take_fastest
+    take_fastest = clipping.program.Graph.take_fastest
     made = backend.graphs._made
 
     def only(graph, _, *given):
@@ -51,7 +52,7 @@ def taking(backend, way):
 
     def patched(*given):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clipping.graphs.Graph, "take_fastest", only)
+            patch.setattr(clipping.program.Graph, "take_fastest", only)
             return made(*given)
 
     backend.graphs._made = patched
@@ -111,7 +112,7 @@ def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
 def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch):
     """Dropout draws what it draws in an eager step, and what is timed draws nothing."""
     model, (x, y) = small(nn.Dropout(0.4)), batch()
-    monkeypatch.setattr(clipping.graphs.time, "perf_counter", iter(range(10**6)).__next__)
+    monkeypatch.setattr(clipping.program.time, "perf_counter", iter(range(10**6)).__next__)
     with (
         load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=0.5)) as eager,
         opened(backend, model) as b,
@@ -132,14 +133,14 @@ def test_the_fastest_way_is_taken(monkeypatch):
     model, (x, y) = small(), batch()
     not_compiled(monkeypatch)
     for fastest, slow in (("eager", "__call__"), ("traced", "_eager")):
-        run = getattr(clipping.graphs.Graph, slow)
+        run = getattr(clipping.program.Graph, slow)
 
         def slowly(self, *given, run=run):
-            clipping.graphs.time.sleep(0.05)
+            clipping.program.time.sleep(0.05)
             return run(self, *given)
 
         with monkeypatch.context() as patched, opened("bk_mixed", model, timing=True) as b:
-            patched.setattr(clipping.graphs.Graph, slow, slowly)
+            patched.setattr(clipping.program.Graph, slow, slowly)
             steps(b, x, y, 5)
             assert ways(b) == [fastest]
             assert (b.graphs.steps == 0) == (fastest == "eager")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import clipping.graphs
+import clipping.program
 
 
 def not_compiled(monkeypatch) -> None:
     """TorchInductor fails, whatever it is given."""
 
     def refused(self, *given):
-        raise clipping.graphs.no_graph("a test", "it is a test", RuntimeError("told so"))
+        raise clipping.program.no_graph("a test", "it is a test", RuntimeError("told so"))
 
-    monkeypatch.setattr(clipping.graphs.Graph, "_made", refused)
+    monkeypatch.setattr(clipping.program.Graph, "_made", refused)

@@ -1,0 +1,277 @@
+"""The step of one captured graph: traced once, compared with the eager step, and run in the way that is fastest.
+
+Gradients are of the parameters that the graph reads; `clipping.graphs` says which ways there are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import time
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.graph import CodeGen
+
+from clipping.batches import tensors_of
+from clipping.capture import Captured
+from clipping.draws import Draws
+from clipping.formats import without_autocast
+from clipping.kernels.traced import tracing
+from clipping.reference import with_zeros
+from clipping.replay import Replayed
+from clipping.second_look import Moving
+from clipping.types import ClippedGradient, Parameters, Problem, UnsupportedModel
+from clipping.verification import WrongGradient, compare, limit_of
+
+_LOG = logging.getLogger(__name__)
+TURNS = 5
+"""Of the timing."""
+SUMS = 61
+"""A prime, so that no sum is over a dimension, along which a gradient may cancel."""
+REMEDY = "compile=False"
+
+Way = Literal["eager", "traced", "replayed", "compiled"]
+StepOf = Callable[[Callable[[], Tensor], Parameters, Sequence[Tensor], int], ClippedGradient]
+"""A step: of what gives the losses [B], the trainable parameters by name, the tensors of the batch, and B."""
+Run = Callable[..., Sequence[Tensor]]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is of.
+
+    Attributes:
+        parameters: the trainable ones by name.
+        inputs, targets: of B samples.
+        size: B.
+    """
+
+    parameters: Parameters
+    inputs: Any
+    targets: Any
+    size: int
+
+
+class Graph:
+    """The step of one captured graph.
+
+    Args:
+        name, step, moving: as for `Graphs`.
+        captured: forward pass and loss.
+        given: its arguments.
+        batch: which is among these, as parameters are.
+        version: what this library has decided.
+
+    Attributes:
+        kind: the same for the same step in another process.
+        way: how it is run.
+        shapes: of the batch, in words.
+        device: of the losses.
+    """
+
+    way: Way = "traced"
+
+    def __init__(
+        self,
+        name: str,
+        captured: Captured,
+        step: StepOf,
+        moving: Moving,
+        given: Sequence[Any],
+        batch: Batch,
+        version: Hashable,
+    ) -> None:
+        if odd := next((x for x in given if not isinstance(x, Tensor)), None):
+            raise no_graph(name, "it computes with a number of Python's", TypeError(f"{odd!r}"))
+        self._name, self._captured, self._step_of, self._moving = name, captured, step, moving
+        self._batch_size = batch.size
+        at = {id(x): i for i, x in enumerate(given)}
+        tensors = list(tensors_of((batch.inputs, batch.targets)))
+        self._own = {name: at[id(p)] for name, p in batch.parameters.items() if id(p) in at}
+        self._data = [at[id(x)] for x in tensors if id(x) in at]
+        self.shapes = "; ".join(" x ".join(map(str, x.shape)) or "()" for x in tensors)
+        self.device = tensors[0].device
+        kinds = [(x.dtype, x.shape, x.stride(), x.device, x.requires_grad) for x in given]
+        casts = torch.is_autocast_enabled(self.device.type) and torch.get_autocast_dtype(self.device.type)
+        text = repr((captured.graph.code, kinds, casts, sorted(self._own), version))
+        self.kind = hashlib.sha256(text.encode()).hexdigest()[:24]
+        self._has_norms = True
+        self._step: Run = self._traced(given)
+
+    def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
+        """The step, and the outputs of the captured graph.
+
+        Args:
+            given: arguments of the captured graph.
+            parameters: the trainable ones by name; gradients of those that are not read are 0.
+        """
+        with torch.no_grad(), without_autocast(self.device):
+            outputs, norms, grads = self._parted(self._step(*(x.detach() for x in given)))
+        found = dict(zip(self._own, grads, strict=True))
+        return ClippedGradient(with_zeros(found, parameters), norms, outputs[self._captured.losses]), outputs
+
+    def take_fastest(self, ways: Iterable[Way], given: Sequence[Tensor], parameters: Parameters) -> None:
+        """Compare with the eager step those of `ways` that can be had, and take the fastest.
+
+        Args:
+            ways: at least one.
+            given: arguments of the captured graph. Random numbers are not used up, and buffers stay as they are.
+            parameters: the trainable ones by name.
+        """
+        draws, traced, steps = Draws(), self._step, dict[Way, Run]()
+
+        def eager() -> ClippedGradient:
+            found, _ = self._eager(given)
+            return ClippedGradient(with_zeros(found.grads, parameters), found.norms, found.losses)
+
+        def by_graph() -> ClippedGradient:
+            return self(given, parameters)[0]
+
+        with self._moving.repeated(draws):
+            expected = _sketched(eager())
+        for way in ways:
+            self._step = traced
+            try:
+                if way in ("replayed", "compiled"):
+                    self._step = self._made(way, given, draws)
+                if way != "eager":
+                    with self._moving.repeated(draws):
+                        self._compare(self._first_time(by_graph), expected, given)
+            except (UnsupportedModel, WrongGradient) as error:
+                if way == "traced":
+                    raise
+                text = f"expected the step to run {way}, got {error}; its graph runs as it was traced"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            else:
+                steps[way] = self._step
+        if not steps:  # what a checkpoint was made with cannot be had here
+            steps["traced"] = traced
+        taken = {way: [0.0] * TURNS for way in steps}
+        for turn in range(TURNS if len(steps) > 1 else 0):
+            for way, step in steps.items():
+                self._step = step
+                with self._moving.repeated(draws):
+                    start = time.perf_counter()
+                    eager() if way == "eager" else by_graph()
+                    _wait_for(self.device)
+                    taken[way][turn] = time.perf_counter() - start
+        self.way = min(taken, key=lambda way: sorted(taken[way])[TURNS // 2])
+        self._step = steps[self.way]
+        times = ", ".join(f"{way} in {1e3 * sorted(each)[TURNS // 2]:.1f} ms" for way, each in taken.items())
+        _LOG.info("a step of %d samples runs %s (%s)", self._batch_size, self.way, times)
+
+    def _parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+        """Of what a traced step gives: outputs of the captured graph, norms, gradients."""
+        grads = len(tensors) - len(self._own)
+        outputs = grads - self._has_norms
+        return list(tensors[:outputs]), tensors[outputs] if self._has_norms else None, list(tensors[grads:])
+
+    def _eager(self, given: Sequence[Tensor]) -> tuple[ClippedGradient, list[Tensor]]:
+        """The step of the captured graph under the tape, and the outputs of the graph."""
+        outputs: list[Tensor] = []
+
+        def losses() -> Tensor:
+            outputs[:] = self._captured.graph(*given)
+            return outputs[self._captured.losses]
+
+        mine: Any = {name: given[i] for name, i in self._own.items()}
+        return self._step_of(losses, mine, [given[i] for i in self._data], self._batch_size), outputs
+
+    def _first_time(self, run: Callable[[], ClippedGradient]) -> ClippedGradient:
+        try:
+            return _sketched(run())
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise no_graph(self._name, "what was traced does not run", error) from error
+
+    def _compare(self, found: ClippedGradient, expected: ClippedGradient, given: Sequence[Tensor]) -> None:
+        """Of two that are `_sketched`."""
+        if not all(bool(x.isfinite().all()) for x in (expected.losses, *expected.grads.values())):
+            return  # of what is not a number nothing can be told, and others refuse it
+        dtypes = {x.dtype for x in (expected.losses, *given) if x.is_floating_point()}
+        limit, agreement = limit_of(dtypes), compare(found, expected)
+        if not agreement.within(limit):
+            raise WrongGradient(f"{self._name}, as a graph ({REMEDY} runs it without),", agreement, limit)
+
+    def _traced(self, given: Sequence[Tensor]) -> GraphModule:
+        """The graph: arguments of the captured one -> its outputs, norms, gradients."""
+
+        def step(*tensors: Tensor) -> list[Tensor]:
+            found, outputs = self._eager(tensors)
+            self._has_norms = found.norms is not None
+            norms = [found.norms] if found.norms is not None else []
+            outputs = [x.detach() for x in outputs]
+            return [*outputs, *norms, *(found.grads[name] for name in self._own)]
+
+        # gradients on a CUDA device are computed in another thread, which no tracer follows
+        in_one_thread = torch.autograd.set_multithreading_enabled(False)
+        try:
+            with torch.enable_grad(), in_one_thread, tracing(), self._moving.repeated(Draws()):
+                tracer: Any = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
+                graph: GraphModule = tracer(*given)
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            raise no_graph(self._name, "something in it depends on more than shapes", error) from error
+        for node in graph.graph.nodes:
+            if node.target is torch.ops.aten.view.default:  # of a layout that is another one on this device
+                node.target = torch.ops.aten.reshape.default
+        graph.graph.eliminate_dead_code()
+        graph.graph.set_codegen(CodeGen())
+        graph.recompile()
+        return graph
+
+    def _made(self, way: Way, given: Sequence[Tensor], draws: Draws) -> Run:
+        """The traced step by TorchInductor, or as a CUDA graph, or both."""
+        step, given = self._step, [x.detach() for x in given]
+        try:
+            with torch.no_grad(), without_autocast(self.device):
+                if way == "compiled":
+                    inductor: Any = importlib.import_module("torch._inductor")  # takes a second
+                    # dropout draws what it draws in an eager step
+                    step = inductor.compile(step, given, options={"fallback_random": True})
+                if self.device.type != "cuda":
+                    return step
+                with self._moving.repeated(draws):
+                    return Replayed(step, given, moving=self._data)
+        except Exception as error:
+            raise no_graph(self._name, "it does not compile", error) from error
+
+
+def no_graph(name: str, why: str, error: Exception) -> UnsupportedModel:
+    """The refusal of a step that is no graph.
+
+    Args:
+        name: of the backend.
+        why: in words.
+        error: that says more.
+    """
+    said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return UnsupportedModel(name, [Problem("model", f"its step is no graph, for {why}: {said}", REMEDY)])
+
+
+def _sketched(of: ClippedGradient) -> ClippedGradient:
+    """The same with sums of each gradient, of every 61st entry: two whole ones are never in memory at once."""
+
+    def sums(gradient: Tensor) -> Tensor:
+        flat = gradient.flatten()
+        whole = len(flat) // SUMS * SUMS
+        found = flat[:whole].view(-1, SUMS).sum(0, dtype=torch.promote_types(flat.dtype, torch.float32))
+        found[: len(flat) - whole] += flat[whole:]
+        return found
+
+    return ClippedGradient({name: sums(grad) for name, grad in of.grads.items()}, of.norms, of.losses)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
