@@ -65,9 +65,9 @@ for images, targets in engine.data_loader(data):
     losses = step(images, targets)
 ```
 
-Here the engine sees the loss function, too, so a loss that mixes records is refused. `make_step(loss_fn, compile=True)`
-runs a step as one graph for each shape of batch, which pays for small models, where Python between the operations is
-most of the time.
+Here the engine sees the loss function, too: a loss that mixes records is refused. From the third or fourth batch of a
+shape on a step runs as one program, if it can be captured and that is faster. It pays for small models, where Python
+between the operations is most of the time. `compile=False` runs it eagerly, `compile=True` refuses what is no program.
 
 ## Checkpoints, several processes, schedulers
 
