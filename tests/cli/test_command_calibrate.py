@@ -123,7 +123,7 @@ def test_what_a_person_mistyped_is_one_line(changes, more, message, capsys):
     code, out, err = calibrate(*more, capsys=capsys, **changes)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
-    assert err.rstrip("\n").endswith(message)
+    assert message in err
 
 
 def test_without_torch():

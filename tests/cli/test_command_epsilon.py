@@ -123,7 +123,7 @@ def test_what_a_person_mistyped_is_one_line(changes, message, capsys):
     assert code == 2
     assert out == ""
     assert err.count("\n") == 1
-    assert err.rstrip("\n").endswith(message)
+    assert message in err
 
 
 def test_steps_in_any_notation(capsys):

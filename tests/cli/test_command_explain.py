@@ -236,7 +236,7 @@ def test_numbers_have_three_digits(number, shown):
 def test_what_a_person_mistyped_is_one_line(arguments, said, capsys):
     assert main(["explain", *arguments]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.count("\n") == 1 and err.endswith(f"{said}\n")
+    assert out == "" and err.count("\n") == 1 and said in err
 
 
 def test_what_shows_only_in_the_trial_is_one_line_too(capsys):
