@@ -55,7 +55,8 @@ PREPARED = {"device_placement": False, "evaluation_mode": True}
 class PrivacyArguments:
     """The arguments of `PrivacyEngine` that `TrainingArguments` do not have; for `HfArgumentParser`, too.
 
-    `max_grad_norm` and `generator` are for Python alone: on a command line C is `--max_grad_norm` of TrainingArguments.
+    `max_grad_norm`, `generator` and `log` are for Python alone: on a command line C is `--max_grad_norm` of
+    TrainingArguments.
     """
 
     target_epsilon: float | None = field(default=None, metadata={"help": "Epsilon at the end of training."})
@@ -72,9 +73,10 @@ class PrivacyArguments:
     pad: bool | None = field(default=None, metadata={"help": "Give all pieces one size; on a GPU if left out."})
     max_grad_norm: InitVar[float | None] = None
     generator: InitVar[torch.Generator | None] = None
+    log: InitVar[Any] = None
 
-    def __post_init__(self, max_grad_norm: float | None, generator: torch.Generator | None) -> None:
-        vars(self).update(max_grad_norm=max_grad_norm, generator=generator)
+    def __post_init__(self, max_grad_norm: float | None, generator: torch.Generator | None, log: Any) -> None:
+        vars(self).update(max_grad_norm=max_grad_norm, generator=generator, log=log)
 
     def for_engine(self, max_grad_norm: float) -> dict[str, Any]:
         """As arguments of `PrivacyEngine`, with this C where none is given here.
