@@ -101,7 +101,7 @@ def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry
         for entry in entries:
             entry.take_memory()
         told = facts(trial.precision, workload, *batch)
-        flops = model_flops(workload, *batch, trial.batch_size)
+        flops = model_flops(workload, *batch, trial.batch_size) if device.type == "cuda" else None
     for entry in entries:
         if flops is not None and entry.record["outcome"] == Outcome.OK:
             entry.record["model_flops"] = flops

@@ -26,7 +26,7 @@ from dpbench.trials.outcome import Mismatch
 
 def run(trial: StepTrial) -> dict[str, Any]:
     """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory", "precision",
-    "model_flops" (`dpbench.measure.flops`)}.
+    on CUDA "model_flops" (`dpbench.measure.flops`)}.
 
     "precision": what torch's switches were (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power
     and temperature as the last timed step ended.
@@ -78,6 +78,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
             "loss": loss,
             "precision": facts(trial.precision, workload, inputs, targets),
         }
-    if (flops := model_flops(workload, inputs, targets, trial.batch_size)) is not None:
+    # of a CPU nobody states the peak that they are compared with
+    if device.type == "cuda" and (flops := model_flops(workload, inputs, targets, trial.batch_size)) is not None:
         result["model_flops"] = flops
     return result
