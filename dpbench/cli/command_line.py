@@ -39,8 +39,8 @@ COMMANDS = {
     "epsilon": ("dpbench.cli.epsilon", "the privacy that a training run buys, by each accountant"),
     "calibrate": ("dpbench.cli.calibrate", "the noise, steps or sample rate for a target ε, by each accountant"),
 }
-#: Commands that show on a terminal by themselves how far they are.
-_OWN_PROGRESS = ("dpbench.cli.run", "dpbench.cli.recommend")
+#: The command that shows on a terminal by itself how far it is.
+_OWN_PROGRESS = "dpbench.cli.run"
 _TYPES = {"int": "a whole number", "float": "a number"}
 
 
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if parsed is None:
             return 0
         command, arguments = parsed
-        with contextlib.nullcontext() if command.__name__ in _OWN_PROGRESS else streams.waiting.shown("starting"):
+        with contextlib.nullcontext() if command.__name__ == _OWN_PROGRESS else streams.waiting.shown("starting"):
             code = int(command.run(arguments))
         sys.stdout.flush()
         return code

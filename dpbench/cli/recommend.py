@@ -7,9 +7,7 @@ can be recommended.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,8 @@ from typing import Any
 
 from dpbench.cli.explain import aligned
 from dpbench.cli.model import add_model, add_sizes, validate_model
-from dpbench.errors import UsageError, printable
+from dpbench.cli.streams import tell
+from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import UNUSED, Agenda, Question
 from dpbench.execution.recommend.findings import LEFT_OUT, NOT_FOUND, NOT_KNOWN, ORDINARY, ROUNDS, Finding, in_order
 from dpbench.execution.recommend.verdict import Verdict, verdict
@@ -37,8 +36,6 @@ _FEWEST_SECONDS = 20.0
 _UNITS = {"": 1, "b": 1} | {f"{p}{i}b": (1024 if i else 1000) ** n for n, p in enumerate("kmgt", 1) for i in ("", "i")}
 _HEADER = ("backend", "status", "error", "coverage", "time", "memory")
 _MOST_AT_ONCE = 4
-#: Seconds after which a terminal is told what goes on.
-SILENT = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     question = question_from(args)
     if args.batch_size is None:
         _say(f"batch size {question.batch_size} (--batch-size says another)")
-    with Isolation(server_variables(question.device)) as isolation, _Line(begun) as line:
-        agenda = Agenda(question, isolation, line.say, begun=begun)
+    with Isolation(server_variables(question.device)) as isolation:
+        agenda = Agenda(question, isolation, tell, begun=begun)
         found = in_order(agenda.carry_out().values())
     advice = verdict(found, question.batch_size, size_in_words(question.memory_budget), agenda.found.get("slow"))
     if args.format == "json":
@@ -91,44 +88,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(table(question, agenda.found, found, advice)))
     return int(advice.backend is None)
-
-
-class _Line:
-    """One line on a terminal, written again and again, for what takes longer than SILENT seconds; gone at the end.
-
-    Args:
-        begun: by `time.monotonic`.
-    """
-
-    def __init__(self, begun: float) -> None:
-        self._stream = getattr(
-            sys.stderr, "terminal", sys.stderr
-        )  # this moves the cursor; words are made printable here
-        self._begun, self._shown = begun, False
-
-    def say(self, words: str) -> None:
-        """Write it anew.
-
-        Args:
-            words: what goes on.
-        """
-        seconds = time.monotonic() - self._begun
-        if seconds > SILENT and self._stream.isatty():
-            self._shown = True
-            line = f"dpbench: [{seconds:3.0f} s] {printable(words)}"
-            self._write(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K")
-
-    def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            self._stream.write(text)
-            self._stream.flush()
-
-    def __enter__(self) -> _Line:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._shown:
-            self._write("\r\x1b[K")
 
 
 def question_from(args: argparse.Namespace) -> Question:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import itertools
 import json
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from clipping import BACKENDS
 from dpbench.cli import main
-from dpbench.cli import recommend as command
 from dpbench.cli.recommend import (
     add_arguments,
     default_batch_size,
@@ -23,7 +21,6 @@ from dpbench.cli.recommend import (
     size_in_words,
     table,
 )
-from dpbench.cli.streams import Shown
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import ORDER, RESERVE, Agenda, Question
 from dpbench.execution.recommend.findings import Finding, doubt, in_order, interval, take_race, take_search
@@ -467,26 +464,6 @@ def test_what_was_known_when_the_time_was_up_counts():
 
 def test_the_order_holds_every_backend_once():
     assert sorted([*ORDER, "nonprivate"]) == sorted(BACKENDS)
-
-
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(("stream", "silent"), [(Screen(), 0.0), (Screen(), 1e9), (io.StringIO(), 0.0)])
-def test_a_terminal_sees_one_line_that_is_rewritten_and_gone_at_the_end(stream, silent, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Shown(stream))
-    monkeypatch.setattr(command, "SILENT", silent)
-    with command._Line(0.0) as line:
-        line.say("opening ghost")
-        line.say("\x1b" + "x" * 500)
-    told = stream.getvalue()
-    if isinstance(stream, Screen) and not silent:
-        assert "\\x1bxxx" in told and "opening ghost" in told and told.endswith("\r\x1b[K") and "\n" not in told
-        assert max(map(len, told.split("\r"))) < 90
-    else:
-        assert told == ""
 
 
 @pytest.mark.parametrize(
