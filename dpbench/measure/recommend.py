@@ -46,11 +46,12 @@ RACE_STEP = 0.15
 FEWEST = 2
 #: To verify and compare the likely backends takes so many ordinary steps of one sample; a backend, so many of the race.
 WORTH, OPENING = 120, 15
-#: Shares of the time after which no more are opened, and that the finals may take of what is left.
-OPEN_SHARE, FINAL_SHARE = 0.5, 0.6
+#: Shares of the time that is left: after which no more are opened, that finals may take if they are to be of more
+#: samples than the heats, and after which they have no more than ROUNDS rounds.
+OPEN_SHARE, MOVE_SHARE, FINAL_SHARE = 0.5, 0.7, 0.6
 #: Backends that are opened in any case: the likely winner, and what people know.
 FIRST = 3
-#: By how much the costs of the finals are underrated at worst.
+#: By how much the costs of the rest are underrated at worst.
 UNSURE = 1.5
 #: A first step so many times as long as ordinary training's is out of the race, if it is long in itself (seconds).
 HOPELESS, LONG = 8.0, 1.0
@@ -220,7 +221,7 @@ class Comparison:
     def _finals(self, samples: int) -> int:
         """Rounds of the fast ones at the batch that was asked for, or at what the time allows: of how many samples."""
         ratios = {name: entry.record.get("ratios", ()) for name, entry in self.entries.items() if entry.setup}
-        full, kept, available = self.trial.batch_size, KEPT, FINAL_SHARE * self.left() / UNSURE
+        full, kept, available = self.trial.batch_size, KEPT, MOVE_SHARE * self.left()
         while True:
             racing = [self.entries[name] for name in (ORDINARY, *finalists(ratios, kept))]
             costs = sum(entry.setup * (full != samples) + (1 + ROUNDS) * entry.seconds for entry in racing)
