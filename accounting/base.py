@@ -26,7 +26,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from accounting.mechanism import NoAnswer, SubsampledGaussian, whole, within
@@ -54,13 +54,14 @@ class Accountant(ABC):
     """Maps a mechanism, a number of steps and δ to ε. Instances hold options only and can be used again.
 
     A subclass gives `kind`, what its ε is worth; `supports`, the schemes (sampling, adjacency) of its formula; whether
-    it `composes` unlike steps numerically (`accounting.varying`); and `_inside`, the formula, inside the edges of the
-    module's table.
+    it `composes` unlike steps numerically (`accounting.varying`); whether its ε is `plain`, that of the steps alone;
+    and `_inside`, the formula, inside the edges of the module's table.
     """
 
     kind: Kind = "upper_bound"
     supports: ClassVar[frozenset[Scheme]] = frozenset({HOME})
     composes: ClassVar[bool] = False
+    plain: ClassVar[bool] = True
 
     def epsilon(self, mechanism: SubsampledGaussian, *, steps: float, delta: float) -> float:
         """ε after `steps` steps at `delta`: `guarantee` without its detail. In [0, ∞], never NaN.
@@ -108,6 +109,8 @@ class Accountant(ABC):
         if expected := unproved(*mechanism.scheme):
             raise NoAnswer(f"no valid bound: expected adjacency {expected}, got {mechanism.adjacency!r}")
         mechanism = at_home(mechanism)
+        if mechanism.group_size > 1:
+            return self._of_group(mechanism, steps, delta)
         if mechanism.scheme in self.supports:
             return self._inside(mechanism, steps, delta)
         known = self.supports if self.kind == "upper_bound" else ()
@@ -115,6 +118,17 @@ class Accountant(ABC):
             return answer
         sampling, adjacency = SAMPLINGS[mechanism.sampling], ADJACENCIES[mechanism.adjacency]
         raise NoAnswer(f"no valid bound by this accountant under {sampling}, {adjacency}")
+
+    def _of_group(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        """Of several records at once: they move a sum by k at most, in a sample by as many as are in it."""
+        if mechanism.sample_rate == 1 and mechanism.scheme == HOME:
+            sigma = mechanism.noise_multiplier / mechanism.group_size
+            return self._answer(replace(mechanism, noise_multiplier=sigma, group_size=1), steps, delta)
+        if not self.composes:
+            raise NoAnswer("no bound for a group of records by this accountant; prv and pld have one")
+        from accounting.schemes import epsilon  # with scipy, which takes long to import
+
+        return epsilon(mechanism, steps, delta)
 
     @abstractmethod
     def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:

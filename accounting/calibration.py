@@ -78,6 +78,8 @@ def calibrate(
     mechanism = SubsampledGaussian(**given)
     if target_epsilon is not None:
         return Problem(accountant, unknown, mechanism, steps, delta, target).solve(float(tolerance))
+    if not accountant.plain:
+        raise ArgumentError("target_epsilon", f"with {type(accountant).__name__}, which has no risk of its own", None)
     from accounting.membership import Risk, of_upper_bound  # with scipy, which takes long to import
 
     meter = Risk(None if named[0] == "advantage" else fpr)

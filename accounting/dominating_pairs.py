@@ -52,9 +52,13 @@ class Pair:
         Args:
             log_mass: the logarithm of a probability, < 0.
         """
-        far = self.sigma * math.sqrt(-2.0 * log_mass)
-        means = [mean for _, mean in self.p]
-        return self.loss(min(means) - far), self.loss(max(means) + far)
+        each = log_mass - math.log(len(self.p))
+        ends = [  # a part that is rarer than that may lie beyond as a whole
+            (mean, self.sigma * math.sqrt(2.0 * (math.log(share) - each)))
+            for share, mean in self.p
+            if share > 0 and math.log(share) > each
+        ]
+        return self.loss(min(mean - far for mean, far in ends)), self.loss(max(mean + far for mean, far in ends))
 
     def masses(self, edges: Array) -> tuple[Array, Array]:
         """P and Q between neighbouring losses out of `edges` [n], and beyond the first and the last: both [n + 1].

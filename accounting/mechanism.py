@@ -35,6 +35,8 @@ class SubsampledGaussian:
         adjacency: one of `ADJACENCIES`; "" for the first that bounds are proved under with this sampling.
         dataset_size: n ≥ 1; needed where a Poisson sample is cut to `max_batch_size`.
         max_batch_size: of a Poisson sample with more records than this, so many are kept, drawn uniformly.
+        group_size: k ≥ 1: datasets are neighbours by k records at once, such as those of one person; each is clipped by
+            itself and in the sample by a coin of its own.
 
     Raises:
         ArgumentError: a ValueError of one line that names the argument.
@@ -46,6 +48,7 @@ class SubsampledGaussian:
     adjacency: str = ""
     dataset_size: int | None = None
     max_batch_size: int | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         sigma = real("noise_multiplier", "to be a number >= 0", self.noise_multiplier)
@@ -62,6 +65,7 @@ class SubsampledGaussian:
         self._check_name("adjacency", ADJACENCIES)
         for argument in ("dataset_size", "max_batch_size"):
             self._check_size(argument)
+        object.__setattr__(self, "group_size", int(min(whole("group_size", self.group_size, least=1), 2.0**53)))
 
     def _check_name(self, argument: str, names: Mapping[str, str]) -> None:
         if getattr(self, argument) not in names:

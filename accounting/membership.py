@@ -127,7 +127,7 @@ def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
 def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float) -> dict[str, Any]:
     """`accounting.risk` of steps of several kinds.
 
-    Where no grid holds the losses, it follows from the accountant's ε at δ alone.
+    Where no grid holds the losses, or the accountant's ε is not that of the steps alone, it follows from ε at δ alone.
 
     Args:
         accountant: one of upper bounds.
@@ -139,11 +139,13 @@ def risk_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: float
         NoAnswer: the accountant has none here, or none that is an upper bound.
     """
     found = of_upper_bound(guarantee_of_parts(accountant, parts, delta=delta))
+    alone = TradeOff((line(found.epsilon, delta),))
+    if not accountant.plain:
+        return told(alone)
     try:
-        curve = trade_off(parts)
+        return told(trade_off(parts))
     except NoAnswer:
-        curve = TradeOff((line(found.epsilon, delta),))
-    return told(curve)
+        return told(alone)
 
 
 def of_upper_bound(guarantee: Guarantee) -> Guarantee:
@@ -244,7 +246,7 @@ def _curve(phases: list[Phase], total: float) -> tuple[Array, Array, float]:
 
 def _certified(kinds: Sequence[Part], interval: float, total: float) -> tuple[Array, Array] | None:
     """(ε, δ) from below, on removing; None where there is no optimistic grid."""
-    if any(mechanism.scheme != HOME or mechanism.sample_rate == 1 for mechanism, _ in kinds):
+    if any(each.scheme != HOME or each.sample_rate == 1 or each.group_size > 1 for each, _ in kinds):
         return None
     log_tail = _LOG_TAIL - math.log(total)
     try:

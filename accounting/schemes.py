@@ -17,8 +17,10 @@ from typing import Any
 from accounting.convolution import Part, epsilon_of_parts
 from accounting.dominating_pairs import Regime, directions, on_grid, reach
 from accounting.gaussian import epsilon_of_shift
+from accounting.groups import of_group
 from accounting.mechanism import NoAnswer, SubsampledGaussian
 from accounting.reductions import epochs_begun
+from accounting.sampling import HOME
 
 #: Less noise than this is as good as none; more of it, or more rarely sampled, is counted as this.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200
@@ -84,7 +86,8 @@ def _epochs(mechanism: SubsampledGaussian, steps: float) -> tuple[float, float] 
     """
     sigma, q = _kept(mechanism)
     if mechanism.sampling in ("one_pass", "shuffled") or (q == 1.0 and mechanism.sampling != "truncated_poisson"):
-        return sigma / (2.0 if mechanism.adjacency == "replace_one" else 1.0), epochs_begun(q, steps)
+        moved = mechanism.group_size * (2.0 if mechanism.adjacency == "replace_one" else 1.0)
+        return sigma / moved, epochs_begun(q, steps)
     return None
 
 
@@ -113,6 +116,13 @@ def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Ph
         (sigma, q), (sampling, adjacency), sizes = _kept(mechanism), mechanism.scheme, None
         if epoch := _epochs(mechanism, steps):
             (sigma, steps), q, sampling, adjacency = epoch, 1.0, "poisson", "add_remove"
+        elif mechanism.group_size > 1:
+            if mechanism.scheme != HOME:
+                raise NoAnswer(
+                    "no bound for a group of records but under Poisson sampling, or in passes over all records"
+                )
+            found.append([(regimes, steps) for regimes in of_group(sigma, q, mechanism.group_size)])
+            continue
         if mechanism.dataset_size is not None and mechanism.max_batch_size is not None:
             sizes = mechanism.dataset_size, mechanism.max_batch_size
         found.append([(regimes, steps) for regimes in directions(sampling, adjacency, sigma, q, sizes)])

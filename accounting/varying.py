@@ -185,7 +185,12 @@ def _by_divergences(
     accountant: Accountant, counts: dict[SubsampledGaussian, float], delta: float
 ) -> tuple[float, dict[str, Any]]:
     """By Rényi divergences of one order, at the best order."""
-    if any(at_home(each).scheme != HOME or each.noise_multiplier == 0 for each in counts) or not 0 < delta < 1:
+    if not accountant.plain:
+        raise NoAnswer("this accountant's ε is not that of the steps alone")
+    if (
+        any(at_home(each).scheme != HOME or each.noise_multiplier == 0 or each.group_size > 1 for each in counts)
+        or not 0 < delta < 1
+    ):
         raise NoAnswer("Rényi divergences are added up of Poisson steps with noise")
     spent = [
         (each.noise_multiplier, each.sample_rate, steps)

@@ -55,10 +55,14 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--delta", "none")
     delta = number("--delta", args.delta)
     try:
-        rows = [_row(name, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.asked(names)]
+        rows = [_row(name, args, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.asked(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
-    print(to_json(rows) if args.format == "json" else _table(rows, unknown, words, delta, given, scheme))
+    print(
+        to_json(rows)
+        if args.format == "json"
+        else _table(rows, unknown, words, delta, given, scheme, privacy.more(args))
+    )
     return int(all(row["epsilon"] is None for row in rows))
 
 
@@ -101,12 +105,12 @@ def _given(args: argparse.Namespace, unknown: str) -> dict[str, float]:
     return {name: number(f"--{name.replace('_', '-')}", texts[name]) for name in _GIVEN[unknown]}
 
 
-def _row(name: str, unknown: str, given: dict[str, Any]) -> Row:
+def _row(name: str, args: argparse.Namespace, unknown: str, given: dict[str, Any]) -> Row:
     """One accountant's answer; where it has none, the unknown and `epsilon` are None, and `detail` says why."""
     known = {field: given.get(field) for field in ("noise_multiplier", "sample_rate", "steps")}
     row: Row = {"accountant": name, **known, "epochs": None, "epsilon": None, "kind": None}
     try:
-        accountant = privacy.load(name)
+        accountant = privacy.asked(name, args)
         row["kind"] = accountant.kind
         found: Calibration = calibrate(accountant, unknown, **given)
     except privacy.CANNOT as error:
@@ -123,7 +127,13 @@ def _row(name: str, unknown: str, given: dict[str, Any]) -> Row:
 
 
 def _table(
-    rows: list[Row], unknown: str, target: str, delta: float, given: dict[str, float], scheme: dict[str, Any]
+    rows: list[Row],
+    unknown: str,
+    target: str,
+    delta: float,
+    given: dict[str, float],
+    scheme: dict[str, Any],
+    more: list[str],
 ) -> str:
     words = UNKNOWNS[unknown][2] if unknown != "epochs" else "number of epochs"
     size = "smallest" if unknown == "noise_multiplier" else "largest"
@@ -131,6 +141,7 @@ def _table(
     heading = [
         f"{size} {words} with {target} at δ = {delta:g}, {settings}",
         privacy.under(scheme["sampling"], scheme["adjacency"]),
+        *more,
     ]
     cells = [
         (

@@ -52,10 +52,10 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--delta", "nothing")
         delta = number("--delta", delta_text)
         names = privacy.accountants(args.accountant, *parts[0][0].scheme)
-        rows = [_row(name, parts, delta, with_risk=args.risk) for name in privacy.asked(names)]
+        rows = [_row(name, args, parts, delta) for name in privacy.asked(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
-    print(to_json(rows) if args.format == "json" else _table(rows, parts, delta))
+    print(to_json(rows) if args.format == "json" else _table(rows, parts, delta, privacy.more(args)))
     if suffix:
         _draw(Path(args.output), suffix, parts, rows, delta)
     return int(all(row["epsilon"] is None for row in rows))
@@ -64,28 +64,28 @@ def run(args: argparse.Namespace) -> int:
 def _suffix(args: argparse.Namespace) -> str:
     if args.output is None:
         return ""
-    if not args.risk:
-        raise UsageError("--output with --risk", args.output)
+    if not args.risk or args.tuned is not None:
+        raise UsageError("--output with --risk, and of one run", args.output)
     return one_of("a suffix of --output", Path(args.output).suffix.removeprefix("."), _PICTURES)
 
 
-def _row(name: str, parts: list[Part], delta: float, *, with_risk: bool) -> Row:
+def _row(name: str, args: argparse.Namespace, parts: list[Part], delta: float) -> Row:
     """One accountant's answer; where it has none, `epsilon` is None and the reason stands in `detail`."""
     kind = None
     try:
-        accountant = privacy.load(name)
+        accountant = privacy.asked(name, args)
         kind = accountant.kind
         composition = compose(accountant, parts)
         answer = composition.guarantee(delta=delta)
         row = {"accountant": name, "epsilon": answer.epsilon, "kind": answer.kind, "detail": dict(answer.detail)}
-        if with_risk and answer.kind == "upper_bound":
+        if args.risk and answer.kind == "upper_bound":
             row["risk"] = composition.risk(delta=delta)
         return row
     except privacy.CANNOT as error:
         return {"accountant": name, "epsilon": None, "kind": kind, "detail": privacy.failed(error)}
 
 
-def _table(rows: list[Row], parts: list[Part], delta: float) -> str:
+def _table(rows: list[Row], parts: list[Part], delta: float, more: list[str]) -> str:
     mechanism, steps = parts[0][0], sum(steps for _, steps in parts)
     sizes = {"records": mechanism.dataset_size, "kept in a batch at most": mechanism.max_batch_size}
     phases = [
@@ -98,6 +98,7 @@ def _table(rows: list[Row], parts: list[Part], delta: float) -> str:
         else f"ε at δ = {delta:g} after {steps:,} steps in {len(parts)} phases",
         *(phases if len(parts) > 1 else ()),
         privacy.under(*mechanism.scheme) + "".join(f", {size:,} {what}" for what, size in sizes.items() if size),
+        *more,
     ]
     cells = [
         (

@@ -28,7 +28,7 @@ from dpbench.errors import UsageError, one_of
 #: Of a phase; named as the options are.
 FIELDS = (
     *("noise_multiplier", "sample_rate", "batch_size", "dataset_size", "max_batch_size", "steps", "epochs"),
-    *("sampling", "adjacency"),
+    *("group_size", "sampling", "adjacency"),
 )
 
 

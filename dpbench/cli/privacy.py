@@ -20,15 +20,19 @@ from accounting import (
     ArgumentError,
     NoAnswer,
     SubsampledGaussian,
+    Tuned,
     load_accountant,
 )
 from accounting.sampling import HOME, PROVED, unproved
+from accounting.tuned import DISTRIBUTIONS
 from accounting.varying import Part
 from dpbench.cli import streams
 from dpbench.errors import UsageError, one_of
 from dpbench.trials.reference import load_object, split_file
 
 Row = dict[str, Any]
+#: Who has a bound of tuned runs.
+TUNES = ("rdp", "best")
 
 #: What keeps an accountant from answering, and is told in its row: it has no bound, or its library is missing or fails.
 CANNOT = (NoAnswer, ImportError, MemoryError)
@@ -88,6 +92,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dataset-size", metavar="N", help="number of records")
     parser.add_argument("--max-batch-size", metavar="B", help="at which truncated_poisson cuts a batch")
     parser.add_argument(
+        "--group-size",
+        metavar="K",
+        help="neighbours differ in K records at once, such as those of a person (default: 1)",
+    )
+    parser.add_argument(
+        "--tuned", metavar="N", help="of the best of N runs on average, of which it alone is published (rdp, best)"
+    )
+    parser.add_argument(
+        "--tuned-by",
+        metavar="NAME",
+        help=f"with --tuned, how the number of runs is drawn: {', '.join(DISTRIBUTIONS)} (default: geometric)",
+    )
+    parser.add_argument(
         "--accountant",
         metavar="NAME",
         action="append",
@@ -103,7 +120,7 @@ def scheme(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: for a name or a number that is none, or an adjacency that has no bound under the sampling.
     """
-    sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size")}
+    sizes = {name: getattr(args, name) for name in ("dataset_size", "max_batch_size", "group_size")}
     if args.batch_size is not None and args.sampling != "truncated_poisson":
         sizes["dataset_size"] = None  # which has said the sample rate
     sampling = one_of("a sampling scheme", args.sampling, SAMPLINGS)
@@ -199,6 +216,32 @@ def load(name: str) -> Accountant:
     return found
 
 
+def asked(name: str, args: argparse.Namespace) -> Accountant:
+    """The accountant of a row: by its name, or of the best of several runs where that was asked for.
+
+    Args:
+        name: that was typed.
+        args: as parsed.
+
+    Raises:
+        UsageError: of `load`, or --tuned-by without --tuned.
+        ArgumentError: a number of runs that is none.
+        NoAnswer: tuned runs, and an accountant that has no bound of them.
+    """
+    if args.tuned is None:
+        if args.tuned_by is not None:
+            raise UsageError("--tuned-by with --tuned", args.tuned_by)
+        return load(name)
+    distribution = one_of("a distribution of runs", args.tuned_by or "geometric", DISTRIBUTIONS)
+    try:
+        tuned = Tuned(number("--tuned", args.tuned), distribution)
+    except ArgumentError as error:
+        raise UsageError(f"--tuned {error.expected}", args.tuned) from error
+    if name not in TUNES:
+        raise NoAnswer("no bound of the best of several runs by this accountant; rdp has one")
+    return tuned
+
+
 def number(option: str, text: str) -> float:
     """An int where it is a whole number, as a float loses digits beyond 2**53.
 
@@ -244,6 +287,21 @@ def under(sampling: str, adjacency: str) -> str:
         sampling, adjacency: names of `accounting.sampling`.
     """
     return f"under {SAMPLINGS[sampling]}, {ADJACENCIES[adjacency]}, noise on the sum of clipped gradients"
+
+
+def more(args: argparse.Namespace) -> list[str]:
+    """Lines over a table that say what else was asked for: groups, and tuned runs.
+
+    Args:
+        args: as parsed.
+    """
+    lines = [] if args.group_size is None else [f"of {args.group_size} records at once"]
+    if args.tuned is not None:
+        lines.append(
+            f"of the best of {args.tuned} runs on average (their number drawn before the first, "
+            f"{args.tuned_by or 'geometric'}), which alone is published"
+        )
+    return lines
 
 
 def table(heading: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

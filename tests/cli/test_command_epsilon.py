@@ -330,3 +330,34 @@ def test_phases_that_are_none(text, more, words, tmp_path, capsys):
         file.write_text(text)
     code, out, err = dpbench(str(file), *more, capsys=capsys)
     assert (code, out, err.count("\n")) == (2, "", 1) and words in err
+
+
+def test_tuned_runs_and_groups(capsys):
+    asked = ["--accountant", "rdp", "--accountant", "prv", "--format", "json"]
+    _, out, _ = dpbench(*point(steps="100"), *asked, capsys=capsys)
+    one = {row["accountant"]: row["epsilon"] for row in json.loads(out)}
+    code, out, _ = dpbench(*point(steps="100"), "--tuned", "8", *asked, capsys=capsys)
+    tuned = {row["accountant"]: row for row in json.loads(out)}
+    assert code == 0 and tuned["rdp"]["epsilon"] > one["rdp"] and tuned["rdp"]["detail"]["distribution"] == "geometric"
+    assert tuned["prv"]["epsilon"] is None and tuned["prv"]["detail"]["reason"].endswith("rdp has one")
+    code, out, _ = dpbench(*point(steps="100"), "--group-size", "3", *asked, capsys=capsys)
+    group = {row["accountant"]: row for row in json.loads(out)}
+    assert code == 0 and group["prv"]["epsilon"] > one["prv"] and group["rdp"]["epsilon"] is None
+    _, out, _ = dpbench(*point(steps="100"), "--tuned", "8", "--tuned-by", "poisson", *asked[:2], capsys=capsys)
+    assert "of the best of 8 runs on average" in out and "poisson" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--tuned", "0.5"], "expected --tuned to be a finite number >= 1, got '0.5'"),
+        (["--tuned", "many"], "expected --tuned to be a number, got 'many'"),
+        (["--tuned", "3", "--tuned-by", "poison"], "did you mean 'poisson'"),
+        (["--tuned-by", "poisson"], "expected --tuned-by with --tuned"),
+        (["--group-size", "0"], "expected --group-size to be a whole number >= 1, got 0"),
+        (["--tuned", "3", "--risk", "--output", "a.png"], "expected --output with --risk, and of one run"),
+    ],
+)
+def test_tuned_runs_and_groups_that_are_none(more, words, capsys):
+    code, out, err = dpbench(*POINT, *more, capsys=capsys)
+    assert (code, out, err.count("\n")) == (2, "", 1) and words in err

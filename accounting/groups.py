@@ -1,0 +1,94 @@
+"""The pair of distributions that dominates a Poisson step on several records at once, such as those of one person.
+
+Of k records, each in the sample by a coin of its own, j are in it with probability w_j = C(k,j) q^j (1 − q)^{k−j}, and
+move the sum by jC at most. So with Q = N(0, σ²), the pair on removing all of them is (P, Q), and on adding them (Q, P),
+
+    P = Σ_j w_j N(j, σ²),   loss ℓ(x) = ln Σ_j w_j e^{(jx − j²/2)/σ²}
+
+(Choquette-Choo, Ganesh, Steinke and Thakurta 2023, arXiv:2310.15526, mixtures of Gaussians; dp-accounting's
+`MixtureOfGaussiansDpEvent`). Of large groups the rare j are counted as k, which moves mass upwards: P/Q rises in x, so
+that δ(ε) only grows, in both directions. ℓ is convex and rises: Newton's method from its right finds every ℓ⁻¹(ε).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from scipy.special import logsumexp
+from scipy.stats import binom
+
+from accounting.dominating_pairs import Pair, Regime
+from accounting.mechanism import NoAnswer
+from accounting.series import Array
+
+#: What is counted as k; the most parts that are left.
+_LOG_RARE, _MOST = math.log(1e-25), 100
+_TURNS = 60
+
+
+def of_group(sigma: float, q: float, size: int) -> list[list[Regime]]:
+    """The regimes of one step in both directions: k records removed, and added.
+
+    Args:
+        sigma: σ > 0, in units of the sensitivity.
+        q: the sample rate, in (0, 1).
+        size: k, at least 1.
+
+    Raises:
+        NoAnswer: too large a group for its parts to be counted.
+    """
+    counts, log_weights = _parts(q, size)
+    shares = np.exp(log_weights)
+
+    def loss(x: float) -> float:
+        return float(logsumexp(log_weights + (counts * x - 0.5 * counts**2) / sigma / sigma))
+
+    def inverse(eps: Array) -> Array:
+        return _inverse(np.asarray(eps, dtype=float), counts, log_weights, sigma)
+
+    up = tuple((float(share), float(count)) for share, count in zip(shares, counts, strict=True))
+    down = tuple((share, -count) for share, count in up)
+    removed = Pair(sigma, up, ((1.0, 0.0),), loss, inverse)
+    added = Pair(sigma, ((1.0, 0.0),), down, lambda x: -loss(-x), lambda eps: -inverse(-eps))
+    return [[(1.0, removed, 0)], [(1.0, added, 0)]]
+
+
+def _parts(q: float, size: int) -> tuple[Array, Array]:
+    """(j, ln w_j), both [m]: the common ones, and k with what the rare ones have."""
+    common = binom.logsf(np.arange(min(size, _MOST)), size, q) > _LOG_RARE
+    if common.all() and size > _MOST:
+        raise NoAnswer(f"{size * q:,.0f} records of a group in a batch on average, too many for {_MOST} at most")
+    last = int(common.sum())
+    counts = np.arange(last + 1.0)
+    log_weights = binom.logpmf(counts, size, q)
+    if last < size:
+        counts, log_weights = np.append(counts, size), np.append(log_weights, binom.logsf(last, size, q))
+    kept = log_weights > -700.0
+    return counts[kept], log_weights[kept]
+
+
+def _inverse(eps: Array, counts: Array, log_weights: Array, sigma: float) -> Array:
+    """ℓ⁻¹(ε), [n]; −∞ where ε ≤ ln w_0."""
+    squared = sigma * sigma
+    some = counts > 0
+    j, log_w = counts[some], log_weights[some]
+    x = np.full(eps.shape, math.inf)
+    for count, log_weight in zip(
+        j, log_w, strict=True
+    ):  # each term alone is at most the sum: x lies left of all of these
+        x = np.minimum(x, ((eps - log_weight) * squared + 0.5 * count * count) / count)
+    inside = eps > log_weights[0] if counts[0] == 0 else np.ones(eps.shape, dtype=bool)
+    x = np.where(inside, x, -math.inf)
+    at, target = x[inside], eps[inside]
+    for _ in range(_TURNS):
+        terms = log_weights[:, None] + (counts[:, None] * at - 0.5 * counts[:, None] ** 2) / squared
+        top = terms.max(axis=0)
+        scaled = np.exp(terms - top)
+        total = scaled.sum(axis=0)
+        step = (top + np.log(total) - target) * total / np.maximum(counts @ scaled, 1e-300) * squared
+        at = at - np.maximum(step, 0.0)
+        if np.all(step <= 1e-13 * np.maximum(np.abs(at), sigma)):
+            break
+    x[inside] = at
+    return x

@@ -1,0 +1,102 @@
+"""The price of tuning: ε of the best of several private runs, of which the best one alone is published.
+
+The number of runs is drawn at random, before the first and whatever they give (Papernot and Steinke 2022,
+arXiv:2110.03620, theorems 2 and 6), with a mean of `runs`:
+
+    poisson      any number, 0 among them; concentrated about the mean
+    geometric    1 or more, mostly few
+    logarithmic  1 or more, of the widest spread
+
+A fixed number of runs has no such bound. The runs may have any hyperparameters, as long as each has the noise, rate and
+steps that are accounted (or spends less); which is the best may be judged on the private data. By dp-accounting's
+`RepeatAndSelectDpEvent`, from the Rényi divergences of one run that `accounting.series` computes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from accounting.base import Accountant
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, real
+from accounting.series import log_moments
+
+DISTRIBUTIONS = ("poisson", "geometric", "logarithmic")
+#: Of the library, which has all of a family of distributions.
+_SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}
+_ORDERS = np.concatenate(
+    [1.0 + np.geomspace(1e-3, 1.0, 60), np.arange(2.25, 16.0, 0.25), np.arange(16.0, 64.0), np.geomspace(64.0, 1e5, 60)]
+)
+
+
+class Tuned(Accountant):
+    """ε of the best of a random number of runs, by Rényi divergences.
+
+    Args:
+        runs: the mean number of runs, at least 1.
+        distribution: of the number of runs.
+
+    Raises:
+        ArgumentError: another distribution, or a mean below 1.
+    """
+
+    plain = False
+
+    def __init__(self, runs: float, distribution: str = "geometric") -> None:
+        self.runs = real("runs", "to be a finite number >= 1", runs)
+        if not 1 <= self.runs < math.inf:
+            raise ArgumentError("runs", "to be a finite number >= 1", runs)
+        if distribution not in DISTRIBUTIONS:
+            raise ArgumentError("distribution", f"to be one of {', '.join(DISTRIBUTIONS)}", distribution)
+        self.distribution = distribution
+
+    def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        if mechanism.sampling == "truncated_poisson":  # of which reductions count the cut batches of one run
+            raise NoAnswer("no bound of tuned runs whose batches are cut: take sampling poisson")
+        return super()._answer(mechanism, steps, delta)
+
+    def _inside(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
+        with np.errstate(over="ignore"):
+            moments = steps * log_moments(_ORDERS - 1.0, mechanism.noise_multiplier, mechanism.sample_rate)
+        kept = np.isfinite(moments)
+        if not kept.any():
+            raise NoAnswer("the Rényi divergences of a run are beyond what floats hold")
+        orders = _ORDERS[kept]
+        found, order = _selected(orders, moments[kept] / (orders - 1.0), self.runs, self.distribution, delta)
+        if math.isnan(found):
+            raise NoAnswer("dp-accounting has no number for so many runs")
+        return found, {"order": order, "runs": self.runs, "distribution": self.distribution}
+
+
+def _selected(
+    orders: np.ndarray, divergences: np.ndarray, runs: float, distribution: str, delta: float
+) -> tuple[float, float]:
+    """(ε, its order) by dp-accounting, from a run's divergences at the orders, both [n].
+
+    Raises:
+        NoAnswer: dp-accounting is not installed, or too old.
+    """
+    try:
+        from dp_accounting import dp_event
+        from dp_accounting.rdp import RdpAccountant
+
+        repeated = dp_event.RepeatAndSelectDpEvent(dp_event.NoOpDpEvent(), runs, _SHAPES[distribution])
+    except Exception as error:  # whatever another package may raise
+        why = f"{type(error).__name__}: {error}"
+        raise NoAnswer(f"dp-accounting cannot be imported ({why}); pip install 'dp-accounting>=0.6'") from error
+
+    class OfOurRun(RdpAccountant):
+        """Takes the event without cost for a run of ours."""
+
+        def _maybe_compose(self, event: Any, count: int, do_compose: bool) -> Any:
+            if not isinstance(event, dp_event.NoOpDpEvent):
+                return super()._maybe_compose(event, count, do_compose)
+            if do_compose:
+                self._rdp = self._rdp + count * divergences  # type: ignore[has-type]
+            return None
+
+    with np.errstate(all="ignore"):
+        epsilon, order = OfOurRun(orders).compose(repeated).get_epsilon_and_optimal_order(delta)
+    return max(0.0, float(epsilon)), float(order)
