@@ -131,6 +131,17 @@ OF_SCHEMES: dict[str, AccountantInfo] = {
 }
 
 
+#: Of tuned runs (`accounting.tuned`), by distribution: looks of figures alone.
+TUNED_RUNS: dict[str, AccountantInfo] = {
+    f"tuned:{name}": AccountantInfo("accounting.tuned:Tuned", "", f"number of runs {name}", color, marker)
+    for name, color, marker in (
+        ("poisson", "#CC3311", "s"),
+        ("geometric", "#2266AA", "o"),
+        ("logarithmic", "#44BB99", "D"),
+    )
+}
+
+
 def load_accountant(name: str) -> Accountant:
     """The accountant of this name: of `ACCOUNTANTS` or `OF_SCHEMES`, or ``"name:variant"`` of `VARIANTS`.
 

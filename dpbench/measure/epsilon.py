@@ -6,8 +6,8 @@ import contextlib
 from typing import Any
 
 import accounting
-from accounting import Guarantee, NoAnswer, SubsampledGaussian, load_accountant
-from dpbench.trials import CalibrationTrial, EpsilonTrial
+from accounting import Accountant, Guarantee, NoAnswer, SubsampledGaussian, Tuned, load_accountant
+from dpbench.trials import CalibrationTrial, EpsilonTrial, TunedTrial
 
 #: A quick answer is asked for again, for times without what is done once in a process: so often, in so many seconds.
 _TIMES, _ENOUGH = 4, 0.5
@@ -25,10 +25,28 @@ def run(trial: EpsilonTrial) -> dict[str, Any]:
         accounting.ArgumentError: for a value outside its domain, or an unknown accountant.
         accounting.NoAnswer: if the accountant has none here.
     """
+    return _timed(load_accountant(trial.accountant), trial)
+
+
+def tuned(trial: TunedTrial) -> dict[str, Any]:
+    """As `run`, of the best of several runs where `distribution` is named.
+
+    Args:
+        trial: mechanism, steps, δ, and how many runs.
+
+    Raises:
+        accounting.ArgumentError: for a value outside its domain.
+        accounting.NoAnswer: if there is none here.
+    """
+    if not trial.distribution:
+        return run(trial)
+    return _timed(Tuned(trial.runs, trial.distribution), trial)
+
+
+def _timed(accountant: Accountant, trial: EpsilonTrial) -> dict[str, Any]:
     mechanism = SubsampledGaussian(
         noise_multiplier=trial.noise_multiplier, sample_rate=trial.sample_rate, **_scheme(trial)
     )
-    accountant = load_accountant(trial.accountant)
     answer = accountant.guarantee(mechanism, steps=trial.steps, delta=trial.delta)
     seconds = [answer.detail["seconds"]]
     with contextlib.suppress(NoAnswer):  # of a mechanism that is no longer the one asked for

@@ -122,6 +122,22 @@ def points(frame: pd.DataFrame) -> str:
     )
 
 
+def tuned(frame: pd.DataFrame) -> str:
+    """Of tuned runs: ε of one, and of the best of about ten."""
+    sigma = frame.noise_multiplier.min()
+    own = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
+    one, several = own[own.distribution == ""], own[own.distribution != ""]
+    if one.empty or several.empty:
+        return ""
+    runs = min(several.runs.unique(), key=lambda count: abs(count - 10))
+    some = several[several.runs == runs].sort_values("epsilon")
+    return (
+        f"At σ = {style.plain(sigma)} ε = {_epsilon(one.iloc[0])} of one run becomes {_epsilon(some.iloc[0])} "
+        f"({some.iloc[0].distribution}) to {_epsilon(some.iloc[-1])} ({some.iloc[-1].distribution}) where the best of "
+        f"{runs} runs on average is published."
+    )
+
+
 def schemes(frame: pd.DataFrame) -> str:
     """Of sampling schemes: the least and the greatest ε at one noise multiplier."""
     valid = frame[(frame.kind == "upper_bound") & frame.epsilon.map(lambda e: not missing(e) and e < float("inf"))]

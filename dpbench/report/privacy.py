@@ -25,6 +25,7 @@ SCHEMES = (
     *("epsilon", "how", "compute_seconds", "note"),
 )
 PRICES = ("unknown", "target_epsilon", "accountant", "kind", "value", "ratio", "epsilon", "note")
+TUNED = ("distribution", "runs", "accountant", "kind", *SETTING, "epsilon", "ratio", "compute_seconds", "note")
 #: Whose bound is below every other, and beside which accountant a price is told.
 LOWER, BASE = "prv:lower", "moments"
 ADJACENCIES = {"add_remove": "add or remove one", "zero_out": "make one zero", "replace_one": "replace one"}
@@ -64,6 +65,18 @@ def schemes(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
     return frame_of(sorted(rows, key=order), SCHEMES)
 
 
+def tuned(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """ε of the best of several runs, and its ratio to that of one run by the same accountant."""
+    fields = ("distribution", "runs", "accountant", *SETTING)
+    rows = [_row(record, fields, ("epsilon", "kind", "compute_seconds")) for record in _last(records)]
+    one = {_setting(row): row["epsilon"] for row in rows if not row["distribution"] and row.get("epsilon")}
+    for row in rows:
+        if (beside := one.get(_setting(row))) and row.get("epsilon"):
+            row["ratio"] = row["epsilon"] / beside
+    count_failures(records, left_out)
+    return frame_of(sorted(rows, key=lambda r: (*_setting(r), r["distribution"], r["runs"])), TUNED)
+
+
 #: From the least ε to the most, but for truncation, which may be near either end.
 _SAMPLINGS = ("poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass")
 
@@ -96,7 +109,7 @@ def _row(record: Record, fields: Sequence[str], numbers: Sequence[str]) -> Row:
     return row | {"note": reason[0] if reason else style.OUTCOMES.get(record.outcome, record.outcome)}
 
 
-def _setting(row: Row) -> tuple[Any, ...]:
+def _setting(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row[name] for name in SETTING)
 
 
@@ -135,6 +148,16 @@ def schemes_text(frame: pd.DataFrame) -> pd.DataFrame:
     first = {"Scheme": lambda r: r.scheme, "Neighbours": lambda r: ADJACENCIES.get(r.adjacency, r.adjacency)}
     how = {"Bound by": lambda r: "" if style.missing(r.how) else str(r.how)}
     return readable.texts(frame, first | _COLUMNS | _SETTING | _EPSILON | how | _SECONDS)
+
+
+def tuned_text(frame: pd.DataFrame) -> pd.DataFrame:
+    """`tuned` for people."""
+    first = {
+        "Runs": lambda r: f"{r.runs:,} on average" if r.distribution else "1",
+        "Their number": lambda r: r.distribution,
+    }
+    ratio = {"Beside one run": lambda r: "" if style.missing(r.ratio) else style.times(r.ratio)}
+    return readable.texts(frame, first | _COLUMNS | _SETTING | _EPSILON | ratio | _SECONDS)
 
 
 def prices_text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -189,6 +212,18 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Lef
         "the same noise, noise for the same steps; every ε was evaluated at the number found and is within the target.",
         _POISSON,
         "Solid: by a valid upper bound. Dotted: by an estimate, which promises nothing. What is far off: in the table.",
+    ]
+    return caption(said, records, left_out, setting=False)
+
+
+def tuned_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What is published of how many runs."""
+    first = frame.iloc[0]
+    said = [
+        f"ε at δ = {style.plain(first.delta)} of the best of several runs, which alone is published, by Rényi "
+        f"divergences (Papernot and Steinke 2022); each run has {first.steps:,} steps at q = {first.sample_rate:.4g}. "
+        "The number of runs is drawn before the first. Dashed: of one run, its settings not tuned on the data.",
+        _POISSON,
     ]
     return caption(said, records, left_out, setting=False)
 

@@ -15,6 +15,7 @@ import pandas as pd
 
 import accounting
 import clipping
+from accounting.registry import TUNED_RUNS
 
 
 class Look(NamedTuple):
@@ -40,7 +41,7 @@ ACCOUNTANTS = {
     for base in (*accounting.ACCOUNTANTS, *accounting.OF_SCHEMES)
     for name, info in {**accounting.ACCOUNTANTS, **accounting.VARIANTS, **accounting.OF_SCHEMES}.items()
     if info.title and name.partition(":")[0] == base
-}
+} | {name: Look(info.title, info.color, info.marker) for name, info in TUNED_RUNS.items()}
 _UNKNOWN = ("#000000", "|")
 
 # What an outcome other than `ok` is called where its number would have been.

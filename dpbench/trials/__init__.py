@@ -4,7 +4,7 @@ An experiment may bring a kind of its own: subclass `Trial` at the top level of 
 """
 
 from dpbench.trials.base import Trial, canonical_json
-from dpbench.trials.privacy import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial
+from dpbench.trials.privacy import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial, TunedTrial
 from dpbench.trials.steps import (
     STEP_SOURCES,
     CheckTrial,
@@ -33,5 +33,6 @@ __all__ = [
     "StepTrial",
     "SweepTrial",
     "Trial",
+    "TunedTrial",
     "canonical_json",
 ]

@@ -75,6 +75,23 @@ class MapTrial(EpsilonTrial):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TunedTrial(EpsilonTrial):
+    """The best of `runs` runs on average, their number drawn by `distribution`; of one run where that is ""."""
+
+    kind: ClassVar[str] = "epsilon_tuned"
+    body: ClassVar[str] = "dpbench.measure.epsilon:tuned"
+    runs: int
+    distribution: str
+
+    def label(self) -> str:
+        drawn = f" ({self.distribution})" if self.distribution else ""
+        return f"{super().label()}, σ {self.noise_multiplier:g}, {self.runs} runs{drawn}"
+
+    def modules(self) -> tuple[str, ...]:
+        return (*super().modules(), "dp_accounting.rdp")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CalibrationTrial(_AccountingTrial):
     """The noise multiplier, or the number of steps, that one accountant allows at `target_epsilon`.
 

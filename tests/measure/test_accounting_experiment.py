@@ -9,7 +9,7 @@ from processor import quick
 from accounting import ACCOUNTANTS, ArgumentError, NoAnswer
 from dpbench.experiment import load_experiment
 from dpbench.measure import epsilon
-from dpbench.measure.epsilon import calibrate, run
+from dpbench.measure.epsilon import calibrate, run, tuned
 from dpbench.trials import CalibrationTrial, EpsilonTrial
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import classify
@@ -84,7 +84,7 @@ def test_an_accountant_without_an_answer_is_unsupported():
     with pytest.raises(NoAnswer) as error:
         run(trial)
     assert classify(error.value)[0] == "unsupported"
-    for name in ("accounting_sweeps", "accountant_price", "accounting_map", "sampling_schemes"):
+    for name in ("accounting_sweeps", "accountant_price", "accounting_map", "sampling_schemes", "tuning"):
         experiment = load_experiment(name)
         smoke, cells = experiment.smoke("cpu"), experiment.cells("cpu")
         assert {t.id for t in smoke} < {t.id for t in cells} and len({t.id for t in cells}) == len(cells), name
@@ -100,3 +100,12 @@ def test_result_can_be_recorded_where_it_is_infinite():
 def test_a_value_outside_its_domain_is_named():
     with pytest.raises(ArgumentError, match=r"^expected delta in \[0, 1\], got -1$"):
         run(EpsilonTrial(accountant="moments", **POINT | {"delta": -1}))
+
+
+def test_tuned_runs_beside_one():
+    trials = load_experiment("tuning").smoke("cpu")
+    found = {(t.noise_multiplier, t.distribution, t.runs): tuned(t)["epsilon"] for t in trials}
+    assert found[1.1, "logarithmic", 10] == pytest.approx(4.29, abs=0.01)
+    assert found[1.1, "poisson", 10] == pytest.approx(5.74, abs=0.01)
+    for (sigma, distribution, _), value in found.items():
+        assert not distribution or value > found[sigma, "", 1]

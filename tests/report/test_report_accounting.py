@@ -11,7 +11,7 @@ from report_records import RunFile
 
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.data.select import read
-from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial
+from dpbench.trials import CalibrationTrial, EpsilonTrial, MapTrial, SchemeTrial, SweepTrial, TunedTrial
 
 POINT = {"sample_rate": 0.01, "noise_multiplier": 4.0, "steps": 10_000, "delta": 1e-5}
 FACTORS = {"moments": 1.33, "rdp": 1.1, "gdp": 0.97, "pld": 1.001, "prv": 1.0003, "prv:lower": 1.0}
@@ -88,12 +88,22 @@ def epochs(run):
     return run
 
 
+def tuned(run):
+    for sigma, (distribution, runs) in itertools.product(
+        [1.0, 2.0], [("", 1), *itertools.product(["poisson", "geometric"], [2, 10, 100])]
+    ):
+        fields = POINT | {"noise_multiplier": sigma, "runs": runs, "distribution": distribution}
+        answer(run, TunedTrial(accountant="rdp", **fields), (2.0 + runs**0.4) / sigma)
+    return run
+
+
 MAKERS = {
     "epsilon_epochs": epochs,
     "epsilon_sweeps": swept,
     "sampling_schemes": schemed,
     "accountant_price": priced,
     "accounting_map": mapped,
+    "tuning": tuned,
 }
 
 
@@ -203,3 +213,23 @@ def test_it_is_written_in_every_format_with_its_table(run, tmp_path):
     text = next(path for path in paths if path.suffix == ".md").read_text()
     row = next(line for line in text.splitlines() if "| 1.26" in line and "PRV" in line and "steps" in line)
     assert [cell.strip() for cell in row.split("|")[1:5]] == ["1.26", "PRV", "upper bound", "16,835 steps"]
+
+
+def test_tuned_runs_stand_beside_one_run(run):
+    frame, drawn, _ = draw(tuned(run), "tuning")
+    ten = frame[(frame.runs == 10) & (frame.noise_multiplier == 1.0)]
+    assert list(ten.ratio) == [pytest.approx((2 + 10**0.4) / 3)] * 2
+    assert len(drawn.axes) == 2 and "becomes" in FIGURES["tuning"].finding(frame)
+
+
+def test_of_solid_curves_that_coincide_the_first_is_drawn_wider(run):
+    for name in ("prv", "pld", "gdp", "moments"):
+        for steps in (100, 1000, 10_000):
+            answer(
+                run,
+                EpsilonTrial(accountant=name, **POINT | {"steps": steps}),
+                steps**0.5 * (2 if name == "moments" else 1),
+            )
+    _, drawn, _ = draw(run, "epsilon_epochs")
+    width = {line.get_label(): line.get_linewidth() for line in drawn.axes[0].get_lines()}
+    assert width["PRV"] > width["PLD"] == width["moments"] == width["GDP"]

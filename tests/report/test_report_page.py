@@ -27,6 +27,7 @@ from dpbench.trials import (
     SchemeTrial,
     StepTrial,
     SweepTrial,
+    TunedTrial,
 )
 from dpbench.trials.evidence import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
 from dpbench.trials.whole_step import TrainingStepTrial
@@ -124,6 +125,9 @@ def everything(run, name="net.py:make"):
         for accountant, value, bound in (("prv", 1.2, "upper_bound"), ("prv:lower", 1.1, "lower_bound")):
             result = {"epsilon": value, "kind": bound, "detail": {}, "compute_seconds": 0.01}
             run.add(kind(accountant=accountant, steps=100, **point, **more), result)
+    for distribution, runs, value in (("", 1, 1.2), ("poisson", 10, 2.5)):
+        trial = TunedTrial(accountant="rdp", steps=100, distribution=distribution, runs=runs, **point)
+        run.add(trial, {"epsilon": value, "kind": "upper_bound", "detail": {}, "compute_seconds": 0.01})
     for accountant, value in (("moments", 100), ("prv", 120)):
         trial = CalibrationTrial(accountant=accountant, unknown="steps", target_epsilon=1.0, **point)
         run.add(trial, {"value": value, "epsilon": 0.99, "kind": "upper_bound"})

@@ -118,6 +118,29 @@ def prices(frame: pd.DataFrame, caption: str) -> Figure:
     return panels([drawn], caption, height=3.0)
 
 
+def tuned(frame: pd.DataFrame, caption: str) -> Figure:
+    """ε over the mean number of runs, a panel for each noise multiplier."""
+    shown: list[Panel] = []
+    for sigma, part in frame[frame.epsilon.notna()].groupby("noise_multiplier"):
+        one, several = part[part.distribution == ""], part[part.distribution != ""].sort_values("runs")
+        curves = [
+            Curve(f"tuned:{name}", "upper_bound", list(own.runs.astype(float)), list(own.epsilon))
+            for name, own in several.groupby("distribution")
+        ]
+        reference = float(one.epsilon.iloc[0]) if len(one) else None
+        title = f"The best of several runs, σ = {style.plain(float(str(sigma)))}"
+        label = "" if shown else "ε"
+        shown.append(
+            Panel(title, "runs on average", label, curves, x_log=True, reference=reference, below=_below(reference))
+        )
+    return panels([shown], caption, height=3.0)
+
+
+def _below(reference: float | None) -> float | None:
+    """The lower end of an axis that shows the reference, too."""
+    return None if reference is None else 0.8 * reference
+
+
 def _bought(part: pd.DataFrame, unknown: str) -> tuple[str, str] | None:
     """The numbers at the target nearest to that of Abadi et al. 2016, by the best valid bound; and where room is."""
     valid = part[part.kind == "upper_bound"]

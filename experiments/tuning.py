@@ -1,0 +1,47 @@
+"""The price of tuning: ε of the best of several private runs, which alone is published, beside that of one run.
+
+n = 60000, b = 256, 60 epochs of 234 steps, δ = 1e-5, at two noise multipliers. The number of runs is drawn before the
+first, by each of three distributions (`accounting.tuned`), and its mean is along the axis; a run without tuning is the
+base.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import TunedTrial
+
+SETTING = {"accountant": "rdp", "sample_rate": 256 / 60_000, "steps": 60 * 234, "delta": 1e-5}
+SIGMAS, RUNS = [1.1, 2.0], [2, 3, 5, 10, 20, 30, 50, 100]
+DISTRIBUTIONS = ["poisson", "geometric", "logarithmic"]
+
+
+def tuned(runs: list[int]) -> list[TunedTrial]:
+    """The trials with so many runs on average, and those of one run.
+
+    Args:
+        runs: their means.
+    """
+    return [
+        *grid(TunedTrial, noise_multiplier=SIGMAS, distribution="", runs=1, **SETTING),
+        *grid(TunedTrial, noise_multiplier=SIGMAS, distribution=DISTRIBUTIONS, runs=runs, **SETTING),
+    ]
+
+
+def cells(device: str) -> list[TunedTrial]:
+    """The same on every device: nothing is trained."""
+    return tuned(RUNS)
+
+
+def smoke(device: str) -> list[TunedTrial]:
+    """Two numbers of runs."""
+    return tuned([2, 10])
+
+
+EXPERIMENT = Experiment(
+    name="tuning",
+    doc="ε of the best of several runs, beside that of one run without tuning",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("tuning",),
+)
