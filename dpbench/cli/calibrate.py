@@ -55,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--delta", "none")
     delta = number("--delta", args.delta)
     try:
-        rows = [_row(name, args, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.asked(names)]
+        rows = [
+            _row(name, args, unknown, {**target, **given, "delta": delta, **scheme}) for name in privacy.in_turn(names)
+        ]
     except ArgumentError as error:
         raise privacy.usage(error) from error
     print(

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("--delta", "nothing")
         delta = number("--delta", delta_text)
         names = privacy.accountants(args.accountant, *parts[0][0].scheme)
-        rows = [_row(name, args, parts, delta) for name in privacy.asked(names)]
+        rows = [_row(name, args, parts, delta) for name in privacy.in_turn(names)]
     except ArgumentError as error:
         raise privacy.usage(error) from error
     print(to_json(rows) if args.format == "json" else _table(rows, parts, delta, privacy.more(args)))

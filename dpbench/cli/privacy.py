@@ -184,7 +184,7 @@ def accountants(asked: Sequence[str] | None, sampling: str, adjacency: str) -> l
     return [*made, *ACCOUNTANTS]
 
 
-def asked(names: Sequence[str]) -> Iterator[str]:
+def in_turn(names: Sequence[str]) -> Iterator[str]:
     """The names one after the other; the terminal's last line says which is at work, for some take many seconds.
 
     Args:
