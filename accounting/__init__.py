@@ -24,7 +24,6 @@ from accounting.composition import Composition, compose, risk
 from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian
 from accounting.registry import ACCOUNTANTS, OF_SCHEMES, VARIANTS, AccountantInfo, load_accountant
 from accounting.sampling import ADJACENCIES, SAMPLINGS
-from accounting.tuned import Tuned
 
 __all__ = [
     "ACCOUNTANTS",
@@ -41,7 +40,6 @@ __all__ = [
     "Kind",
     "NoAnswer",
     "SubsampledGaussian",
-    "Tuned",
     "calibrate",
     "calibrate_epochs",
     "calibrate_noise_multiplier",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accounting.base import Accountant, Guarantee
 from accounting.mechanism import ArgumentError, SubsampledGaussian, whole
 from accounting.registry import load_accountant
-from accounting.varying import Part, guarantee_of_parts
+
+if TYPE_CHECKING:
+    from accounting.varying import Part
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Composition:
         if not self.parts:
             raise ArgumentError("parts", "to be at least one", self.parts)
         for part in self.parts:
-            if not (isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], SubsampledGaussian)):
+            if not (isinstance(part, (tuple, list)) and len(part) == 2 and isinstance(part[0], SubsampledGaussian)):
                 raise ArgumentError("parts", "to be pairs of a mechanism and its number of steps", part)
             whole("steps", part[1])
 
@@ -52,6 +54,8 @@ class Composition:
         Raises:
             NoAnswer: steps that differ, and an accountant that is no upper bound; or parts of different adjacency.
         """
+        from accounting.varying import guarantee_of_parts  # with numpy, which the simplest accountants do without
+
         return guarantee_of_parts(self.accountant, self.parts, delta=delta)
 
     def risk(self, *, delta: float) -> dict[str, Any]:

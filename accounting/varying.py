@@ -1,7 +1,7 @@
 """ε of steps that were not all alike: of a noise multiplier, or a sample rate, that changed on the way; or of several
 releases.
 
-Upper bounds; the first, which is never the largest, where there is one, else the smaller of the others:
+Upper bounds, of which the smallest is taken (the first, where there is one and batches are drawn anew each step):
 
     loss   the privacy losses of all steps, added up as distributions (`accounting.schemes`), under every scheme: the
            bound of the accountants that compose numerically (`Accountant.composes`)
@@ -70,8 +70,8 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
             answers.append(bound(accountant, counts, within("delta", delta)))
         except NoAnswer as error:
             reasons.append(str(error))
-        if answers and bound is _by_losses:
-            break
+        if answers and bound is _by_losses and not any(each.sampling in ("one_pass", "shuffled") for each in counts):
+            break  # never the largest, but where each phase begins an epoch of its own
     if not answers:
         raise NoAnswer(reasons[-1])
     epsilon, detail = min(answers, key=lambda answer: answer[0])

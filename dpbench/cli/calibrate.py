@@ -81,10 +81,10 @@ def _target(args: argparse.Namespace) -> tuple[dict[str, float], str]:
         raise UsageError(f"one of {options}", "none" if not named else "several")
     (name,) = named
     target = {name: number(f"--{name.replace('_', '-')}", getattr(args, name))}
-    words = f"{signs[name]} ≤ {target[name]:g}"
+    words = f"{signs[name]} ≤ {getattr(args, name)}"
     if name == "target_tpr":
         target["fpr"] = number("--fpr", args.fpr or "0.01")
-        return target, f"{words} at {target['fpr']:g} false ones"
+        return target, f"{words} at {args.fpr or '0.01'} false ones"
     if args.fpr is not None:
         raise UsageError("--fpr with --target-tpr", args.fpr)
     return target, words

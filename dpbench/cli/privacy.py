@@ -20,11 +20,10 @@ from accounting import (
     ArgumentError,
     NoAnswer,
     SubsampledGaussian,
-    Tuned,
     load_accountant,
 )
 from accounting.sampling import HOME, PROVED, unproved
-from accounting.tuned import DISTRIBUTIONS
+from accounting.tuned import DISTRIBUTIONS, Tuned
 from accounting.varying import Part
 from dpbench.cli import streams
 from dpbench.errors import UsageError, one_of

@@ -73,6 +73,7 @@ class PrivacyEngine(State):
         generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
+        group_size: ε is of so many records at once, such as a person's (`dpbench.engine.users`).
         ghost_clipping, mixed, numerical_stability_constant: private_CNN's choice of a backend, and clip's stabiliser.
         log: a SummaryWriter, a wandb run or the like, for ε and other public numbers (`dpbench.engine.log.Log`).
 
@@ -105,6 +106,7 @@ class PrivacyEngine(State):
         generator: torch.Generator | None = None,
         sampling: str = "poisson",
         max_batch_size: int | None = None,
+        group_size: int = 1,
         ghost_clipping: bool | None = None,
         mixed: bool | None = None,
         numerical_stability_constant: float = 0.0,
@@ -128,6 +130,7 @@ class PrivacyEngine(State):
             accountant=accountant_for(noise, accountant, sampling),
             sampling=sampling,
             max_batch_size=max_batch_size,
+            group_size=group_size,
         )
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")

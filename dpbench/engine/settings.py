@@ -77,6 +77,7 @@ class Settings:
             "noise_multiplier": m.noise_multiplier,
             "sampling": m.sampling,
             "max_batch_size": m.max_batch_size,
+            **({"group_size": m.group_size} if m.group_size > 1 else {}),
         }
 
 
@@ -92,6 +93,7 @@ def resolve(
     accountant: str,
     sampling: str,
     max_batch_size: int | None,
+    group_size: int = 1,
 ) -> Settings:
     """Check the arguments and find the noise multiplier.
 
@@ -103,6 +105,7 @@ def resolve(
         accountant: a name of `accounting`.
         sampling: a name of `accounting.sampling`.
         max_batch_size: for "truncated_poisson" alone.
+        group_size: how many records at once ε is of.
 
     Raises:
         ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
@@ -129,6 +132,7 @@ def resolve(
         raise ValueError("expected epochs or steps beside target_epsilon, got neither: the noise depends on them")
     delta = _delta(target_delta, sample_size)
     scheme: dict[str, Any] = {"sampling": sampling, "dataset_size": sample_size, "max_batch_size": max_batch_size}
+    scheme["group_size"] = _whole("group_size", group_size)
     q = batch_size / sample_size
     load_accountant(accountant)
     if noise_multiplier is None:

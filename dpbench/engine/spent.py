@@ -33,6 +33,7 @@ class PrivacySpent:
             bound.
         caveats: one line each.
         sensitivity: what the noise was scaled to, of the shapes that were seen.
+        group_size: of how many records at once ε is.
     """
 
     epsilon: float
@@ -49,10 +50,12 @@ class PrivacySpent:
     private: bool
     caveats: tuple[str, ...] = ()
     sensitivity: str = field(default="", compare=False)
+    group_size: int = 1
 
     def __str__(self) -> str:
         assumed = " assumed" if self.sampled_by == "assumed" else ""
         scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {ADJACENCIES[self.adjacency]}"
+        scheme += f", {self.group_size} records at once" if self.group_size > 1 else ""
         told = "" if self.private else "; NOT PRIVATE: " + "; ".join(self.caveats[:-1])
         return (
             f"ε = {self.epsilon:.4g} at δ = {self.delta:.3g} after {self.steps} steps "
@@ -117,6 +120,7 @@ def account(
         sampled_by="engine" if by_engine else "assumed",
         noise=noise.words,
         sensitivity=sensitivity,
+        group_size=mechanism.group_size,
         private=private,
         caveats=(*caveats, NOT_ACCOUNTED),
     )

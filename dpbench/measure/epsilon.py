@@ -6,7 +6,8 @@ import contextlib
 from typing import Any
 
 import accounting
-from accounting import Accountant, Guarantee, NoAnswer, SubsampledGaussian, Tuned, load_accountant
+from accounting import Accountant, Guarantee, NoAnswer, SubsampledGaussian, load_accountant
+from accounting.tuned import Tuned
 from dpbench.trials import CalibrationTrial, EpsilonTrial, TunedTrial
 
 #: A quick answer is asked for again, for times without what is done once in a process: so often, in so many seconds.

@@ -12,12 +12,12 @@ from accounting import (
     ArgumentError,
     NoAnswer,
     SubsampledGaussian,
-    Tuned,
     calibrate,
     compose,
     load_accountant,
     risk,
 )
+from accounting.tuned import Tuned
 
 MNIST = SubsampledGaussian(1.1, 256 / 60_000)
 SHAPES = {"poisson": math.inf, "geometric": 1.0, "logarithmic": 0.0}

@@ -57,6 +57,13 @@ def test_where_batches_are_not_sampled_an_epoch_is_a_gaussian_step():
     assert simple.epsilon == load_accountant("simple").epsilon(shuffled[0], steps=100, delta=1e-5)
 
 
+def test_noise_that_changes_within_an_epoch_is_counted_as_the_least_of_it():
+    """Of 50 steps an epoch, with a noise of its own each: 50 epochs if each phase had begun one."""
+    steps = [(SubsampledGaussian(2.0 + turn / 1000, 0.02, sampling="shuffled"), 1) for turn in range(50)]
+    found = guarantee_of_parts(load_accountant("prv"), steps, delta=1e-5)
+    assert found.epsilon == pytest.approx(epsilon_of_mu(1 / 2, 1e-5), rel=1e-9)
+
+
 @pytest.mark.parametrize("name", ["pld", "prv", "best"])
 @pytest.mark.parametrize(
     "parts",
