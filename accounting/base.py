@@ -123,6 +123,8 @@ class Accountant(ABC):
         """Of several records at once: they move a sum by k at most, in a sample by as many as are in it."""
         if mechanism.sample_rate == 1 and mechanism.scheme == HOME:
             sigma = mechanism.noise_multiplier / mechanism.group_size
+            if sigma == 0:
+                return math.inf, {"reason": "no noise"}
             return self._answer(replace(mechanism, noise_multiplier=sigma, group_size=1), steps, delta)
         if not self.composes:
             raise NoAnswer("no bound for a group of records by this accountant; prv and pld have one")

@@ -206,6 +206,8 @@ def deltas_of(parts: Sequence[Part], upper: bool = True) -> tuple[Array, Array]:
 
 def _infinite(parts: Sequence[Part]) -> float:
     """P of a loss of ∞ in any step."""
+    if any(losses.at_infinity >= 1 for losses, _ in parts):
+        return 1.0
     return -math.expm1(sum(steps * math.log1p(-losses.at_infinity) for losses, steps in parts))
 
 
@@ -216,6 +218,8 @@ def _log_deltas(parts: Sequence[Part], tilted: Tilted, theta: float, upper: bool
     low, high = tilted.window(theta)
     begin = math.floor((low - drift) / h)
     points = math.ceil((high - drift) / h) - begin + 1
+    if abs(begin) > 2**52:
+        raise NoAnswer(f"losses {h:.3g} apart at {low:.3g} are too few floats")
     if points > LONGEST:
         raise NoAnswer(f"{points:,} losses {h:.3g} apart, of {LONGEST:,} at most")
     length = _quick_length(points)
@@ -244,7 +248,8 @@ def _convolved(parts: Sequence[Part], tilted: Tilted, theta: float, begin: int, 
     for (losses, steps), (tilt, _) in zip(parts, tilted.parts, strict=True):
         less, off = _transform(losses, theta, tilt.log_moment(theta), length)
         with np.errstate(divide="ignore"):
-            log_magnitude = 0.5 * np.log1p(np.maximum(less.real * (2.0 + less.real) + less.imag**2, -1.0))
+            near_one = 0.5 * np.log1p(np.maximum(less.real * (2.0 + less.real) + less.imag**2, -1.0))
+            log_magnitude = np.where(np.abs(less) < 0.5, near_one, np.log(np.hypot(1.0 + less.real, less.imag)))
         log_power += steps * np.minimum(log_magnitude, 0.0)
         turned = steps * (np.arctan2(less.imag, 1.0 + less.real) / (2.0 * math.pi))
         turns += turned - np.floor(turned)

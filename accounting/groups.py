@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import logsumexp
 from scipy.stats import binom
 
 from accounting.dominating_pairs import Pair, Regime
@@ -42,7 +41,7 @@ def of_group(sigma: float, q: float, size: int) -> list[list[Regime]]:
     shares = np.exp(log_weights)
 
     def loss(x: float) -> float:
-        return float(logsumexp(log_weights + (counts * x - 0.5 * counts**2) / sigma / sigma))
+        return float(_loss(np.array([x]), counts, log_weights, sigma)[0][0])
 
     def inverse(eps: Array) -> Array:
         return _inverse(np.asarray(eps, dtype=float), counts, log_weights, sigma)
@@ -64,8 +63,22 @@ def _parts(q: float, size: int) -> tuple[Array, Array]:
     log_weights = binom.logpmf(counts, size, q)
     if last < size:
         counts, log_weights = np.append(counts, size), np.append(log_weights, binom.logsf(last, size, q))
+    log_weights[0] = size * math.log1p(-q)  # to the last digit, as losses may be as small
     kept = log_weights > -700.0
     return counts[kept], log_weights[kept]
+
+
+def _loss(x: Array, counts: Array, log_weights: Array, sigma: float) -> tuple[Array, Array]:
+    """(ℓ(x), ℓ'(x)), both [n]: by ln(1 + Σ_j w_j (e^u − 1)), which keeps the digits of small losses."""
+    exponents = (counts[:, None] * x - 0.5 * counts[:, None] ** 2) / sigma / sigma
+    terms = log_weights[:, None] + exponents
+    top = terms.max(axis=0)
+    scaled = np.exp(terms - top)
+    total = scaled.sum(axis=0)
+    small = exponents.max(axis=0) < 30.0
+    near = np.exp(log_weights) @ np.expm1(np.where(small, exponents, 0.0))
+    values = np.where(small, np.log1p(np.maximum(near, -1.0 + 1e-16)), top + np.log(total))
+    return values, (counts @ scaled) / total / sigma / sigma
 
 
 def _inverse(eps: Array, counts: Array, log_weights: Array, sigma: float) -> Array:
@@ -82,11 +95,8 @@ def _inverse(eps: Array, counts: Array, log_weights: Array, sigma: float) -> Arr
     x = np.where(inside, x, -math.inf)
     at, target = x[inside], eps[inside]
     for _ in range(_TURNS):
-        terms = log_weights[:, None] + (counts[:, None] * at - 0.5 * counts[:, None] ** 2) / squared
-        top = terms.max(axis=0)
-        scaled = np.exp(terms - top)
-        total = scaled.sum(axis=0)
-        step = (top + np.log(total) - target) * total / np.maximum(counts @ scaled, 1e-300) * squared
+        values, slopes = _loss(at, counts, log_weights, sigma)
+        step = (values - target) / np.maximum(slopes, 1e-300)
         at = at - np.maximum(step, 0.0)
         if np.all(step <= 1e-13 * np.maximum(np.abs(at), sigma)):
             break

@@ -113,7 +113,7 @@ def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
     """Every accountant is asked about the same steps, and this takes seconds."""
     if not kinds:
         return TradeOff(mu=0.0)
-    if any(mechanism.noise_multiplier == 0 for mechanism, _ in kinds):
+    if any(mechanism.noise_multiplier == 0 or steps == math.inf for mechanism, steps in kinds):
         return TradeOff(mu=math.inf)
     mu, _ = gaussian(kinds)
     if mu is not None:

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from accounting.base import Accountant, Guarantee
-from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, within
+from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, whole, within
 from accounting.rdp import LARGEST, SMALLEST, to_epsilon
 from accounting.reductions import at_home
 from accounting.sampling import HOME
@@ -101,7 +101,7 @@ def spending(parts: Sequence[Part]) -> dict[SubsampledGaussian, float]:
     found: dict[SubsampledGaussian, float] = {}
     for mechanism, steps in _merged(counts).items():
         home = at_home(mechanism)
-        found[home] = found.get(home, 0) + steps
+        found[home] = found.get(home, 0.0) + whole("steps", steps)  # of an int beyond floats ∞
     return found
 
 
@@ -151,8 +151,8 @@ def _by_losses(
     kinds = spending(list(counts.items()))
     if not kinds or delta >= 1:
         return 0.0, {"reason": "nothing is spent"}
-    if delta == 0 or any(mechanism.noise_multiplier == 0 for mechanism in kinds):
-        return math.inf, {"reason": "no noise in some steps, or δ = 0"}
+    if delta == 0 or any(each.noise_multiplier == 0 or steps == math.inf for each, steps in kinds.items()):
+        return math.inf, {"reason": "no noise in some steps, more of them than a float can count, or δ = 0"}
     epsilon, detail = _composed(tuple(kinds.items()), delta)
     return epsilon, {**detail, "bound": "privacy losses of all steps, added up", "kinds": len(kinds)}
 
@@ -193,7 +193,7 @@ def _by_divergences(
     ):
         raise NoAnswer("Rényi divergences are added up of Poisson steps with noise")
     spent = [
-        (each.noise_multiplier, each.sample_rate, steps)
+        (each.noise_multiplier, each.sample_rate, whole("steps", steps))
         for each, steps in counts.items()
         if each.sample_rate > 0 and each.noise_multiplier < math.inf
     ]

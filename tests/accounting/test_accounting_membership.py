@@ -139,3 +139,22 @@ def test_calibration_to_a_risk_is_safe_and_tight(target, name):
 def test_targets_that_are_none(target, message):
     with pytest.raises(ArgumentError, match=message):
         calibrate("prv", "noise_multiplier", sample_rate=0.02, steps=50, delta=1e-5, **target)
+
+
+@pytest.mark.parametrize(("sigma", "q"), [(2.0, 1e-4), (1.0, 0.1), (0.7, 1e-3)])
+def test_of_one_step_the_bounds_enclose_the_closed_form(sigma, q):
+    """A test of the best set {x > t}: with the record a share 1 - q of batches is as without it."""
+    found = risk("prv", SubsampledGaussian(sigma, q), steps=1, delta=1e-5)
+    for name, upper in found["tpr_at_fpr"].items():
+        rate = float(name)
+        truth = (1 - q) * rate + q * norm.cdf(norm.ppf(rate) + 1 / sigma)
+        slack = 1e-15
+        assert found["at_least"]["tpr_at_fpr"][name] - slack <= truth <= upper + slack
+        assert upper - rate == pytest.approx(truth - rate, rel=2e-3)
+
+
+@pytest.mark.parametrize("steps", [10**400, 10**15])
+def test_more_steps_than_a_float_can_count(steps):
+    found = risk("rdp", SubsampledGaussian(0.5, 0.5), steps=steps, delta=1e-5)
+    assert set(flat(found).values()) == {1.0}
+    assert compose("pld", [(MNIST, 10**400), (SubsampledGaussian(2.0, 0.01), 3)]).epsilon(delta=1e-5) == math.inf
