@@ -96,7 +96,7 @@ def _inverse(eps: Array, counts: Array, log_weights: Array, sigma: float) -> Arr
     at, target = x[inside], eps[inside]
     for _ in range(_TURNS):
         values, slopes = _loss(at, counts, log_weights, sigma)
-        step = (values - target) / np.maximum(slopes, 1e-300)
+        step = np.minimum((values - target) / np.maximum(slopes, 1e-300), np.abs(at) + 40.0 * sigma)
         at = at - np.maximum(step, 0.0)
         if np.all(step <= 1e-13 * np.maximum(np.abs(at), sigma)):
             break
