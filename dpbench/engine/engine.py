@@ -212,10 +212,8 @@ class PrivacyEngine(State):
 
         Args:
             loss_fn: loss_fn(outputs, targets) -> [B].
-            compile: from the third or fourth batch of a shape on, run the step as a program if that is faster
-                (`clipping.graphs`). True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor
-                out on a CPU. What goes on from a checkpoint takes the same way; its first steps, before there is a
-                graph, are equal to rounding.
+            compile: run the step as a program where that is faster (`clipping.graphs`). True refuses what is no
+                program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU. A checkpoint keeps the way.
         """
         return WholeStep(self, loss_fn, compile=compile)
 
