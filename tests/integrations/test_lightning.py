@@ -79,7 +79,8 @@ def strategy_of(seed=3, cls=PrivateStrategy, **privacy):
 
 def fit(strategy, module=None, *, loader=None, ckpt_path=None, validate=False, **options):
     module = Classifier() if module is None else module
-    known = {"max_epochs": 3, "enable_checkpointing": "callbacks" in options and bool(options["callbacks"])}
+    keeps = any(isinstance(callback, ModelCheckpoint) for callback in options.get("callbacks", ()))
+    known = {"max_epochs": 3, "enable_checkpointing": keeps}
     trainer = Trainer(strategy=strategy, **{**QUIET, **known, **options})
     loader = DataLoader(data(), batch_size=4, shuffle=True) if loader is None else loader
     trainer.fit(module, loader, DataLoader(data(), batch_size=20) if validate else None, ckpt_path=ckpt_path)
