@@ -115,7 +115,17 @@ no `accelerator.backward()` (`dpbench.integrations`).
 
 ## What the engine holds to
 
-A model or a loss in which records mix is refused. A step that fails releases nothing. `dpbench.engine` has the rules
+Proved for every step: each record's clipped gradient is in the sum once, noise is added once, and a constant divides.
+Whether records mix is looked at, by other records, by NaN in their place and by more or fewer of them:
+
+| entrance | what is looked at | when |
+|---|---|---|
+| `make_step` | model and loss | new code or shapes; a program can do nothing else later, and its guards see what changes |
+| `optimizer.step(loss=...)`, `virtual_step`, accelerate | model, and what is made of its outputs | new shapes, 1 step of 400 |
+| Trainer, Lightning, Opacus | the same, and how the loss divides | the first batches, new shapes, 1 step of 400 |
+| `load_backend(...)` | model and loss | new graphs and shapes, 1 step of 200 |
+
+What mixes is refused. A step that fails releases nothing. `dpbench.engine` has the rules
 that every entrance ends in, and `dpbench.integrations.sharp_edges` what people do, what happens then, and the test that
 holds it. One thing is yours to see to: in a loop of your own the engine sees the model, and not what the loss reads
 from the labels of other records. Divide losses by constants.
