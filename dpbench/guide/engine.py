@@ -120,10 +120,10 @@ Whether records mix is looked at, by other records, by NaN in their place and by
 
 | entrance | what is looked at | when |
 |---|---|---|
-| `make_step` | model and loss | new code or shapes; a program can do nothing else later, and its guards see what changes |
-| `optimizer.step(loss=...)`, `virtual_step`, accelerate | model, and what is made of its outputs | new shapes, 1 step of 400 |
+| `make_step` | model and loss | new code and shapes; a program does the same later, or its guards see it |
+| `optimizer.step`, `virtual_step`, accelerate | model, and what is made of its outputs | new shapes, 1 step of 400 |
 | Trainer, Lightning, Opacus | the same, and how the loss divides | the first batches, new shapes, 1 step of 400 |
-| `load_backend(...)` | model and loss | new graphs and shapes, 1 step of 200 |
+| `load_backend(...)` | model and loss | new graphs and shapes, 1 step of 400 |
 
 What mixes is refused. A step that fails releases nothing. `dpbench.engine` has the rules
 that every entrance ends in, and `dpbench.integrations.sharp_edges` what people do, what happens then, and the test that

@@ -37,6 +37,7 @@ round. Absolute times depend on the hour; ratios hold. Every timed step is check
 | `distributed` | What does it cost in several processes? |
 | `accountants`, `accounting_sweeps`, `accounting_map` | ε by each accountant, and how tight it is |
 | `accountant_price`, `sampling_schemes` | What a loose accountant costs; what each sampling scheme has |
+| `tuning` | ε of the best of several runs beside that of one |
 | `evidence` | What a GPU is to show, most telling first (`make gpu`) |
 
 `python -m dpbench list` prints them with a line each; results/README.md has what was found.
