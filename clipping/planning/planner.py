@@ -204,7 +204,7 @@ class Planner:
     ) -> dict[Kind, Costs]:
         """By kind of use: those on record, else timed if they may be, else predicted."""
         if not self._times(losses):
-            kernels = UNTIMED if losses.device.type == "cuda" else None
+            kernels = None if losses.device.type == "cpu" else UNTIMED
             pairs = zip(readings, kinds, strict=True)
             return {what: predicted(rule, use.output, kernels=kernels) for (use, _, rule), what in pairs}
         cache = self._cache(losses.device)

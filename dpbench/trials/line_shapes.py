@@ -50,12 +50,8 @@ ENVIRONMENT: Shape = {
     "device": TEXT,
     "device_name": TEXT,
     "torch?": _TEXT,
-    "threads?": _WHOLE,
     "cpu_model?": _TEXT,
-    "cpu_count?": _WHOLE,
-    "cpus_available?": _WHOLE,
-    "memory_total?": _WHOLE,
-    "device_memory?": _WHOLE,
+    **dict.fromkeys(("threads?", "cpu_count?", "cpus_available?", "memory_total?", "device_memory?"), _WHOLE),
     "load_average?": Or(SECONDS, None),
     "packages?": _VERSIONS,
     "variables?": Each(TEXT),
@@ -144,6 +140,7 @@ _TRIALS = {
     "norms": "family precision small",
     "parts": "model backend batch_size precision optimizer",
     "profile": "model backends batch_size precision",
+    "launches": "model backends batch_size",
 }
 
 _FILES: Shape = {"files?": Each(FILE_NAME)}
@@ -182,6 +179,7 @@ _PROFILED: Shape = {
     **dict.fromkeys(("operations", "device_seconds"), FINITE),
     "top": [{"name": TEXT, "asked_by": _TEXT, "calls": FINITE, "seconds": SECONDS, "share": FINITE}],
 }
+_LAUNCHED = ("launches", "bytes_read", "bytes_written", "flops")
 _PAIRED: Shape = {"backends": Each(Or(_MEASURED, _FAILED)), "parameters?": WHOLE}
 _PART: Shape = {"seconds": Some(SECONDS), "launches": Or(FINITE, None), "waits": Or(FINITE, None)}
 _CLAIM: Shape = {"epsilon": NUMBER, "kind": TEXT, "detail?": Each(ANY)}
@@ -286,6 +284,7 @@ _RESULTS: Mapping[str, Shape] = {
         },
     },
     "profile": {"counted": TEXT, "backends": Each(Or(_PROFILED, _FAILED))},
+    "launches": {"backends": Each(Or({"outcome": one_of("ok"), **dict.fromkeys(_LAUNCHED, COUNT)}, _FAILED))},
     "utility": {
         "accuracy": FINITE,
         "curve": Some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),

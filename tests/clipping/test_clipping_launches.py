@@ -1,31 +1,28 @@
 """What a private step asks of a GPU: few launches, however large the batch; and that few give what many gave.
 
-On tensors of no values and no device ("meta"), where `fused.runs` is told that there is a GPU: autograd on tensors of
-CUDA without values asks for its driver.
+On tensors of no values and no device ("meta"), by `dpbench.measure.launches`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from fused_checks import CHECKS, COMPILED, outcome
-from launches import Launches
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend, portions
-from clipping.kernels import cuda, fused
+from clipping.kernels import cuda
 from clipping.portions import added_at_once, of_one_size, weighted_at_once
 from clipping.rules import base, weight
 from dpbench.conformance.sensitivity.records import RECORDS
+from dpbench.measure.launches import Launches, as_on_a_gpu
 from dpbench.measure.sensitivity import sensitivity
 from dpbench.models.loading import load_workload
 
@@ -70,25 +67,12 @@ def test_the_kernels_on_a_gpu(name: str):
     assert outcome(CHECKS[name], "cuda") is None
 
 
-@contextlib.contextmanager
-def counted(monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> Iterator[Launches]:
-    """Launches of a step on a device of 80 GiB that only the workspace knows of."""
-    monkeypatch.setattr(base.Rule, "room", lambda rule: 80 * 2**30 // base.SHARE)
-    launches = Launches()
-    monkeypatch.setattr(fused, "runs", lambda *tensors: triton and tensors[0].is_meta)
-    monkeypatch.setattr(fused, "_run", lambda program, *given, **constants: launches.found.update([program]))
-    with launches:
-        yield launches
-
-
-def of_a_step(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch, *, triton: bool) -> Counter[str]:
+def of_a_step(name: str, batch_size: int, *, triton: bool) -> Counter[str]:
     workload = load_workload("resnet18", data="synthetic")
     x, targets = (each.to("meta")[:1].expand(batch_size, *each.shape[1:]) for each in workload.batch(1))
-    with load_backend(name)(workload.model.to("meta"), workload.loss_fn, verify=False) as backend:
-        if name == "bk_mixed":
-            backend.planner.timing = False
-        with counted(monkeypatch, triton=triton) as launches:
-            backend(x, targets)
+    made = load_backend(name)(workload.model.to("meta"), workload.loss_fn, verify=False)
+    with made as backend, as_on_a_gpu(Launches(), triton=triton) as launches:
+        backend(x, targets)
     return launches.found
 
 
@@ -97,24 +81,22 @@ def of_a_step(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch, *, tr
     ("name", "triton", "most"),
     [("bk_mixed", True, 2.6), ("mixed_ghost", True, 3.2), ("bk_mixed", False, 6.6), ("mixed_ghost", False, 7.6)],
 )
-def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_training(
-    name, triton, most, batch_size, monkeypatch
-):
-    ordinary = of_a_step("nonprivate", batch_size, monkeypatch, triton=triton)
-    private = of_a_step(name, batch_size, monkeypatch, triton=triton)
+def test_a_step_of_a_large_batch_takes_few_times_the_launches_of_ordinary_training(name, triton, most, batch_size):
+    ordinary = of_a_step("nonprivate", batch_size, triton=triton)
+    private = of_a_step(name, batch_size, triton=triton)
     assert sum(ordinary.values()) == 142
     most += 0.3 if batch_size % 64 else 0  # portions leave something over
     assert sum(private.values()) <= most * 142, (sum(private.values()), private.most_common(30))
     assert triton == (private["shifted"] > 0 and private["reach"] > 0)
 
 
-def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs(monkeypatch):
+def test_the_scale_of_a_layer_norm_takes_one_launch_and_no_pass_of_torchs():
     model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16)).to("meta")
     x, targets = torch.empty(5, 9, 8, device="meta"), torch.empty(5, device="meta")
     with load_backend("bk_ghost")(model, lambda y, _: y.square().sum((1, 2)), verify=False) as backend:
-        with counted(monkeypatch, triton=True) as launches:
+        with as_on_a_gpu(Launches(), triton=True) as launches:
             backend(x, targets)
-        with counted(monkeypatch, triton=False) as without:
+        with as_on_a_gpu(Launches(), triton=False) as without:
             backend(x, targets)
     assert launches.found["scale"] == 1 and launches.found["sub"] == 0
     assert without.found["scale"] == 0 and without.found["sub"] == 1
@@ -124,7 +106,7 @@ def test_a_count_that_grows_is_found(monkeypatch):
     """One portion after the other, as on a CPU: the count tells."""
     for module in (weight, portions):
         monkeypatch.setattr(module, "at_once", lambda x: False)
-    assert sum(of_a_step("bk_mixed", 1024, monkeypatch, triton=True).values()) > 6 * 142
+    assert sum(of_a_step("bk_mixed", 1024, triton=True).values()) > 6 * 142
 
 
 @pytest.mark.parametrize(

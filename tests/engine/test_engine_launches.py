@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from launches import Launches
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,6 +18,7 @@ from clipping.kernels import cuda, noise
 from clipping.kernels.noise import Segments
 from clipping.types import ClippedGradient
 from dpbench import PrivacyEngine
+from dpbench.measure.launches import Launches
 
 MOST = 60
 

@@ -30,6 +30,7 @@ from dpbench.trials import (
     TunedTrial,
 )
 from dpbench.trials.evidence import DeviceTrial, NormsTrial, PartsTrial, ProfileTrial
+from dpbench.trials.launches import LaunchesTrial
 from dpbench.trials.whole_step import TrainingStepTrial
 
 HOSTILE = "<script>alert(1)</script>\"&'"
@@ -194,7 +195,13 @@ def evidence(run, name):
     told = {"outcome": "ok", "evidence": None, "launches": 5.0, "waits": 0.0, "operations": 2.0, "device_seconds": 0.1}
     files = {"nonprivate.json.gz": "a-nonprivate.json.gz"}
     profile = {"parameters": 9, "counted": "kernels", "backends": {"nonprivate": told | {"top": top}}, "files": files}
-    return run.add(ProfileTrial(model=name, batch_size=8), profile)
+    run.add(ProfileTrial(model=name, batch_size=8), profile)
+    plain, private = (
+        {"outcome": "ok", "launches": n, "bytes_read": n, "bytes_written": n, "flops": n, "operations": {"mm": n}}
+        for n in (5, 9)
+    )
+    trial = LaunchesTrial(model=name, backends=["nonprivate", "ghost"], batch_size=8)
+    return run.add(trial, {"parameters": 9, "backends": {"nonprivate": plain, "ghost": private}})
 
 
 @pytest.fixture(scope="module")
@@ -240,6 +247,7 @@ def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
         "Of 1 backend none is never wrong in 1 case; wrong: vmap in 1.",
         "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed), "
         "ordinary training 93.0%.",
+        "Ghost takes 1.80× the launches, 1.80× the bytes and 1.80× the operations of ordinary training.",
         "Of a secret that is there 64 times ordinary fine-tuning gives away 13.0 of 13.3 bits, at ε = 8 1.5 (1.4 by "
         "chance); code takes 2.00 and 2.00 bits a byte, 3.00 before.",
     ],

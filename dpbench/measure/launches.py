@@ -1,0 +1,268 @@
+"""Body of a `LaunchesTrial`: launches, bytes and operations of one step on a GPU, counted without one.
+
+The step runs under fake tensors on the device "meta": they have shapes, and neither values nor memory. (Autograd asks
+the driver of a fake tensor on CUDA.) The backend is told that there is a GPU: one of 80 GiB, on which Triton's programs
+run. So it takes the same way as there, in float32: autocast knows no meta tensors. Routes are chosen by formula, since
+nothing can be timed.
+
+**A launch** is an operation of torch's that computes or copies, or a Triton program. Each counts once; one on a list of
+tensors as often as torch's kernels for lists take. A GPU launches several kernels for some of them (the backward pass
+of a convolution, copies into cuDNN's layout), so a profiler counts more, of ordinary training too. A CUDA graph replays
+the same operations, without Python between them.
+
+**Bytes** are those of each operand once and of each result once: what an operation moves at least, with no cache
+between two of them. **Operations** are of matrix products, convolutions and attention, as torch's counter has them
+(`torch.utils.flop_counter`), and of the products in Triton's programs.
+
+transformers builds its causal mask as it does while a step is captured: whether sequences are packed is a value, which
+nobody can ask for here. Attention is torch's memory-efficient kernel, which CUDA takes for float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from clipping import Backend
+from clipping.kernels import cuda, fused
+from clipping.rules import base
+from dpbench.measure.bench import parameter_count, tensors_in
+from dpbench.models.loading import load_workload
+from dpbench.trials.backend_classes import backend_class
+from dpbench.trials.launches import LaunchesTrial
+from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
+
+#: Tensors of a list that one launch of torch's takes: 64 pairs, 110 single ones, 128 that are put together.
+AT_ONCE = 64
+#: Entries that one launch on a list goes through: 320 blocks of 65,536.
+ENTRIES = 320 * 65_536
+#: Operations for whose answer the host waits.
+WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}
+#: What overwrites its first argument without a look at it.
+_OVERWRITES = ("copy_", "fill_", "zero_")
+#: What reads as much of its first argument as it returns.
+_GATHERS = ("embedding", "index", "gather", "index_select")
+#: What reads and writes as much of its first argument as its last tensor has.
+_SCATTERS = ("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_")
+_MEMORY = 80 * 2**30
+
+
+def run(trial: LaunchesTrial) -> dict[str, Any]:
+    """{"parameters", "backends": {name: entry}}, an entry as of `counted`, or "outcome" and "evidence" of a failure.
+
+    Args:
+        trial: which model, under which backends.
+
+    Raises:
+        PartlyFailed: a backend's entry is an `error`; with the whole result.
+    """
+    sizes = {name: getattr(trial, name) for name in ("image_size", "num_classes") if getattr(trial, name) is not None}
+    found: dict[str, dict[str, Any]] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        workload = load_workload(trial.model, data="synthetic", device="meta", **sizes)
+        batch = workload.batch(trial.batch_size)
+        for name in trial.backends:
+            try:
+                with backend_class(name)(workload.model, workload.loss_fn, verify=False) as backend:
+                    found[name] = counted(backend, *batch)
+            except Exception as error:
+                outcome, evidence, _ = classify(error)
+                found[name] = {"outcome": outcome, "evidence": evidence}
+        result = {"parameters": parameter_count(workload.model), "backends": found}
+    for name, entry in found.items():
+        if entry["outcome"] not in FINAL:
+            raise PartlyFailed(entry["outcome"], result, f"{name}: {entry['evidence']}")
+    return result
+
+
+def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
+    """{"outcome": "ok", "launches", "bytes_read", "bytes_written", "flops", "operations": {name: launches}} of a step.
+
+    The second one: what a first step looks at, it looks at once.
+
+    Args:
+        backend: of a model whose parameters are fake ones on "meta".
+        inputs, targets: a batch, likewise.
+    """
+    for _ in range(2):
+        with as_on_a_gpu(Launches()) as launches:
+            backend(inputs, targets)
+    counts = {"bytes_read": launches.bytes_read, "bytes_written": launches.bytes_written, "flops": launches.flops}
+    operations = dict(launches.found.most_common())
+    return {"outcome": Outcome.OK, "launches": launches.found.total(), **counts, "operations": operations}
+
+
+class Launches(TorchDispatchMode):
+    """Counts what each operation asks of a device; none may wait for it.
+
+    Attributes:
+        found: operation -> launches.
+        bytes_read, bytes_written: of operands and results.
+        flops: of products, 2 for a multiplication and an addition.
+        counting: whether it counts; see `paused`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+        self.bytes_read = self.bytes_written = self.flops = 0
+        self.counting = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        kind, _, name = func._schema.name.partition("::")
+        assert name not in WAITS, f"{name} waits for the device"
+        if self.counting and kind == "aten" and not name.startswith(("empty", "new_empty")):
+            self._count(func, name, args, kwargs, result)
+        return result
+
+    def _count(self, func: Any, name: str, args: Any, kwargs: Any, result: Any) -> None:
+        given, results = tensors_in(args, kwargs), tensors_in(result)
+        memory = {x.untyped_storage()._cdata for x in given}
+        new = [x for x in results if x.untyped_storage()._cdata not in memory]
+        if not new and not func._schema.is_mutable:
+            return  # a view
+        lists = [tensors for x in args if isinstance(x, (list, tuple)) and (tensors := tensors_in(x))]
+        length = max(map(len, lists), default=1)
+        entries = max((sum(x.numel() for x in tensors) for tensors in lists), default=0)
+        self.found[name] += max(-(-length // AT_ONCE), -(-entries // ENTRIES))
+        written = [
+            x
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for x in tensors_in(value)
+        ]
+        if name in _SCATTERS:
+            written, given = [given[-1]], [*given[1:], given[-1]]
+        elif name in _GATHERS:
+            given = [*given[1:], *new]
+        elif name in _OVERWRITES:
+            given = given[1:]
+        self._move(given, [*new, *written])
+        packet = func._overloadpacket
+        if packet is torch.ops.aten.convolution_backward:
+            self.flops += _of_convolution_backward(*args)
+        elif packet in flop_registry:
+            self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+    def program(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0) -> None:
+        """Count a program of Triton's.
+
+        Args:
+            name: of the program.
+            given: what it reads.
+            results: what it writes.
+            flops: operations of its products.
+        """
+        if self.counting:
+            self.found[name] += 1
+            self.flops += flops
+            self._move(given, results)
+
+    def _move(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+        views: Counter[int] = Counter()
+        for x in {id(x): x for x in given}.values():
+            views[x.untyped_storage()._cdata] += _bytes(x)
+        whole = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in given}
+        self.bytes_read += sum(min(count, whole[key]) for key, count in views.items())  # what several views show, once
+        self.bytes_written += sum(map(_bytes, results))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it nothing is counted."""
+        before, self.counting = self.counting, False
+        try:
+            yield
+        finally:
+            self.counting = before
+
+
+def _bytes(x: Tensor) -> int:
+    """In memory: a dimension that was expanded is there once."""
+    return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
+
+
+@contextmanager
+def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches]:
+    """Within it steps on "meta" go the way of a GPU of 80 GiB, and are counted.
+
+    Args:
+        launches: counts.
+        triton: whether Triton's programs run there; else torch's operations run in their place.
+    """
+
+    def launched(program: str, tensors: Any, count: int, each: int, numbers: Any, *_: Any, **constants: Any) -> Tensor:
+        written = torch.empty(count, each, device="meta")
+        launches.program(program, tensors, [written], _FLOPS[program](*tensors, numbers(*tensors), constants))
+        return written.sum(1)
+
+    def ran(program: str, programs: int, tensors: Sequence[Tensor], *others: Any, **constants: int) -> None:
+        launches.program(program, tensors[:-1], tensors[-1:])
+
+    known = (*cuda.DTYPES, *cuda.IDS)
+    with ExitStack() as stack:
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))
+        library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")
+        for owner, name, value in (
+            (cuda, "supported", lambda *given: triton and all(x.is_meta and x.dtype in known for x in given)),
+            (cuda, "_launch", launched),
+            (fused, "runs", lambda *given: cuda.supported(*given)),
+            (fused, "_run", ran),
+            (base.Rule, "room", lambda rule: _MEMORY // base.SHARE),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield stack.enter_context(launches)
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As CUDA has it for float32."""
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+    if mask is not None:
+        mask = torch.where(mask, 0.0, -math.inf) if mask.dtype == torch.bool else mask
+        mask = mask.to(q.dtype).expand(*q.shape[:-1], k.shape[-2])
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    attention = torch.ops.aten._scaled_dot_product_efficient_attention
+    return attention(q, k, v, mask, trains, dropout, causal, scale=scale)[0]
+
+
+def _of_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *others: Any) -> int:
+    """Each gradient takes as many as the forward pass; torch's formula for the weight's leaves groups out."""
+    *_, transposed, _, _, (of_input, of_weight, _) = others
+    positions = len(x) * math.prod((x if transposed else g).shape[2:])
+    return 2 * weight.numel() * positions * (of_input + of_weight)
+
+
+def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:
+    _, channels, *_ = numbers  # of a group
+    return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
+
+
+#: Program of `clipping.kernels.cuda` -> the operations of its products.
+_FLOPS: dict[str, Callable[..., int]] = {  # of Gram matrices, which are symmetric, half
+    "gram": lambda a, g, *_: len(a) * a.shape[1] ** 2 * (a.shape[2] + g.shape[2]),
+    "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
+    "instantiated": lambda a, g, *_: 2 * a.numel() * g.shape[2],
+    "convolution": _of_convolution,
+}

@@ -1,0 +1,38 @@
+"""The trial that counts what steps ask of a GPU, without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from dpbench.trials.base import Trial
+from dpbench.trials.steps import STEP_SOURCES, modules_of_step
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchesTrial(Trial):
+    """Launches, bytes and operations of one step of each backend, in float32: counted on tensors without values.
+
+    `image_size` and `num_classes` may be None for a model that reads text.
+    """
+
+    kind: ClassVar[str] = "launches"
+    body: ClassVar[str] = "dpbench.measure.launches:run"
+    sources: ClassVar[tuple[str, ...]] = STEP_SOURCES
+    model: str
+    backends: Sequence[str]
+    batch_size: int
+    image_size: int | None = 32
+    num_classes: int | None = 10
+    timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def modules(self) -> tuple[str, ...]:
+        return ("torch._dynamo", *modules_of_step(self, self.model, self.backends))

@@ -1,0 +1,46 @@
+"""Launches, bytes and operations of a step on a GPU: five models, counted without one.
+
+The models and batches are those of the experiment `evidence`, which times them where there is a GPU. What Python costs
+between two launches is not counted: `evidence` and `overhead` tell.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment
+from dpbench.trials.launches import LaunchesTrial
+
+BACKENDS = ("nonprivate", "bk_mixed", "mixed_ghost")
+#: (model, batch size, pixels, classes)
+MODELS = (
+    ("resnet18", 256, 32, 10),
+    ("resnet50", 256, 32, 10),
+    ("transformers:gpt2@1024", 8, None, None),
+    ("timm:vit_base_patch16_224", 64, 224, 1000),
+    ("transformers:roberta@128", 64, None, 2),
+)
+
+
+def cells(device: str) -> list[LaunchesTrial]:
+    """The same on every device: nothing is computed."""
+    return [
+        LaunchesTrial(model=model, backends=BACKENDS, batch_size=batch, image_size=size, num_classes=classes)
+        for model, batch, size, classes in MODELS
+    ]
+
+
+def smoke(device: str) -> list[LaunchesTrial]:
+    tiny = "transformers:gpt2?n_layer=1&n_embd=32&n_head=2&vocab_size=64@16"
+    return [
+        LaunchesTrial(model="cnn", backends=BACKENDS, batch_size=4),
+        LaunchesTrial(model=tiny, backends=BACKENDS, batch_size=4, image_size=None),
+    ]
+
+
+EXPERIMENT = Experiment(
+    name="launches",
+    doc="launches, bytes and operations of private and ordinary steps on a GPU, counted without one",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("launches",),
+)

@@ -1,0 +1,170 @@
+"""Launches, bytes and operations of a step, counted without a GPU: rules of counting, and the counts on record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from clipping import load_backend, portions
+from clipping.kernels import cuda
+from clipping.rules import weight
+from dpbench.experiment import load_experiment
+from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run
+from dpbench.records.store import read_records
+from dpbench.trials.launches import LaunchesTrial
+from dpbench.trials.outcome import PartlyFailed
+
+RESULTS = Path(__file__).resolve().parents[2] / "results/launches"
+#: Model -> the most launches, bytes and operations of `bk_mixed`, of ordinary training's.
+MOST = {
+    "resnet18": (2.6, 1.5, 1.1),
+    "resnet50": (2.6, 1.4, 1.1),
+    "transformers:gpt2@1024": (1.8, 1.3, 1.1),
+    "timm:vit_base_patch16_224": (3.4, 1.6, 1.1),
+    "transformers:roberta@128": (2.6, 1.6, 1.1),
+}
+
+
+def meta(*shape: int) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", requires_grad=True)
+
+
+def ratios(backends: dict[str, Any], name: str = "bk_mixed") -> tuple[float, float, float]:
+    def of(entry: dict[str, Any]) -> tuple[int, int, int]:
+        return entry["launches"], entry["bytes_read"] + entry["bytes_written"], entry["flops"]
+
+    found = [x / y for x, y in zip(of(backends[name]), of(backends["nonprivate"]), strict=True)]
+    return found[0], found[1], found[2]
+
+
+def beyond(found: tuple[float, ...], most: tuple[float, ...]) -> bool:
+    return any(x > y for x, y in zip(found, most, strict=True))
+
+
+def test_a_linear_layer_by_hand():
+    """y = xWᵀ, L = Σ y: of x [8, 6], W [5, 6] ordinary training takes one product forward and one backward."""
+    model = nn.Linear(6, 5, bias=False, device="meta")
+    with load_backend("nonprivate")(model, lambda y, _: y.sum(1), verify=False) as backend:
+        found = counted(backend, torch.empty(8, 6, device="meta"), torch.empty(8, device="meta"))
+    assert found["operations"] == {"mm": 2, "sum": 2, "ones_like": 1}
+    assert found["flops"] == 2 * (2 * 8 * 6 * 5)
+    x, w, y, losses = 8 * 6, 5 * 6, 8 * 5, 8
+    expanded = 1  # the gradient of a sum is one number, expanded
+    assert found["bytes_read"] == 4 * ((x + w) + y + losses + 1 + expanded + x)
+    assert found["bytes_written"] == 4 * (y + losses + 1 + 1 + w)
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_both_gradients_of_a_convolution_take_what_its_forward_pass_takes(groups, transposed):
+    """Of one with groups, too, where torch's own formula says more."""
+    function, x = F.conv_transpose2d if transposed else F.conv2d, meta(3, 8, 9, 9)
+    w = meta(8, 16 // groups, 3, 3) if transposed else meta(16, 8 // groups, 3, 3)
+    with Launches() as forward:
+        y = function(x, w, padding=1, groups=groups)
+    with Launches() as backward:
+        torch.autograd.grad(y.sum(), (x, w))
+    assert forward.flops == 2 * 3 * 81 * 9 * 16 * 8 // groups and backward.flops == 2 * forward.flops
+
+
+def test_views_launch_nothing_and_what_is_read_and_written_is_counted():
+    x, into, table = meta(4, 6).detach(), meta(4, 6).detach(), meta(100, 6).detach()
+    ids = torch.empty(5, dtype=torch.int64, device="meta")
+    with Launches() as views:
+        x.t().unsqueeze(0).expand(3, 6, 4)[1:].detach().view(2, 6, 4).split(1)
+    assert views.found.total() == 0 and views.bytes_read == views.bytes_written == 0
+    for operation, name, read, written in (
+        (lambda: x + into, "add", 48, 24),
+        (lambda: x + x, "add", 24, 24),
+        (lambda: x.add_(into), "add_", 48, 24),
+        (lambda: into.copy_(x), "copy_", 24, 24),
+        (lambda: x.zero_(), "zero_", 0, 24),
+        (lambda: x + x[:1].expand(4, 6), "add", 24, 24),
+        (lambda: x + into[:1].expand(4, 6), "add", 30, 24),
+        (lambda: table[ids], "index", 2 * 5 + 30, 30),  # a number of 8 bytes is two of 4
+        (lambda: F.embedding(ids, table), "embedding", 2 * 5 + 30, 30),
+        (lambda: table.index_add_(0, ids, table[:5]), "index_add_", 2 * 5 + 30, 30),
+    ):
+        with Launches() as launches:
+            operation()
+        assert dict(launches.found) == {name: 1}
+        assert (launches.bytes_read, launches.bytes_written) == (4 * read, 4 * written), name
+
+
+def test_triton_programs_are_counted_with_the_operations_of_their_products():
+    with as_on_a_gpu(Launches()) as launches:
+        cuda.gram_norm(meta(2, 7, 3), meta(2, 7, 5))
+        assert launches.flops == 2 * 7 * 7 * (3 + 5)
+        cuda.instantiated_norm(meta(2, 7, 3), meta(2, 7, 5))
+        assert launches.flops == 2 * 7 * 7 * (3 + 5) + 2 * 2 * 7 * 3 * 5
+        before = launches.flops
+        cuda.convolution_norm(meta(2, 4, 6, 6), meta(2, 8, 6, 6), (3, 3), (1, 1), (1, 1), (1, 1), 2)
+        assert launches.flops - before == 2 * 2 * 36 * 8 * 2 * 9
+    assert {name: launches.found[name] for name in ("gram", "instantiated", "convolution")} == {
+        "gram": 1,
+        "instantiated": 1,
+        "convolution": 1,
+    }
+    assert not cuda.supported(meta(1))
+
+
+def test_attention_is_the_kernel_that_cuda_takes():
+    q = meta(2, 3, 16, 8)
+    mask = torch.ones(16, 16, dtype=torch.bool, device="meta")
+    with as_on_a_gpu(Launches()) as launches:
+        F.scaled_dot_product_attention(q, q, q, mask).sum().backward()
+    assert launches.found["_scaled_dot_product_efficient_attention"] == 1
+    assert launches.found["_scaled_dot_product_efficient_attention_backward"] == 1 and launches.found["bmm"] == 0
+    with Launches() as without:
+        F.scaled_dot_product_attention(q, q, q, mask)
+    assert without.found["bmm"] == 2
+
+
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_small_model_is_counted(place):
+    trial = load_experiment("launches").smoke("cpu")[place]
+    backends = run(trial)["backends"]
+    plain = backends["nonprivate"]
+    assert list(backends) == list(trial.backends) and plain["launches"] == sum(plain["operations"].values())
+    for entry in backends.values():
+        assert entry["outcome"] == "ok" and entry["launches"] >= plain["launches"]
+        assert entry["flops"] >= plain["flops"] and entry["bytes_read"] >= plain["bytes_read"]
+
+
+def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
+    monkeypatch.setattr("clipping.tape_backends.BkMixed.__call__", lambda *given: 1 / 0)
+    trial = LaunchesTrial(model="cnn", backends=["bk_mixed", "nonprivate"], batch_size=2)
+    with pytest.raises(PartlyFailed, match="(?s)^bk_mixed: .*ZeroDivisionError") as raised:
+        run(trial)
+    entries = raised.value.result["backends"]
+    assert entries["nonprivate"]["outcome"] == "ok" and entries["bk_mixed"]["outcome"] == "error"
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, dict[str, Any]]:
+    """Model -> the counts on record."""
+    lines = read_records(RESULTS)
+    return {r["trial"]["model"]: r["result"]["backends"] for r in lines if r["outcome"] == "ok"}
+
+
+@pytest.mark.parametrize("model", MOST)
+def test_committed_counts_are_within_their_limits(model, recorded):
+    assert not beyond(ratios(recorded[model]), MOST[model]), ratios(recorded[model])
+
+
+def test_today_s_code_takes_no_more_than_is_on_record_and_a_regression_is_seen(recorded, monkeypatch):
+    """One portion after the other, as on a CPU: what `bk_mixed` would launch is beyond the limit, and the record."""
+    trial = next(t for t in load_experiment("launches").cells("cpu") if t.model == "resnet18")
+    trial = trial.replace(backends=("nonprivate", "bk_mixed"))
+    known = ratios(recorded["resnet18"])
+    slack = tuple(1.05 * ratio for ratio in known)
+    assert not beyond(ratios(run(trial)["backends"]), slack)
+    for module in (weight, portions):
+        monkeypatch.setattr(module, "at_once", lambda x: False)
+    found = ratios(run(trial)["backends"])
+    assert beyond(found, slack) and found[0] > MOST["resnet18"][0]
