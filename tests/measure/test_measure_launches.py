@@ -139,7 +139,7 @@ def test_a_small_model_is_counted(place):
 def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
     monkeypatch.setattr("clipping.tape_backends.BkMixed.__call__", lambda *given: 1 / 0)
     trial = LaunchesTrial(model="cnn", backends=["bk_mixed", "nonprivate"], batch_size=2)
-    with pytest.raises(PartlyFailed, match="(?s)^bk_mixed: .*ZeroDivisionError") as raised:
+    with pytest.raises(PartlyFailed, match=r"(?s)^bk_mixed: .*ZeroDivisionError") as raised:
         run(trial)
     entries = raised.value.result["backends"]
     assert entries["nonprivate"]["outcome"] == "ok" and entries["bk_mixed"]["outcome"] == "error"

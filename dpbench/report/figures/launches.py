@@ -10,7 +10,7 @@ import pandas as pd
 
 from dpbench.report import captions, readable, style
 from dpbench.report.data.select import LeftOut, Record
-from dpbench.report.data.statistics import Row, count_failures, frame_of
+from dpbench.report.data.statistics import Row, count_failures, frame_of, in_order
 from dpbench.report.figures import evidence
 from dpbench.report.style import missing
 
@@ -32,7 +32,8 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
             row |= counts | {f"{name}_ratio": counts[name] / base[name] for name in counts if base.get(name)}
             rows.append(row)
     ratios = [f"{name}_ratio" for name in _WORDS]
-    return frame_of(rows, ("model", "batch_size", "backend", *_WORDS, *ratios, "note"))
+    frame = frame_of(rows, ("model", "batch_size", "backend", *_WORDS, *ratios, "note"))
+    return in_order(frame, "model", "backend")
 
 
 def _counts(entry: dict[str, Any]) -> dict[str, int]:
@@ -72,6 +73,7 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
         "convolution's backward pass. A CUDA graph replays the same operations, without Python between them.",
         "Bytes: each operand and each result of an operation once, in no cache between two. Operations: of matrix "
         "products, convolutions and attention, 2 for a multiplication and an addition.",
+        "Models of transformers build their mask as they do in a step that is captured.",
     ]
     return captions.caption(said, records, left_out, setting=False)
 
