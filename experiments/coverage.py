@@ -6,10 +6,10 @@ Small models in float64 and train mode; one trial a model, with every backend in
 
 from __future__ import annotations
 
-from dpbench.conformance.coverage import COMPILED, CoverageTrial, models
+from dpbench.conformance.coverage import CoverageTrial, models
 from dpbench.experiment import Experiment
 
-BACKENDS = ("bk_mixed", f"bk_mixed{COMPILED}", "ghost", "opacus_hooks", "opacus_ghost")
+BACKENDS = ("bk_mixed", "ghost", "opacus_hooks", "opacus_ghost")
 
 
 def cells(device: str) -> list[CoverageTrial]:
@@ -19,9 +19,7 @@ def cells(device: str) -> list[CoverageTrial]:
 def smoke(device: str) -> list[CoverageTrial]:
     small = ("timm:test_vit", "tiny:causal/gpt2", "tiny:masked/bert")
     return [
-        CoverageTrial(
-            model=model, task=task, backends=("bk_mixed", f"bk_mixed{COMPILED}", "opacus_hooks"), device=device
-        )
+        CoverageTrial(model=model, task=task, backends=("bk_mixed", "opacus_hooks"), device=device)
         for model, task in models()
         if model in small
     ]

@@ -27,6 +27,7 @@ round. Absolute times depend on the hour; ratios hold. Every timed step is check
 | `throughput` | Samples per second against the batch size |
 | `resolution`, `sequence_length` | How does it grow with pixels, and with tokens? |
 | `vision_transformers`, `book_keeping`, `decision_map` | Do figures of the papers hold here? |
+| `captured` | Of which public models does the step run as one program? |
 | `launches` | How many launches, bytes and operations does a step ask of a GPU? Counted without one |
 | `memory_accuracy` | Does simulated memory agree with measured memory? |
 | `coverage` | On which public models is each backend exact? |

@@ -37,6 +37,7 @@ from clipping import Backend
 from clipping.kernels import cuda, fused
 from clipping.rules import base
 from dpbench.measure.bench import parameter_count, tensors_in
+from dpbench.measure.flops import of_convolution_backward
 from dpbench.models.loading import load_workload
 from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.launches import LaunchesTrial
@@ -248,10 +249,7 @@ def _attention(
 
 
 def _of_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *others: Any) -> int:
-    """Each gradient takes as many as the forward pass; torch's formula for the weight's leaves groups out."""
-    *_, transposed, _, _, (of_input, of_weight, _) = others
-    positions = len(x) * math.prod((x if transposed else g).shape[2:])
-    return 2 * weight.numel() * positions * (of_input + of_weight)
+    return of_convolution_backward(g.shape, x.shape, weight.shape, *others)
 
 
 def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:

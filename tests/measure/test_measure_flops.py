@@ -23,6 +23,16 @@ def test_a_linear_layer_by_hand():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize(("groups", "layer"), [(1, nn.Conv2d), (4, nn.Conv2d), (4, nn.ConvTranspose2d)])
+def test_a_convolution_of_groups_by_hand(groups, layer):
+    model = nn.Sequential(layer(4, 8, 3, groups=groups), nn.Flatten(), nn.LazyLinear(2))
+    inputs, targets = torch.randn(4, 4, 6, 6), torch.randint(0, 2, (4,))
+    pixels = model[0](inputs).shape[2:].numel() if layer is nn.Conv2d else 36
+    features = model(inputs) is not None and model[2].in_features
+    wanted = 2 * 2 * model[0].weight.numel() * pixels + 3 * 2 * 2 * features  # the input needs no gradient
+    assert counted(model, inputs, targets, 1) == wanted
+
+
 def test_attention_counts_on_a_cpu():
     class Attends(nn.Module):
         def __init__(self):

@@ -1,0 +1,30 @@
+"""Which of the models that people load have a step that runs as one program, and why others have none.
+
+The models and the verdicts are those of `experiments.coverage`: exact means that the program's norms and sums are
+autograd's.
+"""
+
+from __future__ import annotations
+
+from dpbench.conformance.coverage import COMPILED, CoverageTrial, models
+from dpbench.experiment import Experiment
+
+BACKENDS = (f"bk_mixed{COMPILED}",)
+
+
+def cells(device: str) -> list[CoverageTrial]:
+    return [CoverageTrial(model=model, task=task, backends=BACKENDS, device=device) for model, task in models()]
+
+
+def smoke(device: str) -> list[CoverageTrial]:
+    return [cell for cell in cells(device) if cell.model in ("timm:test_vit", "tiny:causal/gpt2")]
+
+
+EXPERIMENT = Experiment(
+    name="captured",
+    doc="which of the models of timm, torchvision and transformers have a step that runs as one program",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("coverage", "coverage_reasons"),
+)
