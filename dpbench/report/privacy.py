@@ -218,11 +218,12 @@ def prices_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: Lef
 
 def tuned_caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
     """What is published of how many runs."""
-    first = frame.iloc[0]
+    first = records[0].trial
     said = [
-        f"ε at δ = {style.plain(first.delta)} of the best of several runs, which alone is published, by Rényi "
-        f"divergences (Papernot and Steinke 2022); each run has {first.steps:,} steps at q = {first.sample_rate:.4g}. "
-        "The number of runs is drawn before the first. Dashed: of one run, its settings not tuned on the data.",
+        f"ε at δ = {style.plain(first['delta'])} of the best of several runs, which alone is published, by Rényi "
+        f"divergences (Papernot and Steinke 2022); each run has {first['steps']:,} steps at q = "
+        f"{first['sample_rate']:.4g}. The number of runs is drawn before the first. Dashed: of one run, its settings "
+        "not tuned on the data.",
         _POISSON,
     ]
     return caption(said, records, left_out, setting=False)

@@ -176,7 +176,7 @@ class Own(Trial):
         ({"experiment": TRIALS, "rounds": 0}, "at least 1"),
         ({"experiment": TRIALS, "minutes": 0}, "a positive number for --minutes"),
         ({"experiment": TRIALS, "retry": ["ok"]}, "an outcome for --retry"),
-        ({"experiment": TRIALS, "device": "tpu"}, "a device, one of auto, cpu, cuda"),
+        ({"experiment": TRIALS, "device": "tpu"}, "expected a device, got .*one of auto, cpu, cuda"),
         ({"experiment": TRIALS, "only": {"acountant": "simple"}}, "did you mean 'accountant'"),
         (
             {"experiment": StepTrial(model="cnn", backend="ghost", batch_size=2), "device": "cuda"},

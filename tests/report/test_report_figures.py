@@ -28,6 +28,7 @@ from dpbench.trials import (
     SchemeTrial,
     StepTrial,
     SweepTrial,
+    TunedTrial,
 )
 from dpbench.trials.whole_step import TrainingStepTrial
 
@@ -213,6 +214,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
         SweepTrial(**point, noise_multiplier=4.0, steps=100),
         SchemeTrial(**point, noise_multiplier=4.0, steps=100, scheme="Poisson"),
         MapTrial(**point, noise_multiplier=4.0, steps=100),
+        TunedTrial(**point, noise_multiplier=4.0, steps=100, runs=2, distribution="poisson"),
         CalibrationTrial(**point, unknown="steps", target_epsilon=1.0, noise_multiplier=4.0),
     ):
         run.add(trial, outcome="unsupported", evidence="no valid bound")

@@ -73,7 +73,7 @@ def server_of(isolation):
 def test_the_trial_is_data_and_refuses_what_is_not_known():
     trial = DistributedTrial(processes=2, spread="ddp", backends=["nonprivate", "bk_ghost"], **FEW)
     assert Trial.from_wire(trial.to_wire()) == trial and trial.backends == ("nonprivate", "bk_ghost")
-    with pytest.raises(Exception, match="expected a spread, one of ddp, fsdp, got 'ddq'"):
+    with pytest.raises(Exception, match="expected a spread, got 'ddq'; did you mean 'ddp'"):
         DistributedTrial(processes=2, spread="ddq", **FEW)
     with pytest.raises(ValueError, match="expected processes, batch_size and rounds of at least 1, got 0, 2, 2"):
         DistributedTrial(processes=0, spread="ddp", **FEW)

@@ -133,7 +133,7 @@ def tuned(frame: pd.DataFrame, caption: str) -> Figure:
         shown.append(
             Panel(title, "runs on average", label, curves, x_log=True, reference=reference, below=_below(reference))
         )
-    return panels([shown], caption, height=3.0)
+    return panels([shown] if shown else [], caption, height=3.0)
 
 
 def _below(reference: float | None) -> float | None:
