@@ -14,11 +14,13 @@ the record is, has the losses of the regimes in these shares.
   (Schuchardt et al. 2024, Unified Mechanism-Specific Amplification by Subsampling: one insertion and one deletion).
 - *without replacement*: to remove (see `accounting.sampling`) the pairs at σ/2. To replace, δ(ε) of one step is that of
   "removed" at σ/2 for ε ≥ 0 and of "added" for ε < 0 (Zhu, Dong and Wang 2022, Theorem 11): one curve, convex in e^ε,
-  so one distribution of losses: those above 0 of the first, those below of the second, the rest at 0.
+  so one distribution of losses: those above 0 of the first, those below of the second, the rest at 0. To make a
+  gradient zero is to replace it by a zero.
 - *truncated Poisson*, n records, at most B kept. Let k ~ Bin(n − 1, q) others be drawn. With k < B the record fits: a
   Poisson step. Else the others left are B drawn uniformly from all others, whatever k, and the record takes the place
   of one with probability q' = P[Bin(n, q) > B] B/n / P[k ≥ B]: a step without replacement. So the two in shares
-  P[k < B] and P[k ≥ B]; the same idea is in dp-accounting, which takes "replaced" for the second.
+  P[k < B] and P[k ≥ B]; the same idea is in dp-accounting, which takes "replaced" for the second. A record that is made
+  zero is drawn as before: it is like a removed one in the first, and like a replaced one in the second.
 
 The grid is pessimistic ("connect the dots", Doroshenko et al. 2022): the mass of P and of Q between two neighbouring
 losses goes to these two so that both are kept, which can only raise δ(ε), and at the grid's points leaves it as it is.
@@ -181,7 +183,7 @@ def directions(
         sampling = "poisson"
     if sampling == "without_replacement":
         sigma *= 0.5
-        if adjacency == "replace_one":
+        if adjacency != "add_remove":
             return [[(1.0, removed(sigma, q), 1), (1.0, added(sigma, q), -1)]]
         return [[(1.0, removed(sigma, q), 0)], [(1.0, added(sigma, q), 0)]]
     if adjacency == "replace_one":

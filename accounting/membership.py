@@ -28,11 +28,10 @@ from scipy.special import ndtr, ndtri
 from accounting.base import Accountant, Guarantee
 from accounting.convolution import LONGEST, deltas_of
 from accounting.discretised import Step
-from accounting.dominating_pairs import reach
 from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, within
 from accounting.optimistic_grid import better
 from accounting.sampling import HOME, SCHEMES
-from accounting.schemes import Phase, gaussian, on_grids, phases_of, span_of
+from accounting.schemes import Phase, gaussian, on_grids, phases_of, reach, span_of
 from accounting.series import Array
 from accounting.varying import Part, guarantee_of_parts, spending
 
@@ -51,11 +50,13 @@ class TradeOff:
         curves: (ε, δ(ε)), both [n], of each direction: δ bounded from above.
         lower: the same of one direction, bounded from below; None where there is no certified bound.
         mu: of a Gaussian mechanism, of which there are no curves.
+        exact: whether some attack reaches what `mu` says.
     """
 
     curves: tuple[tuple[Array, Array], ...] = ()
     lower: tuple[Array, Array] | None = None
     mu: float | None = None
+    exact: bool = True
 
     @property
     def advantage(self) -> float:
@@ -78,7 +79,7 @@ class TradeOff:
     def least_advantage(self) -> float | None:
         """What an attack certainly reaches."""
         if self.mu is not None:
-            return self.advantage
+            return self.advantage if self.exact else None
         return None if self.lower is None else _at_zero(*self.lower, upper=False)
 
     def least_true_positives(self, false_positives: float) -> float | None:
@@ -88,7 +89,7 @@ class TradeOff:
             false_positives: the false positive rate, in (0, 1).
         """
         if self.mu is not None:
-            return self.true_positives(false_positives)
+            return self.true_positives(false_positives) if self.exact else None
         if self.lower is None:
             return None
         at, delta = self.lower
@@ -117,7 +118,7 @@ def _remembered(kinds: tuple[Part, ...]) -> TradeOff:
         return TradeOff(mu=math.inf)
     mu, _ = gaussian(kinds)
     if mu is not None:
-        return TradeOff(mu=mu)
+        return TradeOff(mu=mu, exact=not any(m.sampling in ("shuffled", "balls_and_bins") for m, _ in kinds))
     total = sum(steps for _, steps in kinds)
     found = [_curve(phases, total) for phases in phases_of(kinds)]
     interval = min(h for *_, h in found)

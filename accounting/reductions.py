@@ -14,11 +14,14 @@ shuffled        The same for each order of the records, and so for their mixture
                 is proved (zero-out as in Chua et al. 2024a). A lower bound is in `accounting.shuffled`.
 without         Remove record x. Of the batches of b that hold x (a share q), exchange x for another record, drawn
 replacement     uniformly: that gives the batches of the dataset without x. So with probability q the sum moves by 2C at
-                most, else not at all: σ/2: q.
+                most, else not at all: σ/2: q. A record whose gradient is zero is one that x may be replaced by, so to
+                make it zero costs no more than that.
 truncated       Cut to B records, batches with more are drawn uniformly from the sample. Either x fits beside the others
 Poisson         (moving the sum by C), or it takes the place of one of them (by 2C), the second with a probability below
                 q: σ/2: q. And with τ = P[Bin(n, q) > B], T steps are τT-close to steps that were never cut, so
-                δ' = δ + τT(1 + e^ε) at the same ε (Chua et al. 2024b): whichever is smaller.
+                δ' = δ + τT(1 + e^ε) at the same ε (Chua et al. 2024b): whichever is smaller. A zero: as above.
+balls and bins  A mixture of passes, as shuffled batches are, but here to remove a record moves no other.
+                `accounting.random_allocation` has the amplification.
 all records     At q = 1 every scheme but the truncated is the Gaussian mechanism: σ: 1, or σ/2: 1 to replace one.
 replace one     Remove one, add the other: (ε, δ) twice is (2ε, (1 + e^ε)δ) (group privacy; Dwork and Roth 2014). Where
                 there is better, as for one pass, that is used.
@@ -35,19 +38,30 @@ from dataclasses import replace
 from typing import Any
 
 from accounting.mechanism import SubsampledGaussian
-from accounting.sampling import HOME, Scheme
+from accounting.sampling import BY_EPOCH, HOME, Scheme
 
 Answer = tuple[float, dict[str, Any]]
 Ask = Callable[[SubsampledGaussian, float, float], Answer]
 
 
 def at_home(mechanism: SubsampledGaussian) -> SubsampledGaussian:
-    """The same distributions under the name that accountants know: a zero for a removed record, in Poisson samples.
+    """The same distributions under the name that accountants know: a zero for a removed record, which moves no other.
 
     Args:
         mechanism: of each step.
     """
-    return replace(mechanism, adjacency=HOME[1]) if mechanism.scheme == (HOME[0], "zero_out") else mechanism
+    apart = mechanism.sampling in (HOME[0], "balls_and_bins") and mechanism.adjacency == "zero_out"
+    return replace(mechanism, adjacency=HOME[1]) if apart else mechanism
+
+
+def batches_of_epoch(sample_rate: float) -> float:
+    """⌊1/q⌋, at least 1; 0 < q ≤ 1.
+
+    Args:
+        sample_rate: q.
+    """
+    inverse = 1.0 / sample_rate
+    return max(1.0, float(math.floor(inverse * (1.0 + 1e-12)))) if inverse < 2.0**53 else inverse
 
 
 def epochs_begun(sample_rate: float, steps: float) -> float:
@@ -57,9 +71,7 @@ def epochs_begun(sample_rate: float, steps: float) -> float:
         sample_rate: q.
         steps: T.
     """
-    inverse = 1.0 / sample_rate
-    length = max(1.0, float(math.floor(inverse * (1.0 + 1e-12)))) if inverse < 2.0**53 else inverse
-    epochs = steps / length
+    epochs = steps / batches_of_epoch(sample_rate)
     return float(max(1, math.ceil(epochs))) if epochs < 2.0**53 else epochs
 
 
@@ -98,25 +110,31 @@ def bound_elsewhere(
     def ask(other: SubsampledGaussian, count: float, probability: float) -> Answer | None:
         if probability <= 0 or other.noise_multiplier == 0:  # nothing is left of δ, or of σ
             return math.inf, {}
+        other = at_home(other)
         if other.scheme in supports:
             return at(other, count, probability)
         return bound_elsewhere(at, supports, other, count, probability)
 
     sampling, adjacency = mechanism.scheme
     half = replace(mechanism, noise_multiplier=0.5 * mechanism.noise_multiplier)
+    found: list[Answer | None] = []
     if mechanism.scheme == HOME:
         return None
-    if sampling in ("one_pass", "shuffled") or (mechanism.sample_rate == 1 and sampling != "truncated_poisson"):
+    if sampling in BY_EPOCH or (mechanism.sample_rate == 1 and sampling != "truncated_poisson"):
         sigma = (half if adjacency == "replace_one" else mechanism).noise_multiplier
         epoch = replace(mechanism, noise_multiplier=sigma, sample_rate=1.0, sampling=HOME[0], adjacency=HOME[1])
         begun = epochs_begun(mechanism.sample_rate, steps)
-        return _told("one Gaussian step an epoch", ask(epoch, begun, delta), epochs=begun)
-    found: list[Answer | None] = []
+        passes = _told("one Gaussian step an epoch", ask(epoch, begun, delta), epochs=begun)
+        if mechanism.scheme != ("balls_and_bins", "replace_one"):
+            return passes
+        found.append(passes)
     if sampling == "truncated_poisson":
         assert mechanism.dataset_size is not None and mechanism.max_batch_size is not None
         uncut = replace(mechanism, sampling="poisson", max_batch_size=None)
         sizes = mechanism.dataset_size, mechanism.sample_rate, mechanism.max_batch_size
         found.append(_at_smaller_delta(lambda d: ask(uncut, steps, d), log_truncation(*sizes) + math.log(steps), delta))
+    if adjacency == "zero_out":
+        found.append(_told("a zero for another record", ask(replace(mechanism, adjacency="replace_one"), steps, delta)))
     if sampling != "poisson" and adjacency == "add_remove":
         poisson = replace(half, sampling="poisson", max_batch_size=None)
         found.append(_told("Poisson sampling at half the noise", ask(poisson, steps, delta)))

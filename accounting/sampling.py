@@ -6,6 +6,7 @@ from __future__ import annotations
 SAMPLINGS = {
     "poisson": "Poisson sampling",
     "truncated_poisson": "Poisson sampling, batches cut to a physical maximum",
+    "balls_and_bins": "balls and bins (random allocation: each record in one batch of an epoch)",
     "without_replacement": "batches of fixed size, drawn without replacement anew each step",
     "one_pass": "one pass an epoch over fixed batches (no amplification)",
     "shuffled": "one pass an epoch over shuffled batches",
@@ -19,16 +20,16 @@ ADJACENCIES = {
 #: Under which adjacencies bounds are proved: sampling -> names. The first is meant where none is named.
 PROVED = {
     "poisson": ("add_remove", "zero_out", "replace_one"),
-    "truncated_poisson": ("add_remove", "replace_one"),
-    "without_replacement": ("add_remove", "replace_one"),
+    "truncated_poisson": ("add_remove", "zero_out", "replace_one"),
+    "balls_and_bins": ("add_remove", "zero_out", "replace_one"),
+    "without_replacement": ("add_remove", "zero_out", "replace_one"),
     "one_pass": ("zero_out", "replace_one"),
     "shuffled": ("zero_out", "replace_one"),
 }
+#: Under which every record is in one batch of an epoch, and a step that is skipped ends it no later.
+BY_EPOCH = ("balls_and_bins", "one_pass", "shuffled")
 #: Why a bound is not proved, wherever one is not: adjacency -> words.
-_UNPROVED = {
-    "add_remove": "removing a record shifts every batch after it",
-    "zero_out": "a zero still takes a place in a batch, and is bounded as a replaced record only",
-}
+_UNPROVED = {"add_remove": "removing a record shifts every batch after it"}
 #: (sampling, adjacency)
 Scheme = tuple[str, str]
 #: All pairs with a bound.

@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from accounting.convolution import Part, epsilon_of_parts
-from accounting.dominating_pairs import Regime, directions, on_grid, reach
+from accounting.convolution import Losses, Part, epsilon_of_parts
+from accounting.dominating_pairs import Regime, directions, on_grid
+from accounting.dominating_pairs import reach as reach_of_regimes
 from accounting.gaussian import epsilon_of_shift
 from accounting.groups import of_group
 from accounting.mechanism import NoAnswer, SubsampledGaussian
-from accounting.reductions import epochs_begun
-from accounting.sampling import HOME
+from accounting.random_allocation import LEAST_NOISE, Epoch
+from accounting.reductions import at_home, batches_of_epoch, bound_elsewhere, epochs_begun
+from accounting.sampling import BY_EPOCH, HOME, SCHEMES
 
 #: Less noise than this is as good as none; more of it, or more rarely sampled, is counted as this.
 _LEAST_NOISE, _MOST_NOISE, _LEAST_RATE = 1e-100, 1e9, 1e-200
@@ -40,7 +43,11 @@ def epsilon(mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[
     Raises:
         NoAnswer: there is next to no noise.
     """
-    return epsilon_of_mechanisms([(mechanism, steps)], delta)
+    if mechanism.scheme == ("balls_and_bins", "replace_one"):
+        found = bound_elsewhere(epsilon, SCHEMES - {mechanism.scheme}, mechanism, steps, delta)
+        assert found is not None
+        return found
+    return epsilon_of_mechanisms([(at_home(mechanism), steps)], delta)
 
 
 def epsilon_of_mechanisms(
@@ -60,6 +67,9 @@ def epsilon_of_mechanisms(
         value = epsilon_of_shift(math.log(mu), math.log(delta))
         return value, {"bound": "one Gaussian step an epoch, composed exactly", "epochs": begun}
     value, interval = max(_one(phases, delta) for phases in phases_of(parts))
+    mu, _ = gaussian([(replace(m, sampling="shuffled") if m.sampling in BY_EPOCH else m, steps) for m, steps in parts])
+    if mu is not None:  # as if the order were known: at δ so small that the grid has no such masses, that is less
+        value = min(value, epsilon_of_shift(math.log(mu), math.log(delta)))
     return value, {"discretization": interval}
 
 
@@ -79,13 +89,15 @@ def gaussian(parts: Sequence[tuple[SubsampledGaussian, float]]) -> tuple[float |
 
 
 def _epochs(mechanism: SubsampledGaussian, steps: float) -> tuple[float, float] | None:
-    """(σ, epochs) of a Gaussian step an epoch; None where batches are sampled anew each step.
+    """(σ, epochs) of a Gaussian step an epoch; None where batches are sampled anew each step, or with amplification.
 
     Raises:
         NoAnswer: there is next to no noise.
     """
     sigma, q = _kept(mechanism)
-    if mechanism.sampling in ("one_pass", "shuffled") or (q == 1.0 and mechanism.sampling != "truncated_poisson"):
+    amplified = mechanism.adjacency != "replace_one" and sigma >= LEAST_NOISE and q <= 0.5  # of balls and bins
+    by_epoch = mechanism.sampling in BY_EPOCH and not (mechanism.sampling == "balls_and_bins" and amplified)
+    if by_epoch or (q == 1.0 and mechanism.sampling != "truncated_poisson"):
         moved = mechanism.group_size * (2.0 if mechanism.adjacency == "replace_one" else 1.0)
         return sigma / moved, epochs_begun(q, steps)
     return None
@@ -98,8 +110,8 @@ def _kept(mechanism: SubsampledGaussian) -> tuple[float, float]:
     return min(mechanism.noise_multiplier, _MOST_NOISE), max(mechanism.sample_rate, _LEAST_RATE)
 
 
-#: The regimes of one step, and how many.
-Phase = tuple[list[Regime], float]
+#: The regimes of one step, or an epoch of several; and how many.
+Phase = tuple[list[Regime] | Epoch, float]
 
 
 def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Phase]]:
@@ -111,7 +123,7 @@ def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Ph
     Raises:
         NoAnswer: there is next to no noise.
     """
-    found = []
+    found: list[list[Phase]] = []
     for mechanism, steps in parts:
         (sigma, q), (sampling, adjacency), sizes = _kept(mechanism), mechanism.scheme, None
         if epoch := _epochs(mechanism, steps):
@@ -122,6 +134,14 @@ def phases_of(parts: Sequence[tuple[SubsampledGaussian, float]]) -> list[list[Ph
                     "no bound for a group of records but under Poisson sampling, or in passes over all records"
                 )
             found.append([(regimes, steps) for regimes in of_group(sigma, q, mechanism.group_size)])
+            continue
+        elif sampling == "balls_and_bins":
+            if len(parts) > 1:
+                raise NoAnswer(
+                    "no bound of unlike steps under balls and bins, whose batches are drawn an epoch at a time"
+                )
+            count, batches = epochs_begun(q, steps), batches_of_epoch(q)
+            found.append([(Epoch(sigma, batches, adds), count) for adds in (False, True)])
             continue
         if mechanism.dataset_size is not None and mechanism.max_batch_size is not None:
             sizes = mechanism.dataset_size, mechanism.max_batch_size
@@ -156,6 +176,16 @@ def _one(phases: list[Phase], delta: float) -> tuple[float, float]:
     return best[0] * (1.0 + 1e-9) + 1e-15 * total, best[1]
 
 
+def reach(losses: list[Regime] | Epoch, log_mass: float) -> tuple[float, float]:
+    """Losses between which all but about e^log_mass lies, on each side.
+
+    Args:
+        losses: of one direction.
+        log_mass: the logarithm of a probability, < 0.
+    """
+    return losses.reach(log_mass) if isinstance(losses, Epoch) else reach_of_regimes(losses, log_mass)
+
+
 def span_of(ends: Sequence[tuple[float, float]]) -> float:
     """How far the losses of a step are apart, and from 0.
 
@@ -172,8 +202,14 @@ def on_grids(phases: Sequence[Phase], ends: Sequence[tuple[float, float]], inter
         phases: of one direction.
         ends: the smallest and the largest loss of a step of each.
         interval: between neighbouring losses, > 0.
+
+    Raises:
+        NoAnswer: an epoch of balls and bins takes too many.
     """
-    return [
-        (on_grid(regimes, min(-1, math.floor(low / interval)), max(1, math.ceil(high / interval)), interval), steps)
-        for (regimes, steps), (low, high) in zip(phases, ends, strict=True)
-    ]
+
+    def of(losses: list[Regime] | Epoch, low: float, high: float) -> Losses:
+        if isinstance(losses, Epoch):
+            return losses.on_grid(interval)
+        return on_grid(losses, min(-1, math.floor(low / interval)), max(1, math.ceil(high / interval)), interval)
+
+    return [(of(losses, *each), steps) for (losses, steps), each in zip(phases, ends, strict=True)]

@@ -28,7 +28,7 @@ from accounting.base import Accountant, Guarantee
 from accounting.mechanism import ArgumentError, NoAnswer, SubsampledGaussian, whole, within
 from accounting.rdp import LARGEST, SMALLEST, to_epsilon
 from accounting.reductions import at_home
-from accounting.sampling import HOME
+from accounting.sampling import BY_EPOCH, HOME
 from accounting.search import descend
 from accounting.series import log_moments
 
@@ -70,7 +70,7 @@ def guarantee_of_parts(accountant: Accountant, parts: Sequence[Part], *, delta: 
             answers.append(bound(accountant, counts, within("delta", delta)))
         except NoAnswer as error:
             reasons.append(str(error))
-        if answers and bound is _by_losses and not any(each.sampling in ("one_pass", "shuffled") for each in counts):
+        if answers and bound is _by_losses and not any(each.sampling in BY_EPOCH for each in counts):
             break  # never the largest, but where each phase begins an epoch of its own
     if not answers:
         raise NoAnswer(reasons[-1])

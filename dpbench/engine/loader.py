@@ -60,7 +60,7 @@ class PrivateLoader:
         self.is_last = False
         self._engine = engine
         self._pieces = _Pieces(engine, sampler, most, pad, shard)
-        if sampler.settings.mechanism.sampling in ("poisson", "truncated_poisson") and not pad:
+        if sampler.settings.mechanism.sampling in ("poisson", "truncated_poisson", "balls_and_bins") and not pad:
             collate.require_empty()
         self._loader: DataLoader[Any] = DataLoader(
             dataset,

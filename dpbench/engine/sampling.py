@@ -6,11 +6,12 @@ them from random ones. Amplification by sampling is proved for batches that nobo
 
     poisson              each record by a coin of its own, q = b/n; the batch may be empty
     truncated_poisson    the same, and of a batch above the maximum so many, drawn uniformly
+    balls_and_bins       an epoch of ⌊n/b⌋ batches: each record in one, drawn for it alone; a batch may be empty
     without_replacement  b records, drawn anew each step
     shuffled             a permutation an epoch, cut into ⌊n/b⌋ batches; the rest is left out
     one_pass             the records in their order, cut in the same way, every epoch
 
-The first three are accounted for adding or removing one record, the last two for making one record's gradient zero, as
+The first four are accounted for adding or removing one record, the last two for making one record's gradient zero, as
 removing it would shift every batch after it (`accounting.sampling.PROVED`).
 """
 
@@ -35,11 +36,11 @@ class Sampler:
     def __init__(self, settings: Settings, key: bytes) -> None:
         self.settings = settings
         self._key: bytes | None = key
-        self._permutation: tuple[int, Indices] | None = None
+        self._drawn: tuple[int, Indices] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the key, which is as secret as the data."""
-        return {"settings": self.settings, "_key": None, "_permutation": None}
+        return {"settings": self.settings, "_key": None, "_drawn": None}
 
     @property
     def key(self) -> bytes:
@@ -54,7 +55,7 @@ class Sampler:
         Args:
             key: 32 bytes.
         """
-        self._key, self._permutation = key, None
+        self._key, self._drawn = key, None
 
     def batch(self, step: int) -> Indices:
         """The records of the logical batch number `step`, from 0; ascending unless shuffled.
@@ -74,15 +75,23 @@ class Sampler:
                 sample = np.sort(sample[order[:most]])
             return sample
         epoch, place = divmod(step, self.settings.steps_per_epoch)
-        return self._order(epoch)[place * b : (place + 1) * b]
+        if scheme == "balls_and_bins":
+            return np.flatnonzero(self._of_epoch(epoch) == place)
+        return self._of_epoch(epoch)[place * b : (place + 1) * b]
 
-    def _order(self, epoch: int) -> Indices:
+    def _of_epoch(self, epoch: int) -> Indices:
+        """The order of the records; under balls and bins, the batch of each."""
         n = self.settings.sample_size
         if self.settings.mechanism.sampling == "one_pass":
             return np.arange(n)
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, np.argsort(self._words("epoch", epoch, n), kind="stable")
-        return self._permutation[1]
+        if self._drawn is None or self._drawn[0] != epoch:
+            words = self._words("epoch", epoch, n)
+            if self.settings.mechanism.sampling == "balls_and_bins":
+                drawn = (_uniform(words) * self.settings.steps_per_epoch).astype(np.int64)
+            else:
+                drawn = np.argsort(words, kind="stable")
+            self._drawn = epoch, drawn
+        return self._drawn[1]
 
     def _words(self, purpose: str, number: int, count: int) -> _Words:
         """`count` words of 64 random bits."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from accounting.sampling import BY_EPOCH
 from accounting.varying import guarantee_of_parts
 from dpbench.engine.errors import PrivacyWarning
 from dpbench.errors import complaint, nearest
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from clipping import ClipFunction
 
 #: How batches may be drawn; the cut ones are drawn as Poisson batches are, and cut.
-SCHEMES = ("poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass")
+SCHEMES = ("poisson", "truncated_poisson", "balls_and_bins", "without_replacement", "shuffled", "one_pass")
 CLIPS = ("flat", "automatic", "per_layer")
 
 
@@ -49,7 +50,10 @@ class Settings:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of a loader: fixed batches leave out what does not fill the last one, so that q is b/n for all."""
+        """Of a loader: fixed batches leave out what does not fill the last one, so that q is b/n for all.
+
+        Under balls and bins they have n/⌊n/b⌋ records on average, b or a few more.
+        """
         if self.epoch is not None:
             return self.epoch
         return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
@@ -145,13 +149,13 @@ def resolve(
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
-    """⌈n/b⌉, as many as an ordinary loader has; ⌊n/b⌋ where batches are fixed and the last is left out.
+    """⌈n/b⌉, as many as an ordinary loader has; ⌊n/b⌋ where a record is in one batch of an epoch, at a rate of b/n.
 
     Args:
         batch_size, sample_size: b and n.
         sampling: a name of `accounting.sampling`.
     """
-    if sampling in ("shuffled", "one_pass"):
+    if sampling in BY_EPOCH:
         return sample_size // batch_size
     return -(-sample_size // batch_size)
 

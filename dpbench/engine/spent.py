@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from accounting import ADJACENCIES, SAMPLINGS, Kind
+from accounting.sampling import BY_EPOCH
 
 if TYPE_CHECKING:
     from dpbench.engine.noise import Noise
@@ -90,7 +91,7 @@ def account(
     """
     mechanism = settings.mechanism
     counted = steps
-    if mechanism.sampling in ("shuffled", "one_pass"):
+    if mechanism.sampling in BY_EPOCH:
         counted = max(steps, drawn)  # a batch that was skipped ends its epoch no later
     found = settings.guarantee(counted, delta)
     caveats = []

@@ -45,9 +45,13 @@ lower bound: between it and the upper bound lies the true ε, which tells whethe
 | T | steps | ε grows about as √T |
 | δ | the probability that is given up | well below 1/n |
 
-The scheme by which batches are drawn is part of the theorem. Poisson samples, truncated Poisson samples, draws without
-replacement, one pass and shuffled passes each have a bound of their own, or a line that says there is none; both
-adjacencies (a record more or less, a record replaced) are there: `accounting.ADJACENCIES`, `accounting.SAMPLINGS`.
+The scheme by which batches are drawn is part of the theorem. Poisson samples, truncated ones, balls and bins, draws
+without replacement, one pass and shuffled passes each have a bound of their own, or a line that says there is none;
+so have the adjacencies (a record more or less, made zero, replaced): `accounting.ADJACENCIES`, `accounting.SAMPLINGS`.
+
+`--sampling balls_and_bins` (random allocation) puts each record into one batch of every epoch, drawn for it alone. Its
+ε is about that of Poisson samples, and no record is left out of an epoch. `prv` has the bound with amplification; the
+other accountants count an epoch as one Gaussian step.
 
 ## Is the claim true?
 

@@ -42,7 +42,7 @@ founded, so batches differ in size. The loss is **one number a record**, [B]. An
 | `target_delta` | δ; 1/(2n) if left out |
 | `backend` | how the sum is found: `dpbench.guide.backends` |
 | `clip` | `"flat"`, `"automatic"`, `"per_layer"`, or a function of your own |
-| `sampling` | Poisson, or `truncated_poisson`, `shuffled`, ...: for each, ε is that scheme's |
+| `sampling` | Poisson, or `truncated_poisson`, `balls_and_bins`, `shuffled`, ...: for each, ε is that scheme's |
 | `noise` | `"gaussian"`, or `"discrete"`: exact on a grid |
 
 Noise comes from a cipher (ChaCha20, keyed by the operating system) at the price of `torch.randn`. A `generator` of your

@@ -78,7 +78,7 @@ def tuned(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
 
 #: From the least ε to the most, but for truncation, which may be near either end.
-_SAMPLINGS = ("poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass")
+_SAMPLINGS = ("balls_and_bins", "poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass")
 
 
 def prices(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:

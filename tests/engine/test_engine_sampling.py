@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from accounting import load_accountant
 from dpbench import Misuse, PrivacyEngine
 from dpbench.engine.sampling import Sampler
-from dpbench.engine.settings import resolve
+from dpbench.engine.settings import SCHEMES, resolve
 
 
 def settings_of(batch_size, sample_size, sampling="poisson", max_batch_size=None):
@@ -78,6 +78,40 @@ def test_batches_of_the_other_schemes():
     for step in range(50):
         assert set(cut.batch(step).tolist()) <= set(whole.batch(step).tolist())
         assert len(cut.batch(step)) == min(8, len(whole.batch(step)))
+
+
+def test_balls_and_bins_are_one_batch_an_epoch_drawn_for_each_record_alone():
+    sampler, n, t, epochs = sampler_of(7, 30, "balls_and_bins"), 30, 4, 900
+    placed = np.zeros((epochs, n), dtype=int)
+    for epoch in range(epochs):
+        batches = [sampler.batch(t * epoch + place) for place in range(t)]
+        assert sorted(np.concatenate(batches).tolist()) == list(range(n))
+        for place, batch in enumerate(batches):
+            placed[epoch, batch] = place
+    counts = np.array([(placed == place).sum(0) for place in range(t)])
+    assert np.abs(counts / epochs - 1 / t).max() < 5 * np.sqrt(0.25 * 0.75 / epochs)  # of every record
+    sizes = (placed == 0).sum(1)
+    assert sizes.var() == pytest.approx(n * 0.25 * 0.75, rel=0.2)  # binomial
+    for a, b in ((placed[:, 1:], placed[:, :-1]), (placed[1:], placed[:-1])):  # of neighbours, and of epochs
+        assert abs((a == b).mean() - 1 / t) < 5 * np.sqrt(0.25 * 0.75 / a.size)
+    assert (sampler.batch(5) == sampler_of(7, 30, "balls_and_bins").batch(5)).all()
+
+
+def test_balls_and_bins_meet_their_target_with_empty_batches():
+    options = {"noise_multiplier": None, "target_epsilon": 2.0, "epochs": 3, "sampling": "balls_and_bins"}
+    engine, optimizer, data, loss = make(1, 12, target_delta=1e-4, **options)
+    seen, sizes = [], []
+    for _ in range(3):
+        for ids, x in engine.data_loader(data):
+            seen += ids.tolist()
+            sizes.append(len(x))
+            if len(sizes) != 5:  # a batch that is skipped is spent all the same
+                optimizer.step(loss=loss(x))
+    assert sorted(seen) == sorted([*range(12)] * 3) and 0 in sizes
+    assert engine.steps == 35 and engine.settings.planned_steps == 36
+    spent = engine.privacy_spent()
+    assert 1.9 < spent.epsilon <= 2.0 and spent.sampled_by == "engine" and spent.private
+    assert "balls and bins" in str(spent)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -159,7 +193,7 @@ def test_what_the_loader_hands_out_is_not_accumulated_by_hand():
             break
 
 
-@pytest.mark.parametrize("sampling", ["poisson", "truncated_poisson", "without_replacement", "shuffled", "one_pass"])
+@pytest.mark.parametrize("sampling", SCHEMES)
 def test_the_scheme_that_is_sampled_is_accounted(sampling):
     most = 6 if sampling == "truncated_poisson" else None
     engine, optimizer, data, loss = make(4, 40, sampling=sampling, max_batch_size=most)
@@ -173,6 +207,8 @@ def test_the_scheme_that_is_sampled_is_accounted(sampling):
     poisson.steps = 20
     if sampling == "poisson":
         assert spent.epsilon == poisson.privacy_spent().epsilon
+    elif sampling == "balls_and_bins":  # in each epoch once
+        assert 0.8 * poisson.privacy_spent().epsilon < spent.epsilon < poisson.privacy_spent().epsilon
     else:
         assert spent.epsilon > 1.2 * poisson.privacy_spent().epsilon  # whatever is less random is dearer
 
