@@ -86,7 +86,7 @@ def rate_upper_bound(wrong: int, trials: int, confidence: float = 0.95) -> float
         confidence: of the bound, in (0, 1).
 
     Raises:
-        ValueError: `wrong` is none of 0 to `trials`, or the confidence is out of its range.
+        ValueError: `wrong` is not between 0 and `trials`, or the confidence is out of range.
     """
     trials, wrong = _counts(trials=trials, wrong=wrong)
     within("confidence", confidence, open_ends=True)

@@ -89,7 +89,7 @@ def gaussian(parts: Sequence[tuple[SubsampledGaussian, float]]) -> tuple[float |
 
 
 def _epochs(mechanism: SubsampledGaussian, steps: float) -> tuple[float, float] | None:
-    """(σ, epochs) of a Gaussian step an epoch; None where batches are sampled anew each step, or with amplification.
+    """(σ, epochs) of one Gaussian step an epoch; None if sampling amplifies, or draws batches anew each step.
 
     Raises:
         NoAnswer: there is next to no noise.

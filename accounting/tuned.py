@@ -1,4 +1,4 @@
-"""The price of tuning: ε of the best of several private runs, of which the best one alone is published.
+"""The price of tuning: ε of several private runs when only the best is published.
 
 The number of runs is drawn at random, before the first and whatever they give (Papernot and Steinke 2022,
 arXiv:2110.03620, theorems 2 and 6), with a mean of `runs`:
@@ -53,7 +53,7 @@ class Tuned(Accountant):
         self.distribution = distribution
 
     def _answer(self, mechanism: SubsampledGaussian, steps: float, delta: float) -> tuple[float, dict[str, Any]]:
-        if mechanism.sampling == "truncated_poisson":  # of which reductions count the cut batches of one run
+        if mechanism.sampling == "truncated_poisson":  # reductions count the cut batches of a single run
             raise NoAnswer("no bound of tuned runs whose batches are cut: take sampling poisson")
         return super()._answer(mechanism, steps, delta)
 

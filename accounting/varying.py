@@ -1,7 +1,7 @@
 """ε of steps that were not all alike: of a noise multiplier, or a sample rate, that changed on the way; or of several
 releases.
 
-Upper bounds, of which the smallest is taken (the first, where there is one and batches are drawn anew each step):
+The smallest of these upper bounds is taken (the first, if it exists and batches are drawn anew each step):
 
     loss   the privacy losses of all steps, added up as distributions (`accounting.schemes`), under every scheme: the
            bound of the accountants that compose numerically (`Accountant.composes`)

@@ -44,7 +44,7 @@ class Occasions:
         self._insisted = [False, False]
 
     def insist(self) -> None:
-        """Rows and others are looked at in the next step that is asked about: those before ran as graphs, unseen."""
+        """Rows and others are looked at in the next step that is asked about: its code is new."""
         self._insisted = [True, True]
 
     def _is_due(self, what: int) -> bool:

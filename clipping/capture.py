@@ -86,7 +86,7 @@ class Capture:
 
         Raises:
             NotCaptured: the code has no graph.
-            TooMany: the code has more graphs than are kept; for those that are kept it still runs.
+            TooMany: a further graph is needed. The graphs that are kept still run.
         """
         with ExitStack() as stack:
             stack.enter_context(_capturing)

@@ -109,7 +109,7 @@ class Graphs:
         self._graphs.clear()
 
     def __call__(self, batch: Batch) -> ClippedGradient | None:
-        """Σ_i c_i g_i of a batch; None where the step is to run as the caller wrote it, of which nothing has run yet.
+        """Σ_i c_i g_i of a batch; None: run the step as the caller wrote it, nothing has run yet.
 
         Args:
             batch: of at least one sample.

@@ -98,8 +98,7 @@ class Backend(ABC):
         self.graphs: Graphs | None = None
         """Of its steps; None if they run as they are."""
         self._ways: Mapping[str, str] = {}
-        if compile is True or (compile and self.compilable and not self.sharded):
-            self.use_graphs(self._losses_of, timing=timing, strict=compile is True)
+        self.use_graphs(self._losses_of, compile, timing=timing)
         problems = [*self.problems(), *spread.problems(self.model, self.book_kept)]
         if problems:
             raise UnsupportedModel(self.name, problems)
@@ -207,22 +206,31 @@ class Backend(ABC):
             occasions.others_passed()
         return result
 
-    def use_graphs(self, losses_of: LossesOf, *, timing: bool = True, strict: bool = True) -> Graphs:
+    def use_graphs(self, losses_of: LossesOf, compile: bool | Literal["auto"], *, timing: bool = True) -> Graphs | None:
         """Have steps run as programs. See `clipping.graphs`.
 
         Args:
             losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss.
+            compile: True refuses what is no graph; "auto" runs it eagerly; False has no graphs.
             timing: take the fastest way to run a graph; else one whose results do not depend on time.
-            strict: refuse what is no graph; else it runs eagerly.
 
         Raises:
-            ValueError: of this backend, or of a sharded model, a step is no graph.
+            ValueError: `compile` is True, and of this backend, or of a sharded model, a step is no graph.
         """
-        if not self.compilable or self.sharded:
+        has_graphs = self.compilable and not self.sharded
+        if not compile or (compile == "auto" and not has_graphs):
+            return None
+        if not has_graphs:
             what = "a model sharded by FSDP2" if self.sharded else self.name
             raise ValueError(f"expected compile=False for {what}, whose step is no graph; bk_mixed's is one")
         self.graphs = Graphs(
-            self.name, losses_of, self.of_losses, self.moving, version=self._decided, timing=timing, strict=strict
+            self.name,
+            losses_of,
+            self.of_losses,
+            self.moving,
+            version=self._decided,
+            timing=timing,
+            strict=compile is True,
         )
         if self._ways:
             self.graphs.resume(self._ways)

@@ -74,7 +74,7 @@ class Graph:
         kind: the same for the same step in another process.
         way: how it is run.
         shapes: of the batch, in words.
-        device: of the losses.
+        device: of the batch.
     """
 
     way: Way = "traced"
@@ -89,8 +89,8 @@ class Graph:
         batch: Batch,
         version: Hashable,
     ) -> None:
-        if odd := next((x for x in given if not isinstance(x, Tensor)), None):
-            raise no_graph(name, "it computes with a number of Python's", TypeError(f"{odd!r}"))
+        if odd := [x for x in given if not isinstance(x, Tensor)]:
+            raise no_graph(name, "it computes with a number of Python's", TypeError(repr(odd[0])))
         self._name, self._captured, self._step_of, self._moving = name, captured, step, moving
         self._batch_size = batch.size
         at = {id(x): i for i, x in enumerate(given)}

@@ -181,7 +181,7 @@ class _Pieces:
         return max(self._engine.drawn, self._engine._ended)
 
     def _padded(self, samples: int) -> int:
-        """The size of a piece, the same in all processes, of which one has so many samples."""
+        """The padded size of a piece with so many samples in its largest part; all processes use the same."""
         assert self._grain is not None
         padded = max(1, -(-samples // self._grain)) * self._grain
         return min(self._most or padded, padded)

@@ -35,10 +35,8 @@ class WholeStep:
 
     def __init__(self, engine: State, loss_fn: LossFunction, *, compile: bool | Literal["auto"]) -> None:
         self._engine, self._loss_fn = engine, loss_fn
-        self.graphs: Graphs | None = None
         backend = engine._recorder.backend
-        if compile is True or (compile and backend.compilable and not backend.sharded):
-            self.graphs = backend.use_graphs(self._losses_of, timing=engine.timing, strict=compile is True)
+        self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """One physical batch: of a `data_loader`'s, or of the caller's.

@@ -13,6 +13,7 @@ from torch.fx import GraphModule
 import clipping.graphs
 import clipping.program
 from clipping import Flat, UnsupportedModel, load_backend
+from clipping.capture import Captured
 from clipping.verification import compare
 from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
 from tests.support.graphs import not_compiled
@@ -378,3 +379,19 @@ def test_rows_that_numbers_order_are_refused_by_name():
     model, (x, y) = Sorted(), batch()
     with opened("bk_mixed", model) as b, pytest.raises(UnsupportedModel, match=r"whose they are is known by numbers"):
         steps(b, x, y)
+
+
+class Numbered(nn.Module):
+    """A captured graph that takes the number 0 beside its tensors."""
+
+    def forward(self, zero, x):
+        return (x + zero,)
+
+
+@pytest.mark.parametrize("number", [0, 0.0, None])
+def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused(number):
+    x = torch.randn(4, 5)
+    captured = Captured(torch.fx.symbolic_trace(Numbered()), 0)
+    batch = clipping.program.Batch({}, x, (), 4)
+    with pytest.raises(UnsupportedModel, match="computes with a number of Python's"):
+        clipping.program.Graph("ours", captured, lambda *given: None, None, [number, x], batch, 0)
