@@ -119,7 +119,7 @@ class Graphs:
             WrongGradient: what was traced is not the step.
         """
         self.is_new, self._found, self._batch = False, None, batch
-        if self._why:
+        if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing beneath a dispatch mode
             return None
         if self._capture is None:
             self._capture = Capture(self._losses_of, self._instead, MOST)
