@@ -7,6 +7,7 @@ and counted is what `optimizer.step(loss=losses)` does; only where the sum comes
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -50,21 +51,32 @@ class WholeStep:
         """
         engine = self._engine
         step: Any = engine._attached().optimizer.step
-        if self.graphs is not None and (size := leading_dimension(inputs, targets)):
-            gradient: ClippedGradient | Exception | None
-            try:
-                gradient = self._by_graph(self.graphs, inputs, targets, size)
-            except Exception as error:  # for `step` to raise: of several processes all end this step then
-                gradient = error
-            if gradient is not None:
-                losses = gradient.losses if isinstance(gradient, ClippedGradient) else torch.zeros(size)
-                engine._recorder.hand_over(losses, gradient)
-                step(loss=losses)
-                return losses
-        with engine._recorder.knowing(self._loss_fn, targets):
-            losses = self._loss_fn(forward(engine.model, inputs), targets)
+        losses = self.program(inputs, targets)
+        if losses is None:
+            with engine._recorder.knowing(self._loss_fn, targets):
+                losses = self._loss_fn(forward(engine.model, inputs), targets)
         step(loss=losses)
         return losses.detach()
+
+    def program(self, inputs: Any, targets: Any) -> Tensor | None:
+        """Losses [B] to step next, clipped by a program already; None: compute them as ever, nothing has run.
+
+        Args:
+            inputs, targets: one physical batch.
+        """
+        size = leading_dimension(inputs, targets)
+        if self.graphs is None or not size:
+            return None
+        gradient: ClippedGradient | Exception | None
+        try:
+            gradient = self._by_graph(self.graphs, inputs, targets, size)
+        except Exception as error:  # for `step` to raise: of several processes all end this step then
+            gradient = error
+        if gradient is None:
+            return None
+        losses = gradient.losses if isinstance(gradient, ClippedGradient) else torch.zeros(size)
+        self._engine._recorder.hand_over(losses, gradient)
+        return losses
 
     def _by_graph(self, graphs: Graphs, inputs: Any, targets: Any, size: int) -> ClippedGradient | None:
         """Σ_i c_i g_i of the data's own samples; None where the step is to be recorded."""
@@ -89,7 +101,26 @@ class WholeStep:
             raise Misuse(f"expected the {ticket.handed} samples that data_loader handed out, got {size}")
         return torch.arange(size, device=device) < ticket.real
 
+    def _losses(self, inputs: Any, targets: Any) -> Tensor:
+        return self._loss_fn(forward(self._engine.model, inputs), targets)
+
     def _losses_of(self, inputs: Any, targets: Any) -> Tensor:
         """ℓ [B], 0 for padding. `targets`: those of the loss, and which samples are the data's own [B]."""
         targets, real = targets
-        return only_real(self._loss_fn(forward(self._engine.model, inputs), targets), real)
+        return only_real(self._losses(inputs, targets), real)
+
+
+class Programs(WholeStep):
+    """The programs of a framework's loop, which computes losses and steps at places of its own.
+
+    Args:
+        engine, compile: as of `WholeStep`.
+        losses_of: batch -> [B]: forward pass and loss.
+    """
+
+    def __init__(self, engine: State, losses_of: Callable[[Any], Tensor], *, compile: bool | Literal["auto"]) -> None:
+        super().__init__(engine, lambda outputs, targets: outputs, compile=compile)
+        self._of_batch = losses_of
+
+    def _losses(self, inputs: Any, targets: Any) -> Tensor:
+        return self._of_batch(inputs)

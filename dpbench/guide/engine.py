@@ -93,7 +93,8 @@ is said to be a mean, mixup, gradients of several batches. `poisson_sampling=Fal
 over fixed batches, at a larger ε. `dpbench.integrations.tutorials.from_opacus` goes through it.
 
 **transformers.** Two words change. LoRA, bf16, accumulation, checkpoints, `torchrun` and `fully_shard` stay as they
-are; ε is in the logs and on the model card (`dpbench.integrations.huggingface`):
+are; ε is in the logs and on the model card (`dpbench.integrations.huggingface`). With
+`PrivacyArguments(compile="auto")` steps run as programs, as those of `make_step` do:
 
 ```text
 from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
@@ -122,7 +123,7 @@ Whether records mix is looked at, by other records, by NaN in their place and by
 |---|---|---|
 | `make_step` | model and loss | new code and shapes; a program does the same later, or its guards see it |
 | `optimizer.step`, `virtual_step`, accelerate | model, and what is made of its outputs | new shapes, 1 step of 400 |
-| Trainer, Lightning, Opacus | the same, and how the loss divides | the first batches, new shapes, 1 step of 400 |
+| Trainer, Lightning, Opacus | the same, and how the loss divides | first batches, new shapes, programs, 1 step of 400 |
 | `load_backend(...)` | model and loss | new graphs and shapes, 1 step of 400 |
 
 What mixes is refused. A step that fails releases nothing. `dpbench.engine` has the rules

@@ -23,13 +23,14 @@ import os
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dpbench.engine import Misuse, PrivacyEngine
+from dpbench.engine.whole_step import Programs
 from dpbench.integrations.alone import look
 from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 from dpbench.integrations.whole_states import is_shared, load_whole_states, load_whole_weights, whole
@@ -55,7 +56,8 @@ PREPARED = {"device_placement": False, "evaluation_mode": True}
 class PrivacyArguments:
     """The arguments of `PrivacyEngine` that `TrainingArguments` do not have; for `HfArgumentParser`, too.
 
-    `max_grad_norm`, `generator` and `log` are for Python alone: on a command line C is `--max_grad_norm` of
+    `max_grad_norm`, `generator`, `log` and `compile` (False, "auto" or True: `PrivacyEngine.make_step`) are for Python
+    alone: on a command line C is `--max_grad_norm` of
     TrainingArguments.
     """
 
@@ -70,13 +72,21 @@ class PrivacyArguments:
     sampling: str = field(default="poisson", metadata={"help": "How batches are drawn, as poisson or shuffled."})
     max_batch_size: int | None = field(default=None, metadata={"help": "For truncated_poisson: the largest batch."})
     numerical_stability_constant: float = field(default=0.0, metadata={"help": "Of the clipping function."})
+    group_size: int = field(default=1, metadata={"help": "Epsilon is of so many records at once."})
     pad: bool | None = field(default=None, metadata={"help": "Give all pieces one size; on a GPU if left out."})
     max_grad_norm: InitVar[float | None] = None
     generator: InitVar[torch.Generator | None] = None
     log: InitVar[Any] = None
+    compile: InitVar[bool | Literal["auto"]] = False
 
-    def __post_init__(self, max_grad_norm: float | None, generator: torch.Generator | None, log: Any) -> None:
-        vars(self).update(max_grad_norm=max_grad_norm, generator=generator, log=log)
+    def __post_init__(
+        self,
+        max_grad_norm: float | None,
+        generator: torch.Generator | None,
+        log: Any,
+        compile: bool | Literal["auto"],
+    ) -> None:
+        vars(self).update(max_grad_norm=max_grad_norm, generator=generator, log=log, compile=compile)
 
     def for_engine(self, max_grad_norm: float) -> dict[str, Any]:
         """As arguments of `PrivacyEngine`, with this C where none is given here.
@@ -84,7 +94,7 @@ class PrivacyArguments:
         Args:
             max_grad_norm: C, of TrainingArguments.
         """
-        found = {name: value for name, value in vars(self).items() if name != "pad"}
+        found = {name: value for name, value in vars(self).items() if name not in ("pad", "compile")}
         return {**found, "max_grad_norm": max_grad_norm if found["max_grad_norm"] is None else found["max_grad_norm"]}
 
 
@@ -106,6 +116,7 @@ class PrivateTrainer(Trainer):
 
     Attributes:
         engine: the engine; None without a train_dataset.
+        programs: how steps run, once training has begun; `programs.graphs` is None where all are eager.
 
     Raises:
         ValueError: what cannot be private, and settings that do not fit, by name.
@@ -257,6 +268,8 @@ class PrivateTrainer(Trainer):
                 advice = "PrivateTrainer takes the steps; call trainer.train()"
                 self._held = HeldLosses(self._engine, self.optimizer, advice)
                 self._judge = Judge(self._engine.model, "PrivateTrainer")
+                compile = vars(self.privacy)["compile"]
+                self.programs = Programs(self._engine, self._of_inputs, compile=compile)
             self._pieces = Pieces(self._loader())
         return self._pieces, self._held
 
@@ -313,10 +326,15 @@ class PrivateTrainer(Trainer):
 
     def _losses(self, piece: Any) -> Tensor:
         inputs = self._judge.batch(self._prepare_inputs(piece))
-        with self.compute_loss_context_manager():
-            losses = self._computed(inputs)
+        losses = None if self._judge.is_looking else self.programs.program(dict(inputs), None)
+        if losses is None:
+            losses = self._of_inputs(inputs)
         self._judge.judge(losses)
         return losses
+
+    def _of_inputs(self, inputs: Any) -> Tensor:
+        with self.compute_loss_context_manager():
+            return self._computed(inputs)
 
     def _computed(self, inputs: Any) -> Tensor:
         where = "compute_loss_func" if self.compute_loss_func is not None else "compute_loss"

@@ -148,6 +148,11 @@ class Judge(Watch):
             self.open()
         return found
 
+    @property
+    def is_looking(self) -> bool:
+        """Is the piece that was handed out looked at?"""
+        return self._look is not None
+
     def judge(self, losses: Tensor) -> None:
         try:
             super().judge(losses)

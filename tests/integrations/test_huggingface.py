@@ -459,3 +459,29 @@ def test_lengths_norms_and_privacy_that_do_not_fit_are_refused(tmp_path):
         trainer_of(tmp_path, data=Stream())
     with pytest.raises(ValueError, match=r"^expected privacy=PrivacyArguments\(\.\.\.\) .*, got dict: "):
         PrivateTrainer(model_of("gpt2"), arguments(tmp_path), train_dataset=Records("gpt2"), privacy={})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["gpt2", "bert", "bf16", "lora"])
+def test_compiled_steps_are_those_of_the_eager_trainer(how, tmp_path):
+    """Accumulation, padding and mixed precision inside a program; with a generator nothing is timed."""
+    kind, dtype = ("bert" if how == "bert" else "gpt2"), torch.float32 if how == "bf16" else torch.float64
+
+    def model():
+        torch.manual_seed(1)
+        made = model_of(kind, dtype)
+        if how != "lora":
+            return made
+        peft = pytest.importorskip("peft")
+        return peft.get_peft_model(made, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+    ends, size = [], {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    for compile in (False, "auto"):
+        privacy = {"noise_multiplier": 1.0, "generator": torch.Generator().manual_seed(3), "pad": True}
+        privacy |= {"compile": compile}
+        trainer = trainer_of(tmp_path, kind, model=model(), privacy=privacy, bf16=how == "bf16", **size)
+        trainer.train()
+        ends.append({n: p.detach().clone() for n, p in trainer.model.named_parameters() if p.requires_grad})
+    assert trainer.programs.graphs.steps > 4, trainer.programs.graphs.ways
+    assert trainer.engine.steps == trainer.state.global_step == 12
+    assert_same(trainer.model, ends[0], atol=1e-3 if how == "bf16" else 1e-12)
