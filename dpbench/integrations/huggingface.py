@@ -46,8 +46,6 @@ with needed("transformers", __name__):
 
 STATE = "privacy_engine_{}.pt"
 """In a checkpoint: the engine's state of the process of this rank."""
-
-
 PREPARED = {"device_placement": False, "evaluation_mode": True}
 """Of `Accelerator.prepare_model`, for a model whose parts are where they are to be."""
 
@@ -326,7 +324,11 @@ class PrivateTrainer(Trainer):
 
     def _losses(self, piece: Any) -> Tensor:
         inputs = self._judge.batch(self._prepare_inputs(piece))
-        losses = None if self._judge.is_looking else self.programs.program(dict(inputs), None)
+        self._looking = True  # one loss a sample without gradients, too: what is no program is run for its error so
+        try:
+            losses = None if self._judge.is_looking else self.programs.program(dict(inputs), None)
+        finally:
+            self._looking = False
         if losses is None:
             losses = self._of_inputs(inputs)
         self._judge.judge(losses)
