@@ -100,11 +100,13 @@ def imported(name: str) -> dict[str, set[int]]:
 IMPORTED = {name: imported(name) for name in NAMES}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_room_imports_from_lower_floors_alone(name):
-    own = room_of(name)
-    others = {other for other in IMPORTED[name] if room_of(other) != own}
-    assert {other for other in others if FLOOR[room_of(other)] >= FLOOR[own]} == set()
+def test_a_room_imports_from_lower_floors_alone():
+    assert [
+        f"{name} imports {other}"
+        for name in NAMES
+        for other in sorted(IMPORTED[name])
+        if room_of(other) != room_of(name) and FLOOR[room_of(other)] >= FLOOR[room_of(name)]
+    ] == []
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -121,13 +123,17 @@ def test_no_module_imports_itself_by_way_of_others():
         visit(name, ())
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("dpbench.cli") and name != "dpbench"])
-def test_an_import_of_ours_inside_of_a_function_says_why(name):
+def test_an_import_of_ours_inside_of_a_function_says_why():
     """Commands import what is heavy when they run; elsewhere a comment beside the import has the reason."""
-    lines = NAMES[name].read_text().splitlines()
-    inside = {n for where in IMPORTED[name].values() for n in where if lines[n - 1].startswith("    ")}
-    typed = {n for n in inside if "TYPE_CHECKING" in "".join(lines[max(0, n - 12) : n - 1])}
-    assert [lines[n - 1] for n in sorted(inside - typed) if "#" not in lines[n - 1]] == []
+    silent = []
+    for name in NAMES:
+        if name.startswith("dpbench.cli") or name == "dpbench":
+            continue
+        lines = NAMES[name].read_text().splitlines()
+        inside = {n for where in IMPORTED[name].values() for n in where if lines[n - 1].startswith("    ")}
+        typed = {n for n in inside if "TYPE_CHECKING" in "".join(lines[max(0, n - 12) : n - 1])}
+        silent += [f"{name}:{n}:{lines[n - 1]}" for n in sorted(inside - typed) if "#" not in lines[n - 1]]
+    assert silent == []
 
 
 def test_nothing_imports_experiments():
@@ -142,9 +148,9 @@ def test_experiments_are_declarations():
     }
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_module_has_more_than_400_lines(path):
-    assert len(path.read_text().splitlines()) <= 400
+def test_no_module_has_more_than_400_lines():
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in MODULES}
+    assert {path: length for path, length in lengths.items() if length > 400} == {}
 
 
 EPSILON = ["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "4", "--steps", "1000", "--delta", "1e-5"]
@@ -156,23 +162,24 @@ COMMANDS = [
 ]
 
 
-def modules_after(arguments: list[str]) -> list[str]:
+def modules_after(*commands: list[str]) -> list[str]:
+    """What is imported in a fresh process that runs the commands one after the other."""
     code = (
         "import contextlib, io, json, sys\n"
         "from dpbench.cli import main\n"
-        f"with contextlib.redirect_stdout(io.StringIO()): code = main({arguments!r})\n"
-        "print(json.dumps([code, sorted(sys.modules)]))"
+        f"with contextlib.redirect_stdout(io.StringIO()): codes = [main(each) for each in {list(commands)!r}]\n"
+        "print(json.dumps([codes, sorted(sys.modules)]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    code, modules = json.loads(done.stdout)
-    assert code == 0, done.stderr
+    codes, modules = json.loads(done.stdout)
+    assert codes == [0] * len(commands), done.stderr
     return modules
 
 
-@pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_the_parent_imports_nothing_heavy_for_what_answers_at_once(arguments):
+def test_the_parent_imports_nothing_heavy_for_what_answers_at_once():
+    """Imports only add up: where none is heavy after all commands, none was after any."""
     heavy = {"torch", "pandas", "matplotlib", "sklearn", "timm", "transformers", "opacus", "ray", "submitit"}
-    assert heavy & set(modules_after(arguments)) == set()
+    assert heavy & set(modules_after(*COMMANDS)) == set()
 
 
 def test_the_parent_of_a_run_imports_no_torch_even_to_draw_its_figures(tmp_path):
@@ -181,9 +188,9 @@ def test_the_parent_of_a_run_imports_no_torch_even_to_draw_its_figures(tmp_path)
     assert list(tmp_path.rglob("*.svg"))
 
 
-@pytest.mark.parametrize("package", ["accounting", "clipping", "dpbench", "dpbench.models", "dpbench.experiment"])
-def test_importing_a_package_imports_no_torch(package):
-    code = f"import sys, {package}; print('torch' in sys.modules)"
+def test_importing_a_package_imports_no_torch():
+    packages = "accounting, clipping, dpbench, dpbench.models, dpbench.experiment"
+    code = f"import sys, {packages}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "False", done.stderr
 
