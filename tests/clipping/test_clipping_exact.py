@@ -1,4 +1,8 @@
-"""Every backend of ours through the conformance suite, and what the suite takes for granted: the oracle itself."""
+"""Every backend of ours through the conformance suite, and what the suite takes for granted: the oracle itself.
+
+The tape's backends share their rules. test_clipping_routes.py holds every way of every rule on each case; here `vmap`,
+which has no rules, and `bk_mixed`, which may take any way, meet all cases, and the others those of `FIFTEEN`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,28 @@ from dpbench.conformance.suite import checks, per_layer
 
 KNOWN = checks()
 PRIVATE = ["vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
+FIFTEEN = (
+    "linear 3-D",
+    "conv2d groups",
+    "conv2d circular",
+    "conv_transpose2d",
+    "instance norm",
+    "layer norm over positions",
+    "embedding padding_idx",
+    "tied head",
+    "self attention",
+    "lstm",
+    "windows",
+    "keyword inputs",
+    "frozen first layer",
+    "hidden state with a gradient",
+    "prelu by the fallback",
+)
+"""A case of each kind of rule, and of each thing that a backend itself has to see to."""
+COMPOSED = [(case, name) for case in CASES for name in PRIVATE if name in ("vmap", "bk_mixed") or case.name in FIFTEEN]
+composed = pytest.mark.parametrize(
+    ("case", "backend"), COMPOSED, ids=lambda value: value if isinstance(value, str) else value.name
+)
 WITH_PEER = [*PRIVATE, "opacus_hooks"]  # the other peers, and every case, are in test_clipping_peers.py
 
 
@@ -78,21 +104,27 @@ def result(name: str, backend: str, device: str = "cpu") -> str:
     return f"wrong: {verdict.reason}" if verdict.result == "wrong" else verdict.result
 
 
-@pytest.mark.parametrize("backend", PRIVATE)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@composed
 def test_exact(case: Case, backend: str):
     """In float64 and in float32, and strictly: a case that is no longer refused has to come off the list."""
     assert result(case.name, backend) == NOT_FOR.get(backend, {}).get(case.name, "exact")
 
 
-@pytest.mark.parametrize("backend", PRIVATE)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-@pytest.mark.slow
-def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case, backend: str):
-    """The suite runs without it; ordinary use does not."""
-    if case.name in NOT_FOR.get(backend, ()):
-        pytest.skip("refused, as test_exact shows")
+def test_the_first_batch_verification_lets_every_exact_case_pass(case: Case):
+    """The suite runs without it; ordinary use does not. It asks nothing of how a backend found its answer."""
     model, inputs, targets, loss_fn = case.make()
+    backend = load_backend("bk_mixed")
+    with backend(model, loss_fn) as b, backend(model, loss_fn, verify=False) as unverified:
+        assert compare(b(inputs, targets), unverified(inputs, targets)).within(TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", PRIVATE)
+@pytest.mark.parametrize("name", FIFTEEN)
+def test_the_first_batch_verification_of_every_backend(name: str, backend: str):
+    if name in NOT_FOR.get(backend, ()):
+        pytest.skip("refused, as test_exact shows")
+    model, inputs, targets, loss_fn = next(case for case in CASES if case.name == name).make()
     with load_backend(backend)(model, loss_fn) as b, load_backend(backend)(model, loss_fn, verify=False) as unverified:
         assert compare(b(inputs, targets), unverified(inputs, targets)).within(TOLERANCE)
 
@@ -105,8 +137,7 @@ def test_exact_in_blocks(case: str, backend: str, monkeypatch):
     assert result(case, backend) == "exact"
 
 
-@pytest.mark.parametrize("backend", PRIVATE)
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@composed
 def test_exact_per_layer(case: Case, backend: str):
     """Each parameter clipped by its own norm: a use, a route and a weighted gradient at a time."""
     verdict = per_layer(case, load_backend(backend))
@@ -167,6 +198,6 @@ def test_what_few_can_be_exact_on(name: str, backend: str):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: none here")
 @pytest.mark.parametrize("backend", PRIVATE)
-@pytest.mark.parametrize("name", list(KNOWN))
-def test_exact_on_cuda(name: str, backend: str):
-    assert result(name, backend, "cuda") == NOT_FOR.get(backend, {}).get(name, "exact")
+def test_exact_on_cuda(backend: str):
+    found = {name: result(name, backend, "cuda") for name in KNOWN}
+    assert found == {name: NOT_FOR.get(backend, {}).get(name, "exact") for name in KNOWN}
