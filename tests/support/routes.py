@@ -157,12 +157,14 @@ class Forced(Planner):
 
     Attributes:
         taken: every (rule, route) that was forced.
+        most: the largest number of ways that a rule had to choose from; 1 where there was no choice.
     """
 
     def __init__(self, kind: str, nth: int = 0, block: int = 2) -> None:
         super().__init__("memory")
         self.kind, self.nth, self.block = kind, nth, block
         self.taken: set[tuple[str, str]] = set()
+        self.most = 1
 
     def plan(self, tape: Any, losses: Tensor, outside: Callable[[], list[Tensor]]) -> Plan:
         plan = super().plan(tape, losses, outside)
@@ -177,6 +179,7 @@ class Forced(Planner):
         ways = rule.ghosts if self.kind == "ghost" else rule.instantiations
         if not ways:
             return route
+        self.most = max(self.most, len(ways))
         way = ways[self.nth % len(ways)]
         self.taken.add((type(rule).__name__, way))
         return Route(self.kind == "ghost", way, self.block, kept=self.kind == "kept")
