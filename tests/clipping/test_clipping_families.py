@@ -512,11 +512,11 @@ LAYOUTS = [
 CASES = [*EXPERTS, *ROWS, *LAYOUTS]
 
 
-@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
-@pytest.mark.parametrize("backend", TAPE)
+@pytest.mark.parametrize("backend", ["fastgradclip", "ghost", "bk_mixed"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_exact(case: Case, backend: str, verify: bool) -> None:
-    held(case, backend, Flat(0.05), verify=verify)
+def test_exact(case: Case, backend: str) -> None:
+    """Each kind of route once: gradients that are discarded, Gram matrices, and the planner's, verified besides."""
+    held(case, backend, Flat(0.05), verify=backend == "bk_mixed")
 
 
 @pytest.mark.parametrize("backend", ["ghost", "bk_mixed"])
