@@ -37,7 +37,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
-from accounting.mechanism import SubsampledGaussian
+from accounting.mechanism import ArgumentError, SubsampledGaussian, real, whole
 from accounting.sampling import BY_EPOCH, HOME, Scheme
 
 Answer = tuple[float, dict[str, Any]]
@@ -73,6 +73,24 @@ def epochs_begun(sample_rate: float, steps: float) -> float:
     """
     epochs = steps / batches_of_epoch(sample_rate)
     return float(max(1, math.ceil(epochs))) if epochs < 2.0**53 else epochs
+
+
+def as_poisson(sample_rate: float, steps: float, bands: int) -> tuple[float, float]:
+    """(q', ⌈T/b⌉): the Poisson steps that stand for T steps with b bands under cyclic Poisson sampling.
+
+    Args:
+        sample_rate: B/n, the expected share of the records in a batch.
+        steps: T.
+        bands: b, at least 1.
+
+    Raises:
+        ArgumentError: a number out of its range, or more bands than batches that make up the data, n/B.
+    """
+    bands = int(whole("bands", bands, least=1))
+    rate, count = bands * real("sample_rate", "in [0, 1]", sample_rate), whole("steps", steps)
+    if rate > 1.0 + 1e-12:
+        raise ArgumentError("bands", f"of at most {math.floor(1.0 / sample_rate * (1 + 1e-12))}, 1/sample_rate", bands)
+    return min(1.0, rate), math.ceil(count / bands) if count < 2.0**53 else count / bands
 
 
 def log_truncation(dataset_size: int, sample_rate: float, max_batch_size: int) -> float:

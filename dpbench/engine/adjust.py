@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from accounting import SubsampledGaussian
+from accounting.reductions import as_poisson
 from dpbench.engine.errors import Misuse
 from dpbench.engine.settings import require_sensitivity
 from dpbench.engine.sizes import Sizes
@@ -35,7 +36,8 @@ def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
     """
     if engine.steps:
         raise Misuse(f"expected a sample rate before the first step, got one after {engine.steps}")
-    mechanism = replace(engine.settings.mechanism, sample_rate=sample_rate)
+    rate, _ = as_poisson(sample_rate, 0, engine.settings.bands)
+    mechanism = replace(engine.settings.mechanism, sample_rate=rate)
     engine.settings = replace(engine.settings, mechanism=mechanism, epoch=steps_per_epoch)
     engine._sampler.settings = engine.settings
     engine._sizes = Sizes(engine.settings.sample_size, engine.settings.sample_size * sample_rate)
@@ -73,8 +75,8 @@ def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
             f"expected one noise_multiplier throughout with accountant={settings.accountant!r}, got another one: take "
             "'prv' or 'rdp', whose bounds hold for noise that changes"
         )
-    if engine.noise.words.startswith("discrete"):
-        raise ValueError("expected one noise_multiplier throughout with noise='discrete', got another one")
+    if (kind := engine.noise.words.partition(" ")[0].strip(",")) in ("discrete", "banded"):
+        raise ValueError(f"expected one noise_multiplier throughout with {kind} noise, got another one")
     told = sum(count for _, count in settings.earlier)
     earlier = settings.earlier
     if engine.steps > told:

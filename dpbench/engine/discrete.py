@@ -38,9 +38,12 @@ from torch import Tensor
 
 from clipping.kernels.discrete import ROUNDED, discrete_noisy
 from clipping.kernels.noise import Segments
+from dpbench.engine.correlated import Banded
 from dpbench.engine.noise import At, Noise, Pseudo, Secure
+from dpbench.engine.settings import Settings
 
-NOISES = ("gaussian", "discrete")
+NOISES = ("gaussian", "discrete", "banded:N")
+_BANDED = "banded:"
 ACCOUNTANTS = ("rdp:whole", "moments")
 """Those whose bounds hold for it; the first is the default."""
 FINER = 12
@@ -99,12 +102,12 @@ class Discrete(Secure):
         torch._foreach_copy_(parts, self.added_to_all([part.cpu() for part in parts], deviation, places))
 
 
-def source_of(name: str, noise_multiplier: float, coordinates: int, generator: torch.Generator | None) -> Noise:
-    """The engine's noise by its name: "gaussian", or "discrete".
+def source_of(name: str, settings: Settings, coordinates: int, generator: torch.Generator | None) -> Noise:
+    """The engine's noise by its name.
 
     Args:
         name: one of `NOISES`.
-        noise_multiplier: σ.
+        settings: of the engine.
         coordinates: of all parameters together.
         generator: of the caller's, or None.
 
@@ -114,9 +117,11 @@ def source_of(name: str, noise_multiplier: float, coordinates: int, generator: t
     require_known(name)
     if name == "discrete" and generator is not None:
         raise ValueError("expected noise='discrete' or a generator, got both: what is seeded is not private")
+    noise_multiplier = settings.mechanism.noise_multiplier
     if name == "discrete" and noise_multiplier:
         return Discrete(noise_multiplier, coordinates)
-    return Secure() if generator is None else Pseudo(generator)
+    source: Noise = Secure() if generator is None else Pseudo(generator)
+    return Banded(source, settings.bands, settings.planned_steps) if settings.bands > 1 else source
 
 
 def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
@@ -131,7 +136,7 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
         ValueError: one whose bound does not hold for it.
     """
     require_known(name)
-    if name == "gaussian":
+    if name != "discrete":
         return "prv" if accountant is None else accountant
     if accountant is not None and accountant not in ACCOUNTANTS:
         raise ValueError(
@@ -149,5 +154,32 @@ def require_known(name: str) -> None:
     Args:
         name: of the noise.
     """
-    if name not in NOISES:
+    if bands_of(name) == 1 and name not in NOISES[:2]:
         raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
+
+
+def bands_of(noise: str, sampling: str = "poisson", group_size: int = 1) -> int:
+    """b of "banded:b"; 1 of noise that is independent in each step.
+
+    Args:
+        noise: as the engine takes it.
+        sampling, group_size: the same.
+
+    Raises:
+        ValueError: no whole number of at least 2, or what has no bound beside it.
+    """
+    if not isinstance(noise, str) or not noise.startswith(_BANDED):
+        return 1
+    digits = noise.removeprefix(_BANDED)
+    if not (digits.isascii() and digits.isdigit()) or int(digits) < 2:
+        raise ValueError(f"expected noise='banded:N' with a whole number N >= 2, got {noise!r}")
+    if sampling != "poisson":
+        raise ValueError(
+            f"expected sampling='poisson' with noise={noise!r}, got {sampling!r}: batches are Poisson samples of "
+            f"{digits} groups of records in turn"
+        )
+    if group_size != 1:
+        raise ValueError(
+            f"expected group_size=1 with noise={noise!r}, got {group_size!r}: there is no bound for groups"
+        )
+    return int(digits)

@@ -26,7 +26,7 @@ from clipping.types import LossFunction
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import load, save
-from dpbench.engine.discrete import accountant_for, source_of
+from dpbench.engine.discrete import accountant_for, bands_of, source_of
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
@@ -68,7 +68,7 @@ class PrivacyEngine(State):
         backend: "bk_mixed", "bk_ghost", "mixed_ghost", "ghost", "fastgradclip", a variant, or "microbatch".
         clip: "flat", "automatic", "per_layer", or a clipping function of sensitivity C.
         accountant: a name of `accounting`; "prv" if None, or "rdp:whole" beside discrete noise.
-        noise: "gaussian" (`dpbench.engine.noise`), or "discrete": exact on a grid (`dpbench.engine.discrete`).
+        noise: "gaussian", "discrete" (on a grid: `dpbench.engine.discrete`), "banded:8" (`dpbench.engine.correlated`).
         secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
         generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
@@ -131,11 +131,12 @@ class PrivacyEngine(State):
             sampling=sampling,
             max_batch_size=max_batch_size,
             group_size=group_size,
+            bands=bands_of(noise, sampling, group_size),
         )
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")
         self.model, self.backend = model, name
-        self.noise = source_of(noise, self.noise_multiplier, sum(p.numel() for p in model.parameters()), generator)
+        self.noise = source_of(noise, self.settings, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
         timing = self.timing = generator is None and self.noise_multiplier > 0  # else it is to be compared, or repeated
         planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
@@ -277,6 +278,7 @@ class PrivacyEngine(State):
             self.noise,
             steps=self.steps + self._abandoned.count,
             drawn=max(self.drawn, self._ended) + self._abandoned.count,
+            abandoned=self._abandoned.count,
             by_engine=self._sampled == self.steps,
             unlike=self._unlike,
             beside=self._abandoned.beside(self.model),
@@ -352,6 +354,7 @@ class PrivacyEngine(State):
         require_own(patch.optimizer, parameters.values())
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums = self._sums, Sums()
+        self.noise.in_turn(self.drawn - self.steps if sampled else None)
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
@@ -364,14 +367,11 @@ class PrivacyEngine(State):
     def _watch(self, sampled: bool) -> None:
         """Say once what can be seen to be amiss."""
         settings, size, self._size = self.settings, self._size, 0
-        if not sampled and settings.mechanism.sampling == "poisson" and self._unlike is None:
+        if not sampled and settings.sampling == "poisson" and self._unlike is None:
             self._unlike = self._sizes.add(size)
             if self._unlike is not None:
-                self._warn(
-                    "fixed",
-                    f"{self._unlike}: not Poisson samples, as is accounted; take data_loader, or say "
-                    "sampling='shuffled'",
-                )
+                remedy = "not Poisson samples, as is accounted; take data_loader, or say sampling='shuffled'"
+                self._warn("fixed", f"{self._unlike}: {remedy}")
         planned = settings.planned_steps
         if planned is not None and self.steps > planned and settings.target_epsilon is not None:
             self._warn("over", f"step {self.steps} is beyond the {planned} that target_epsilon was calibrated for")

@@ -38,7 +38,9 @@ from torch import Tensor
 from clipping.kernels.noise import Segments, add_to_flat, noisy
 from dpbench.engine.errors import Misuse
 
-_OTHER_KIND = "expected a checkpoint with the same kind of noise (gaussian, discrete, of a generator) as this engine's"
+OTHER_KIND = (
+    "expected a checkpoint with the same kind of noise (gaussian, discrete, banded, of a generator) as this engine's"
+)
 
 
 def secret(generator: torch.Generator | None) -> bytes:
@@ -88,6 +90,14 @@ class Noise(ABC):
             sensitivity: S.
         """
         return noise_multiplier * sensitivity if noise_multiplier else 0.0
+
+    def in_turn(self, ahead: int | None) -> None:  # noqa: B027 - most noise has no turns
+        """Told before each step; see `dpbench.engine.correlated`.
+
+        Args:
+            ahead: the loader's batches so far, less the steps: it grows where one was left out. None for a batch of the
+                caller's.
+        """
 
     def added(self, total: Tensor, deviation: float, at: At) -> Tensor:
         """As `added_to_all`, of one, which is not changed.
@@ -172,7 +182,7 @@ class Pseudo(Noise):
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         if state["kind"] != "pseudo" or state["given"] is None:
-            raise ValueError(_OTHER_KIND)
+            raise ValueError(OTHER_KIND)
         self._given.set_state(state["given"])
 
 
@@ -237,7 +247,7 @@ class Secure(Noise):
         checkpoint share no noise.
         """
         if state["kind"] != self.kind and (state["kind"] != "pseudo" or state["given"] is not None):
-            raise ValueError(_OTHER_KIND)
+            raise ValueError(OTHER_KIND)
         if replay and "key" not in state:
             raise ValueError(
                 "expected a checkpoint that holds the noise's key to replay it, got one of an older version"

@@ -6,12 +6,13 @@ them from random ones. Amplification by sampling is proved for batches that nobo
 
     poisson              each record by a coin of its own, q = b/n; the batch may be empty
     truncated_poisson    the same, and of a batch above the maximum so many, drawn uniformly
+    cyclic_poisson       with banded noise: Poisson samples of one group of records after the other
     balls_and_bins       an epoch of ⌊n/b⌋ batches: each record in one, drawn for it alone; a batch may be empty
     without_replacement  b records, drawn anew each step
     shuffled             a permutation an epoch, cut into ⌊n/b⌋ batches; the rest is left out
     one_pass             the records in their order, cut in the same way, every epoch
 
-The first four are accounted for adding or removing one record, the last two for making one record's gradient zero, as
+All but the last two are accounted for adding or removing one record, those for making one record's gradient zero, as
 removing it would shift every batch after it (`accounting.sampling.PROVED`).
 """
 
@@ -69,6 +70,9 @@ class Sampler:
             return np.sort(np.argsort(self._words("batch", step, n), kind="stable")[:b])
         if scheme in ("poisson", "truncated_poisson"):
             sample = np.flatnonzero(_uniform(self._words("batch", step, n)) < self.settings.mechanism.sample_rate)
+            if (groups := self.settings.bands) > 1:  # of each record drawn for it alone, once
+                group = (_uniform(self._words("group", 0, n)) * groups).astype(np.int64)
+                sample = sample[group[sample] == step % groups]
             most = self.settings.mechanism.max_batch_size
             if most is not None and len(sample) > most:
                 order = np.argsort(self._words("cut", step, len(sample)), kind="stable")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from accounting.reductions import as_poisson
 from accounting.sampling import BY_EPOCH
 from accounting.varying import guarantee_of_parts
 from dpbench.engine.errors import PrivacyWarning
@@ -36,6 +37,7 @@ class Settings:
         mechanism: one step.
         epoch: steps of an epoch, where the sizes do not say it.
         earlier: (mechanism, how many) of the first steps, which had other noise than `mechanism` says.
+        bands: b of `accounting.banded`, whose mechanism is that of b steps; 1 where noise is independent in each step.
     """
 
     batch_size: int
@@ -47,6 +49,12 @@ class Settings:
     mechanism: SubsampledGaussian
     epoch: int | None = None
     earlier: tuple[tuple[SubsampledGaussian, int], ...] = ()
+    bands: int = 1
+
+    @property
+    def sampling(self) -> str:
+        """How batches are drawn: a name of `accounting.sampling`, or "cyclic_poisson" in as many groups as bands."""
+        return self.mechanism.sampling if self.bands == 1 else "cyclic_poisson"
 
     @property
     def steps_per_epoch(self) -> int:
@@ -66,7 +74,8 @@ class Settings:
             delta: in [0, 1].
         """
         later = max(0, steps - sum(count for _, count in self.earlier))
-        return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, later)], delta=delta)
+        _, blocks = as_poisson(0.0, later, self.bands)
+        return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, blocks)], delta=delta)
 
     def load(self) -> Accountant:
         """The accountant itself."""
@@ -79,9 +88,10 @@ class Settings:
             "batch_size": self.batch_size,
             "sample_size": self.sample_size,
             "noise_multiplier": m.noise_multiplier,
-            "sampling": m.sampling,
+            "sampling": self.sampling,
             "max_batch_size": m.max_batch_size,
             **({"group_size": m.group_size} if m.group_size > 1 else {}),
+            **({"bands": self.bands} if self.bands > 1 else {}),
         }
 
 
@@ -98,6 +108,7 @@ def resolve(
     sampling: str,
     max_batch_size: int | None,
     group_size: int = 1,
+    bands: int = 1,
 ) -> Settings:
     """Check the arguments and find the noise multiplier.
 
@@ -110,6 +121,7 @@ def resolve(
         sampling: a name of `accounting.sampling`.
         max_batch_size: for "truncated_poisson" alone.
         group_size: how many records at once ε is of.
+        bands: of the noise, 1 where it is independent in each step.
 
     Raises:
         ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
@@ -137,15 +149,18 @@ def resolve(
     delta = _delta(target_delta, sample_size)
     scheme: dict[str, Any] = {"sampling": sampling, "dataset_size": sample_size, "max_batch_size": max_batch_size}
     scheme["group_size"] = _whole("group_size", group_size)
-    q = batch_size / sample_size
+    if bands * batch_size > sample_size:
+        most = sample_size // batch_size
+        raise ValueError(f"expected noise with at most sample_size // batch_size = {most} bands, got {bands}")
+    q, spending = as_poisson(batch_size / sample_size, planned or 0, bands)
     load_accountant(accountant)
     if noise_multiplier is None:
         assert target_epsilon is not None and planned is not None
         noise_multiplier = calibrate_noise_multiplier(
-            accountant, target_epsilon=target_epsilon, sample_rate=q, steps=planned, delta=delta, **scheme
+            accountant, target_epsilon=target_epsilon, sample_rate=q, steps=spending, delta=delta, **scheme
         )
     mechanism = SubsampledGaussian(noise_multiplier, q, **scheme)
-    return Settings(batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism)
+    return Settings(batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism, bands=bands)
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: Of no accountant's business, and of the reader's: what else leaks.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
+#: How batches are drawn beside banded noise.
+CYCLIC = "Poisson sampling in groups of records in turn"
 #: Of another engine in this process.
 NOT_COUNTED = "{} steps of another engine on this model are not counted"
 
@@ -26,8 +28,10 @@ class PrivacySpent:
         epsilon, delta: of all steps so far.
         steps: logical batches that were released, empty ones among them.
         accountant, kind: who says so, and whether it is an upper bound; only that is a guarantee.
-        noise_multiplier, sample_rate: of each step; where noise has changed on the way, of the last.
-        sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS` and `ADJACENCIES`.
+        noise_multiplier, sample_rate: of each step; where noise has changed on the way, of the last. Beside banded
+            noise the rate is that in a group.
+        sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS` and `ADJACENCIES`, and
+            "cyclic_poisson" beside banded noise (`accounting.banded`).
         sampled_by: "engine" if every batch came from `data_loader`, which draws by that scheme; else "assumed".
         noise: where the noise came from.
         private: False for seeded noise, no noise, batches that cannot be what is accounted, or an ε that is no upper
@@ -55,7 +59,7 @@ class PrivacySpent:
 
     def __str__(self) -> str:
         assumed = " assumed" if self.sampled_by == "assumed" else ""
-        scheme = f"{SAMPLINGS[self.sampling]}{assumed}, {ADJACENCIES[self.adjacency]}"
+        scheme = f"{SAMPLINGS.get(self.sampling, CYCLIC)}{assumed}, {ADJACENCIES[self.adjacency]}"
         scheme += f", {self.group_size} records at once" if self.group_size > 1 else ""
         told = "" if self.private else "; NOT PRIVATE: " + "; ".join(self.caveats[:-1])
         return (
@@ -70,6 +74,7 @@ def account(
     *,
     steps: int,
     drawn: int,
+    abandoned: int,
     by_engine: bool,
     delta: float,
     sensitivity: str,
@@ -81,8 +86,9 @@ def account(
     Args:
         settings: of the engine.
         noise: where it came from.
-        steps: logical batches released.
-        drawn: logical batches that the loader handed out.
+        steps: logical batches released, abandoned ones among them.
+        drawn: logical batches that the loader handed out, and the abandoned ones.
+        abandoned: logical batches that were gone back behind.
         by_engine: the loader drew all that were released.
         delta: δ.
         sensitivity: what the noise was scaled to, in words.
@@ -91,8 +97,9 @@ def account(
     """
     mechanism = settings.mechanism
     counted = steps
-    if mechanism.sampling in BY_EPOCH:
+    if mechanism.sampling in BY_EPOCH or settings.bands > 1:
         counted = max(steps, drawn)  # a batch that was skipped ends its epoch no later
+    counted += abandoned * (settings.bands - 1)  # each may have been in a block of its own
     found = settings.guarantee(counted, delta)
     caveats = []
     if not noise.private:
@@ -116,7 +123,7 @@ def account(
         kind=found.kind,
         noise_multiplier=mechanism.noise_multiplier,
         sample_rate=mechanism.sample_rate,
-        sampling=mechanism.sampling,
+        sampling=settings.sampling,
         adjacency=mechanism.adjacency,
         sampled_by="engine" if by_engine else "assumed",
         noise=noise.words,

@@ -43,7 +43,7 @@ founded, so batches differ in size. The loss is **one number a record**, [B]. An
 | `backend` | how the sum is found: `dpbench.guide.backends` |
 | `clip` | `"flat"`, `"automatic"`, `"per_layer"`, or a function of your own |
 | `sampling` | Poisson, or `truncated_poisson`, `balls_and_bins`, `shuffled`, ...: for each, ε is that scheme's |
-| `noise` | `"gaussian"`, or `"discrete"`: exact on a grid |
+| `noise` | `"gaussian"`; `"discrete"`: exact on a grid; `"banded:8"`: cancels over 8 steps (BandMF) |
 
 Noise comes from a cipher (ChaCha20, keyed by the operating system) at the price of `torch.randn`. A `generator` of your
 own makes a run repeatable, and is not private.

@@ -1,0 +1,147 @@
+"""Noise that is correlated over steps: `noise="banded:8"`, the stream C⁻¹Z of `accounting.banded`, one row a step.
+
+    x_t = (z_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0,    z_t ~ N(0, σ²S²I), independent
+
+What is remembered are the last b - 1 rows x, in float64: 2(b - 1) times the memory of the parameters in float32.
+
+**Security.** A step's release is round(total - Σ c_i x_{t-i} / c_0 + N(0, (σS/c_0)²)), drawn and rounded by `Secure`.
+x is what was released less the total, rounding included, so the place of the normal is a function of earlier releases
+and of (CG)_t / c_0: who breaks a step breaks `Secure`. x shows the totals of released steps: checkpoints that hold it
+are as secret as the data.
+
+**Where a stream starts anew**, the history is dropped, which is private (`accounting.banded`) and costs some accuracy:
+for a parameter that had no noise in the step before (frozen, or of another shape); at a batch of the loader that was
+left out, as the groups would lie fewer than b steps apart; in a copy, in a forked process, and on going on from
+a checkpoint with a fresh key, as two trainings would share the history. With `replay` the stream goes on as it was.
+
+The deviation never falls while a stream lasts: a later row's noise covers what an earlier step's record moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accounting.banded import coefficients
+from clipping.kernels.noise import Segments
+from dpbench.engine.noise import OTHER_KIND, At, Noise
+
+UNPLANNED = 1000
+"""Steps for which coefficients are chosen where none are planned."""
+_Where = tuple[int, tuple[int, ...]]
+
+
+class _Past(NamedTuple):
+    """The last rows of one tensor's noise: `rows` [b - 1, n] in float64, row t at t mod (b - 1); up to `step`."""
+
+    step: int
+    rows: Tensor
+
+
+class Banded(Noise):
+    """Adds the stream of the module's text, of which the independent normals are drawn by another source.
+
+    Args:
+        source: of the normals, `Secure` or `Pseudo`.
+        bands: b, at least 2.
+        steps: how many are planned; None if nobody knows. Only how well the noise cancels depends on it.
+    """
+
+    def __init__(self, source: Noise, bands: int, steps: int | None) -> None:
+        self.source, self.coefficients = source, coefficients(bands, steps or UNPLANNED)
+        self.words = f"banded, correlated over {bands} steps; {source.words}"
+        self.private, self.repeatable = source.private, source.repeatable
+        self._past: dict[_Where, _Past]
+        self._process: int
+        self._most: float
+        self._ahead: int
+        self._forget()
+
+    def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
+        """σS, or that of an earlier step if it was more."""
+        self._most = max(self._most, self.source.deviation(noise_multiplier, sensitivity))
+        return self._most
+
+    def in_turn(self, ahead: int | None) -> None:
+        """Start anew if a batch of the loader was left out since its last one that was stepped."""
+        if ahead is not None and ahead != self._ahead:
+            self._past.clear()
+            self._ahead = ahead
+
+    def added_to_all(
+        self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
+    ) -> list[Tensor]:
+        """As `Noise.added_to_all`; refuses what its source refuses."""
+        found = [(at.process, (at.parameter,)) for at in places]
+        wide = [
+            total.double() - self._shift(where, at.step, total).view(total.shape)
+            for where, at, total in zip(found, places, totals, strict=True)
+        ]
+        noisy = self.source.added_to_all(wide, deviation / self.coefficients[0], places)
+        for where, at, total, released in zip(found, places, totals, noisy, strict=True):
+            self._remember(where, at.step, released - total)
+        kinds = [torch.promote_types(total.dtype, torch.float32) for total in totals]
+        return [released.div_(divisor).to(kind) for released, kind in zip(noisy, kinds, strict=True)]
+
+    def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
+        """As `Noise.add_to_flat`; refuses what its source refuses."""
+        where = process, segments.labels
+        wide = flat.double() - self._shift(where, step, flat)
+        self.source.add_to_flat(wide, segments, deviation / self.coefficients[0], step, process)
+        self._remember(where, step, wide - flat)
+        flat.copy_(wide)
+
+    def state_dict(self) -> dict[str, Any]:
+        past = {where: (step, rows.clone()) for where, (step, rows) in self._past.items()}
+        state = {"past": past, "most": self._most, "ahead": self._ahead, "bands": len(self.coefficients)}
+        return {"kind": "banded", "source": self.source.state_dict(), **state}
+
+    def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
+        """As `Noise.load_state_dict`. Without `replay` the key is a fresh one, and the stream starts anew; that of a
+        caller's generator goes on.
+        """
+        if state["kind"] != "banded" or state["bands"] != len(self.coefficients):
+            raise ValueError(OTHER_KIND)
+        self.source.load_state_dict(state["source"], replay=replay)
+        self._forget()
+        if replay or self.repeatable:
+            self._past = {where: _Past(step, rows.clone()) for where, (step, rows) in state["past"].items()}
+            self._most, self._ahead = state["most"], state["ahead"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles: without the history, which two noises with different keys may not share."""
+        return {name: x for name, x in vars(self).items() if name not in ("_past", "_process", "_most", "_ahead")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._past = {}
+        self._process, self._most, self._ahead = os.getpid(), 0.0, 1
+
+    def _shift(self, where: _Where, step: int, like: Tensor) -> Tensor:
+        """Σ c_i x_{t-i} / c_0, [n] in float64, on the device of `like`; 0 where a stream starts."""
+        if self._process != os.getpid():
+            self._forget()
+        for other in [other for other, past in self._past.items() if past.step < step - 1]:
+            del self._past[other]  # it had no noise in the step before
+        count, past = len(self.coefficients) - 1, self._past.get(where)
+        if past is None or past.step != step - 1 or past.rows.shape[1] != like.numel():
+            rows = torch.zeros(count, like.numel(), dtype=torch.float64, device=like.device)
+        else:
+            rows = past.rows.to(like.device)
+        self._past[where] = _Past(step - 1, rows)
+        weights = torch.zeros(count, dtype=torch.float64)
+        for i in range(1, count + 1):
+            weights[(step - i) % count] = self.coefficients[i] / self.coefficients[0]
+        return weights.to(like.device) @ rows
+
+    def _remember(self, where: _Where, step: int, row: Tensor) -> None:
+        rows = self._past[where].rows
+        rows[step % len(rows)] = row.reshape(-1)
+        self._past[where] = _Past(step, rows)

@@ -1,0 +1,292 @@
+"""Banded noise in the engine: the stream against its definition, where it starts anew, batches, ε, checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import os
+
+import numpy as np
+import pytest
+import torch
+from scipy.linalg import toeplitz
+from torch import nn
+
+from accounting import SubsampledGaussian, load_accountant
+from clipping.kernels.noise import Segments
+from dpbench import PrivacyEngine
+from dpbench.engine import adjust
+from dpbench.engine.correlated import Banded
+from dpbench.engine.errors import PrivacyWarning
+from dpbench.engine.noise import At, Pseudo, Secure
+from dpbench.engine.sampling import Sampler
+
+BANDS, N, B = 4, 120, 10
+
+
+def seeded(seed=0):
+    return Pseudo(torch.Generator().manual_seed(seed))
+
+
+def rows(noise, steps, n=1000, deviation=1.0, first=1):
+    """[T, n], the noise of so many steps on totals of 0."""
+    zero = torch.zeros(n, dtype=torch.float64)
+    return torch.stack([noise.added(zero, deviation, At(first + t, 0, 0)) for t in range(steps)]).numpy()
+
+
+def matrix(noise, steps):
+    column = np.zeros(steps)
+    column[: len(noise.coefficients)] = noise.coefficients
+    return toeplitz(column, np.zeros(steps))
+
+
+def test_the_stream_is_the_inverse_of_the_matrix_times_independent_normals():
+    noise = Banded(seeded(), BANDS, 12)
+    found = rows(noise, 12, deviation=3.0)
+    source = seeded()
+    z = np.stack([source.added(torch.zeros(1000, dtype=torch.float64), 1.0, At(t, 0, 0)).numpy() for t in range(12)])
+    np.testing.assert_allclose(matrix(noise, 12) @ found, 3.0 * z, atol=1e-12)
+
+
+def test_its_covariance_is_that_of_the_definition():
+    noise, n = Banded(Secure(), BANDS, 7), 400_000
+    found = rows(noise, 7, n)
+    inverse = np.linalg.inv(matrix(noise, 7))
+    expected = inverse @ inverse.T
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    assert np.abs(found @ found.T / n - expected).max() < 8 * scale.max() / math.sqrt(n)
+    assert np.abs(expected - np.diag(np.diag(expected))).max() > 0.2  # it is correlated
+    assert np.var(found.sum(0)) < 0.7 * 7 * np.var(found[0])  # and later noise cancels earlier noise
+
+
+def test_totals_do_not_move_the_stream():
+    first, second = Banded(seeded(), BANDS, 6), Banded(seeded(), BANDS, 6)
+    for t in range(1, 7):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(t))
+        moved = first.added_to_all([x.clone()], 2.0, [At(t, 0, 1)], divisor=4.0)[0]
+        assert moved.dtype == torch.float32 and moved.shape == x.shape
+        alone = second.added(torch.zeros(5, 3, dtype=torch.float64), 2.0, At(t, 0, 1))
+        torch.testing.assert_close(4.0 * moved.double(), x.double() + alone, atol=1e-5, rtol=1e-6)
+
+
+def test_sums_that_lie_flat_have_the_same_noise():
+    one, other = Banded(Secure(), BANDS, 6), Banded(Secure(), BANDS, 6)
+    other.source.load_state_dict(one.source.state_dict(), replay=True)
+    segments = Segments([100, 300], [0, 1])
+    for t in range(1, 7):
+        flat = torch.zeros(segments.length)
+        one.add_to_flat(flat, segments, 1.5, t, 0)
+        alone = other.added_to_all([torch.zeros(100), torch.zeros(300)], 1.5, [At(t, 0, 0), At(t, 0, 1)])
+        torch.testing.assert_close(segments.parts(flat), alone, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("event", ["left out", "gap", "shape", "copy", "fresh key", "fork"])
+def test_a_stream_starts_anew(event, monkeypatch):
+    noise, n = Banded(Secure(), BANDS, 20), 100_000
+    noise.in_turn(1)
+    before, step, size = rows(noise, 6, n), 7, n
+    noise.in_turn(1)  # a batch that follows
+    if event == "left out":
+        noise.in_turn(2)
+    if event == "gap":
+        step = 8
+    if event == "shape":
+        size = n - 1
+    if event == "copy":
+        noise = copy.deepcopy(noise)
+    if event == "fresh key":
+        noise.load_state_dict(noise.state_dict())
+    if event == "fork":
+        monkeypatch.setattr(os, "getpid", lambda: -1)
+    after = rows(noise, 1, size, first=step)[0]
+    assert np.std(after) == pytest.approx(1 / noise.coefficients[0], rel=0.02)
+    assert np.abs(np.corrcoef([after, *before[:, :size]])[0, 1:]).max() < 0.02
+
+
+def test_a_stream_goes_on_where_nothing_happens_and_by_replay():
+    noise, n = Banded(Secure(), BANDS, 20), 100_000
+    before = rows(noise, 6, n)
+    state = copy.deepcopy(noise.state_dict())
+    after = rows(noise, 3, n, first=7)
+    assert np.corrcoef([after[0], *before])[0, -1] < -0.2
+    other = Banded(Secure(), BANDS, 20)
+    other.load_state_dict(state, replay=True)
+    np.testing.assert_array_equal(rows(other, 3, n, first=7), after)
+    seed = Banded(seeded(), BANDS, 20)
+    with pytest.raises(ValueError, match="the same kind of noise"):
+        Secure().load_state_dict(seed.state_dict())
+    with pytest.raises(ValueError, match="the same kind of noise"):
+        Banded(Secure(), BANDS + 1, 20).load_state_dict(state, replay=True)
+
+
+def test_the_deviation_never_falls():
+    noise = Banded(Secure(), BANDS, 20)
+    assert [noise.deviation(2.0, s) for s in (1.0, 1.5, 1.2)] == [2.0, 3.0, 3.0]
+
+
+def net(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+X = torch.randn(N, 5, generator=torch.Generator().manual_seed(1)).double()
+Y = torch.randint(3, (N,), generator=torch.Generator().manual_seed(2))
+DATA = torch.utils.data.TensorDataset(X, Y)
+SETTINGS = {"batch_size": B, "sample_size": N, "max_grad_norm": 1.0, "noise": f"banded:{BANDS}", "target_delta": 1e-3}
+
+
+def training(model=None, **changed):
+    model = net() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine = PrivacyEngine(model, **(SETTINGS | {"noise_multiplier": 1.0, "steps": 40} | changed))
+    engine.attach(optimizer)
+    return model, optimizer, engine
+
+
+def train(model, optimizer, engine, steps, **loading):
+    last = engine.steps + steps
+    while engine.steps < last:
+        for x, y in engine.data_loader(DATA, **loading):
+            optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+            if engine.steps == last:
+                break
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+def test_checkpoints_carry_the_stream():
+    model, optimizer, engine = training()
+    train(model, optimizer, engine, 7)
+    weights, file = copy.deepcopy(model.state_dict()), io.BytesIO()
+    torch.save(engine.state_dict(), file)
+    state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    moved = train(model, optimizer, engine, 6)
+    engine.detach()
+    for replay in (True, False):
+        model, optimizer, engine = training()
+        model.load_state_dict(weights)
+        engine.load_state_dict(state, replay=replay)
+        again = train(model, optimizer, engine, 6)
+        assert torch.equal(again, moved) == replay
+        assert engine.privacy_spent().steps == 13
+        engine.detach()
+
+
+@pytest.mark.parametrize("loading", [{"max_physical_batch_size": 3}, {"max_physical_batch_size": 4, "pad": True}])
+def test_pieces_and_padding_release_the_same(loading):
+    model, optimizer, engine = training()
+    state = engine.state_dict()
+    whole = train(model, optimizer, engine, 12)
+    engine.detach()
+    model, optimizer, engine = training()
+    engine.load_state_dict(state, replay=True)
+    torch.testing.assert_close(train(model, optimizer, engine, 12, **loading), whole, atol=1e-4, rtol=0)
+
+
+def test_a_parameter_that_was_frozen_starts_anew():
+    model, optimizer, engine = training()
+    train(model, optimizer, engine, 3)
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, engine, 2)
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, engine, 1)
+    assert {past.step for past in engine.noise._past.values()} == {6}
+
+
+def test_batches_are_poisson_samples_of_groups_in_turn():
+    _, _, engine = training(batch_size=50, sample_size=4000, target_delta=1e-5)
+    sampler = Sampler(engine.settings, bytes(32))
+    drawn = np.zeros((400, 4000), dtype=bool)
+    for step in range(400):
+        drawn[step, sampler.batch(step)] = True
+    turns = drawn.reshape(100, BANDS, 4000).sum(0)
+    assert ((turns > 0).sum(0) <= 1).all()  # each record in the steps of one turn
+    assert turns.sum() / 400 == pytest.approx(50, abs=4 * math.sqrt(50 / 400))
+    own = turns.max(0)
+    assert own.var() == pytest.approx(100 * 0.05 * 0.95, rel=0.15) and own.mean() == pytest.approx(5, rel=0.03)
+    sizes = (turns > 0).sum(1)
+    assert np.abs(sizes - 1000 * (1 - 0.95**100)).max() < 5 * math.sqrt(1000)
+
+
+def test_epsilon_is_that_of_poisson_steps_of_a_group():
+    model, optimizer, engine = training()
+    train(model, optimizer, engine, 9)
+    spent = engine.privacy_spent()
+    step = SubsampledGaussian(1.0, BANDS * B / N)
+    assert spent.epsilon == load_accountant("prv").epsilon(step, steps=3, delta=1e-3)
+    assert (spent.sampling, spent.adjacency, spent.sampled_by) == ("cyclic_poisson", "add_remove", "engine")
+    assert spent.private and spent.noise.startswith("banded, correlated over 4 steps") and "in turn" in str(spent)
+    engine.detach()
+    _, _, engine = training(noise_multiplier=None, target_epsilon=2.0, accountant="rdp")
+    assert engine.settings.guarantee(40, 1e-3).epsilon <= 2.0 < engine.settings.guarantee(41, 1e-3).epsilon
+
+
+def test_steps_that_were_gone_back_behind_count_as_blocks_of_their_own():
+    model, optimizer, engine = training()
+    train(model, optimizer, engine, 4)
+    state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
+    train(model, optimizer, engine, 2)
+    optimizer.load_state_dict(state[0])
+    engine.load_state_dict(state[1])
+    train(model, optimizer, engine, 1)
+    step = SubsampledGaussian(1.0, BANDS * B / N)
+    assert engine.privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2 + 2, delta=1e-3)
+
+
+def test_a_batch_that_was_left_out_counts_and_ends_the_stream():
+    model, optimizer, engine = training()
+    train(model, optimizer, engine, 4)
+    loader = iter(engine.data_loader(DATA))
+    x, y = next(loader)
+    x, y = next(loader)
+    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+    rows = [past.rows for past in engine.noise._past.values()]
+    assert engine.steps == 5 and engine.drawn == 6 and all((row[:-1] == 0).sum() >= row[0].numel() for row in rows)
+    assert all((row.abs().sum(1) > 0).sum() == 1 for row in rows)  # of this step alone
+    step = SubsampledGaussian(1.0, BANDS * B / N)
+    assert engine.privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2, delta=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"noise": "banded"}, "one of gaussian, discrete, banded:N, got 'banded'"),
+        ({"noise": "banded:1"}, "a whole number N >= 2, got 'banded:1'"),
+        ({"noise": "banded:x"}, "a whole number N >= 2, got 'banded:x'"),
+        ({"noise": "banded:13"}, "at most sample_size // batch_size = 12 bands, got 13"),
+        ({"sampling": "shuffled"}, "expected sampling='poisson' with noise='banded:4'"),
+        ({"group_size": 2}, "expected group_size=1 with noise='banded:4', got 2"),
+    ],
+)
+def test_what_has_no_bound_is_refused(changed, message):
+    with pytest.raises(ValueError, match=message) as found:
+        training(**changed)
+    assert "\n" not in str(found.value)
+
+
+def test_another_noise_multiplier_is_refused_and_checkpoints_must_agree():
+    _, _, engine = training()
+    with pytest.raises(ValueError, match="one noise_multiplier throughout with banded noise"):
+        adjust.set_noise_multiplier(engine, 2.0)
+    state = engine.state_dict()
+    engine.detach()
+    _, _, other = training(noise="banded:3")
+    with pytest.raises(ValueError, match="as in the checkpoint"):
+        other.load_state_dict(state)
+
+
+def test_noise_of_a_generator_can_be_repeated_and_is_not_private():
+    found = []
+    for _ in range(2):
+        with pytest.warns(PrivacyWarning, match="can be repeated"):
+            run = training(generator=torch.Generator().manual_seed(3))
+        found.append(train(*run, 8))
+        assert not run[2].privacy_spent().private
+        run[2].detach()
+    assert torch.equal(*found)
+
+
+def test_a_step_without_noise_is_the_ordinary_one():
+    model, optimizer, engine = training(noise_multiplier=0.0)
+    train(model, optimizer, engine, 2)
+    assert engine.privacy_spent().epsilon == math.inf
