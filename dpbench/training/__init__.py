@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from dpbench.models.data import validate_data
 from dpbench.training.faults import FAULTS
 from dpbench.trials import STEP_SOURCES, Trial
 
-__all__ = ["FAULTS", "FORMS", "LEVEL", "TESTS", "AuditTrial", "MemorisationTrial", "UtilityTrial", "cifar10_root"]
+__all__ = [
+    "FAULTS",
+    "FORMS",
+    "LEVEL",
+    "TESTS",
+    "AuditTrial",
+    "CorrelatedTrial",
+    "MemorisationTrial",
+    "UtilityTrial",
+    "cifar10_root",
+]
 
 
 def cifar10_root() -> str | None:
@@ -53,6 +63,11 @@ class UtilityTrial(Trial):
         validate_data(self.data)
 
     @property
+    def options(self) -> dict[str, Any]:
+        """What the engine is given beside."""
+        return {}
+
+    @property
     def alone(self) -> bool:
         return True  # the seconds are part of it
 
@@ -62,6 +77,26 @@ class UtilityTrial(Trial):
     def label(self) -> str:
         budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"
         return f"{self.kind} {self.network} {budget} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrelatedTrial(UtilityTrial):
+    """The same with the engine's `noise`, "gaussian" or "banded:N": accuracy at one ε, and no seconds."""
+
+    kind: ClassVar[str] = "correlated"
+    noise: str = "gaussian"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"noise": self.noise}
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def label(self) -> str:
+        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.noise}"
+        return f"{self.kind} {self.network} {budget} b={self.batch_size} lr={self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +175,7 @@ FORMS = {
     "pieces": "batches in pieces",
     "padded": "batches in padded pieces",
     "one_pass": "one pass in order",
+    "banded": "banded noise",
 }
 #: What may refute a claim -> what is looked at.
 TESTS = {

@@ -11,6 +11,10 @@ The second knows coins and batches as well: the adversary of DP-SGD's proof, fro
 the parts of the claim lie open. The noise is what is released at the coordinates of canaries that are not in a batch.
 One canary's part of a sum is the difference of two releases with the same noise, of data with it and without.
 
+Banded noise is undone first: the second adversary multiplies the releases by C, and takes of each block of b rows the
+projection that the proof of `accounting.banded` names. What it has are Gaussian releases, a block each, at the rate of
+a group; all tests are of these.
+
 Each test is wrong about a sound engine with a probability of `LEVEL` over their number at the most, and all of them
 together with `LEVEL`; `sensitivity` is no matter of chance.
 """
@@ -25,6 +29,7 @@ import torch
 
 from accounting import refutation
 from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound
+from accounting.banded import coefficients
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.errors import one_of
 from dpbench.training import FAULTS, FORMS, LEVEL, TESTS, AuditTrial
@@ -45,6 +50,7 @@ class Seen(NamedTuple):
     Attributes:
         epsilon, sigma, rate: ε of the training, the noise multiplier and the sample rate that are claimed.
         most: batches that a record may be in; None if that is left to chance.
+        in_turn: beside banded noise, each canary is in the steps of one turn alone.
         coins: [m], is the canary in the data?
         training: the releases that ε is claimed for.
         resumed: the next step, and the same again after going on from a checkpoint of before.
@@ -56,6 +62,7 @@ class Seen(NamedTuple):
     sigma: float
     rate: float
     most: int | None
+    in_turn: bool
     coins: Flags
     training: list[Release]
     resumed: list[Release]
@@ -104,9 +111,13 @@ def _see(trial: AuditTrial) -> Seen:
     shards = target.of_shards(2)
     target.engine.detach()
     settings = target.engine.settings
+    in_turn = True
+    if settings.bands > 1:
+        training, in_turn = _blocks(training, np.array(coefficients(settings.bands, trial.steps)))
+        resumed = []
     most = -(-trial.steps // settings.steps_per_epoch) if trial.form == "one_pass" else None
     sigma, rate = settings.mechanism.noise_multiplier, settings.mechanism.sample_rate
-    return Seen(epsilon, sigma, rate, most, coins, training, resumed, shards, sensitivity)
+    return Seen(epsilon, sigma, rate, most, in_turn, coins, training, resumed, shards, sensitivity)
 
 
 def _judge(seen: Seen) -> dict[str, Any]:
@@ -158,10 +169,13 @@ def _target(trial: AuditTrial) -> Target:
         max_grad_norm=trial.max_grad_norm,
         backend=trial.backend,
         sampling="one_pass" if form == "one_pass" else "poisson",
+        noise="banded:4" if form == "banded" else "gaussian",
     )
     engine.attach(optimizer)
     state, key = engine.state_dict(), trial.seed.to_bytes(32, "little")
-    engine.load_state_dict(state | {"key": key, "noise": {"kind": "secure", "key": key}}, replay=True)
+    seeded: dict[str, Any] = {"kind": "secure", "key": key}
+    noise = state["noise"] | {"source": seeded} if form == "banded" else seeded
+    engine.load_state_dict(state | {"key": key, "noise": noise}, replay=True)
     if fault:
         SEEDS[fault](engine)
     return Target(model, optimizer, engine, form)
@@ -200,7 +214,7 @@ def _one_run(seen: Seen) -> tuple[int, int, float]:
     size, few = round(q * m), m // 8
     turn = np.arange(m) // size
     scores = [
-        np.logaddexp(np.log1p(-q), np.log(q) + evidence).sum(0),
+        np.logaddexp(np.log1p(-min(q, 1 - 1e-12)), np.log(q) + evidence).sum(0),
         np.where(turn == np.arange(steps)[:, None] % (m // size), evidence, 0.0).sum(0),
     ]
     orders = [np.argsort(score, kind="stable") for score in scores]
@@ -225,9 +239,26 @@ def _batches(seen: Seen) -> float:
     drawn = np.zeros((seen.training[-1].step + 1, len(seen.coins)), dtype=bool)
     for release in seen.training:
         drawn[release.step] |= release.drawn
+    if not seen.in_turn:
+        return 0.0
     if seen.most is None:
         return refutation.not_poisson(drawn, seen.rate)
     return float(drawn.sum(0).max() <= seen.most)
+
+
+def _blocks(training: list[Release], c: Array) -> tuple[list[Release], bool]:
+    """The releases without the correlation of their noise, a block each; and is each canary in steps of one turn?"""
+    moved, drawn = np.stack([each.moved for each in training]), np.stack([each.drawn for each in training])
+    (steps, canaries), bands = drawn.shape, len(c)
+    rows = sum(c[i] * np.concatenate([np.zeros((i, *moved.shape[1:])), moved[: steps - i]]) for i in range(bands))
+    turns, each = drawn.argmax(0) % bands, np.arange(canaries)
+    found = []
+    for k in range((steps - bands + 1) // bands):
+        first = turns + k * bands
+        whole = sum(c[i] * rows[first + i, :, each].T for i in range(bands))
+        found.append(Release(k, drawn[first, each], whole))
+    away = np.arange(steps)[:, None] % bands != turns
+    return found, not (drawn & away).any()
 
 
 def _noise_tests(releases: list[Release], coins: Flags, sigma: float) -> tuple[dict[str, float], float]:

@@ -32,7 +32,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
     optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
     private = trial.target_epsilon is not None
     generator = torch.Generator().manual_seed(trial.seed)
-    budget = {"target_epsilon": trial.target_epsilon} if private else {"noise_multiplier": 0.0}
+    budget: dict[str, Any] = {"target_epsilon": trial.target_epsilon} if private else {"noise_multiplier": 0.0}
     engine = PrivacyEngine(
         model,
         batch_size=trial.batch_size,
@@ -43,6 +43,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         backend=trial.backend,
         clip=trial.clip,
         generator=generator,
+        **trial.options,
         **budget,
     )
     batches = Sampler(engine.settings, trial.seed.to_bytes(32, "little"))  # the same for private and ordinary training

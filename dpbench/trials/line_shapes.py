@@ -96,7 +96,7 @@ ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), 
 _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
     **dict.fromkeys(("scheme", "unknown", "network", "clip", "fault", "form", "task", "family", "spread"), TEXT),
-    **dict.fromkeys(("dtype", "optimizer", "distribution"), TEXT),
+    **dict.fromkeys(("dtype", "optimizer", "distribution", "noise"), TEXT),
     **dict.fromkeys(("seed", "canaries", "public_epochs"), WHOLE),
     **dict.fromkeys(("batch_size", "epochs", "processes", "rounds", "runs", "records", "public_records"), POSITIVE),
     **dict.fromkeys(("steps", "threads", "memory_budget"), _WHOLE),
@@ -134,6 +134,7 @@ _TRIALS = {
     "conformance": "backend",
     "sensitivity": "backend dtype",
     "utility": "network data backend clip batch_size epochs lr max_grad_norm target_epsilon delta seed",
+    "correlated": "network data noise batch_size epochs lr max_grad_norm target_epsilon delta seed",
     "audit": "backend fault form sample_rate target_epsilon max_grad_norm steps canaries seed",
     "memorisation": "target_epsilon seed records public_records epochs public_epochs",
     "device": "device",
@@ -244,14 +245,11 @@ _RESULTS: Mapping[str, Shape] = {
     "sensitivity": {
         "rows": [
             {
-                "case": TEXT,
-                "outcome": TEXT,
-                "excess": Or(FINITE, None),
-                "limit": Or(FINITE, None),
+                **dict.fromkeys(("case", "outcome"), TEXT),
+                **dict.fromkeys(("excess", "limit"), Or(FINITE, None)),
                 "batch_size?": _WHOLE,
-                "record?": _TEXT,
                 "counts?": Or(Each(COUNT), None),
-                "reason?": _TEXT,
+                **dict.fromkeys(("record?", "reason?"), _TEXT),
             }
         ]
     },
@@ -285,14 +283,17 @@ _RESULTS: Mapping[str, Shape] = {
     },
     "profile": {"counted": TEXT, "backends": Each(Or(_PROFILED, _FAILED))},
     "launches": {"backends": Each(Or({"outcome": one_of("ok"), **dict.fromkeys(_LAUNCHED, COUNT)}, _FAILED))},
-    "utility": {
-        "accuracy": FINITE,
-        "curve": Some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),
-        "test_losses": Some(NUMBER),
-        "noise?": TEXT,
-        "steps?": COUNT,
-        **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?"), Or(FINITE, None)),
-        "kind_of_epsilon?": _TEXT,
+    **{
+        kind: {
+            "accuracy": FINITE,
+            "curve": Some({"accuracy": FINITE, "seconds": SECONDS, "steps": COUNT}),
+            "test_losses": Some(NUMBER),
+            "noise?": TEXT,
+            "steps?": COUNT,
+            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?"), Or(FINITE, None)),
+            "kind_of_epsilon?": _TEXT,
+        }
+        for kind in ("utility", "correlated")
     },
     "audit": {
         **dict.fromkeys(("claimed_epsilon", "epsilon_lower_bound"), FINITE),

@@ -1,0 +1,53 @@
+"""Training with banded noise at one ε, by the settings of the experiment, and the figure that is made of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+
+from dpbench.experiment import load_experiment
+from dpbench.report.figures import correlated
+from dpbench.trials.line_shapes import flaw_of_result
+
+
+def test_banded_noise_has_the_same_epsilon_and_less_loss_in_small_batches():
+    from dpbench.training.utility import run
+
+    trial = next(t for t in load_experiment("correlated_noise").cells("cpu") if t.lr == 0.05 and t.batch_size == 64)
+    found = {}
+    for noise in ("gaussian", "banded:16"):
+        result = run(trial.replace(noise=noise, target_epsilon=8.0))
+        assert flaw_of_result("correlated", result) is None and 7.98 < result["epsilon"] <= 8.0
+        found[noise] = result
+    assert found["banded:16"]["test_losses"][-1] < found["gaussian"]["test_losses"][-1]
+    assert found["banded:16"]["sampling"] == "cyclic_poisson" and found["banded:16"]["noise"].startswith("banded")
+
+
+def record(noise, lr, seed, loss, accuracy=0.9, batch_size=64):
+    trial = {"data": "digits", "network": "linear", "target_epsilon": 8.0, "batch_size": batch_size, "delta": 1e-5}
+    result = {"accuracy": accuracy, "test_losses": [9.0, loss], "epsilon": 7.99, "noise_multiplier": 1.0}
+    trial |= {"noise": noise, "lr": lr, "seed": seed}
+    return SimpleNamespace(
+        trial=trial, result=result, outcome="ok", environment={}, run="", fingerprint="", device="cpu"
+    )
+
+
+def test_the_figure_has_each_noise_at_its_best_learning_rate():
+    records = [record("gaussian", 0.1, seed, 0.3 + 0.01 * seed) for seed in range(3)]
+    records += [record("gaussian", 0.2, seed, 0.2 + 0.01 * seed) for seed in range(3)]
+    records += [record("banded:4", 0.1, seed, 0.1 + 0.01 * seed, 0.95) for seed in range(3)]
+    records += [record("gaussian", 0.4, 0, 0.05, 0.96, batch_size=512)]
+    frame = correlated.table(records, Counter())
+    assert frame[["batch_size", "bands", "lr", "seeds"]].values.tolist() == [
+        [64, 1, 0.2, 3],
+        [64, 4, 0.1, 3],
+        [512, 1, 0.4, 1],
+    ]
+    assert frame.loss.tolist() == pytest.approx([0.21, 0.11, 0.05])
+    assert "4 bands take the test loss of batches of 64 from 0.2100 to 0.1100" in correlated.finding(frame)
+    assert "batches of 512, has 0.0500 (96.0%)" in correlated.finding(frame)
+    (axes,) = correlated.plot(frame, "").axes
+    assert len(axes.containers) == 2 and list(correlated.text(frame).accuracy) == ["90.0 %", "95.0 %", "96.0 %"]
+    assert correlated.finding(correlated.table([], Counter())) == ""
