@@ -1,8 +1,8 @@
 """Does noise that cancels over steps (BandMF, `noise="banded:N"`) train better than DP-SGD's at the same ε?
 
 A linear model on the digits: 1438 images to train on, 359 to test on, 40 epochs, δ = 1e-5. Batches of 64 allow 22
-bands at most. Each point is the best of four or five learning rates by the test loss, for all kinds of noise alike; that choice
-is not accounted. Batches of 512, which suit independent noise best here, stand beside.
+bands at most; batches of 512, which `utility` has, allow two. Each point is the best of the learning rates by the test
+loss, for all kinds of noise alike: a choice that is not accounted.
 """
 
 from __future__ import annotations
