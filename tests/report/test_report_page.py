@@ -250,8 +250,8 @@ def test_every_figure_has_its_picture_its_words_its_table_and_its_files(whole):
         "Of 1 backend none is never wrong in 1 case; wrong: vmap in 1.",
         "At ε = 2 the best private model (linear, flat clipping) reaches 90.0% on digits (median of 1 seed), "
         "ordinary training 93.0%.",
-        "At ε = 2 4 bands take the test loss of batches of 512 from 0.5000 to 0.4000 (accuracy 90.0% to 90.0%); the best "
-        "of independent noise, batches of 512, has 0.5000 (90.0%).",
+        "At ε = 2, 4 bands take the test loss of batches of 512 from 0.5000 to 0.4000 (accuracy 90.0% to 90.0%); the "
+        "best of independent noise, batches of 512, has 0.5000 (90.0%).",
         "Ghost takes 1.80× the launches, 1.80× the bytes and 1.80× the operations of ordinary training.",
         "Of a secret that is there 64 times ordinary fine-tuning gives away 13.0 of 13.3 bits, at ε = 8 1.5 (1.4 by "
         "chance); code takes 2.00 and 2.00 bits a byte, 3.00 before.",

@@ -106,7 +106,7 @@ def finding(frame: pd.DataFrame) -> str:
     one, best = alone.iloc[0], banded.iloc[0]
     plain: Any = part[part.bands == 1].sort_values("loss").iloc[0]
     return (
-        f"At ε = {best.target_epsilon:g} {best.bands} bands take the test loss of batches of {best.batch_size} from "
+        f"At ε = {best.target_epsilon:g}, {best.bands} bands take the test loss of batches of {best.batch_size} from "
         f"{one.loss:.4f} to {best.loss:.4f} (accuracy {one.accuracy:.1%} to {best.accuracy:.1%}); the best of "
         f"independent noise, batches of {plain.batch_size}, has {plain.loss:.4f} ({plain.accuracy:.1%})."
     )
