@@ -103,14 +103,17 @@ def set_clip(engine: State, clip: ClipFunction) -> None:
     engine._recorder.backend.clip = clip
 
 
-def watch_norms(engine: State, see: Callable[[Tensor], None]) -> None:
-    """Call `see` with the norms [B] of each piece before clipping: not private, and not accounted.
+def watch_norms(engine: State, count: Callable[[Tensor], float]) -> None:
+    """Add up what `count` makes of each piece's norms before clipping: not private, and not accounted.
+
+    The count lies beside the sums of the pieces, and is dropped, retried and saved with them. After a step
+    `engine.counted` is that of the logical batch which the step released.
 
     Args:
         engine: whose pieces are watched.
-        see: called with each piece's norms.
+        count: of the norms [B] of a piece's records.
     """
-    engine._recorder.see = see
+    engine._recorder.count = count
 
 
 def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:

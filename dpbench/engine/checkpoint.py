@@ -31,6 +31,7 @@ def save(engine: State) -> dict[str, Any]:
         "key": engine._sampler.key,
         "noise": engine.noise.state_dict(),
         "sums": {name: total.clone() for name, total in engine._sums.items()},
+        "counted": engine._sums.counted,
         "size": engine._size,
         "drawing": engine._drawing,
         "backend": engine._recorder.backend.settle(),
@@ -62,7 +63,7 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     sums = {
         name: total.to(parameters[name].device, copy=True) for name, total in state["sums"].items()
     }  # noise is added in place
-    engine._sums = gathered(sums, parameters)
+    engine._sums = gathered(sums, parameters, counted=state.get("counted", 0.0))
     engine._unread.clear()
     engine._size, engine._ended = state["size"], 0
     engine._drawing = state.get("drawing", engine.drawn) if engine._sums else -1

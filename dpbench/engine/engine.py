@@ -344,7 +344,7 @@ class PrivacyEngine(State):
         if self._sums and (odd := self._sums.keys() ^ result.grads.keys()):
             raise Misuse(f"expected the same trainable parameters in all of a logical batch, got {min(odd)!r} in part")
         require_finite(result.grads)
-        sums = gathered(result.grads, self._recorder.backend.members())
+        sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)
         sums.add(self._sums)
         size = len(result.losses) if drawn is None else drawn[0]
         self._sums, self._size = sums, self._size + size  # of a piece all, or nothing: it may be tried again
@@ -353,7 +353,7 @@ class PrivacyEngine(State):
         patch, parameters = self._attached(), self._recorder.backend.members()
         require_own(patch.optimizer, parameters.values())
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
-        sums, self._sums = self._sums, Sums()
+        sums, self._sums, self.counted = self._sums, Sums(), self._sums.counted
         self.noise.in_turn(self.drawn - self.steps if sampled else None)
         self.steps += 1  # before anything is released: what raises below may have moved parameters
         self._sampled += sampled

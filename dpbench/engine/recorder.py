@@ -70,8 +70,9 @@ class Recorder:
         self._given: tuple[Tensor, ClippedGradient | Exception] | None = None  # for `finish`, of what was not recorded
         self.remedy = STEP
         """What to do in place of backward()."""
-        self.see: Callable[[Tensor], None] | None = None
-        """Told the norms of the data's own samples."""
+        self.count: Callable[[Tensor], float] | None = None
+        """Counts something of the norms of the data's own samples."""
+        self.counted = 0.0
 
     def open(self) -> None:
         """Hook the model: first before its forward pass, and last after it, whatever it raises."""
@@ -214,9 +215,9 @@ class Recorder:
 
     def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
         """The result, whose first `few` norms are of the data's own samples."""
-        if self.see is not None:
+        if self.count is not None:
             assert result.norms is not None
-            self.see(result.norms[:few])
+            self.counted = self.count(result.norms[:few])
         return result
 
     def _check(self, losses: Any) -> None:

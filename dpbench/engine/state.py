@@ -31,6 +31,8 @@ class State(ABC):
     """Logical batches released."""
     drawn: int
     """Logical batches of the loader that were stepped, or left out before one that was."""
+    counted: float = 0.0
+    """What `adjust.watch_norms` has counted of the last logical batch that was released: not private."""
     timing: bool
     """May what is fastest be taken? Not where training is to be repeated bit for bit."""
     _sampler: Sampler

@@ -66,9 +66,15 @@ class Block:
 
 @dataclass(eq=False)
 class Sums(Mapping[str, Tensor]):
-    """Parameter's name -> the sum of its clipped gradients, float32 or wider; a DTensor where the parameter is one."""
+    """Parameter's name -> the sum of its clipped gradients, float32 or wider; a DTensor where the parameter is one.
+
+    Attributes:
+        blocks: in which they lie.
+        counted: what `adjust.watch_norms` has counted of the records in them.
+    """
 
     blocks: list[Block] = field(default_factory=list)
+    counted: float = 0.0
 
     def __getitem__(self, name: str) -> Tensor:
         return self._parts[name]
@@ -95,6 +101,7 @@ class Sums(Mapping[str, Tensor]):
         Args:
             older: of the pieces before.
         """
+        self.counted += older.counted
         with torch.no_grad():
             if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:
                 for mine, theirs in zip(self.blocks, older.blocks, strict=True):
@@ -106,7 +113,10 @@ class Sums(Mapping[str, Tensor]):
 
 @torch.no_grad()
 def gathered(
-    grads: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], names: Iterable[str] | None = None
+    grads: Mapping[str, Tensor],
+    parameters: Mapping[str, nn.Parameter],
+    names: Iterable[str] | None = None,
+    counted: float = 0.0,
 ) -> Sums:
     """The sums of some parameters: those in `grads`, and zeros for what is not in it.
 
@@ -114,10 +124,11 @@ def gathered(
         grads: of each parameter's shape; a DTensor where it is one. On a CPU they are taken, not copied.
         parameters: all that the model has by now, in its own order.
         names: of some of them; None for those in `grads`.
+        counted: of their records.
     """
     wanted = set(grads if names is None else names)
     known = {name: (number, p) for number, (name, p) in enumerate(parameters.items()) if name in wanted}
-    sums = Sums()
+    sums = Sums(counted=counted)
     kinds: dict[tuple[Any, ...], list[str]] = {}
     given: dict[str, Tensor] = {}
     for name, (number, p) in known.items():

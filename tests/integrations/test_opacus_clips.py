@@ -116,7 +116,7 @@ def test_noise_of_sum_and_count_have_their_deviations():
     drawn = []
     for step in range(1, 801):
         core.steps = step
-        quantile.count = 7.0
+        core.counted = 7.0
         drawn.append((-math.log(quantile.next(core, 1.0))) * 100)
     noise = torch.tensor(drawn)
     assert float(noise.mean()) == pytest.approx(7.0, abs=0.1) and float(noise.std()) == pytest.approx(0.6, rel=0.1)
@@ -132,7 +132,7 @@ def test_the_count_is_of_the_whole_batch_whatever_its_pieces():
         model, optimizer, loader = made
         quantile = optimizer._clips.quantile
         after = quantile.next
-        quantile.next = lambda engine, norm: found.append(quantile.count) or after(engine, norm)
+        quantile.next = lambda engine, norm: found.append(engine.counted) or after(engine, norm)
         if most is None:
             train(model, optimizer, loader, 1)
         else:
@@ -153,7 +153,36 @@ def test_a_step_that_fails_leaves_no_count():
     (nn.functional.cross_entropy(out, y) * float("nan")).backward()
     with pytest.raises(FloatingPointError):
         optimizer.step()
-    assert optimizer._clips.quantile.count == 0 and engine.engine.steps == 0
+    assert engine.engine._sums.counted == 0 and engine.engine.steps == 0
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_pieces_that_are_dropped_are_in_no_count_and_those_that_are_saved_in_one(saved, tmp_path):
+    def prepared() -> Any:
+        engine = PrivacyEngine()
+        return engine, *private(engine, net(), max_grad_norm=1e9, clipbound_learning_rate=1e-9)
+
+    def pieces(engine: Any, model: Any, optimizer: Any, loader: Any, last: int) -> None:
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=10, optimizer=optimizer) as small:
+            for number, (x, y) in enumerate(small):
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if engine.engine.stepped or number == last:
+                    return
+
+    engine, model, optimizer, _ = made = prepared()
+    pieces(*made, last=2)
+    assert engine.engine._sums.counted == 15  # three pieces of ten, none above C
+    if saved:
+        engine.save_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+        engine, model, optimizer, _ = made = prepared()
+        engine.load_checkpoint(path=tmp_path / "c.pt", module=model, optimizer=optimizer)
+        assert engine.engine._sums.counted == 15
+    released = []
+    release = engine.engine._release
+    engine.engine._release = lambda **how: (released.append(engine.engine._size), release(**how))
+    pieces(*made, last=-1)
+    assert engine.engine.counted == released[0] / 2
 
 
 def test_noise_that_changes_moves_the_share_of_the_count():

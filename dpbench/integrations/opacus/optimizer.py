@@ -58,7 +58,7 @@ class DPOptimizer(Optimizer):
         self._grads = {p: p.grad for p in self.params}
         self._handle = optimizer.register_step_pre_hook(self._before_step)
         if clips.quantile is not None:
-            watch_norms(engine, lambda norms: clips.quantile.see(norms, clips.norm))  # type: ignore[union-attr]
+            watch_norms(engine, lambda norms: clips.quantile.count(norms, clips.norm))  # type: ignore[union-attr]
 
     @property
     def noise_multiplier(self) -> float:
@@ -191,16 +191,10 @@ class DPOptimizer(Optimizer):
             raise
         skip, self._skip = self._skip, False
         quantile = self._clips.quantile
-        before = 0.0 if quantile is None else quantile.count
-        try:
-            if skip:
-                self._engine.virtual_step(losses)
-            else:
-                self._engine.step(losses)
-        except BaseException:
-            if quantile is not None:  # of a piece that is tried again, or of a batch that is given up
-                quantile.count = before if self._engine._sums else 0.0
-            raise
+        if skip:
+            self._engine.virtual_step(losses)
+        else:
+            self._engine.step(losses)
         self._grads = {p: p.grad for p in self.params}
         if self._engine.stepped:
             self._stepped()

@@ -84,8 +84,6 @@ class Quantile:
             raise ValueError(f"expected clipbound_learning_rate > 0, got {clipbound_learning_rate!r}")
         self._target, self._rate = target_unclipped_quantile, clipbound_learning_rate
         self._limits, self._deviation = (min_clipbound, max_clipbound), unclipped_num_std
-        self.count = 0.0
-        """Σ_i (1[‖g_i‖ ≤ C] - ½) of the logical batch so far."""
 
     def clip(self, norm: float, noise_multiplier: float) -> BesideCount:
         """The clipping function at C beside noise of σ.
@@ -105,23 +103,23 @@ class Quantile:
             )
         return BesideCount(norm, norm / math.sqrt(part))
 
-    def see(self, norms: Tensor, norm: float) -> None:
-        """Of a piece of the batch, [B].
+    def count(self, norms: Tensor, norm: float) -> float:
+        """Σ_i (1[‖g_i‖ ≤ C] - ½) of a piece of the batch.
 
         Args:
-            norms: of the records, before clipping.
+            norms: [B], of the records, before clipping.
             norm: C, of this logical batch.
         """
-        self.count += float((norms <= norm).double().sum()) - 0.5 * len(norms)
+        return float((norms <= norm).double().sum()) - 0.5 * len(norms)
 
     def next(self, engine: PrivacyEngine, norm: float) -> float:
-        """C of the next logical batch, after the release of one; the count begins anew.
+        """C of the next logical batch, after the release of one.
 
         Args:
-            engine: whose noise the count gets.
+            engine: which has counted the batch, and whose noise the count gets.
             norm: C, of the batch that was released.
         """
-        count, self.count = torch.tensor([self.count], dtype=torch.float64, device="cpu"), 0.0
+        count = torch.tensor([engine.counted], dtype=torch.float64, device="cpu")
         place = At(engine.steps, 0, sum(1 for _ in engine.model.parameters()))
         noisy = float(engine.noise.added(count, self._deviation, place))
         share = noisy / engine.settings.batch_size + 0.5
