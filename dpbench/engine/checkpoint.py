@@ -29,6 +29,7 @@ def save(engine: State) -> dict[str, Any]:
         "drawn": engine.drawn,
         "sampled": engine._sampled,
         "key": engine._sampler.key,
+        "branch": engine._sampler.branch,
         "noise": engine.noise.state_dict(),
         "sums": {name: total.clone() for name, total in engine._sums.items()},
         "counted": engine._sums.counted,
@@ -57,7 +58,8 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     engine.noise.load_state_dict(state["noise"], replay=replay)
     engine._recorder.backend.resume(state.get("backend", {}))
     engine._abandoned.go_on(state, engine.steps)
-    engine._sampler.take(state["key"])
+    same = replay or engine._abandoned.count == state.get("abandoned", 0)  # no released step is left behind
+    engine._sampler.take(state["key"], state.get("branch", 0) if same else engine._abandoned.count)
     engine.steps, engine.drawn, engine._sampled = state["steps"], state["drawn"], state["sampled"]
     parameters = named_parameters(engine.model)
     sums = {

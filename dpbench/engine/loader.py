@@ -138,13 +138,13 @@ class _Pieces:
         self.steps_per_epoch = sampler.settings.steps_per_epoch
         self._grain = math.isqrt(most or sampler.settings.batch_size // shard[1]) or 1 if pad else None
         self.end = 0
-        self._counted: tuple[bytes, int, int] | None = None  # (key, epoch, physical batches)
+        self._counted: tuple[tuple[bytes, int], int, int] | None = None  # (key, epoch, physical batches)
         self.drawn: deque[tuple[int, bool, int, int]] = deque()
 
     @property
-    def key(self) -> bytes:
-        """Of the sampling."""
-        return self._sampler.key
+    def key(self) -> tuple[bytes, int]:
+        """Of the sampling, and its branch."""
+        return self._sampler.key, self._sampler.branch
 
     def __iter__(self) -> Iterator[list[int]]:
         self.drawn = deque()  # of this iteration alone: workers may have drawn ahead in one that was broken off
@@ -170,10 +170,10 @@ class _Pieces:
         if self._most is None:
             return self.steps_per_epoch
         epoch = self._first() // self.steps_per_epoch
-        if self._counted is None or self._counted[:2] != (self._sampler.key, epoch):
+        if self._counted is None or self._counted[:2] != (self.key, epoch):
             steps = range(epoch * self.steps_per_epoch, (epoch + 1) * self.steps_per_epoch)
             pieces = sum(-(-self._longest(len(self._sampler.batch(step))) // self._most) for step in steps)
-            self._counted = self._sampler.key, epoch, pieces
+            self._counted = self.key, epoch, pieces
         return self._counted[2]
 
     def _first(self) -> int:

@@ -1,5 +1,8 @@
 """Which records are in which batch: a function of a secret key and the number of the step, and of nothing else.
 
+(Where training has gone back to a checkpoint, also of the number of steps that were left behind: what is accounted as
+another batch is drawn as another.)
+
 So training can be resumed in the middle of an epoch, whatever a loader's workers had fetched ahead, and every process
 of a distributed run knows the same batch. The bits are SHAKE-256 of key and number: nobody without the key can tell
 them from random ones. Amplification by sampling is proved for batches that nobody knows: keep the key secret.
@@ -37,11 +40,13 @@ class Sampler:
     def __init__(self, settings: Settings, key: bytes) -> None:
         self.settings = settings
         self._key: bytes | None = key
+        self.branch = 0
+        """Steps that had been left behind when a checkpoint was gone back to; 0 before."""
         self._drawn: tuple[int, Indices] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies and pickles: without the key, which is as secret as the data."""
-        return {"settings": self.settings, "_key": None, "_drawn": None}
+        return {"settings": self.settings, "branch": 0, "_key": None, "_drawn": None}
 
     @property
     def key(self) -> bytes:
@@ -50,13 +55,14 @@ class Sampler:
             self._key = shared_key(os.urandom(32))
         return self._key
 
-    def take(self, key: bytes) -> None:
+    def take(self, key: bytes, branch: int = 0) -> None:
         """Go on under another key: so do loaders that were made before.
 
         Args:
             key: 32 bytes.
+            branch: see `branch`.
         """
-        self._key, self._drawn = key, None
+        self._key, self.branch, self._drawn = key, branch, None
 
     def batch(self, step: int) -> Indices:
         """The records of the logical batch number `step`, from 0; ascending unless shuffled.
@@ -100,6 +106,8 @@ class Sampler:
     def _words(self, purpose: str, number: int, count: int) -> _Words:
         """`count` words of 64 random bits."""
         seed = self.key + purpose.encode() + number.to_bytes(16, "little")
+        if self.branch and purpose != "group":  # groups stay, as the noise of a band does
+            seed += self.branch.to_bytes(16, "little")
         return np.frombuffer(hashlib.shake_256(seed).digest(8 * count), dtype="<u8")
 
 

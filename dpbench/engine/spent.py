@@ -96,10 +96,12 @@ def account(
         beside: logical batches that another engine has released on the model.
     """
     mechanism = settings.mechanism
-    counted = steps
-    if mechanism.sampling in BY_EPOCH or settings.bands > 1:
+    counted, period = steps, settings.bands
+    if mechanism.sampling in BY_EPOCH:
+        period = settings.steps_per_epoch
+    if period > 1:
         counted = max(steps, drawn)  # a batch that was skipped ends its epoch no later
-    counted += abandoned * (settings.bands - 1)  # each may have been in a block of its own
+    counted += abandoned * (period - 1)  # each may have been in an epoch, or a block of a band, of its own
     found = settings.guarantee(counted, delta)
     caveats = []
     if not noise.private:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import numpy as np
@@ -233,3 +234,29 @@ def test_a_loader_of_other_data_or_another_order_is_refused():
         engine.data_loader(data, num_workers=2, in_order=False)
     with pytest.raises(ValueError, match="max_physical_batch_size >= 1, got 0"):
         engine.data_loader(data, max_physical_batch_size=0)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "without_replacement", "balls_and_bins", "shuffled"])
+@pytest.mark.parametrize("replay", [False, True])
+def test_who_goes_back_draws_other_batches_and_who_replays_the_same(sampling, replay):
+    engine, optimizer, data, loss = make(4, 80, sampling=sampling, accountant="prv")
+
+    def train(most):
+        ids = []
+        for mine, x in itertools.islice(engine.data_loader(data), most):
+            optimizer.step(loss=loss(x))
+            ids.append(mine.tolist())
+        return ids
+
+    train(3)
+    state, stepped = engine.state_dict(), copy.deepcopy(optimizer.state_dict())
+    engine.load_state_dict(state)
+    assert engine._sampler.branch == 0  # nothing was released since
+    before = train(5)
+    optimizer.load_state_dict(stepped)
+    engine.load_state_dict(state, replay=replay)
+    assert (train(5) == before) == replay
+    assert engine.privacy_spent(1e-5).steps == 13 and engine._abandoned.count == 5
+    if sampling in ("shuffled", "balls_and_bins"):  # an epoch has 20 batches: this one, and one for each left behind
+        six = load_accountant("prv").guarantee(engine.settings.mechanism, steps=6 * 20, delta=1e-5)
+        assert engine.privacy_spent(1e-5).epsilon == pytest.approx(six.epsilon)
