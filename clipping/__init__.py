@@ -69,9 +69,9 @@ from clipping.registry import (
 )
 
 if TYPE_CHECKING:
-    from clipping.functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
+    from clipping.core.clip_functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
+    from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
     from clipping.interface import Backend
-    from clipping.types import ClippedGradient, Problem, UnsupportedModel
     from clipping.verification import Agreement, WrongGradient, compare
 
 __all__ = [
@@ -98,15 +98,15 @@ __all__ = [
 
 _LAZY = {
     "Agreement": "clipping.verification",
-    "Automatic": "clipping.functions",
+    "Automatic": "clipping.core.clip_functions",
     "Backend": "clipping.interface",
-    "ClipFunction": "clipping.functions",
-    "ClippedGradient": "clipping.types",
-    "Flat": "clipping.functions",
-    "GlobalBound": "clipping.functions",
-    "PerLayer": "clipping.functions",
-    "Problem": "clipping.types",
-    "UnsupportedModel": "clipping.types",
+    "ClipFunction": "clipping.core.clip_functions",
+    "ClippedGradient": "clipping.core.types",
+    "Flat": "clipping.core.clip_functions",
+    "GlobalBound": "clipping.core.clip_functions",
+    "PerLayer": "clipping.core.clip_functions",
+    "Problem": "clipping.core.types",
+    "UnsupportedModel": "clipping.core.types",
     "WrongGradient": "clipping.verification",
     "compare": "clipping.verification",
 }

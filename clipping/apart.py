@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from clipping.batches import map_tensors
+from clipping.core.batches import map_tensors
+from clipping.core.types import Problem
 from clipping.second_look import REMEDY, Change, fewer, more, replaced
-from clipping.types import Problem
 
 if TYPE_CHECKING:
     from clipping.tape.record import Tape

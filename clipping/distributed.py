@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from clipping.batches import map_tensors
-from clipping.types import ClippedGradient, Problem
+from clipping.core.batches import map_tensors
+from clipping.core.types import ClippedGradient, Problem
 
 _PLAIN = (Tensor, nn.Parameter)
 _BOOKS = "use bk_mixed or bk_ghost"

@@ -39,14 +39,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.batches import map_tensors
+from clipping.core.batches import map_tensors
+from clipping.core.types import LossFunction
 from clipping.parameter_use import Reading, cross_terms, decide, in_words, record
 from clipping.planning.costs import Costs, ghost_by_paper, predicted
 from clipping.planning.planner import Planner
 from clipping.regret import fresh_costs, regrets
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
 from clipping.tape_backends import FastGradClip, Ghost, MixedGhost, TapeBackend
-from clipping.types import LossFunction
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from clipping.types import ClippedGradient
+from clipping.core.types import ClippedGradient
 
 NAMED = 8
 """Records that an error names at the most."""

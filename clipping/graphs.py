@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from clipping.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
+from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.draws import Draws
 from clipping.program import Batch, Graph, StepOf, Way, no_graph
 from clipping.second_look import Moving
-from clipping.types import ClippedGradient, UnsupportedModel
 
 _LOG = logging.getLogger(__name__)
 BEFORE, MOST = 2, 12

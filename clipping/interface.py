@@ -18,17 +18,17 @@ from torch import Tensor, nn
 
 from clipping import distributed as spread
 from clipping.apart import Occasions
-from clipping.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.capture import LossesOf
+from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
+from clipping.core.clip_functions import ClipFunction, Flat
+from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
+from clipping.core.named_parameters import named_parameters
+from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.draws import Draws
 from clipping.finite import require_numbers
-from clipping.formats import coarsest, norm_dtype, wide_dtype
-from clipping.functions import ClipFunction, Flat
 from clipping.graphs import Graphs
-from clipping.members import named_parameters
 from clipping.program import Batch
 from clipping.second_look import TOLERANCE, Change, Moving, mixed, mixing
-from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.verification import verify
 
 
@@ -298,7 +298,7 @@ class Backend(ABC):
         """Σ_i c_i g_i of a batch of at least one sample; gradients are enabled, inputs require none."""
 
     def losses(self, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-        """`clipping.batches.losses_of` of this backend's model.
+        """`clipping.core.batches.losses_of` of this backend's model.
 
         Args:
             inputs: a tensor, a tuple or a dict; every tensor [B, ...].

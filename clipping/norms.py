@@ -20,9 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from clipping.blocks import concatenated, each
-from clipping.formats import norm_dtype
-from clipping.functions import ClipFunction
+from clipping.core.clip_functions import ClipFunction
+from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import concatenated, each
+from clipping.core.types import Parameters
 from clipping.joined import Joined
 from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once
@@ -33,7 +34,6 @@ from clipping.sources import Source
 from clipping.summing import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
-from clipping.types import Parameters
 
 SMALL = 64
 """What fits so often into a workspace is small: gradients of one parameter that are kept whatever the route says."""

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from clipping.core.reference import gradients, one_by_one, with_zeros
+from clipping.core.types import ClippedGradient, Parameters
 from clipping.interface import Backend
-from clipping.reference import gradients, one_by_one, with_zeros
 from clipping.rounding import excess
-from clipping.types import ClippedGradient, Parameters
 
 
 class Microbatch(Backend):

@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from clipping.batches import leading_dimension
-from clipping.formats import norm_dtype
+from clipping.core.batches import leading_dimension
+from clipping.core.dtypes import norm_dtype
+from clipping.core.types import Problem, UnsupportedModel
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import EmbeddingWeight, Refused, Route, Rule
 from clipping.sources import Source
@@ -22,7 +23,6 @@ from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use
 from clipping.tape_backends import TapeBackend
-from clipping.types import Problem, UnsupportedModel
 
 
 @dataclass(eq=False)

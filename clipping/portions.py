@@ -4,7 +4,7 @@ Portions of a sum are added up in float64 (see `clipping.rounding`), and there a
 after the other each takes a few launches. Here one operation forms many, and one adds them up. What is formed at once
 takes memory: so a batch whose portions are large goes in blocks.
 
-On a CPU, where memory counts and a call does not, portions are formed one after the other (`clipping.blocks.added`).
+On a CPU, where memory counts and a call does not, portions are formed one after the other (`clipping.core.microbatching.added`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from clipping.blocks import sum_dtype
-from clipping.formats import wide_dtype
+from clipping.core.dtypes import wide_dtype
+from clipping.core.microbatching import sum_dtype
 from clipping.kernels import fused
 from clipping.kernels.matmul import full_precision
 

@@ -20,15 +20,15 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from clipping.batches import tensors_of
 from clipping.capture import Captured
+from clipping.core.batches import tensors_of
+from clipping.core.dtypes import without_autocast
+from clipping.core.reference import with_zeros
+from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.draws import Draws
-from clipping.formats import without_autocast
 from clipping.kernels.traced import tracing
-from clipping.reference import with_zeros
 from clipping.replay import Replayed
 from clipping.second_look import Moving
-from clipping.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.verification import WrongGradient, compare, limit_of
 
 _LOG = logging.getLogger(__name__)

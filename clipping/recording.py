@@ -22,19 +22,19 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
-from clipping.batches import map_tensors
-from clipping.formats import coarsest, formats
-from clipping.functions import ClipFunction
+from clipping.core.batches import map_tensors
+from clipping.core.clip_functions import ClipFunction
+from clipping.core.dtypes import coarsest, formats
+from clipping.core.reference import Sums, gradients, with_zeros
+from clipping.core.types import ClippedGradient, Parameters, UnsupportedModel
 from clipping.interface import Backend
 from clipping.oracle import Microbatch
-from clipping.reference import Sums, gradients, with_zeros
 from clipping.rounding import rounds_operands
 from clipping.sources import mark_data
 from clipping.tape.compiled import called_from_compiled_code, compiled_modules
 from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 from clipping.tape_backends import BkMixed, TapeBackend
-from clipping.types import ClippedGradient, Parameters, UnsupportedModel
 from clipping.verification import Agreement, Limit, WrongGradient, compare, limit_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}

@@ -72,7 +72,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 from clipping.kernels import cpu, fused
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from clipping.blocks import added, in_parts
-from clipping.formats import norm_dtype, wide_dtype
-from clipping.functions import ClipFunction
+from clipping.core.clip_functions import ClipFunction
+from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.microbatching import added, in_parts
 from clipping.kernels.matmul import full_precision
 from clipping.kernels.squares import sum_of_squares
 from clipping.portions import at_once, weighted_at_once

@@ -23,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from clipping.core.dtypes import without_autocast
+from clipping.core.types import Problem
 from clipping.draws import Draws, same_for_each
-from clipping.formats import without_autocast
 from clipping.rounding import rounds_operands
-from clipping.types import Problem
 from clipping.verification import CAST_TOLERANCE, in_eval, reading_float64
 
 REMEDY = (

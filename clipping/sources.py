@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from clipping.alike import done_once
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 
 TRANSPOSITIONS = {
     torch.Tensor.permute,

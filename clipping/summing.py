@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipping.blocks import added, blocks, sum_dtype
-from clipping.formats import wide_dtype
+from clipping.core.dtypes import wide_dtype
+from clipping.core.microbatching import added, blocks, sum_dtype
 from clipping.kernels.gram import part
 from clipping.rules import Rule, Spec
 from clipping.samples import weighted_sum

@@ -26,16 +26,17 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import Occasions, mixed_rows
-from clipping.batches import forward, losses_of
+from clipping.core.batches import forward, losses_of
+from clipping.core.clip_functions import ClipFunction
+from clipping.core.dtypes import norm_dtype, without_autocast
+from clipping.core.reference import with_zeros
+from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
-from clipping.formats import norm_dtype, without_autocast
-from clipping.functions import ClipFunction
 from clipping.interface import Backend
 from clipping.kernels.matmul import onednn_from, take_onednn_from
 from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
-from clipping.reference import with_zeros
 from clipping.rounding import excess, portion, rounds_operands
 from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
@@ -43,7 +44,6 @@ from clipping.sources import Source
 from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
-from clipping.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 
 UNSEEN = (1024, 4096)
 """Positions and features that a model is taken to have until it was called."""

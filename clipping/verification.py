@@ -1,4 +1,4 @@
-"""Is a backend exact on this model? Two of its samples against the definition (`clipping.reference`), in the mode that
+"""Is a backend exact on this model? Two of its samples against the definition (`clipping.core.reference`), in the mode that
 trains: each sample draws the same random numbers alone and beside the other one (`clipping.draws`).
 
 Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clipping.batches import forward, leading_dimension, map_tensors
+from clipping.core.batches import forward, leading_dimension, map_tensors
+from clipping.core.clip_functions import Flat
+from clipping.core.dtypes import formats
+from clipping.core.reference import definition
+from clipping.core.types import ClippedGradient, Clips
 from clipping.draws import Draws, same_for_each
-from clipping.formats import formats
-from clipping.functions import Flat
-from clipping.reference import definition
 from clipping.tape.overwriting import of_any_size
-from clipping.types import ClippedGradient, Clips
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6

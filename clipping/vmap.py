@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from clipping.batches import forward, map_tensors
+from clipping.core.batches import forward, map_tensors
+from clipping.core.types import ClippedGradient, Parameters
 from clipping.interface import Backend
 from clipping.rounding import excess, portion
 from clipping.samples import norms_and_factors, weighted_sum
-from clipping.types import ClippedGradient, Parameters
 
 T = TypeVar("T")
 

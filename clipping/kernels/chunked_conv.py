@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.blocks import each, in_parts
-from clipping.formats import without_autocast
+from clipping.core.dtypes import without_autocast
+from clipping.core.microbatching import each, in_parts
 from clipping.kernels.conv_memory import Convolution
 from clipping.meeting import Meeting
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 from clipping.kernels import library
 from clipping.kernels.traced import operation
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 from clipping.kernels.matmul import products
 from clipping.kernels.squares import sum_of_squares
 

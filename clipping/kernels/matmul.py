@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.formats import HALF, wide_dtype
+from clipping.core.dtypes import HALF, wide_dtype
 
 SIDES = (384, 320, 256, 200, 160, 128)
 """Of the square matrices that both libraries are timed on."""

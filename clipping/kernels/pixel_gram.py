@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.formats import HALF, norm_dtype
+from clipping.core.dtypes import HALF, norm_dtype
 from clipping.kernels import cpu, fused
 from clipping.kernels.cuda import in_two_dimensions
 from clipping.kernels.gram import part

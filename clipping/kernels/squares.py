@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 from clipping.kernels import cpu
 
 SUMMED = 4096

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clipping.functions import Automatic, Flat, PerLayer
+from clipping.core.clip_functions import Automatic, Flat, PerLayer
+from clipping.core.types import Parameters, Problem
 from clipping.peers.base import Peer, Step, norms_of
-from clipping.types import Parameters, Problem
 
 CLIPPING: dict[type, tuple[str, str]] = {
     Flat: ("Abadi", "all-layer"),

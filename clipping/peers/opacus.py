@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
+from clipping.core.types import Parameters, Problem
 from clipping.peers.base import Peer, Step, norms_of
 from clipping.samples import factors_by_name
-from clipping.types import Parameters, Problem
 
 
 class _Opacus(Peer):

@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import SGD
 
+from clipping.core.types import Parameters, Problem
 from clipping.peers.base import Peer, Step, norms_of
-from clipping.types import Parameters, Problem
 
 
 class PrivateCNN(Peer):

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.blocks import added, blocks, concatenated, each
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import added, blocks, concatenated, each
 from clipping.kernels import cpu, cuda
 from clipping.kernels.chunked_conv import Share
 from clipping.kernels.gram import HALVED, part

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.formats import wide_dtype
+from clipping.core.dtypes import wide_dtype
 from clipping.kernels.gram import gram_product, part
 from clipping.kernels.matmul import products
 from clipping.rounding import Reach, of_rows, row_norms

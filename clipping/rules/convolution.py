@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.blocks import concatenated
-from clipping.formats import norm_dtype, wide_dtype
+from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.microbatching import concatenated
 from clipping.kernels import cpu, cuda, fused
 from clipping.kernels.chunked_conv import Pieces, Share, applies
 from clipping.kernels.conv_memory import Convolution

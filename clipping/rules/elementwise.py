@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 from clipping.kernels.gram import part
 from clipping.rounding import Reach, all_alike
 from clipping.rules.base import Gradient, Refused, Rule

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.blocks import added, blocks
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import added, blocks
 from clipping.kernels import cuda
 from clipping.kernels.gram import part, within
 from clipping.kernels.matmul import products

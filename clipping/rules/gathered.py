@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipping.blocks import blocks
+from clipping.core.microbatching import blocks
 from clipping.rounding import Reach
 from clipping.rows import Rows, taken
 from clipping.rules.base import Rule, Spec, Work

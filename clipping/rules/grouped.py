@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
 from clipping.kernels.gram import gram_product
 from clipping.kernels.matmul import product, products
 from clipping.rounding import Reach, of_rows, row_norms

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.blocks import each
+from clipping.core.microbatching import each
 from clipping.kernels import cpu, cuda
 from clipping.kernels.gram import gram_product, part, within
 from clipping.kernels.matmul import by_onednn, product, products

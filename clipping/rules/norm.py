@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.blocks import blocks, concatenated
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import blocks, concatenated
 from clipping.kernels import cpu, fused
 from clipping.kernels.gram import part
 from clipping.rounding import Reach, all_alike, row_norms

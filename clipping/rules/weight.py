@@ -7,8 +7,8 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from clipping.blocks import added, blocks
-from clipping.formats import norm_dtype, wide_dtype
+from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.microbatching import added, blocks
 from clipping.kernels.gram import part
 from clipping.portions import added_at_once, at_once, of_one_size
 from clipping.rounding import portion

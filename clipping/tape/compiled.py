@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from clipping.types import Problem
+from clipping.core.types import Problem
 
 CALL = "call the model itself, not what torch.compile made of it or of the function around it, or use microbatch"
 REMEDY = "hand over the model as it was before torch.compile (its _orig_mod); compile=True compiles the private step"

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.core.types import Parameters, Problem
 from clipping.tape.overwriting import is_followed, note_alone
 from clipping.tape.record import Tape
-from clipping.types import Parameters, Problem
 
 _NODES: Any = torch._C._functions
 """The types of autograd's nodes. They are not read off a node: none can be made while gradients are disabled."""

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.batches import map_tensors
+from clipping.core.batches import map_tensors
+from clipping.core.types import Parameters, Problem
 from clipping.rules import (
     COMPOSITES,
     HANDLERS,
@@ -55,7 +56,6 @@ from clipping.tape.overwriting import run
 from clipping.tape.replay import LetGo, Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
 from clipping.tape.uses import Noted, Use, count_parts, given
-from clipping.types import Parameters, Problem
 
 _next_number = torch.autograd._get_sequence_nr
 """Of the next node that this thread makes."""

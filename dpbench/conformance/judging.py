@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, UnsupportedModel, compare
-from clipping.batches import map_tensors
-from clipping.formats import norm_dtype
-from clipping.reference import definition
+from clipping.core.batches import map_tensors
+from clipping.core.dtypes import norm_dtype
+from clipping.core.reference import definition
 from dpbench.conformance.cases import Setup
 
 TOLERANCE = 1e-9

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from clipping.members import named_parameters
+from clipping.core.named_parameters import named_parameters
 from dpbench.engine.distributed import place
 from dpbench.engine.safeguards import require_own_part
 from dpbench.engine.state import State

@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from clipping.core.clip_functions import ClipFunction
+from clipping.core.types import LossFunction
 from clipping.distributed import reshard, sharded_modules, unwrapped
-from clipping.functions import ClipFunction
 from clipping.recording import for_recording
-from clipping.types import LossFunction
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import load, save

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from clipping.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, tensors_of
 from clipping.distributed import sharded_modules
 from clipping.draws import Draws
 from dpbench.engine.errors import Misuse

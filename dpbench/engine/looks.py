@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, tensors_of
+from clipping.core.dtypes import coarsest
+from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.draws import Draws
-from clipping.formats import coarsest
 from clipping.interface import Backend
 from clipping.recording import Recording
 from clipping.second_look import TOLERANCE, Change, Run, fewer, mixed, mixing
 from clipping.tape_backends import TapeBackend
-from clipping.types import ClippedGradient, UnsupportedModel
 from dpbench.engine.traced import Trace, plain
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from clipping.core.named_parameters import named_parameters
 from clipping.distributed import reshard
-from clipping.members import named_parameters
 from dpbench.engine.errors import Misuse
 from dpbench.engine.safeguards import unmark
 from dpbench.engine.state import State

@@ -19,15 +19,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipping.apart import Occasions
-from clipping.batches import leading_dimension, map_tensors
 from clipping.capture import is_captured
+from clipping.core.batches import leading_dimension, map_tensors
+from clipping.core.named_parameters import named_parameters
+from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed import no_rows, row_of_zeros
 from clipping.interface import Backend
-from clipping.members import named_parameters
 from clipping.recording import Recording
 from clipping.tape.compiled import called_from_compiled_code
 from clipping.tape_backends import TapeBackend
-from clipping.types import ClippedGradient, LossFunction, UnsupportedModel
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses

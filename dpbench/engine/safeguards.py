@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.types import Problem, UnsupportedModel
+from clipping.core.types import Problem, UnsupportedModel
 from dpbench.engine.errors import Misuse
 
 _MARK = "privacy_steps"

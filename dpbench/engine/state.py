@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from clipping.functions import ClipFunction
+from clipping.core.clip_functions import ClipFunction
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.finite import Unread
 from dpbench.engine.noise import Noise

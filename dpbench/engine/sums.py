@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.blocks import sum_dtype
+from clipping.core.microbatching import sum_dtype
 from clipping.kernels.noise import Segments
 from dpbench.engine.sharded import as_sharded, here, replicas
 

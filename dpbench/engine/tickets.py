@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.batches import tensors_of
+from clipping.core.batches import tensors_of
 from dpbench.engine.errors import Misuse
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256

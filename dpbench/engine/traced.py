@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, tensors_of
 
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
 """What a view is of: nothing is computed. (torch.compile asks for it, and for that of the answer.)"""

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from clipping.batches import forward, leading_dimension
+from clipping.core.batches import forward, leading_dimension
+from clipping.core.types import ClippedGradient, LossFunction, Parameters
 from clipping.graphs import Graphs
 from clipping.program import Batch
-from clipping.types import ClippedGradient, LossFunction, Parameters
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real
 from dpbench.engine.state import State

@@ -27,7 +27,7 @@ from matplotlib.mathtext import math_to_image
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import Flat, load_backend
-from clipping.blocks import taken_by
+from clipping.core.microbatching import taken_by
 from dpbench.measure.simulate import LastForAll, StorageLifetimes
 from dpbench.models.loading import load_workload
 from dpbench.report import style

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clipping.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, tensors_of
+from clipping.core.dtypes import coarsest, without_autocast
 from clipping.draws import Draws, WithoutDropping
-from clipping.formats import coarsest, without_autocast
 from clipping.second_look import Moving
 from clipping.verification import reading_float64
 from dpbench.engine import Misuse

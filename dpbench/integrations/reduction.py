@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from clipping.apart import separating
-from clipping.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, tensors_of
+from clipping.core.dtypes import coarsest
+from clipping.core.types import Problem, UnsupportedModel
 from clipping.draws import Draws
-from clipping.formats import coarsest
 from clipping.second_look import TOLERANCE, Change, differing, replaced, same
-from clipping.types import Problem, UnsupportedModel
 from dpbench.engine import PrivacyWarning
 from dpbench.engine.traced import Trace, Traced, plain
 

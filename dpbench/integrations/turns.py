@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.batches import tensors_of
+from clipping.core.batches import tensors_of
 from clipping.distributed import sharded_modules
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import PrivateLoader

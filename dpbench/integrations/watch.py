@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.batches import map_tensors, tensors_of
+from clipping.core.batches import map_tensors, tensors_of
 from dpbench.engine.recorder import Hook
 from dpbench.engine.traced import Traced, plain
 from dpbench.integrations.reduction import Look, Looks

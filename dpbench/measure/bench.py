@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Backend
-from clipping.batches import map_tensors
+from clipping.core.batches import map_tensors
 from dpbench.measure.precision import autocasting
 from dpbench.models.loading import load_workload
 from dpbench.models.workload import Workload

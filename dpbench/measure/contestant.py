@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from clipping.batches import leading_dimension
+from clipping.core.batches import leading_dimension
 from dpbench.measure.bench import Step
 from dpbench.measure.overhead import Entry
 from dpbench.measure.timing import cuda_stopwatch

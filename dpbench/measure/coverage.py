@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
-from clipping.batches import forward, map_tensors
+from clipping.core.batches import forward, map_tensors
 from clipping.graphs import BEFORE
 from clipping.verification import CAST_TOLERANCE, LOWERED, Limit
 from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial

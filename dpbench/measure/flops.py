@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from clipping.batches import losses_of, map_tensors
+from clipping.core.batches import losses_of, map_tensors
 from dpbench.models.workload import Workload
 
 

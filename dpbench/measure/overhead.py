@@ -41,8 +41,8 @@ from typing import Any
 import torch
 
 from clipping import Backend, Flat, UnsupportedModel
+from clipping.core.types import Problem
 from clipping.graphs import BEFORE, Graphs
-from clipping.types import Problem
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipping.batches import forward
+from clipping.core.batches import forward
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.engine import engine as engine_module
 from dpbench.measure.bench import device_of, open_workload, parameter_count

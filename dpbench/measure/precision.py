@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from clipping.batches import forward, map_tensors
-from clipping.formats import formats
+from clipping.core.batches import forward, map_tensors
+from clipping.core.dtypes import formats
 from dpbench.models.workload import Workload
 from dpbench.trials.not_here import NotHere
 from dpbench.trials.precision import Profile, profile_of

@@ -21,7 +21,7 @@ none are added. The experiment `memory_accuracy` compares.
 it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
 makes, and that outlives its first summand at once, is that summand.
 
-**A loop over blocks of a batch**, or over its samples (`clipping.blocks`), is one block: the last. It is one of the
+**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), is one block: the last. It is one of the
 largest, and what the others leave is there while it is worked on: so many bytes are added to all of it (`LastForAll`).
 So a step has about the same operations at any batch size, and takes the same time.
 """
@@ -43,8 +43,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipping.blocks import InTurn, Parts, taken_by
-from clipping.formats import norm_dtype
+from clipping.core.dtypes import norm_dtype
+from clipping.core.microbatching import InTurn, Parts, taken_by
 from clipping.kernels.conv_memory import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import load_backend
-from clipping.batches import forward
+from clipping.core.batches import forward
 from clipping.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy

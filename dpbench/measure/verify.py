@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, compare, load_backend
-from clipping.batches import leading_dimension
+from clipping.core.batches import leading_dimension
 from clipping.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
 from dpbench.measure.precision import arithmetic, tf32
 from dpbench.models.workload import Workload

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipping.batches import leading_dimension, losses_of, map_tensors
+from clipping.core.batches import leading_dimension, losses_of, map_tensors
 from dpbench.models.complaints import one_line
 from dpbench.models.losses import classification_loss, logits_of, token_loss
 from dpbench.models.workload import ModelError, Workload

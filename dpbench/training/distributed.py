@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
-from clipping.batches import forward, map_tensors
+from clipping.core.batches import forward, map_tensors
 from clipping.distributed import held_here
 from clipping.verification import Agreement, limit_of
 from dpbench.engine import PrivacyEngine, PrivacyWarning

@@ -97,7 +97,7 @@ def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]
 
 def _is_unsupported(error: BaseException) -> bool:
     # where each is defined: to ask `clipping` itself for it would import torch
-    refusals = {"clipping.types": "UnsupportedModel", "accounting.mechanism": "NoAnswer"}
+    refusals = {"clipping.core.types": "UnsupportedModel", "accounting.mechanism": "NoAnswer"}
     loaded = ((sys.modules[module], name) for module, name in refusals.items() if module in sys.modules)
     return any(isinstance(error, getattr(module, name)) for module, name in loaded)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
-from clipping.batches import map_tensors
+from clipping.core.batches import map_tensors
 from clipping.explain import Cost, Row, explain
 from clipping.planning.planner import Planner
 from clipping.rules import Rule

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from clipping.members import named_parameters
+from clipping.core.named_parameters import named_parameters
 
 
 class Shared(nn.Module):

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipping import Automatic, Flat, PerLayer, load_backend
-from clipping.batches import map_tensors
+from clipping.core.batches import map_tensors
 from dpbench.models.loading import load_workload
 
 

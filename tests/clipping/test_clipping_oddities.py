@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from written import WRITTEN
 
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.reference import definition
+from clipping.core.reference import definition
 
 BACKENDS = ("ghost", "bk_mixed", "fastgradclip")
 CLIP = Flat(max_grad_norm=0.5)

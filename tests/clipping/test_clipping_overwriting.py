@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
+from clipping.core.reference import definition
+from clipping.core.types import ClippedGradient
 from clipping.kernels import chunked_conv
 from clipping.meeting import Meeting
-from clipping.reference import definition
 from clipping.tape.graph import nodes, unrecorded
 from clipping.tape.overwriting import Overwriting, of_any_size, overwrites
 from clipping.tape.record import Tape
-from clipping.types import ClippedGradient
 
 B = 5
 BACKENDS = ("ghost", "bk_mixed", "fastgradclip")

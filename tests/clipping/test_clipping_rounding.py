@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import Automatic, Flat, PerLayer, load_backend
-from clipping.functions import floor
+from clipping.core.clip_functions import floor
 from clipping.rounding import CAP, Doubt, Reach, all_alike, excess, of_rows, portion, row_norms
 
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
-from clipping.reference import definition
+from clipping.core.reference import definition
 from clipping.sources import Source
 from clipping.tape.record import Tape
 

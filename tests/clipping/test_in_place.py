@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, compare, load_backend
-from clipping.reference import definition
+from clipping.core.reference import definition
 
 BATCH = 4
 BACKENDS: dict[str, dict[str, bool]] = {"bk_mixed": {"timing": False}, "mixed_ghost": {}, "fastgradclip": {}}

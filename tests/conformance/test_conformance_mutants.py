@@ -19,7 +19,7 @@ from hooked import KNOWN, Grads, Hooked
 from torch import Tensor, nn
 
 from clipping import Backend, ClippedGradient, Flat, load_backend, norms
-from clipping.batches import forward
+from clipping.core.batches import forward
 from clipping.kernels.gram import gram_inner, gram_product
 from clipping.kernels.squares import sum_of_squares
 from clipping.rules import Rule

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from clipping.core.types import ClippedGradient
 from clipping.kernels import cuda, noise
 from clipping.kernels.noise import Segments
-from clipping.types import ClippedGradient
 from dpbench import PrivacyEngine
 from dpbench.measure.launches import Launches
 

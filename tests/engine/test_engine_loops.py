@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from clipping import UnsupportedModel
-from clipping.functions import Flat
-from clipping.reference import definition
+from clipping.core.clip_functions import Flat
+from clipping.core.reference import definition
 from dpbench import Misuse, PrivacyEngine
 
 B = 6

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from clipping.types import UnsupportedModel
+from clipping.core.types import UnsupportedModel
 from dpbench import Misuse, PrivacyWarning
 from dpbench.integrations.opacus import PrivacyEngine
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import norms
-from clipping.blocks import InTurn
+from clipping.core.microbatching import InTurn
 from clipping.kernels import chunked_conv as pieces
 from clipping.rules import base
 from dpbench.measure import memory, simulate

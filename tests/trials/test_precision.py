@@ -15,7 +15,7 @@ from torch import nn
 
 import clipping
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.formats import coarsest, formats
+from clipping.core.dtypes import coarsest, formats
 from clipping.oracle import Microbatch
 from clipping.recording import Recording, for_recording
 from clipping.tape_backends import BkMixed

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Automatic, Flat, PerLayer
-from clipping.functions import ClipFunction
+from clipping.core.clip_functions import ClipFunction
 from dpbench.errors import complaint, nearest
 from dpbench.integrations.opacus.quantile import ARGUMENTS, STABILISER, Quantile
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clipping.batches import leading_dimension
+from clipping.core.batches import leading_dimension
 from dpbench.engine import Misuse
 from dpbench.integrations.opacus.outputs import ACCUMULATION, barred, refuse_trained
 from dpbench.integrations.watch import Watch

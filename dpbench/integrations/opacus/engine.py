@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accounting import calibrate_noise_multiplier
-from clipping.types import UnsupportedModel
+from clipping.core.types import UnsupportedModel
 from dpbench.engine import Misuse
 from dpbench.engine import PrivacyEngine as Engine
 from dpbench.engine.adjust import drop_recorded, plan, set_rate

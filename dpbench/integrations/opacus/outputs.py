@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.batches import leading_dimension, map_tensors, tensors_of
+from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
 from dpbench.engine.traced import plain
 from dpbench.integrations.opacus.inside import LossInside, depends_on

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from clipping.batches import leading_dimension, losses_of, map_tensors
-from clipping.blocks import Parts, each, sum_dtype
-from clipping.formats import norm_dtype, wide_dtype
-from clipping.functions import ClipFunction, Flat
+from clipping.core.batches import leading_dimension, losses_of, map_tensors
+from clipping.core.clip_functions import ClipFunction, Flat
+from clipping.core.dtypes import norm_dtype, wide_dtype
+from clipping.core.microbatching import Parts, each, sum_dtype
+from clipping.core.types import ClippedGradient, LossFunction, Parameters
 from clipping.kernels.squares import sum_of_squares
 from clipping.samples import WIDENED, factors_by_name
-from clipping.types import ClippedGradient, LossFunction, Parameters
 
 
 def definition(
@@ -62,7 +62,7 @@ def one_by_one(
     """Σ_i c_i g_i: forward and backward for one sample after the other, or for `together` of them, of their mean.
 
     Args:
-        model: what `clipping.batches.forward` calls.
+        model: what `clipping.core.batches.forward` calls.
         loss_fn: (outputs, targets) -> [B].
         parameters: name -> trainable parameter.
         inputs, targets: of the batch; every tensor [B, ...].

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from clipping.functions import ClipFunction
+from clipping.core.clip_functions import ClipFunction
 
 LossFunction = Callable[[Any, Any], Tensor]
 Parameters = dict[str, nn.Parameter]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from clipping.types import LossFunction
+from clipping.core.types import LossFunction
 
 
 def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch_size: int) -> Tensor:

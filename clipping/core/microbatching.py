@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from clipping.formats import wide_dtype
+from clipping.core.dtypes import wide_dtype
 
 Parts = tuple[Tensor, ...]
 """What is kept of a block: tensors [b, ...]."""
