@@ -32,7 +32,7 @@ state their sensitivity.
 to which the engine scales its noise, below 1e-3 in float32 up to 4,096 samples of 1,024 positions. Norms and sums are
 rounded by different operations, and where large terms cancel they have nothing in common: a record whose Gram norm
 cancels moved the sum of every ghost clipping library by 10,000 C and more. So factors are made of the norm and of how
-large its terms were (`clipping.rounding` has the mathematics); ordinary records keep theirs to a thousandth. Sums leave
+large its terms were (`clipping.numerics.rounding_bounds` has the mathematics); ordinary records keep theirs to a thousandth. Sums leave
 in float32 at least, from portions that are added up in float64.
 
 `bk_mixed` plans: for each use of each parameter there are several exact ways to its norm (Gram matrices from patches,

@@ -31,7 +31,7 @@ import torch
 
 from clipping.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
 from clipping.core.types import ClippedGradient, UnsupportedModel
-from clipping.draws import Draws
+from clipping.numerics.rng_replay import Draws
 from clipping.program import Batch, Graph, StepOf, Way, no_graph
 from clipping.second_look import Moving
 

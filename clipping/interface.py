@@ -24,9 +24,9 @@ from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
-from clipping.draws import Draws
-from clipping.finite import require_numbers
 from clipping.graphs import Graphs
+from clipping.numerics.finite import require_numbers
+from clipping.numerics.rng_replay import Draws
 from clipping.program import Batch
 from clipping.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.verification import verify
@@ -262,7 +262,7 @@ class Backend(ABC):
         raise NotImplementedError(f"{type(self).__name__} is not compilable")
 
     def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
-        """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.rounding` derives it.
+        """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.numerics.rounding_bounds` derives it.
 
         Args:
             batch_size: B, of the records that are added up.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from clipping.kernels.squares import sum_of_squares
-from clipping.samples import weighted_sum
+from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.squares import sum_of_squares
 from clipping.sources import Source
 
 

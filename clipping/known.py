@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from clipping.kernels.traced import is_traced
+from clipping.numerics.traced_operations import is_traced
 
 REARRANGE = {
     torch.Tensor.__getitem__,

@@ -25,11 +25,11 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import concatenated, each
 from clipping.core.types import Parameters
 from clipping.joined import Joined
-from clipping.kernels.squares import sum_of_squares
-from clipping.portions import at_once
-from clipping.rounding import UNKNOWN, Doubt, Reach, rounds_operands
+from clipping.numerics.chunked_sums import at_once
+from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
+from clipping.numerics.squares import sum_of_squares
 from clipping.rules import Copies, Rule, Spec
-from clipping.samples import weighted_sum
 from clipping.sources import Source
 from clipping.summing import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.tape.arrivals import Arrival

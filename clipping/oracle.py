@@ -14,7 +14,7 @@ from torch import Tensor
 from clipping.core.reference import gradients, one_by_one, with_zeros
 from clipping.core.types import ClippedGradient, Parameters
 from clipping.interface import Backend
-from clipping.rounding import excess
+from clipping.numerics.rounding_bounds import excess
 
 
 class Microbatch(Backend):

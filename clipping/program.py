@@ -25,8 +25,8 @@ from clipping.core.batches import tensors_of
 from clipping.core.dtypes import without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
-from clipping.draws import Draws
-from clipping.kernels.traced import tracing
+from clipping.numerics.rng_replay import Draws
+from clipping.numerics.traced_operations import tracing
 from clipping.replay import Replayed
 from clipping.second_look import Moving
 from clipping.verification import WrongGradient, compare, limit_of

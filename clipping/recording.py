@@ -28,8 +28,8 @@ from clipping.core.dtypes import coarsest, formats
 from clipping.core.reference import Sums, gradients, with_zeros
 from clipping.core.types import ClippedGradient, Parameters, UnsupportedModel
 from clipping.interface import Backend
+from clipping.numerics.rounding_bounds import rounds_operands
 from clipping.oracle import Microbatch
-from clipping.rounding import rounds_operands
 from clipping.sources import mark_data
 from clipping.tape.compiled import called_from_compiled_code, compiled_modules
 from clipping.tape.graph import read_before, unrecorded

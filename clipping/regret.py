@@ -23,12 +23,12 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from clipping.kernels.squares import sum_of_squares
+from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.squares import sum_of_squares
 from clipping.parameter_use import Reading
 from clipping.planning.costs import CACHES, Costs, measured, predicted
 from clipping.planning.planner import Plan, kind
 from clipping.rules import Route
-from clipping.samples import weighted_sum
 
 ROUNDS = 5
 

@@ -25,8 +25,8 @@ from torch.overrides import TorchFunctionMode
 
 from clipping.core.dtypes import without_autocast
 from clipping.core.types import Problem
-from clipping.draws import Draws, same_for_each
-from clipping.rounding import rounds_operands
+from clipping.numerics.rng_replay import Draws, same_for_each
+from clipping.numerics.rounding_bounds import rounds_operands
 from clipping.verification import CAST_TOLERANCE, in_eval, reading_float64
 
 REMEDY = (

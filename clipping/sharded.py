@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from clipping.norms import Book, LayerByLayer, Norms
+from clipping.numerics.per_sample import weighted_sum
 from clipping.rules import Rule
-from clipping.samples import weighted_sum
 from clipping.sources import Source
 from clipping.tape.uses import Use
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import added, blocks, sum_dtype
-from clipping.kernels.gram import part
+from clipping.numerics.gram import part
+from clipping.numerics.per_sample import weighted_sum
 from clipping.rules import Rule, Spec
-from clipping.samples import weighted_sum
 from clipping.sources import Source
 
 

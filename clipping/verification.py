@@ -1,5 +1,5 @@
 """Is a backend exact on this model? Two of its samples against the definition (`clipping.core.reference`), in the mode that
-trains: each sample draws the same random numbers alone and beside the other one (`clipping.draws`).
+trains: each sample draws the same random numbers alone and beside the other one (`clipping.numerics.rng_replay`).
 
 Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
 whole gradient's norm: a parameter whose gradient vanishes but for rounding (a bias before a normalisation) would
@@ -21,14 +21,14 @@ from clipping.core.clip_functions import Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient, Clips
-from clipping.draws import Draws, same_for_each
+from clipping.numerics.rng_replay import Draws, same_for_each
 from clipping.tape.overwriting import of_any_size
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
 """For a model computed in float64 that may hold casts to float32 of its own (the RMSNorm of Llama)."""
 LOWERED = 1e-3
-"""By how much roundings in such a cast may lower a factor, and with it a sum of gradients (`clipping.rounding`)."""
+"""By how much roundings in such a cast may lower a factor, and with it a sum of gradients (`clipping.numerics.rounding_bounds`)."""
 EXACT = 1e-9
 """Of what is computed in float64 throughout."""
 ROUNDINGS, FLIPS = 8, 2e-2

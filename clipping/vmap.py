@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from clipping.core.batches import forward, map_tensors
 from clipping.core.types import ClippedGradient, Parameters
 from clipping.interface import Backend
-from clipping.rounding import excess, portion
-from clipping.samples import norms_and_factors, weighted_sum
+from clipping.numerics.per_sample import norms_and_factors, weighted_sum
+from clipping.numerics.rounding_bounds import excess, portion
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import Parts, each, sum_dtype
 from clipping.core.types import ClippedGradient, LossFunction, Parameters
-from clipping.kernels.squares import sum_of_squares
-from clipping.samples import WIDENED, factors_by_name
+from clipping.numerics.per_sample import WIDENED, factors_by_name
+from clipping.numerics.squares import sum_of_squares
 
 
 def definition(

@@ -37,7 +37,7 @@ from torch.nn import Parameter
 
 from clipping.core.dtypes import norm_dtype
 from clipping.kernels import library
-from clipping.kernels.traced import operation
+from clipping.numerics.traced_operations import operation
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 """dtype -> type of C."""
@@ -80,7 +80,7 @@ def gram_norm_and_reach(
 
     Args:
         a, gradients: as in `gram_norm`.
-        lost: of each gradient, as `clipping.rounding.of_lost` gives it.
+        lost: of each gradient, as `clipping.numerics.rounding_bounds.of_lost` gives it.
     """
     return _gram(a, gradients, lost)
 
@@ -137,7 +137,7 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
 
 @operation
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.kernels.gram` does in several
+    """[n, d] in one piece to [n], in parts that are added up in float64: what `clipping.numerics.gram` does in several
     operations.
 
     Args:
@@ -194,7 +194,7 @@ def row_reach(a: Tensor, g: Tensor, lost: tuple[float, float]) -> Tensor:
     Args:
         a: [n, T, d], float32 or float64.
         g: [n, T, p], of the same dtype.
-        lost: as `clipping.rounding.of_lost` gives it.
+        lost: as `clipping.numerics.rounding_bounds.of_lost` gives it.
     """
     a, g = _rows(a), _rows(g)
     found = g.new_empty(len(g), 2)

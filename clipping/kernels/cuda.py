@@ -42,7 +42,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
-from clipping.kernels.traced import operation
+from clipping.numerics.traced_operations import operation
 
 Precision = Literal["ieee", "tf32x3", "tf32"]
 

@@ -3,8 +3,8 @@
     shifted_norms     Σ_{t,u} A_tu G_tu from the Gram matrices of an image's pixels and of its output's gradient, where
                       A adds up shifts of the former (see `clipping.kernels.pixel_gram`), and what a reach is made of
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
-                      `clipping.rounding`)
-    added             the sum of portions, in float64 (see `clipping.portions`)
+                      `clipping.numerics.rounding_bounds`)
+    added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)
     scale_gradient    Σ_t g x̂ of layer norm (see `clipping.rules.norm`), in one pass over g and x
 
 The first reads each Gram matrix once, and writes three numbers a tile; torch's operations go over them once for each
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from clipping.kernels import cuda
-from clipping.kernels.traced import operation
+from clipping.numerics.traced_operations import operation
 
 TILE = 64
 """Positions of a tile's sides: 4,096 products, 16 to a thread."""

@@ -29,8 +29,8 @@ from torch import Tensor
 from clipping.core.dtypes import HALF, norm_dtype
 from clipping.kernels import cpu, fused
 from clipping.kernels.cuda import in_two_dimensions
-from clipping.kernels.gram import part
-from clipping.kernels.matmul import products
+from clipping.numerics.gram import part
+from clipping.numerics.products import products
 
 HALVED = 256
 """Positions from which on the symmetry is used: the margins of small blocks cost more than it saves."""
@@ -157,10 +157,10 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
 
     Args:
         x, g, geometry: as in `pixel_gram_product`.
-        least: see `clipping.rounding.of_lost`.
+        least: see `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
-        [n, 4], float32 or wider: squared norms, and what `clipping.rounding.Reach.of_columns` takes.
+        [n, 4], float32 or wider: squared norms, and what `clipping.numerics.rounding_bounds.Reach.of_columns` takes.
     """
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry, phases = Geometry(*options), [1, 1]
@@ -190,10 +190,10 @@ def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least:
         x, g: the norms.
         geometry: of a convolution in one or two dimensions.
         width: the last of the output's sizes.
-        least: see `clipping.rounding.of_lost`.
+        least: see `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
-        [n, 3] float32: what `clipping.rounding.Reach.of_columns` takes.
+        [n, 3] float32: what `clipping.numerics.rounding_bounds.Reach.of_columns` takes.
     """
     images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
     return fused.reach(images[:, 0], g, least, options, width)

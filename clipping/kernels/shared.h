@@ -51,7 +51,7 @@ INLINE double sum(vector v) {
   return total;
 }
 
-/* To a reach, a position: the product of its rows' norms, and what either row may have lost: clipping/rounding.py. */
+/* To a reach, a position: the product of its rows' norms, and what either row may have lost: clipping/numerics/rounding_bounds.py. */
 INLINE void add_reach(const double lost[2], double a, double g, double found[2]) {
   found[0] += a * g;
   found[1] += a * lost[0] + g * lost[1];

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from clipping.core.dtypes import norm_dtype
 from clipping.core.types import Parameters, Problem
+from clipping.numerics.per_sample import factors_by_name
 from clipping.peers.base import Peer, Step, norms_of
-from clipping.samples import factors_by_name
 
 
 class _Opacus(Peer):

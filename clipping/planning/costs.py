@@ -28,10 +28,10 @@ from torch import Tensor
 
 from clipping import cache
 from clipping.kernels import cpu
-from clipping.kernels.squares import sum_of_squares
+from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.squares import sum_of_squares
 from clipping.rules import Route, Rule, Spec
 from clipping.rules.base import KERNELS
-from clipping.samples import weighted_sum
 
 Key = tuple[bool, str, int]
 Clock = Callable[[Callable[[], object]], float]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.draws import Draws
+from clipping.numerics.rng_replay import Draws
 from clipping.planning.choices import Choice, choices_of, formula_route, has_choice, held_without_choice
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.planning.timeline import Balance, Held, Timeline

@@ -27,10 +27,10 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each
 from clipping.kernels import cpu, cuda
 from clipping.kernels.chunked_conv import Share
-from clipping.kernels.gram import HALVED, part
-from clipping.kernels.squares import sum_of_squares
-from clipping.rounding import Reach, of_rows, row_norms
-from clipping.samples import weighted_sum
+from clipping.numerics.gram import HALVED, part
+from clipping.numerics.per_sample import weighted_sum
+from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
+from clipping.numerics.squares import sum_of_squares
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
 """Bytes that one norm, or a copy for a sum, may always use beside the operation's own input and output gradient: on a
@@ -200,7 +200,7 @@ class Rule(ABC):
         return None
 
     def reach(self, g: Tensor) -> Reach | None:
-        """How large the terms are that the gradient is summed from (see `clipping.rounding`); None if not known."""
+        """How large the terms are that the gradient is summed from (see `clipping.numerics.rounding_bounds`); None if not known."""
         return None
 
     def features(self) -> int:

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import wide_dtype
-from clipping.kernels.gram import gram_product, part
-from clipping.kernels.matmul import products
-from clipping.rounding import Reach, of_rows, row_norms
+from clipping.numerics.gram import gram_product, part
+from clipping.numerics.products import products
+from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 from clipping.rules.weight import Bilinear
 

@@ -22,8 +22,6 @@ from clipping.core.microbatching import concatenated
 from clipping.kernels import cpu, cuda, fused
 from clipping.kernels.chunked_conv import Pieces, Share, applies
 from clipping.kernels.conv_memory import Convolution
-from clipping.kernels.gram import gram_product, part
-from clipping.kernels.matmul import product, products
 from clipping.kernels.pixel_gram import (
     Geometry,
     compiled_norms,
@@ -35,7 +33,9 @@ from clipping.kernels.pixel_gram import (
     pixel_norms,
     reach_of_pixels,
 )
-from clipping.rounding import Reach, of_lost, of_rows, row_norms
+from clipping.numerics.gram import gram_product, part
+from clipping.numerics.products import product, products
+from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Route, Rule, Spec, Work
 from clipping.rules.weight import Bilinear
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels.gram import part
-from clipping.rounding import Reach, all_alike
+from clipping.numerics.gram import part
+from clipping.numerics.rounding_bounds import Reach, all_alike
 from clipping.rules.base import Gradient, Refused, Rule
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks
 from clipping.kernels import cuda
-from clipping.kernels.gram import part, within
-from clipping.kernels.matmul import products
-from clipping.kernels.squares import sum_of_squares
-from clipping.rounding import Reach, of_rows, portion, row_norms
+from clipping.numerics.gram import part, within
+from clipping.numerics.products import products
+from clipping.numerics.rounding_bounds import Reach, of_rows, portion, row_norms
+from clipping.numerics.squares import sum_of_squares
 from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
 from clipping.rules.linear import LinearWeight
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from clipping.core.microbatching import blocks
-from clipping.rounding import Reach
+from clipping.numerics.rounding_bounds import Reach
 from clipping.rows import Rows, taken
 from clipping.rules.base import Rule, Spec, Work
 from clipping.rules.embedding import EmbeddingWeight

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels.gram import gram_product
-from clipping.kernels.matmul import product, products
-from clipping.rounding import Reach, of_rows, row_norms
+from clipping.numerics.gram import gram_product
+from clipping.numerics.products import product, products
+from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
 from clipping.rows import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from clipping.core.microbatching import each
 from clipping.kernels import cpu, cuda
-from clipping.kernels.gram import gram_product, part, within
-from clipping.kernels.matmul import by_onednn, product, products
-from clipping.rounding import Reach, of_lost, of_rows, row_norms
+from clipping.numerics.gram import gram_product, part, within
+from clipping.numerics.products import by_onednn, product, products
+from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
 from clipping.rules.elementwise import Broadcast
 from clipping.rules.weight import Bilinear

@@ -18,8 +18,8 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import blocks, concatenated
 from clipping.kernels import cpu, fused
-from clipping.kernels.gram import part
-from clipping.rounding import Reach, all_alike, row_norms
+from clipping.numerics.gram import part
+from clipping.numerics.rounding_bounds import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
 
 

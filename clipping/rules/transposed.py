@@ -8,8 +8,8 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.kernels.gram import part
-from clipping.rounding import Reach
+from clipping.numerics.gram import part
+from clipping.numerics.rounding_bounds import Reach
 from clipping.rules.base import Bias, Gradient, Refused, Route, Rule, Spec, Work
 from clipping.rules.convolution import ConvolutionWeight, of_each
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks
-from clipping.kernels.gram import part
-from clipping.portions import added_at_once, at_once, of_one_size
-from clipping.rounding import portion
+from clipping.numerics.chunked_sums import added_at_once, at_once, of_one_size
+from clipping.numerics.gram import part
+from clipping.numerics.rounding_bounds import portion
 from clipping.rules.base import Rule, Spec
 
 
@@ -73,7 +73,7 @@ class Bilinear(Rule):
         return max(portion.stop - portion.start for portion in portions), wide if len(portions) > 1 else 0
 
     def _most(self, g: Tensor | Spec) -> int:
-        """Samples of a portion: see `clipping.rounding`."""
+        """Samples of a portion: see `clipping.numerics.rounding_bounds`."""
         return portion(self.samples(g), max(1, self.positions), norm_dtype(g.dtype))
 
     def _together(self, g: Tensor | Spec) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.kernels.traced import is_traced
 from clipping.known import note, with_numbers
+from clipping.numerics.traced_operations import is_traced
 from clipping.rows import Rows
 from clipping.rules import CHANGES, LIKE, MIXING
 from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of

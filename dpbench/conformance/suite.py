@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from clipping import Backend, ClipFunction, Flat, PerLayer
-from clipping.kernels.matmul import full_precision
+from clipping.numerics.products import full_precision
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.cases import CASES, Case
 from dpbench.conformance.contract import CHECKS, median

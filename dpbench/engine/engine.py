@@ -55,7 +55,7 @@ class PrivacyEngine(State):
     depends on that sample alone (compared with autograd on the first batch) and the batches are drawn by the scheme
     that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule, buffers,
     that a step failed) is not accounted. The theorem is about real numbers: here one record moves the computed sum by
-    C(1 + η) at the most (`sensitivity`, derived in `clipping.rounding`), to which the noise is scaled.
+    C(1 + η) at the most (`sensitivity`, derived in `clipping.numerics.rounding_bounds`), to which the noise is scaled.
 
     Args:
         model: in training mode; its trainable parameters are those of the optimizer.

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.distributed import sharded_modules
-from clipping.draws import Draws
+from clipping.numerics.rng_replay import Draws
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State

@@ -17,8 +17,8 @@ from torch import Tensor
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, UnsupportedModel
-from clipping.draws import Draws
 from clipping.interface import Backend
+from clipping.numerics.rng_replay import Draws
 from clipping.recording import Recording
 from clipping.second_look import TOLERANCE, Change, Run, fewer, mixed, mixing
 from clipping.tape_backends import TapeBackend

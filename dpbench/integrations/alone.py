@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest, without_autocast
-from clipping.draws import Draws, WithoutDropping
+from clipping.numerics.rng_replay import Draws, WithoutDropping
 from clipping.second_look import Moving
 from clipping.verification import reading_float64
 from dpbench.engine import Misuse

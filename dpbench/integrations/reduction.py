@@ -30,7 +30,7 @@ from clipping.apart import separating
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
-from clipping.draws import Draws
+from clipping.numerics.rng_replay import Draws
 from clipping.second_look import TOLERANCE, Change, differing, replaced, same
 from dpbench.engine import PrivacyWarning
 from dpbench.engine.traced import Trace, Traced, plain

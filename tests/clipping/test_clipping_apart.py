@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.apart import RATE, Occasions, separating
-from clipping.draws import same_for_each
+from clipping.numerics.rng_replay import same_for_each
 from clipping.second_look import differing, fewer, more, replaced
 from clipping.verification import WrongGradient
 

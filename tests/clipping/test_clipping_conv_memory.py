@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from clipping import compare, load_backend
 from clipping.kernels import chunked_conv as pieces
-from clipping.kernels import matmul
 from clipping.kernels.chunked_conv import Pieces, in_pieces
 from clipping.kernels.conv_memory import Convolution
+from clipping.numerics import products as matmul
 from clipping.rules import base
 from clipping.tape.record import Tape
 from dpbench.measure.memory import measured_peak

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
-from clipping.kernels.matmul import full_precision, product, products
 from clipping.kernels.pixel_gram import Geometry, pixel_gram_product
+from clipping.numerics.products import full_precision, product, products
 from clipping.rules import base, norm
 
 
@@ -171,7 +171,7 @@ def test_products_of_two_dtypes_are_float32_on_every_device(dtypes):
 
 
 def test_the_two_halves_of_a_number_are_sixteen_bits_of_it():
-    from clipping.kernels.matmul import _halves
+    from clipping.numerics.products import _halves
 
     x = torch.randn(1000)
     upper, lower = _halves(x)

@@ -17,9 +17,10 @@ import torch
 from fused_checks import CHECKS, COMPILED, outcome
 from torch import Tensor, nn
 
-from clipping import Flat, load_backend, portions
+from clipping import Flat, load_backend
 from clipping.kernels import cuda
-from clipping.portions import added_at_once, of_one_size, weighted_at_once
+from clipping.numerics import chunked_sums as portions
+from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
 from clipping.rules import base, weight
 from dpbench.conformance.sensitivity.records import RECORDS
 from dpbench.measure.launches import Launches, as_on_a_gpu
@@ -161,9 +162,9 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
     monkeypatch.setattr("clipping.norms.SMALL", 2**40)
     found, formed = [], Counter[int]()
     for most in (100, 2):
-        for module in ("clipping.tape_backends", "clipping.rules.weight", "clipping.samples"):
+        for module in ("clipping.tape_backends", "clipping.rules.weight", "clipping.numerics.per_sample"):
             monkeypatch.setattr(f"{module}.portion", lambda *_, most=most: most)
-        for module in ("clipping.samples", "clipping.rules.weight", "clipping.norms"):
+        for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms"):
             monkeypatch.setattr(f"{module}.at_once", lambda x, most=most: most == 2)
 
         def added(*given, most=most):
@@ -182,7 +183,7 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bk_mixed", "mixed_ghost"])
 def test_no_hard_record_moves_a_sum_of_portions_at_once_by_more_than_c(name, monkeypatch):
-    for module in ("clipping.samples", "clipping.rules.weight", "clipping.norms"):
+    for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms"):
         monkeypatch.setattr(f"{module}.at_once", lambda x: True)
     cases = [case for case in RECORDS if "thousands" in case.name or "worst order" in case.name]
     assert len(cases) == 4

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.kernels import matmul as module
-from clipping.kernels.matmul import product, products
+from clipping.numerics import products as module
+from clipping.numerics.products import product, products
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 

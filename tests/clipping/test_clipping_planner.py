@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import clipping.kernels.matmul
+import clipping.numerics.products
 import clipping.planning.planner
 from clipping import compare, load_backend
 from clipping.kernels import cuda
@@ -177,7 +177,7 @@ def test_a_plan_is_made_once_and_timed_at_the_second_call(monkeypatch):
 
 def test_what_is_timed_draws_none_of_the_caller_s_numbers(monkeypatch):
     """Else dropout would depend on which costs are on record on the machine."""
-    monkeypatch.setattr(clipping.kernels.matmul, "_FROM", {})
+    monkeypatch.setattr(clipping.numerics.products, "_FROM", {})
     model, drawn = network(), []
     for timing in (True, False):
         torch.manual_seed(3)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from clipping import Automatic, Flat, PerLayer, load_backend
 from clipping.core.clip_functions import floor
-from clipping.rounding import CAP, Doubt, Reach, all_alike, excess, of_rows, portion, row_norms
+from clipping.numerics.rounding_bounds import CAP, Doubt, Reach, all_alike, excess, of_rows, portion, row_norms
 
 BACKENDS = ["microbatch", "vmap", "fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, PerLayer, load_backend
 from clipping.kernels import cpu
-from clipping.kernels import gram as grams
+from clipping.numerics import gram as grams
 from clipping.parameter_use import record
 from clipping.planning.planner import Planner
 from clipping.rules import Route, Rule

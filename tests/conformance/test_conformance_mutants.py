@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 from clipping import Backend, ClippedGradient, Flat, load_backend, norms
 from clipping.core.batches import forward
-from clipping.kernels.gram import gram_inner, gram_product
-from clipping.kernels.squares import sum_of_squares
+from clipping.numerics.gram import gram_inner, gram_product
+from clipping.numerics.per_sample import norms_and_factors
+from clipping.numerics.squares import sum_of_squares
 from clipping.rules import Rule
 from clipping.rules.base import Bias
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
-from clipping.samples import norms_and_factors
 from clipping.verification import WrongGradient
 from dpbench.conformance.contract import CHECKS, classifier
 from dpbench.conformance.suite import conformance

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import UnsupportedModel, second_look
-from clipping.kernels import matmul
+from clipping.numerics import products as matmul
 from clipping.verification import reading_float64
 from dpbench import PrivacyEngine
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from clipping import load_backend, portions
+from clipping import load_backend
 from clipping.kernels import cuda
+from clipping.numerics import chunked_sums as portions
 from clipping.rules import weight
 from dpbench.experiment import load_experiment
 from dpbench.measure.launches import Launches, as_on_a_gpu, counted, run

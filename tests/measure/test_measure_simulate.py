@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
-from clipping.kernels import matmul as products
+from clipping.numerics import products
 from clipping.tape_backends import BkMixed
 from dpbench.measure import memory
 from dpbench.measure.bench import Step, storage_bytes

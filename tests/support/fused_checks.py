@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, load_backend
 from clipping.kernels import fused
-from clipping.rounding import of_rows
+from clipping.numerics.rounding_bounds import of_rows
 from clipping.rules import Route
 from clipping.rules.convolution import convolution
 from clipping.rules.norm import LayerNormWeight, layer_norm

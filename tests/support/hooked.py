@@ -13,7 +13,7 @@ from torch.func import functional_call, vjp, vmap
 
 from clipping import Backend, ClippedGradient, Problem, UnsupportedModel
 from clipping.core.reference import with_zeros
-from clipping.samples import norms_and_factors, weighted_sum
+from clipping.numerics.per_sample import norms_and_factors, weighted_sum
 
 KNOWN = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.GroupNorm, nn.LayerNorm)
 

@@ -353,8 +353,8 @@ def times(dtype: torch.dtype) -> dict[str, str]:
     """Milliseconds on this GPU, medians of 20: (n, T, d, p) -> each route. For people, and for choosing tiles."""
     from triton.testing import do_bench
 
-    from clipping.kernels.gram import gram_product
-    from clipping.kernels.squares import sum_of_squares
+    from clipping.numerics.gram import gram_product
+    from clipping.numerics.squares import sum_of_squares
 
     found = {}
     for n, t, d, p in TIMED:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels.matmul import products
-from clipping.kernels.squares import sum_of_squares
+from clipping.numerics.products import products
+from clipping.numerics.squares import sum_of_squares
 
 HALVED = 160
 """Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""

@@ -12,10 +12,10 @@ from torch import Tensor
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, in_parts
-from clipping.kernels.matmul import full_precision
-from clipping.kernels.squares import sum_of_squares
-from clipping.portions import at_once, weighted_at_once
-from clipping.rounding import portion, smallest
+from clipping.numerics.chunked_sums import at_once, weighted_at_once
+from clipping.numerics.products import full_precision
+from clipping.numerics.rounding_bounds import portion, smallest
+from clipping.numerics.squares import sum_of_squares
 
 WIDENED = 2**22
 """Entries of gradients that are copied to a wider dtype at once."""

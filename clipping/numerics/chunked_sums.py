@@ -1,6 +1,6 @@
 """A sum over a batch in portions that are all formed at once: for a GPU, to which each operation is a launch.
 
-Portions of a sum are added up in float64 (see `clipping.rounding`), and there are dozens of them in a large batch. One
+Portions of a sum are added up in float64 (see `clipping.numerics.rounding_bounds`), and there are dozens of them in a large batch. One
 after the other each takes a few launches. Here one operation forms many, and one adds them up. What is formed at once
 takes memory: so a batch whose portions are large goes in blocks.
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import sum_dtype
 from clipping.kernels import fused
-from clipping.kernels.matmul import full_precision
+from clipping.numerics.products import full_precision
 
 Form = Callable[[slice, int], Tensor]
 """(samples, count) -> [count, *shape]: the sums of `count` portions of these samples, equally many in each."""

@@ -41,7 +41,7 @@ along G its standard deviation is at most the same, as ⟨G, ΔG⟩ = Σ_tj δg_
 part of η, and n̂ is raised where κ u_o R is more than that share of it: n̂ ≥ (√(Σ N) + √(Σ (κ u_o R)²)) / (1 + 2 κ u_o).
 Ordinary records keep their factors, to the last bit. Gradients that a convolution instantiated, and did not keep, have
 errors of their own in the norm: √2 κ. Of bfloat16 operands nothing is rounded but the factor's product, in 16 bits
-(`clipping.kernels.matmul`): 2^-16 U, as part of γ_G U. Products of float64 are rounded by no switch.
+(`clipping.numerics.products`): 2^-16 U, as part of γ_G U. Products of float64 are rounded by no switch.
 
 **The others** are to keep their factors: so routes do not depend on how many records there are (`chosen_for` of a tape
 backend), and what is stated holds for two batches that go by the same ones. A plan that is timed changes them once, in

@@ -1,0 +1,1 @@
+"""Sums, products and norms of many samples at once, and how far they are rounded."""
