@@ -19,7 +19,7 @@ os.environ["DPBENCH_CACHE"] = "off"  # no plan depends on what an earlier run ha
 os.environ["DPBENCH_HOST"] = os.environ["DPBENCH_COMMIT"] = ""  # as where nobody has said what they are
 
 from clipping import BACKENDS, load_backend
-from clipping.kernels import library
+from clipping.native import library
 
 # A slow machine is no fault of what it tests.
 settings.register_profile("dpbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])

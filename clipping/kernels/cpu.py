@@ -13,7 +13,7 @@ tile of inner products stays in registers from the first feature to the last, on
 of one Gram matrix meets that of the other as soon as both are there. The sources need no library and no header of
 torch's: threads are torch's own, by `torch_parallel_for`.
 
-**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.kernels.library`). Where there is no folder to
+**Compiled** on the machine, once, by $CC or cc, in a second (`clipping.native.library`). Where there is no folder to
 keep them, no compiler, or one without `__builtin_shufflevector` (GCC before 12), `supported` says no, and the formulas
 of `clipping.rules` are the exact fallback.
 
@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import Parameter
 
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels import library
+from clipping.native import library
 from clipping.numerics.traced_operations import operation
 
 REALS = {torch.float32: "float", torch.float64: "double"}

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from clipping.kernels import library
+from clipping.native import library
 from dpbench.errors import RunEnded, UsageError
 from dpbench.process.linux import available_cpus
 from dpbench.process.parent import Answer, Isolation

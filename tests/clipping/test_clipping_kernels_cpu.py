@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
 from clipping import cache, load_backend
-from clipping.kernels import cpu, library
+from clipping.kernels import cpu
 from clipping.kernels.pixel_gram import Geometry, compiled_norms, patches
+from clipping.native import library
 from clipping.rules import Route
 
 LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")

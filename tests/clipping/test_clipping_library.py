@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clipping import cache
-from clipping.kernels import library
+from clipping.native import library
 from dpbench.execution.machines import Machine
 from dpbench.records import environment
 from dpbench.trials import EpsilonTrial, StepTrial
@@ -233,6 +233,6 @@ def test_a_bare_name_and_a_link_are_folders_like_others(made: Path, monkeypatch:
 
 
 def test_importing_it_imports_no_torch():
-    code = "import sys, clipping.kernels.library; print('torch' in sys.modules)"
+    code = "import sys, clipping.native.library; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "False", done.stderr

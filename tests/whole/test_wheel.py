@@ -33,7 +33,7 @@ def test_a_wheel_and_an_sdist_build_and_the_wheel_runs_alone(tmp_path):
     [sdist] = (tmp_path / "dist").glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = archive.getnames()
-    assert any(name.endswith("clipping/kernels/noise.c") for name in names) and any("README" in name for name in names)
+    assert any(name.endswith("clipping/native/noise.c") for name in names) and any("README" in name for name in names)
     [wheel] = (tmp_path / "dist").glob("*.whl")
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
