@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from clipping.accel.overwriting import of_any_size
 from clipping.core.batches import forward, leading_dimension, map_tensors
 from clipping.core.clip_functions import Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient, Clips
 from clipping.numerics.rng_replay import Draws, same_for_each
-from clipping.tape.overwriting import of_any_size
 
 FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6

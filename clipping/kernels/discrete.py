@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from clipping.kernels import cpu
+from clipping.accel import cpu
 from clipping.kernels.noise import BLOCKS, NORMALS, WORDS, _compiled, _operands, words
 
 WIDEST = 2.0**43

@@ -12,7 +12,7 @@ many tensors are drawn for at once.
 
 **All ways** read the same words of the cipher, and their normals differ by the last bits of float64; after rounding to
 2^-20 of the deviation one in some hundred million is another. The kernel in C (`noise.c`, compiled as
-`clipping.kernels.cpu` says) is branch-free, and fuses all of it in one pass over all sums, on all threads. On a GPU one
+`clipping.accel.cpu` says) is branch-free, and fuses all of it in one pass over all sums, on all threads. On a GPU one
 launch of a Triton program (`noise_program`) does so. Elsewhere integer operations of torch do the same on the device
 itself, chunk by chunk; nothing is drawn on the host for it, except for devices without float64 (MPS).
 """
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.kernels import cpu, cuda
+from clipping.accel import cpu, cuda
 
 BLOCKS, WORDS, NORMALS = 16, 16, 128
 """Of a group: blocks of the cipher, words of 32 bits in each, normals made of them all."""

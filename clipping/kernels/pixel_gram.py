@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.accel import cpu, fused
+from clipping.accel.cuda import in_two_dimensions
 from clipping.core.dtypes import HALF, norm_dtype
-from clipping.kernels import cpu, fused
-from clipping.kernels.cuda import in_two_dimensions
 from clipping.numerics.gram import part
 from clipping.numerics.products import products
 

@@ -1,4 +1,4 @@
-/* What the kernels for CPUs share. What they compute, and how they are compiled: clipping/kernels/cpu.py.
+/* What the kernels for CPUs share. What they compute, and how they are compiled: clipping/accel/cpu.py.
 
    Compiled once for REAL = float and once for double (SIZE bytes each), for the processor that they run on. Vectors are
    as wide as the processor's. Threads are torch's own: `parallel` is its torch_parallel_for. */

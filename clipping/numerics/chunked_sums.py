@@ -15,9 +15,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from clipping.accel import fused
 from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import sum_dtype
-from clipping.kernels import fused
 from clipping.numerics.products import full_precision
 
 Form = Callable[[slice, int], Tensor]

@@ -72,8 +72,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clipping.accel import cpu, fused
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels import cpu, fused
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 """Of u: what is measured beside √n, √T, and what a second backward pass differs by."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from clipping.accel import cpu
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels import cpu
 
 SUMMED = 4096
 """Entries that are squared and added up at once."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from clipping import cache
-from clipping.kernels import cpu
+from clipping.accel import cpu
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
 from clipping.rules import Route, Rule, Spec

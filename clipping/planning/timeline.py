@@ -5,7 +5,7 @@ The graph of the losses says which tensors autograd saved, and the number of its
 which the gradient of a use arrives, what is held
 
     by both                 saved tensors that are still needed, the gradients on their way from node to node, and
-                            what convolutions allocate inside (`clipping.kernels.conv_memory`, on a CPU)
+                            what convolutions allocate inside (`clipping.accel.conv_memory`, on a CPU)
     by ordinary training    the weight gradients that are there already
     by book-keeping         what is kept for the sum, and the workspace of a norm
 
@@ -30,10 +30,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from clipping.kernels.chunked_conv import Pieces, in_pieces
-from clipping.kernels.conv_memory import Convolution
+from clipping.accel.chunked_conv import Pieces, in_pieces
+from clipping.accel.conv_memory import Convolution
+from clipping.accel.overwriting import adds, overwrites
 from clipping.tape.graph import nodes
-from clipping.tape.overwriting import adds, overwrites
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from clipping.accel import cpu, cuda
+from clipping.accel.chunked_conv import Share
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each
-from clipping.kernels import cpu, cuda
-from clipping.kernels.chunked_conv import Share
 from clipping.numerics.gram import HALVED, part
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
@@ -96,7 +96,7 @@ RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
 """Ways of `clipping.kernels`, for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
 COMPILED = "compiled"
-"""The way of `clipping.kernels.cpu`: by Gram tiles, too."""
+"""The way of `clipping.accel.cpu`: by Gram tiles, too."""
 KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
 """All of these: ways that not every machine has. The first step never takes one, unless nothing will ever be timed."""
 

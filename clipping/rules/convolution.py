@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.accel import cpu, cuda, fused
+from clipping.accel.chunked_conv import Pieces, Share, applies
+from clipping.accel.conv_memory import Convolution
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
-from clipping.kernels import cpu, cuda, fused
-from clipping.kernels.chunked_conv import Pieces, Share, applies
-from clipping.kernels.conv_memory import Convolution
 from clipping.kernels.pixel_gram import (
     Geometry,
     compiled_norms,

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.accel import cuda
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks
-from clipping.kernels import cuda
 from clipping.numerics.gram import part, within
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_rows, portion, row_norms

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.accel import cpu, cuda
 from clipping.core.microbatching import each
-from clipping.kernels import cpu, cuda
 from clipping.numerics.gram import gram_product, part, within
 from clipping.numerics.products import by_onednn, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.accel import cpu, fused
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import blocks, concatenated
-from clipping.kernels import cpu, fused
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.accel.overwriting import from_losses
 from clipping.core.dtypes import without_autocast
 from clipping.rules.base import Refused
-from clipping.tape.overwriting import from_losses
 from clipping.tape.uses import Noted, Use
 
 Arrival = Callable[[Use, Tensor], None]

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.accel.overwriting import is_followed, note_alone
 from clipping.core.types import Parameters, Problem
-from clipping.tape.overwriting import is_followed, note_alone
 from clipping.tape.record import Tape
 
 _NODES: Any = torch._C._functions

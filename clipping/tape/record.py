@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from clipping.accel.overwriting import run
 from clipping.core.batches import map_tensors
 from clipping.core.types import Parameters, Problem
 from clipping.rules import (
@@ -52,7 +53,6 @@ from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first
 from clipping.tape.marks import Marks, tensors
-from clipping.tape.overwriting import run
 from clipping.tape.replay import LetGo, Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
 from clipping.tape.uses import Noted, Use, count_parts, given

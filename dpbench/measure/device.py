@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from clipping.kernels import cuda
+from clipping.accel import cuda
 from dpbench.measure import gpu
 from dpbench.measure.bench import device_of
 from dpbench.measure.precision import arithmetic, dtype_of

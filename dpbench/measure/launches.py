@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from clipping import Backend
-from clipping.kernels import cuda, fused
+from clipping.accel import cuda, fused
 from clipping.rules import base
 from dpbench.measure.bench import parameter_count, tensors_in
 from dpbench.measure.flops import of_convolution_backward
@@ -257,7 +257,7 @@ def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any
     return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
 
 
-#: Program of `clipping.kernels.cuda` -> the operations of its products.
+#: Program of `clipping.accel.cuda` -> the operations of its products.
 _FLOPS: dict[str, Callable[..., int]] = {  # of Gram matrices, which are symmetric, half
     "gram": lambda a, g, *_: len(a) * a.shape[1] ** 2 * (a.shape[2] + g.shape[2]),
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],

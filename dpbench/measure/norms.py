@@ -25,8 +25,8 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
+from clipping.accel import cuda
 from clipping.core.dtypes import norm_dtype
-from clipping.kernels import cuda
 from clipping.rules import Route, made
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
 from dpbench.measure.bench import device_of

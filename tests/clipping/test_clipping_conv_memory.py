@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from clipping import compare, load_backend
-from clipping.kernels import chunked_conv as pieces
-from clipping.kernels.chunked_conv import Pieces, in_pieces
-from clipping.kernels.conv_memory import Convolution
+from clipping.accel import chunked_conv as pieces
+from clipping.accel.chunked_conv import Pieces, in_pieces
+from clipping.accel.conv_memory import Convolution
 from clipping.numerics import products as matmul
 from clipping.rules import base
 from clipping.tape.record import Tape

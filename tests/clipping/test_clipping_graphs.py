@@ -212,7 +212,7 @@ def test_kernels_are_in_the_graph():
         (graph,) = b.graphs._graphs
     assert isinstance(graph._step, GraphModule)
     names = [str(node.target) for node in graph._step.graph.nodes]
-    if clipping.kernels.cpu.supported(x):
+    if clipping.accel.cpu.supported(x):
         assert "dpbench.kernel.default" in names
     assert not any("empty" in name for name in names)  # memory that a kernel was to fill
 

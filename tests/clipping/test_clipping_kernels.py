@@ -16,8 +16,8 @@ from kernel_checks import CHECKS, COMPILED, outcome
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from clipping.kernels import cuda
-from clipping.kernels.cuda import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
+from clipping.accel import cuda
+from clipping.accel.cuda import convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm, supported
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
 from clipping.rules.linear import LinearWeight
 from dpbench.measure.simulate import StorageLifetimes
@@ -251,7 +251,7 @@ def test_shapes_that_do_not_fit_are_refused(fake_gpu: None):
 @pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "without Triton"])
 def test_importing_the_kernels_imports_no_triton(hidden: bool):
     code = "import sys\n" + ("sys.modules['triton'] = None\n" if hidden else "")
-    code += "import torch, clipping.tape_backends, clipping.kernels.cuda as k\n"
+    code += "import torch, clipping.tape_backends, clipping.accel.cuda as k\n"
     code += "print(k.supported(torch.zeros(2)), sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
     assert done.stdout.startswith("False ") and "'triton.language'" not in done.stdout, done.stderr

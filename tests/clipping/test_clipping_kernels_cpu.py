@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import vmap
 
 from clipping import cache, load_backend
-from clipping.kernels import cpu
+from clipping.accel import cpu
 from clipping.kernels.pixel_gram import Geometry, compiled_norms, patches
 from clipping.native import library
 from clipping.rules import Route

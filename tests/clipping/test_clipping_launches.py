@@ -18,7 +18,7 @@ from fused_checks import CHECKS, COMPILED, outcome
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.kernels import cuda
+from clipping.accel import cuda
 from clipping.numerics import chunked_sums as portions
 from clipping.numerics.chunked_sums import added_at_once, of_one_size, weighted_at_once
 from clipping.rules import base, weight

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
+from clipping.accel import chunked_conv
+from clipping.accel.gradient_accumulation import Meeting
+from clipping.accel.overwriting import Overwriting, of_any_size, overwrites
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient
-from clipping.kernels import chunked_conv
-from clipping.meeting import Meeting
 from clipping.tape.graph import nodes, unrecorded
-from clipping.tape.overwriting import Overwriting, of_any_size, overwrites
 from clipping.tape.record import Tape
 
 B = 5

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import clipping.numerics.products
 import clipping.planning.planner
 from clipping import compare, load_backend
-from clipping.kernels import cuda
+from clipping.accel import cuda
 from clipping.planning.costs import Costs
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route

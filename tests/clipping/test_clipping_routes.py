@@ -9,7 +9,7 @@ from routes import BATCH, OPERATIONS, Operation, cancelling, forced, gradients, 
 from torch import Tensor, nn
 
 from clipping import Flat, PerLayer, load_backend
-from clipping.kernels import cpu
+from clipping.accel import cpu
 from clipping.numerics import gram as grams
 from clipping.parameter_use import record
 from clipping.planning.planner import Planner

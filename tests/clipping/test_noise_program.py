@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipping.kernels import cuda
+from clipping.accel import cuda
 
 HERE = Path(__file__).resolve().parents[1] / "support"
 TRITON = pytest.mark.skipif(not cuda._has_triton(), reason="Triton is not installed")

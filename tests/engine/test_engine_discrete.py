@@ -12,7 +12,8 @@ from torch import nn
 
 from accounting import SubsampledGaussian, load_accountant
 from accounting.series import log_moments
-from clipping.kernels import cpu, discrete
+from clipping.accel import cpu
+from clipping.kernels import discrete
 from clipping.kernels.discrete import ROUNDED, WIDEST, discrete_noisy
 from clipping.kernels.noise import Segments
 from dpbench import PrivacyEngine

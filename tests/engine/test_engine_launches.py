@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from clipping.accel import cuda
 from clipping.core.types import ClippedGradient
-from clipping.kernels import cuda, noise
+from clipping.kernels import noise
 from clipping.kernels.noise import Segments
 from dpbench import PrivacyEngine
 from dpbench.measure.launches import Launches

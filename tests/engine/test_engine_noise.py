@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from clipping.kernels import cpu
+from clipping.accel import cpu
 from clipping.kernels.noise import compiled_words, noisy, normals, words
 from clipping.native import library
 from dpbench import Misuse, PrivacyEngine

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import norms
+from clipping.accel import chunked_conv as pieces
 from clipping.core.microbatching import InTurn
-from clipping.kernels import chunked_conv as pieces
 from clipping.rules import base
 from dpbench.measure import memory, simulate
 from dpbench.measure.bench import Memory, Step

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipping import load_backend
-from clipping.kernels import cuda
+from clipping.accel import cuda
 from clipping.numerics import chunked_sums as portions
 from clipping.rules import weight
 from dpbench.experiment import load_experiment

@@ -1,4 +1,4 @@
-"""What the kernels of `clipping.kernels.fused` are held to, on a GPU or in Triton's interpreter, and how they compile.
+"""What the kernels of `clipping.accel.fused` are held to, on a GPU or in Triton's interpreter, and how they compile.
 
 TRITON_INTERPRET=1 python tests/fused_checks.py        every check on the CPU: {name: what went wrong or null}
 python tests/fused_checks.py compile 90                machine code for a GPU that need not be here: the same
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping import Flat, load_backend
-from clipping.kernels import fused
+from clipping.accel import fused
 from clipping.numerics.rounding_bounds import of_rows
 from clipping.rules import Route
 from clipping.rules.convolution import convolution
@@ -235,7 +235,7 @@ def compile_(name: str, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from clipping.kernels import fused_programs
+    from clipping.accel import fused_programs
 
     program, kernel, single = COMPILED[name]
     function = getattr(fused_programs, program)

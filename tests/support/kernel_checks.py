@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.kernels import cuda
-from clipping.kernels.cuda import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
+from clipping.accel import cuda
+from clipping.accel.cuda import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
 from clipping.rules import Route
 from clipping.rules.convolution import ConvolutionWeight
 
@@ -299,7 +299,7 @@ def compile_(name: str, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from clipping.kernels import programs
+    from clipping.accel import programs
 
     program, dtype, tiled, constants, ones = COMPILED[name]
     tiles = tiled(capability // 10)

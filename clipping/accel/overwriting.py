@@ -11,7 +11,7 @@ it `alone`, and only in a backward pass from the losses, in which no other node 
 
 Where a block of a ResNet begins, two gradients meet: that of its first convolution, and that of its skip connection or
 of another convolution. The second one is formed in pieces and added to the first, in its memory
-(`clipping.meeting`): it takes no memory of its own, and nothing is gone over once more.
+(`clipping.accel.gradient_accumulation`): it takes no memory of its own, and nothing is gone over once more.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from clipping.kernels.chunked_conv import Pieces
-from clipping.meeting import Meeting, alike
+from clipping.accel.chunked_conv import Pieces
+from clipping.accel.gradient_accumulation import Meeting, alike
 from clipping.rules.rewritten import methods
 
 LEAST = 4 * 2**20

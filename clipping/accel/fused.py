@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.kernels import cuda
+from clipping.accel import cuda
 from clipping.numerics.traced_operations import operation
 
 TILE = 64
@@ -165,4 +165,4 @@ def _run(program: str, programs: int, tensors: Sequence[Tensor], numbers: Sequen
 
 @functools.cache
 def _programs() -> ModuleType:
-    return importlib.import_module("clipping.kernels.fused_programs")
+    return importlib.import_module("clipping.accel.fused_programs")
