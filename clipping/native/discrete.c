@@ -1,4 +1,4 @@
-/* Discrete Gaussian noise on a grid, in integers: clipping/kernels/discrete.py says what, and has the same in Python.
+/* Discrete Gaussian noise on a grid, in integers: clipping/noise/discrete.py says what, and has the same in Python.
 
    Each group of 128 coordinates reads a stream of its own, of which it takes as many words as its rejections ask for. So
    the time of a draw depends on what is drawn (never on what it is added to). */

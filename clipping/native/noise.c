@@ -1,4 +1,4 @@
-/* Normals from ChaCha20, added to a sum: clipping/kernels/noise.py says what, and has the same in torch's operations.
+/* Normals from ChaCha20, added to a sum: clipping/noise/chacha.py says what, and has the same in torch's operations.
 
    A group is 16 blocks of the cipher, 128 normals; see cipher.h. There is no branch and no table here either. */
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from accounting.banded import coefficients
-from clipping.kernels.noise import Segments
+from clipping.noise.chacha import Segments
 from dpbench.engine.noise import OTHER_KIND, At, Noise
 
 UNPLANNED = 1000

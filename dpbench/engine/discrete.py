@@ -2,7 +2,7 @@
 
 The sum x of a logical batch is released as g · (round(x / g) + N_ℤ(0, 4^k I)) with a grid g that is 2^-k of the
 noise's deviation. What depends on the data is a vector of whole numbers, whose noise is exact: see
-`clipping.kernels.discrete`. No bit of a release shows which sums could have led to it, and no tail is cut.
+`clipping.noise.discrete`. No bit of a release shows which sums could have led to it, and no tail is cut.
 
 **Sensitivity.** Where the sums of neighbouring data sets differ by S at the most, in d coordinates, rounded ones differ
 by S / g + √d (1 + 2^-9), in units of the grid. So for a noise multiplier σ
@@ -36,8 +36,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from clipping.kernels.discrete import ROUNDED, discrete_noisy
-from clipping.kernels.noise import Segments
+from clipping.noise.chacha import Segments
+from clipping.noise.discrete import ROUNDED, discrete_noisy
 from dpbench.engine.correlated import Banded
 from dpbench.engine.noise import At, Noise, Pseudo, Secure
 from dpbench.engine.settings import Settings

@@ -1,7 +1,7 @@
 """Where the noise comes from: N(0, 1) in the shape of a parameter, and how it is added.
 
 `Secure`  what everybody has. A key of 256 bits from the operating system, of which the cipher ChaCha20 makes the bits
-          of every normal (`clipping.kernels.noise`): who knows all noise but one coordinate's cannot guess that one
+          of every normal (`clipping.noise.chacha`): who knows all noise but one coordinate's cannot guess that one
           without breaking the cipher, and there is no smaller seed to be tried. Step, process and parameter are the
           cipher's nonce (`At`): no two draws of a key read the same bits, and a draw is a function of its place.
 
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.kernels.noise import Segments, add_to_flat, noisy
+from clipping.noise.chacha import Segments, add_to_flat, noisy
 from dpbench.engine.errors import Misuse
 
 OTHER_KIND = (

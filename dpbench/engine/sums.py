@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.microbatching import sum_dtype
-from clipping.kernels.noise import Segments
+from clipping.noise.chacha import Segments
 from dpbench.engine.sharded import as_sharded, here, replicas
 
 

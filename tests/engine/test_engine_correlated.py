@@ -14,7 +14,7 @@ from scipy.linalg import toeplitz
 from torch import nn
 
 from accounting import SubsampledGaussian, load_accountant
-from clipping.kernels.noise import Segments
+from clipping.noise.chacha import Segments
 from dpbench import PrivacyEngine
 from dpbench.engine import adjust
 from dpbench.engine.correlated import Banded

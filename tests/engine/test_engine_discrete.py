@@ -13,9 +13,9 @@ from torch import nn
 from accounting import SubsampledGaussian, load_accountant
 from accounting.series import log_moments
 from clipping.accel import cpu
-from clipping.kernels import discrete
-from clipping.kernels.discrete import ROUNDED, WIDEST, discrete_noisy
-from clipping.kernels.noise import Segments
+from clipping.noise import discrete
+from clipping.noise.chacha import Segments
+from clipping.noise.discrete import ROUNDED, WIDEST, discrete_noisy
 from dpbench import PrivacyEngine
 from dpbench.engine.discrete import Discrete
 from dpbench.engine.noise import At

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping.accel import cuda
 from clipping.core.types import ClippedGradient
-from clipping.kernels import noise
-from clipping.kernels.noise import Segments
+from clipping.noise import chacha as noise
+from clipping.noise.chacha import Segments
 from dpbench import PrivacyEngine
 from dpbench.measure.launches import Launches
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from clipping.accel import cpu
-from clipping.kernels.noise import compiled_words, noisy, normals, words
 from clipping.native import library
+from clipping.noise.chacha import compiled_words, noisy, normals, words
 from dpbench import Misuse, PrivacyEngine
 from dpbench.engine.discrete import Discrete
 from dpbench.engine.noise import At, Pseudo, Secure, secret
@@ -247,7 +247,7 @@ def test_the_same_bits_on_any_number_of_threads():
 def test_a_coordinate_s_noise_depends_on_its_index_alone(compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(cpu, "_library", lambda dtype: None)
-        monkeypatch.setattr("clipping.kernels.noise._CHUNK", 2**9)
+        monkeypatch.setattr("clipping.noise.chacha._CHUNK", 2**9)
     longest = drawn(1500)
     for count in (1, 127, 128, 129, 1024, 1499):
         assert torch.equal(drawn(count), longest[:count])

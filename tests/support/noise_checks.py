@@ -24,8 +24,9 @@ import triton.language as tl
 from kernel_checks import outcome
 from torch import Tensor, nn
 
-from clipping.kernels import noise, noise_program
-from clipping.kernels.noise import Segments, add_to_flat, noisy, normals, words
+from clipping.noise import chacha as noise
+from clipping.noise import chacha_program as noise_program
+from clipping.noise.chacha import Segments, add_to_flat, noisy, normals, words
 from dpbench import PrivacyEngine
 from dpbench.engine import finite, sums
 

@@ -206,7 +206,7 @@ def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float
     """The Triton program, once. `state`: of the cipher, of which blocks and labels are the tables'."""
     if isinstance(flat, FakeTensor):
         return
-    program = importlib.import_module("clipping.kernels.noise_program").noisy
+    program = importlib.import_module("clipping.noise.chacha_program").noisy
     words = [_signed(word) for word in (*state[4:12], *state[13:15])]
     programs = -(-len(flat) // NORMALS * BLOCKS // 2 // _LANES)
     with torch.cuda.device_of(flat):

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton program behind `clipping.kernels.noise`, which alone imports this module: it needs Triton.
+"""The Triton program behind `clipping.noise.chacha`, which alone imports this module: it needs Triton.
 
 A lane has two neighbouring blocks of the cipher, 32 words: the eight pairs of normals that are made of them. No lane
 reads what another has written, so that any number of them gives the same bits.

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from clipping.accel import cpu
-from clipping.kernels.noise import BLOCKS, NORMALS, WORDS, _compiled, _operands, words
+from clipping.noise.chacha import BLOCKS, NORMALS, WORDS, _compiled, _operands, words
 
 WIDEST = 2.0**43
 """What a total is clamped to, in units of the grid; below it, a quotient of float64 is known to 2^-10."""
