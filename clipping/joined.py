@@ -9,7 +9,7 @@ from torch import Tensor
 
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
-from clipping.sources import Source
+from clipping.provenance.derived_parameters import Source
 
 
 class Joined:

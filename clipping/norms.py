@@ -29,8 +29,8 @@ from clipping.numerics.chunked_sums import at_once
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.numerics.squares import sum_of_squares
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import Copies, Rule, Spec
-from clipping.sources import Source
 from clipping.summing import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use

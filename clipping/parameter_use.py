@@ -17,8 +17,8 @@ from clipping.core.batches import leading_dimension
 from clipping.core.dtypes import norm_dtype
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.planning.planner import Plan, Planner
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import EmbeddingWeight, Refused, Route, Rule
-from clipping.sources import Source
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use

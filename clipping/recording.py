@@ -30,7 +30,7 @@ from clipping.core.types import ClippedGradient, Parameters, UnsupportedModel
 from clipping.interface import Backend
 from clipping.numerics.rounding_bounds import rounds_operands
 from clipping.oracle import Microbatch
-from clipping.sources import mark_data
+from clipping.provenance.derived_parameters import mark_data
 from clipping.tape.compiled import called_from_compiled_code, compiled_modules
 from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape

@@ -32,8 +32,8 @@ from torch import Tensor
 
 from clipping.norms import Book, LayerByLayer, Norms
 from clipping.numerics.per_sample import weighted_sum
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import Rule
-from clipping.sources import Source
 from clipping.tape.uses import Use
 
 

@@ -38,9 +38,9 @@ from clipping.numerics.products import onednn_from, take_onednn_from
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import Refused, Route, Rule, Spec
 from clipping.sharded import norms_of
-from clipping.sources import Source
 from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from clipping.norms import is_small_pulled_back
 from clipping.planning.costs import Costs, predicted
 from clipping.planning.timeline import Held, storage_of
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import Route, Rule, Spec
-from clipping.sources import Source
 from clipping.tape.uses import Use
 
 CALL = 3e-5

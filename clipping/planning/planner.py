@@ -35,8 +35,8 @@ from clipping.numerics.rng_replay import Draws
 from clipping.planning.choices import Choice, choices_of, formula_route, has_choice, held_without_choice
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.planning.timeline import Balance, Held, Timeline
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import Route, Rule, Spec
-from clipping.sources import Source
 from clipping.tape.record import Tape
 from clipping.tape.replay import with_numbers
 from clipping.tape.uses import Use

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from clipping.provenance.derived_parameters import Source, is_marked, mark_data, samples_of
 from clipping.rules.base import Refused
-from clipping.sources import Source, is_marked, mark_data, samples_of
 
 
 class Rows(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from clipping.core.microbatching import blocks
 from clipping.numerics.rounding_bounds import Reach
-from clipping.rows import Rows, taken
+from clipping.provenance.row_owners import Rows, taken
 from clipping.rules.base import Rule, Spec, Work
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.grouped import GroupedWeight

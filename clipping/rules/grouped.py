@@ -14,7 +14,7 @@ from clipping.core.dtypes import norm_dtype
 from clipping.numerics.gram import gram_product
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
-from clipping.rows import Rows, in_order, padded, taken
+from clipping.provenance.row_owners import Rows, in_order, padded, taken
 from clipping.rules.base import Gradient, Refused, Rule, Spec
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clipping.sources import mark_data, samples_of
+from clipping.provenance.derived_parameters import mark_data, samples_of
 
 
 class Cell(NamedTuple):

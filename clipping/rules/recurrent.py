@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.provenance.derived_parameters import depends_on_data, mark_data, samples_of
 from clipping.rules.base import Refused
 from clipping.rules.recurrence import GRU, LSTM, RELU, TANH, Cell, Layer, recurrence
-from clipping.sources import depends_on_data, mark_data, samples_of
 
 
 def lstm(input: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

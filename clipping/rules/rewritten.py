@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from clipping.provenance.derived_parameters import is_marked, samples_of
 from clipping.rules.assigned import FREEZE, Instead, Rewriting, Rows, assigned, broadcast_in_place, put
 from clipping.rules.base import Refused
 from clipping.rules.contraction import parsed
-from clipping.sources import is_marked, samples_of
 
 
 def _like(rows: Rows, func: Any, x: Tensor, other: Any, *args: Any, **kwargs: Any) -> Instead:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.provenance.derived_parameters import Source
 from clipping.rules import Broadcast, Copies, Gradient, Spec
-from clipping.sources import Source
 
 COPIES = 16
 """Of a vector that are joined at once: each costs Python's time."""

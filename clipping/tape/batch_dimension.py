@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.sources import TRANSPOSITIONS, samples_of
+from clipping.provenance.derived_parameters import TRANSPOSITIONS, samples_of
 
 PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
 """Operations that say by their arguments alone where each dimension goes."""

@@ -9,11 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.known import note, with_numbers
 from clipping.numerics.traced_operations import is_traced
-from clipping.rows import Rows
+from clipping.provenance.derived_parameters import (
+    CONSTANTS,
+    depends_on_data,
+    forget_data,
+    is_marked,
+    mark_data,
+    samples_of,
+)
+from clipping.provenance.row_owners import Rows
+from clipping.provenance.static_values import note, with_numbers
 from clipping.rules import CHANGES, LIKE, MIXING
-from clipping.sources import CONSTANTS, depends_on_data, forget_data, is_marked, mark_data, samples_of
 from clipping.tape.batch_dimension import dimension_after
 from clipping.tape.mover import Mover, Place
 from clipping.tape.moves import GATHERS, MOVES, VIEWS, of_later_dimension

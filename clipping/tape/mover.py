@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.known import require_numbers
-from clipping.rows import NOBODY, Rows, in_order
-from clipping.sources import samples_of
+from clipping.provenance.derived_parameters import samples_of
+from clipping.provenance.row_owners import NOBODY, Rows, in_order
+from clipping.provenance.static_values import require_numbers
 
 Place = int | Rows
 """Where an activation has its samples: in a dimension, or in rows of any order."""

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.known import numbers_of
-from clipping.rows import NOBODY, Rows
+from clipping.provenance.derived_parameters import is_marked, samples_of
+from clipping.provenance.row_owners import NOBODY, Rows
+from clipping.provenance.static_values import numbers_of
 from clipping.rules.assigned import width
 from clipping.rules.rewritten import methods
-from clipping.sources import is_marked, samples_of
 from clipping.tape.batch_dimension import PERMUTATIONS
 from clipping.tape.mover import Moved, Mover, Place
 from clipping.tape.writes import WRITES

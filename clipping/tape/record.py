@@ -35,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from clipping.accel.overwriting import run
 from clipping.core.batches import map_tensors
 from clipping.core.types import Parameters, Problem
+from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.rules import (
     COMPOSITES,
     HANDLERS,
@@ -48,7 +49,6 @@ from clipping.rules import (
     fallback,
     title,
 )
-from clipping.sources import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first

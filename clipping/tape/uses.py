@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.rows import Rows, taken
+from clipping.provenance.derived_parameters import Source, mark_disjoint
+from clipping.provenance.row_owners import Rows, taken
 from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made, title
 from clipping.rules.gathered import gathered
-from clipping.sources import Source, mark_disjoint
 
 
 @dataclass(eq=False)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.rows import NOBODY, Rows
+from clipping.provenance.derived_parameters import mark_data, samples_of
+from clipping.provenance.row_owners import NOBODY, Rows
 from clipping.rules.assigned import width
 from clipping.rules.rewritten import methods
-from clipping.sources import mark_data, samples_of
 from clipping.tape.mover import Moved, Mover
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipping import Flat, load_backend
-from clipping.alike import done_once
+from clipping.provenance.broadcast_once import done_once
 from clipping.tape.record import Tape
 
 SAMPLES, C = 3, 0.05

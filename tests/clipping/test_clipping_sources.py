@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
 from clipping.core.reference import definition
-from clipping.sources import Source
+from clipping.provenance.derived_parameters import Source
 from clipping.tape.record import Tape
 
 SAMPLES = 3

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.known import require_numbers, with_numbers
+from clipping.provenance.static_values import require_numbers, with_numbers
 
 NOBODY = -1
 """The owner of a row that no sample has written to."""

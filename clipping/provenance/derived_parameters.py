@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from clipping.alike import done_once
 from clipping.core.dtypes import norm_dtype
+from clipping.provenance.broadcast_once import done_once
 
 TRANSPOSITIONS = {
     torch.Tensor.permute,
@@ -116,7 +116,7 @@ def mark_data(x: Tensor, samples: Any = 0) -> Tensor:
 
     Args:
         x: the tensor.
-        samples: the dimension that holds them, or the `clipping.rows.Rows` that are theirs.
+        samples: the dimension that holds them, or the `clipping.provenance.row_owners.Rows` that are theirs.
     """
     x._depends_on_data = samples  # type: ignore[attr-defined]
     return x

@@ -1,0 +1,1 @@
+"""What the tensors of a forward pass are made of: parameters, and rows of samples."""
