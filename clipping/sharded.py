@@ -30,7 +30,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from clipping.norms import Book, LayerByLayer, Norms
+from clipping.norms.collection import Book, LayerByLayer, Norms
 from clipping.numerics.per_sample import weighted_sum
 from clipping.provenance.derived_parameters import Source
 from clipping.rules import Rule

@@ -33,7 +33,7 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.interface import Backend
-from clipping.norms import Book, LayerByLayer, Norms, TwoPasses
+from clipping.norms.collection import Book, LayerByLayer, Norms, TwoPasses
 from clipping.numerics.products import onednn_from, take_onednn_from
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper

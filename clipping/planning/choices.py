@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import NamedTuple
 
-from clipping.norms import is_small_pulled_back
+from clipping.norms.collection import is_small_pulled_back
 from clipping.planning.costs import Costs, predicted
 from clipping.planning.timeline import Held, storage_of
 from clipping.provenance.derived_parameters import Source

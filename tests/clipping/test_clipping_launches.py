@@ -159,12 +159,12 @@ def loss(outputs: Tensor, targets: Tensor) -> Tensor:
 def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
     torch.manual_seed(0)
     model, x, targets = Layers().double(), torch.randn(batch_size, 4, 6, 6).double(), torch.zeros(batch_size, 3)
-    monkeypatch.setattr("clipping.norms.SMALL", 2**40)
+    monkeypatch.setattr("clipping.norms.collection.SMALL", 2**40)
     found, formed = [], Counter[int]()
     for most in (100, 2):
         for module in ("clipping.tape_backends", "clipping.rules.weight", "clipping.numerics.per_sample"):
             monkeypatch.setattr(f"{module}.portion", lambda *_, most=most: most)
-        for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms"):
+        for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms.collection"):
             monkeypatch.setattr(f"{module}.at_once", lambda x, most=most: most == 2)
 
         def added(*given, most=most):
@@ -183,7 +183,7 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
 
 @pytest.mark.parametrize("name", ["bk_mixed", "mixed_ghost"])
 def test_no_hard_record_moves_a_sum_of_portions_at_once_by_more_than_c(name, monkeypatch):
-    for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms"):
+    for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms.collection"):
         monkeypatch.setattr(f"{module}.at_once", lambda x: True)
     cases = [case for case in RECORDS if "thousands" in case.name or "worst order" in case.name]
     assert len(cases) == 4

@@ -122,8 +122,8 @@ class Normed(nn.Module):
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("share", [2**40, 64])
 def test_what_is_kept_of_small_gradients_changes_no_result(small, share, monkeypatch):
-    monkeypatch.setattr("clipping.norms.is_small_pulled_back", lambda *_: small)
-    monkeypatch.setattr("clipping.norms.SMALL", share)
+    monkeypatch.setattr("clipping.norms.collection.is_small_pulled_back", lambda *_: small)
+    monkeypatch.setattr("clipping.norms.collection.SMALL", share)
     model, x, y = Normed(), torch.randn(SAMPLES, 7, 6), torch.zeros(SAMPLES)
     found = [
         load_backend(name)(model, lambda o, t: o.square().flatten(1).sum(1), clip=Flat(0.5), verify=False)(x, y)

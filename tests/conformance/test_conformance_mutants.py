@@ -18,8 +18,9 @@ import torch
 from hooked import KNOWN, Grads, Hooked
 from torch import Tensor, nn
 
-from clipping import Backend, ClippedGradient, Flat, load_backend, norms
+from clipping import Backend, ClippedGradient, Flat, load_backend
 from clipping.core.batches import forward
+from clipping.norms.collection import collection as norms
 from clipping.numerics.gram import gram_inner, gram_product
 from clipping.numerics.per_sample import norms_and_factors
 from clipping.numerics.squares import sum_of_squares

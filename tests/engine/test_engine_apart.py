@@ -252,7 +252,7 @@ def test_a_second_pass_leaves_buffers_and_generators_alone():
 
 def test_norms_that_are_a_little_too_small_are_found(monkeypatch):
     """The comparison is in one graph, where no more than rounding can differ."""
-    from clipping.norms import _WholeNorms
+    from clipping.norms.collection import _WholeNorms
 
     total = _WholeNorms._total
     monkeypatch.setattr(_WholeNorms, "_total", lambda self: tuple(norms * 0.985 for norms in total(self)))

@@ -11,9 +11,9 @@ from test_measure_simulate import SIMULATED, Residual, built_in, opened, plain, 
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from clipping import norms
 from clipping.accel import chunked_conv as pieces
 from clipping.core.microbatching import InTurn
+from clipping.norms.collection import collection as norms
 from clipping.rules import base
 from dpbench.measure import memory, simulate
 from dpbench.measure.bench import Memory, Step

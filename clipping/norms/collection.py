@@ -24,14 +24,14 @@ from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import concatenated, each
 from clipping.core.types import Parameters
-from clipping.joined import Joined
+from clipping.norms.small_gradients import Joined
+from clipping.norms.weighted_sum import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.numerics.chunked_sums import at_once
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.numerics.squares import sum_of_squares
 from clipping.provenance.derived_parameters import Source
 from clipping.rules import Copies, Rule, Spec
-from clipping.summing import add_sum, pulled_back_in, weighted_of_all, weighted_sum_of
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
 
@@ -280,7 +280,7 @@ class Book(_WholeNorms):
     An entry is the per-sample gradients, where the route says that they are kept, else the input and the output
     gradient (a, g) that they are made of. Norms found from (a, g) wait for the end of the backward pass: its memory is
     free again, and the same few lines of code run one after the other. Small gradients, of biases and scales, wait for
-    one another (`clipping.joined`).
+    one another (`clipping.norms.small_gradients`).
     """
 
     joins: ClassVar[bool] = True

@@ -1,0 +1,1 @@
+"""From the gradients that arrive in a backward pass to norms, factors and the clipped sum."""
