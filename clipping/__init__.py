@@ -69,10 +69,10 @@ from clipping.registry import (
 )
 
 if TYPE_CHECKING:
+    from clipping.checks.verification import Agreement, WrongGradient, compare
     from clipping.core.clip_functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
     from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
     from clipping.interface import Backend
-    from clipping.verification import Agreement, WrongGradient, compare
 
 __all__ = [
     "BACKENDS",
@@ -97,7 +97,7 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Agreement": "clipping.verification",
+    "Agreement": "clipping.checks.verification",
     "Automatic": "clipping.core.clip_functions",
     "Backend": "clipping.interface",
     "ClipFunction": "clipping.core.clip_functions",
@@ -107,8 +107,8 @@ _LAZY = {
     "PerLayer": "clipping.core.clip_functions",
     "Problem": "clipping.core.types",
     "UnsupportedModel": "clipping.core.types",
-    "WrongGradient": "clipping.verification",
-    "compare": "clipping.verification",
+    "WrongGradient": "clipping.checks.verification",
+    "compare": "clipping.checks.verification",
 }
 
 

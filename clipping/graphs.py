@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 from clipping.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
+from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.program import Batch, Graph, StepOf, Way, no_graph
-from clipping.second_look import Moving
 
 _LOG = logging.getLogger(__name__)
 BEFORE, MOST = 2, 12

@@ -2,7 +2,7 @@
 
 For sample i with loss ℓ_i let g_i = ∂ℓ_i/∂θ over all trainable parameters θ together. A backend returns Σ_i c_i g_i
 with c_i = clip(‖g_i‖). It adds no noise and divides by nothing. How it gets there is its own affair; that it gets there
-exactly is what `clipping.verification` holds it to.
+exactly is what `clipping.checks.verification` holds it to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from clipping import distributed as spread
-from clipping.apart import Occasions
 from clipping.capture import LossesOf
+from clipping.checks.sample_independence import Occasions
+from clipping.checks.second_look import TOLERANCE, Change, Moving, mixed, mixing
+from clipping.checks.verification import verify
 from clipping.core.batches import forward, leading_dimension, losses_of, map_tensors
 from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
@@ -28,8 +30,6 @@ from clipping.graphs import Graphs
 from clipping.numerics.finite import require_numbers
 from clipping.numerics.rng_replay import Draws
 from clipping.program import Batch
-from clipping.second_look import TOLERANCE, Change, Moving, mixed, mixing
-from clipping.verification import verify
 
 
 class Backend(ABC):
@@ -43,7 +43,7 @@ class Backend(ABC):
         loss_fn: loss_fn(outputs, targets) -> [B], one loss a sample (`reduction="none"`).
         clip: norms [B] -> factors [B].
         verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
-            if they differ; and see that samples stay apart (`clipping.apart`) at first, in new shapes and graphs, and
+            if they differ; and see that samples stay apart (`clipping.checks.sample_independence`) at first, in new shapes and graphs, and
             in one step of 200. Costs a few steps, once, and 0.4 % of a step.
         compile: from the third batch of a shape on, run the step as one program if that is faster (`clipping.graphs`).
             True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU, where it

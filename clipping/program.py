@@ -21,6 +21,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
 from clipping.capture import Captured
+from clipping.checks.second_look import Moving
+from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.batches import tensors_of
 from clipping.core.dtypes import without_autocast
 from clipping.core.reference import with_zeros
@@ -28,8 +30,6 @@ from clipping.core.types import ClippedGradient, Parameters, Problem, Unsupporte
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
 from clipping.replay import Replayed
-from clipping.second_look import Moving
-from clipping.verification import WrongGradient, compare, limit_of
 
 _LOG = logging.getLogger(__name__)
 TURNS = 5

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import Occasions, mixed_rows
+from clipping.checks.sample_independence import Occasions, mixed_rows
+from clipping.checks.verification import Agreement, Limit, WrongGradient, compare, limit_of
 from clipping.core.batches import map_tensors
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import coarsest, formats
@@ -35,7 +36,6 @@ from clipping.tape.compiled import called_from_compiled_code, compiled_modules
 from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
 from clipping.tape_backends import BkMixed, TapeBackend
-from clipping.verification import Agreement, Limit, WrongGradient, compare, limit_of
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Of a verification in one graph, by the formats that it computed in: only how sums are formed differs."""
@@ -49,7 +49,7 @@ class Recording:
         inputs: every tensor [B, ...].
         batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.sharded`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
-        occasions: of looking whether samples stay apart (`clipping.apart`); None for never.
+        occasions: of looking whether samples stay apart (`clipping.checks.sample_independence`); None for never.
         after: `ended` of a recording of another batch, which was dropped for this one; 0 if there was none.
 
     Attributes:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import Occasions, mixed_rows
+from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.core.batches import forward, losses_of
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype, without_autocast

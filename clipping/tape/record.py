@@ -13,7 +13,7 @@ does in a row.)
 
 How the gradients of the uses come in a backward pass says `clipping.tape.arrivals`.
 
-What is assumed, and looked at by `clipping.apart`: an output with B·k rows has k consecutive ones to a sample. Refused,
+What is assumed, and looked at by `clipping.checks.sample_independence`: an output with B·k rows has k consecutive ones to a sample. Refused,
 with the reason: an output without such rows, a parameter read behind the tape's back (a custom autograd function, a
 compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive exactly once.
 """

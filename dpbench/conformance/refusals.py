@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from clipping import Backend, Flat, Problem, UnsupportedModel
-from clipping.verification import WrongGradient
+from clipping.checks.verification import WrongGradient
 from dpbench.conformance.cases import BATCH, squared_error
 from dpbench.conformance.contract import median
 from dpbench.conformance.judging import TOLERANCE, Check, Measured, hold, opened, oracle, placed, worse

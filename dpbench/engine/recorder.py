@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from clipping.apart import Occasions
 from clipping.capture import is_captured
+from clipping.checks.sample_independence import Occasions
 from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel

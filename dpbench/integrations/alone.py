@@ -21,11 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from clipping.checks.second_look import Moving
+from clipping.checks.verification import reading_float64
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest, without_autocast
 from clipping.numerics.rng_replay import Draws, WithoutDropping
-from clipping.second_look import Moving
-from clipping.verification import reading_float64
 from dpbench.engine import Misuse
 from dpbench.integrations.whole_states import is_shared
 

@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clipping.apart import separating
+from clipping.checks.sample_independence import separating
+from clipping.checks.second_look import TOLERANCE, Change, differing, replaced, same
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
-from clipping.second_look import TOLERANCE, Change, differing, replaced, same
 from dpbench.engine import PrivacyWarning
 from dpbench.engine.traced import Trace, Traced, plain
 

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from clipping import Agreement, ClippedGradient, Flat, compare
+from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
 from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.reference import of_means
-from clipping.verification import CAST_TOLERANCE, LOWERED, Limit
 from dpbench.measure import verify
 from dpbench.measure.bench import open_workload
 from dpbench.models.workload import Workload

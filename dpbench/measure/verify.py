@@ -1,13 +1,13 @@
 """The answer of a step beside the oracle's: norms and clipped sums of a few samples of the batch.
 
-The errors are those of `clipping.verification.compare`: for a parameter ‖Δ‖ / max(‖reference‖, 10⁻³ ‖all references‖),
+The errors are those of `clipping.checks.verification.compare`: for a parameter ‖Δ‖ / max(‖reference‖, 10⁻³ ‖all references‖),
 the largest over parameters; a gradient that vanishes but for rounding (a bias before a normalisation) is thereby judged
 beside the whole gradient, not beside its own rounding. For norms max_i |Δ_i| / max(‖g_i‖, 10⁻³ max ‖g‖).
 
 A trial's step is looked at twice. In float64, to which its model is cast and back, is it exact as a method? In float32
 a pre-activation within rounding of zero may pass a ReLU in a batch of one and not in a batch of two, and an exact
 backend differs by 10⁻². And in the trial's own precision, where other kernels run, is it as exact as that arithmetic
-lets it be? The limits are those of `clipping.verification`, by the formats that the losses were computed in. Ordinary
+lets it be? The limits are those of `clipping.checks.verification`, by the formats that the losses were computed in. Ordinary
 training is compared with the oracle that clips nothing. Where a dtype is asked for (`dpbench check --dtype`), limits go
 by it. TF32 is off meanwhile on CUDA, but for what is looked at in a trial's own precision.
 """
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from clipping import Agreement, Backend, ClipFunction, ClippedGradient, compare, load_backend
+from clipping.checks.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
 from clipping.core.batches import leading_dimension
-from clipping.verification import Limit, agreement_in_own_arithmetic, agreement_with_oracle, limit_of
 from dpbench.measure.precision import arithmetic, tf32
 from dpbench.models.workload import Workload
 from dpbench.trials.outcome import Mismatch

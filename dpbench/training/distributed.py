@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from clipping import Flat, compare, load_backend
+from clipping.checks.verification import Agreement, limit_of
 from clipping.core.batches import forward, map_tensors
 from clipping.distributed import held_here
-from clipping.verification import Agreement, limit_of
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import verify
 from dpbench.measure.bench import storage_bytes, tensors_in

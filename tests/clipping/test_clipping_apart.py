@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.apart import RATE, Occasions, separating
+from clipping.checks.sample_independence import RATE, Occasions, separating
+from clipping.checks.second_look import differing, fewer, more, replaced
+from clipping.checks.verification import WrongGradient
 from clipping.numerics.rng_replay import same_for_each
-from clipping.second_look import differing, fewer, more, replaced
-from clipping.verification import WrongGradient
 
 TAPE = ("fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed")
 B, T, D = 5, 4, 6

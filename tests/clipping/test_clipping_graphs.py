@@ -14,7 +14,7 @@ import clipping.graphs
 import clipping.program
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.capture import Captured
-from clipping.verification import compare
+from clipping.checks.verification import compare
 from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
 from tests.support.graphs import not_compiled
 

@@ -12,7 +12,7 @@ import pytest
 from hooked import Grads, Hooked
 from torch import Tensor, nn
 
-import clipping.apart
+import clipping.checks.sample_independence
 import clipping.tape.arrivals
 import clipping.tape.record
 import clipping.tape_backends

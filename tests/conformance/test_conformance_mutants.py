@@ -19,6 +19,7 @@ from hooked import KNOWN, Grads, Hooked
 from torch import Tensor, nn
 
 from clipping import Backend, ClippedGradient, Flat, load_backend
+from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
 from clipping.norms.collection import collection as norms
 from clipping.numerics.gram import gram_inner, gram_product
@@ -29,7 +30,6 @@ from clipping.rules.base import Bias
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
-from clipping.verification import WrongGradient
 from dpbench.conformance.contract import CHECKS, classifier
 from dpbench.conformance.suite import conformance
 

@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipping import UnsupportedModel, second_look
+from clipping import UnsupportedModel
+from clipping.checks import second_look
+from clipping.checks.verification import reading_float64
 from clipping.numerics import products as matmul
-from clipping.verification import reading_float64
 from dpbench import PrivacyEngine
 
 B, C = 4, 0.3

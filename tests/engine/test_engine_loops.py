@@ -304,7 +304,7 @@ class Gates(nn.Module):
 
 @pytest.mark.parametrize("backend", ["bk_mixed", "fastgradclip"])
 def test_a_gradient_that_is_scaled_later_is_seen_where_it_is_looked_at(backend, monkeypatch):
-    monkeypatch.setattr("clipping.apart.RATE", 1.0)
+    monkeypatch.setattr("clipping.checks.sample_independence.RATE", 1.0)
     torch.manual_seed(0)
     model, x = Gates(), torch.randn(B, 4)
     engine, optimizer = attached(model, backend=backend)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.verification import WrongGradient
+from clipping.checks.verification import WrongGradient
 from dpbench import Misuse, PrivacyEngine
 
 B, RECORDS = 8, 64

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from clipping import Agreement, Flat, load_backend
-from clipping.verification import CAST_TOLERANCE, Limit
+from clipping.checks.verification import CAST_TOLERANCE, Limit
 from dpbench.measure import verify
 from dpbench.models.workload import Workload
 

@@ -15,11 +15,7 @@ from torch import nn
 
 import clipping
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.core.dtypes import coarsest, formats
-from clipping.oracle import Microbatch
-from clipping.recording import Recording, for_recording
-from clipping.tape_backends import BkMixed
-from clipping.verification import (
+from clipping.checks.verification import (
     GRADIENTS,
     ROUNDINGS,
     Agreement,
@@ -29,6 +25,10 @@ from clipping.verification import (
     agreement_with_oracle,
     limit_of,
 )
+from clipping.core.dtypes import coarsest, formats
+from clipping.oracle import Microbatch
+from clipping.recording import Recording, for_recording
+from clipping.tape_backends import BkMixed
 from dpbench.cli import main
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import Agenda, Question

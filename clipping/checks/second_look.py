@@ -23,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from clipping.checks.verification import CAST_TOLERANCE, in_eval, reading_float64
 from clipping.core.dtypes import without_autocast
 from clipping.core.types import Problem
 from clipping.numerics.rng_replay import Draws, same_for_each
 from clipping.numerics.rounding_bounds import rounds_operands
-from clipping.verification import CAST_TOLERANCE, in_eval, reading_float64
 
 REMEDY = (
     "let no sample's loss depend on another one or on their number: statistics, sorting and attention within a sample "

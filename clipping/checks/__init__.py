@@ -1,0 +1,1 @@
+"""Is a backend exact on this model, and do its samples stay apart?"""
