@@ -45,7 +45,7 @@ own operations remain, and a record says which ran. A library that is not whole 
 have changed is refused. `bk_mixed:paper`, `bk_mixed:time` and `bk_mixed:memory` plan by the paper's rule, by time alone
 and by memory alone.
 
-`compile=True` runs a step as one program for each shape of batch (`clipping.graphs`): captured by TorchDynamo, whose
+`compile=True` runs a step as one program for each shape of batch (`clipping.program.programs`): captured by TorchDynamo, whose
 guards see what changes in Python, traced once, compared with the eager step, and run in the way that is fastest on the
 machine: as it was traced, as a CUDA graph, or compiled by TorchInductor. `compile="auto"` runs eagerly what is no
 program; `backend.ways` says how each shape runs.

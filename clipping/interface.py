@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from clipping import distributed as spread
-from clipping.capture import LossesOf
 from clipping.checks.sample_independence import Occasions
 from clipping.checks.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.checks.verification import verify
@@ -26,10 +25,11 @@ from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
-from clipping.graphs import Graphs
 from clipping.numerics.finite import require_numbers
 from clipping.numerics.rng_replay import Draws
-from clipping.program import Batch
+from clipping.program.capture import LossesOf
+from clipping.program.programs import Graphs
+from clipping.program.step import Batch
 
 
 class Backend(ABC):
@@ -45,7 +45,7 @@ class Backend(ABC):
         verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
             if they differ; and see that samples stay apart (`clipping.checks.sample_independence`) at first, in new shapes and graphs, and
             in one step of 200. Costs a few steps, once, and 0.4 % of a step.
-        compile: from the third batch of a shape on, run the step as one program if that is faster (`clipping.graphs`).
+        compile: from the third batch of a shape on, run the step as one program if that is faster (`clipping.program.programs`).
             True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU, where it
             compiles for a minute.
         timing: take the fastest of several ways on this device; else the same one everywhere.
@@ -207,7 +207,7 @@ class Backend(ABC):
         return result
 
     def use_graphs(self, losses_of: LossesOf, compile: bool | Literal["auto"], *, timing: bool = True) -> Graphs | None:
-        """Have steps run as programs. See `clipping.graphs`.
+        """Have steps run as programs. See `clipping.program.programs`.
 
         Args:
             losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss.

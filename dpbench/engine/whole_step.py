@@ -1,7 +1,7 @@
 """A whole step in one call: forward pass, clipping, noise, optimizer, of a loss function that is known beforehand.
 
 Where the caller runs the forward pass, autograd and the tape work between all its operations. Here nothing of the
-caller's runs between, so all but noise and optimizer can be one program (`clipping.graphs`). What is clipped, noised
+caller's runs between, so all but noise and optimizer can be one program (`clipping.program.programs`). What is clipped, noised
 and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from clipping.core.batches import forward, leading_dimension
 from clipping.core.types import ClippedGradient, LossFunction, Parameters
-from clipping.graphs import Graphs
-from clipping.program import Batch
+from clipping.program.programs import Graphs
+from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real
 from dpbench.engine.state import State

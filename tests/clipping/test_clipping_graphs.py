@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-import clipping.graphs
-import clipping.program
+import clipping.program.programs
+import clipping.program.step
 from clipping import Flat, UnsupportedModel, load_backend
-from clipping.capture import Captured
 from clipping.checks.verification import compare
+from clipping.program.capture import Captured
 from tests.support.cases import CASES, NOT_FOR, Case, cross_entropy
 from tests.support.graphs import not_compiled
 
@@ -45,7 +45,7 @@ def ways(backend):
 
 def taking(backend, way):
     """`backend`, whose steps run in this way."""
-    take_fastest = clipping.program.Graph.take_fastest
+    take_fastest = clipping.program.step.Graph.take_fastest
     made = backend.graphs._made
 
     def only(graph, _, *given):
@@ -53,7 +53,7 @@ def taking(backend, way):
 
     def patched(*given):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(clipping.program.Graph, "take_fastest", only)
+            patch.setattr(clipping.program.step.Graph, "take_fastest", only)
             return made(*given)
 
     backend.graphs._made = patched
@@ -113,7 +113,7 @@ def test_a_traced_step_has_the_bits_of_the_eager_one(case: Case, backend: str):
 def test_a_compiled_step_is_the_eager_one_but_for_rounding(backend, monkeypatch):
     """Dropout draws what it draws in an eager step, and what is timed draws nothing."""
     model, (x, y) = small(nn.Dropout(0.4)), batch()
-    monkeypatch.setattr(clipping.program.time, "perf_counter", iter(range(10**6)).__next__)
+    monkeypatch.setattr(clipping.program.step.time, "perf_counter", iter(range(10**6)).__next__)
     with (
         load_backend(backend)(model, cross_entropy, clip=Flat(max_grad_norm=0.5)) as eager,
         opened(backend, model) as b,
@@ -134,14 +134,14 @@ def test_the_fastest_way_is_taken(monkeypatch):
     model, (x, y) = small(), batch()
     not_compiled(monkeypatch)
     for fastest, slow in (("eager", "__call__"), ("traced", "_eager")):
-        run = getattr(clipping.program.Graph, slow)
+        run = getattr(clipping.program.step.Graph, slow)
 
         def slowly(self, *given, run=run):
-            clipping.program.time.sleep(0.05)
+            clipping.program.step.time.sleep(0.05)
             return run(self, *given)
 
         with monkeypatch.context() as patched, opened("bk_mixed", model, timing=True) as b:
-            patched.setattr(clipping.program.Graph, slow, slowly)
+            patched.setattr(clipping.program.step.Graph, slow, slowly)
             steps(b, x, y, 5)
             assert ways(b) == [fastest]
             assert (b.graphs.steps == 0) == (fastest == "eager")
@@ -271,7 +271,7 @@ def test_what_is_another_step_has_another_graph(change):
 
 
 def test_more_shapes_than_there_are_graphs_for(monkeypatch):
-    monkeypatch.setattr(clipping.graphs, "MOST", 2)
+    monkeypatch.setattr(clipping.program.programs, "MOST", 2)
     model = small()
     with opened("bk_mixed", model) as b, load_backend("bk_mixed")(model, cross_entropy, clip=b.clip) as eager:
         with pytest.warns(RuntimeWarning, match=r"at most 2 graphs.*pad=True"):
@@ -392,6 +392,6 @@ class Numbered(nn.Module):
 def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused(number):
     x = torch.randn(4, 5)
     captured = Captured(torch.fx.symbolic_trace(Numbered()), 0)
-    batch = clipping.program.Batch({}, x, (), 4)
+    batch = clipping.program.step.Batch({}, x, (), 4)
     with pytest.raises(UnsupportedModel, match="computes with a number of Python's"):
-        clipping.program.Graph("ours", captured, lambda *given: None, None, [number, x], batch, 0)
+        clipping.program.step.Graph("ours", captured, lambda *given: None, None, [number, x], batch, 0)

@@ -10,10 +10,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import clipping.graphs
-import clipping.program
+import clipping.program.programs
+import clipping.program.step
 from clipping import Flat, load_backend
-from clipping.replay import Replayed
+from clipping.program.cuda_graph import Replayed
 from tests.support.cases import cross_entropy
 
 
@@ -98,19 +98,19 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
     x, y = torch.randn(6, 1, 6, 6), torch.randint(3, (6,))
     clip = Flat(max_grad_norm=0.5)
-    take_fastest = clipping.program.Graph.take_fastest
+    take_fastest = clipping.program.step.Graph.take_fastest
     monkeypatch.setattr(
-        clipping.program.Graph, "take_fastest", lambda graph, _, *given: take_fastest(graph, ["replayed"], *given)
+        clipping.program.step.Graph, "take_fastest", lambda graph, _, *given: take_fastest(graph, ["replayed"], *given)
     )
-    made = clipping.program.Graph._made
+    made = clipping.program.step.Graph._made
 
     def on_a_gpu(graph, way, given, draws):
         with monkeypatch.context() as patched:
             patched.setattr(graph, "device", torch.device("cuda"))
-            patched.setattr(clipping.program, "without_autocast", lambda device: contextlib.nullcontext())
+            patched.setattr(clipping.program.step, "without_autocast", lambda device: contextlib.nullcontext())
             return made(graph, way, given, draws)
 
-    monkeypatch.setattr(clipping.program.Graph, "_made", on_a_gpu)
+    monkeypatch.setattr(clipping.program.step.Graph, "_made", on_a_gpu)
     with (
         load_backend("bk_mixed")(model, cross_entropy, clip=clip, timing=False) as eager,
         load_backend("bk_mixed")(model, cross_entropy, clip=clip, compile=True, timing=False) as backend,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import clipping.graphs
-import clipping.program
+import clipping.program.programs
+import clipping.program.step
 
 
 def not_compiled(monkeypatch) -> None:
     """TorchInductor fails, whatever it is given."""
 
     def refused(self, *given):
-        raise clipping.program.no_graph("a test", "it is a test", RuntimeError("told so"))
+        raise clipping.program.step.no_graph("a test", "it is a test", RuntimeError("told so"))
 
-    monkeypatch.setattr(clipping.program.Graph, "_made", refused)
+    monkeypatch.setattr(clipping.program.step.Graph, "_made", refused)

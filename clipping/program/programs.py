@@ -1,6 +1,6 @@
 """The whole step as one program: captured with guards, traced once, compared, and run in the way that is fastest here.
 
-    captured   what the caller's Python does is a graph of torch's functions (`clipping.capture`), made anew where a
+    captured   what the caller's Python does is a graph of torch's functions (`clipping.program.capture`), made anew where a
                guard of it fails, or what this library decides is another: the threshold, or the plan's batch size
     traced     the private step of that graph decides by shapes alone. So it runs once on fake tensors, which have no
                numbers, under `make_fx`, which writes down all operations: forward pass, gradients of activations,
@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 
-from clipping.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
 from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
-from clipping.program import Batch, Graph, StepOf, Way, no_graph
+from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
+from clipping.program.step import Batch, Graph, StepOf, Way, no_graph
 
 _LOG = logging.getLogger(__name__)
 BEFORE, MOST = 2, 12

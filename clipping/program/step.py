@@ -1,6 +1,6 @@
 """The step of one captured graph: traced once, compared with the eager step, and run in the way that is fastest.
 
-Gradients are of the parameters that the graph reads; `clipping.graphs` says which ways there are.
+Gradients are of the parameters that the graph reads; `clipping.program.programs` says which ways there are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from clipping.capture import Captured
 from clipping.checks.second_look import Moving
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.batches import tensors_of
@@ -29,7 +28,8 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
-from clipping.replay import Replayed
+from clipping.program.capture import Captured
+from clipping.program.cuda_graph import Replayed
 
 _LOG = logging.getLogger(__name__)
 TURNS = 5

@@ -1,0 +1,1 @@
+"""A step as one program: captured, traced, compared, and then only run."""
