@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from clipping import distributed as spread
 from clipping.checks.sample_independence import Occasions
 from clipping.checks.second_look import TOLERANCE, Change, Moving, mixed, mixing
 from clipping.checks.verification import verify
@@ -25,6 +24,7 @@ from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
+from clipping.distributed.spread import spread
 from clipping.numerics.finite import require_numbers
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import LossesOf

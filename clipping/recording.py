@@ -47,7 +47,7 @@ class Recording:
     Args:
         backend: a tape backend or microbatch, made for the model; its loss function is never called.
         inputs: every tensor [B, ...].
-        batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.sharded`.
+        batch_size: B >= 1; or 0 with a row of zeros as inputs, in a sharded model: see `clipping.distributed.fsdp`.
         by_hand: called when a backward pass other than `finish`'s reaches a parameter; it may raise.
         occasions: of looking whether samples stay apart (`clipping.checks.sample_independence`); None for never.
         after: `ended` of a recording of another batch, which was dropped for this one; 0 if there was none.

@@ -31,7 +31,8 @@ from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import norm_dtype, without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
-from clipping.distributed import held_here, no_rows, row_of_zeros, stand_ins
+from clipping.distributed.fsdp import norms_of
+from clipping.distributed.spread import held_here, no_rows, row_of_zeros, stand_ins
 from clipping.interface import Backend
 from clipping.norms.collection import Book, LayerByLayer, Norms, TwoPasses
 from clipping.numerics.products import onednn_from, take_onednn_from
@@ -40,7 +41,6 @@ from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
 from clipping.provenance.derived_parameters import Source
 from clipping.rules import Refused, Route, Rule, Spec
-from clipping.sharded import norms_of
 from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape

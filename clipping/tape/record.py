@@ -71,7 +71,7 @@ class Tape(TorchFunctionMode):
         parameters: the trainable parameters by name.
         batch: inputs and targets; what is computed from them depends on data.
         batch_size: B.
-        stand_in: the name of the parameter whose place a tensor takes (`clipping.distributed`), or None; or no such.
+        stand_in: the name of the parameter whose place a tensor takes (`clipping.distributed.spread`), or None; or no such.
         lets_go: inputs of uses within checkpoints are let go of until they are computed once more.
 
     Attributes:

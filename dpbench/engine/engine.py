@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.types import LossFunction
-from clipping.distributed import reshard, sharded_modules, unwrapped
+from clipping.distributed.spread import reshard, sharded_modules, unwrapped
 from clipping.recording import for_recording
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend

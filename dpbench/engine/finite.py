@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.distributed import is_sharded
+from clipping.distributed.spread import is_sharded
 from dpbench.engine.sharded import everywhere, here
 from dpbench.engine.sums import Block, lies_flat
 

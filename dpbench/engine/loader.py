@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
 from clipping.core.batches import map_tensors, tensors_of
-from clipping.distributed import sharded_modules
+from clipping.distributed.spread import sharded_modules
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clipping.core.named_parameters import named_parameters
-from clipping.distributed import reshard
+from clipping.distributed.spread import reshard
 from dpbench.engine.errors import Misuse
 from dpbench.engine.safeguards import unmark
 from dpbench.engine.state import State

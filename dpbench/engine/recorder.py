@@ -22,7 +22,7 @@ from clipping.checks.sample_independence import Occasions
 from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
-from clipping.distributed import no_rows, row_of_zeros
+from clipping.distributed.spread import no_rows, row_of_zeros
 from clipping.interface import Backend
 from clipping.program.capture import is_captured
 from clipping.recording import Recording

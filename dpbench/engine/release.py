@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clipping.distributed import is_sharded
+from clipping.distributed.spread import is_sharded
 from dpbench.engine.distributed import place
 from dpbench.engine.finite import empty, finite
 from dpbench.engine.noise import At, Noise

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clipping.distributed import is_sharded
+from clipping.distributed.spread import is_sharded
 
 
 def as_sharded(mine: Tensor, p: Tensor) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.batches import tensors_of
-from clipping.distributed import sharded_modules
+from clipping.distributed.spread import sharded_modules
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import PrivateLoader
 from dpbench.engine.traced import plain

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from clipping import Flat, compare, load_backend
 from clipping.checks.verification import Agreement, limit_of
 from clipping.core.batches import forward, map_tensors
-from clipping.distributed import held_here
+from clipping.distributed.spread import held_here
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import verify
 from dpbench.measure.bench import storage_bytes, tensors_in
