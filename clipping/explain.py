@@ -41,10 +41,10 @@ from torch import Tensor, nn
 
 from clipping.core.batches import map_tensors
 from clipping.core.types import LossFunction
-from clipping.parameter_use import Reading, cross_terms, decide, in_words, record
 from clipping.planning.costs import Costs, ghost_by_paper, predicted
+from clipping.planning.parameter_use import Reading, cross_terms, decide, in_words, record
+from clipping.planning.plan_regret import fresh_costs, regrets
 from clipping.planning.planner import Planner
-from clipping.regret import fresh_costs, regrets
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
 from clipping.tape_backends import FastGradClip, Ghost, MixedGhost, TapeBackend
 
@@ -84,7 +84,7 @@ class Row:
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
         reason: why "mixed" does not follow the paper's rule here, where that is so.
-        plan: what `bk_mixed` does (`clipping.parameter_use.in_words`); None if the loss does not depend on this use.
+        plan: what `bk_mixed` does (`clipping.planning.parameter_use.in_words`); None if the loss does not depend on this use.
         predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if it has but one,
             or nothing was measured.
     """
@@ -118,7 +118,7 @@ class Explanation:
     Attributes:
         rows: one for each use of each trainable parameter, in the order of the forward pass.
         peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planning.planner.Plan`.
-        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.regret`), if that was measured.
+        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.planning.plan_regret`), if that was measured.
     """
 
     rows: list[Row]

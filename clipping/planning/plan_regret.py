@@ -25,8 +25,8 @@ from torch import Tensor
 
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
-from clipping.parameter_use import Reading
 from clipping.planning.costs import CACHES, Costs, measured, predicted
+from clipping.planning.parameter_use import Reading
 from clipping.planning.planner import Plan, kind
 from clipping.rules import Route
 
