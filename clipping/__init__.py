@@ -69,10 +69,10 @@ from clipping.registry import (
 )
 
 if TYPE_CHECKING:
+    from clipping.backends.base import Backend
     from clipping.checks.verification import Agreement, WrongGradient, compare
     from clipping.core.clip_functions import Automatic, ClipFunction, Flat, GlobalBound, PerLayer
     from clipping.core.types import ClippedGradient, Problem, UnsupportedModel
-    from clipping.interface import Backend
 
 __all__ = [
     "BACKENDS",
@@ -99,7 +99,7 @@ __all__ = [
 _LAZY = {
     "Agreement": "clipping.checks.verification",
     "Automatic": "clipping.core.clip_functions",
-    "Backend": "clipping.interface",
+    "Backend": "clipping.backends.base",
     "ClipFunction": "clipping.core.clip_functions",
     "ClippedGradient": "clipping.core.types",
     "Flat": "clipping.core.clip_functions",

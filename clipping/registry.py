@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from clipping.interface import Backend
+    from clipping.backends.base import Backend
 
 
 class BackendInfo(NamedTuple):
@@ -36,52 +36,56 @@ class BackendInfo(NamedTuple):
 #: Name -> backend, in the order of every figure: ordinary training, ours from naive to fast, then the peers.
 BACKENDS: dict[str, BackendInfo] = {
     "nonprivate": BackendInfo(
-        "clipping.oracle:NonPrivate",
+        "clipping.backends.microbatch:NonPrivate",
         "ordinary training: the gradient of the summed loss, nothing clipped",
         "Non-private",
         "#7F7F7F",
         "o",
     ),
     "microbatch": BackendInfo(
-        "clipping.oracle:Microbatch",
+        "clipping.backends.microbatch:Microbatch",
         "one sample at a time: the definition, and the oracle of every check",
         "Microbatch",
         "#8C6D31",
         "s",
     ),
     "vmap": BackendInfo(
-        "clipping.vmap:Vmap", "all per-sample gradients at once by torch.func.vmap(grad)", "vmap", "#AA4499", "D"
+        "clipping.backends.vmap:Vmap",
+        "all per-sample gradients at once by torch.func.vmap(grad)",
+        "vmap",
+        "#AA4499",
+        "D",
     ),
     "fastgradclip": BackendInfo(
-        "clipping.tape_backends:FastGradClip",
+        "clipping.backends.tape:FastGradClip",
         "two backward passes, every gradient instantiated layer by layer",
         "FastGradClip",
         "#DDAA33",
         "^",
     ),
     "ghost": BackendInfo(
-        "clipping.tape_backends:Ghost",
+        "clipping.backends.tape:Ghost",
         "two backward passes, ghost norm in every layer that has one",
         "Ghost",
         "#66BBEE",
         "v",
     ),
     "mixed_ghost": BackendInfo(
-        "clipping.tape_backends:MixedGhost",
+        "clipping.backends.tape:MixedGhost",
         "two backward passes, ghost norm where 2T² ≤ pd (arXiv:2205.10683)",
         "Mixed ghost",
         "#2266AA",
         "P",
     ),
     "bk_ghost": BackendInfo(
-        "clipping.tape_backends:BkGhost",
+        "clipping.backends.tape:BkGhost",
         "book-keeping, one backward pass: ghost norm in every layer that has one",
         "BK ghost",
         "#44BB99",
         "X",
     ),
     "bk_mixed": BackendInfo(
-        "clipping.tape_backends:BkMixed",
+        "clipping.backends.tape:BkMixed",
         "book-keeping, one backward pass: the cheaper norm in each layer",
         "BK mixed",
         "#117733",
@@ -143,19 +147,19 @@ BACKENDS: dict[str, BackendInfo] = {
 #: name:variant -> the same; loaded wherever a backend is, and in no list.
 VARIANTS: dict[str, BackendInfo] = {
     "bk_mixed:paper": BackendInfo(
-        "clipping.tape_backends:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"
+        "clipping.backends.tape:BkMixedPaper", "bk_mixed with the rule of the paper: ghost norm where 2T² ≤ pd"
     ),
     "bk_mixed:time": BackendInfo(
-        "clipping.tape_backends:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"
+        "clipping.backends.tape:BkMixedTime", "bk_mixed with the fastest routes, whatever the memory"
     ),
     "bk_mixed:memory": BackendInfo(
-        "clipping.tape_backends:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"
+        "clipping.backends.tape:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"
     ),
 }
 #: name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list.
 FAMILIES: dict[str, BackendInfo] = {
     "tf_microbatch": BackendInfo(
-        "clipping.oracle:tf_microbatch",
+        "clipping.backends.microbatch:tf_microbatch",
         "TF Privacy's microbatches: the mean of M samples is clipped. Not per-sample clipping: sensitivity 2C",
         "TF µbatch",
         "#5D4037",

@@ -52,7 +52,7 @@ class UnsupportedModel(Exception):
 
 
 class Clips(Protocol):
-    """A backend (`clipping.interface.Backend`) as those see it who call it to compare."""
+    """A backend (`clipping.backends.base.Backend`) as those see it who call it to compare."""
 
     @property
     def name(self) -> str:

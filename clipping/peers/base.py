@@ -20,10 +20,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from clipping.backends.base import Backend
 from clipping.core.dtypes import norm_dtype
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
-from clipping.interface import Backend
 
 NOISE = "Full backward hook is firing|Using a non-full backward hook|In CPU autocast"
 """Warnings about the libraries' own ways, which nobody who uses them can change."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from clipping.backends.tape import TapeBackend
 from clipping.core.batches import leading_dimension
 from clipping.core.dtypes import norm_dtype
 from clipping.core.types import Problem, UnsupportedModel
@@ -22,7 +23,6 @@ from clipping.rules import EmbeddingWeight, Refused, Route, Rule
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use
-from clipping.tape_backends import TapeBackend
 
 
 @dataclass(eq=False)

@@ -179,7 +179,7 @@ class Rule(ABC):
     route = Route()
     """What was decided for this use, before the backward pass."""
     chosen_for = 0
-    """Samples that routes are chosen for; 0 for as many as there are. See `clipping.tape_backends`."""
+    """Samples that routes are chosen for; 0 for as many as there are. See `clipping.backends.tape`."""
     share: Share | None = None
     """Told that only the gradient of the operation's input is wanted, if it can make use of that."""
 

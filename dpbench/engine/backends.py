@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from clipping import BACKENDS, FAMILIES, load_backend
-from clipping.interface import Backend
-from clipping.recording import recordable
+from clipping.backends.base import Backend
+from clipping.backends.recording import recordable
 
 
 def usable_backend(name: str) -> type[Backend]:

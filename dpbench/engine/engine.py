@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from clipping.backends.recording import for_recording
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.types import LossFunction
 from clipping.distributed.spread import reshard, sharded_modules, unwrapped
-from clipping.recording import for_recording
 from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.checkpoint import load, save

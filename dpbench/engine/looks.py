@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clipping.backends.base import Backend
+from clipping.backends.recording import Recording
+from clipping.backends.tape import TapeBackend
 from clipping.checks.second_look import TOLERANCE, Change, Run, fewer, mixed, mixing
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, UnsupportedModel
-from clipping.interface import Backend
 from clipping.numerics.rng_replay import Draws
-from clipping.recording import Recording
-from clipping.tape_backends import TapeBackend
 from dpbench.engine.traced import Trace, plain
 
 

@@ -18,16 +18,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from clipping.backends.base import Backend
+from clipping.backends.recording import Recording
+from clipping.backends.tape import TapeBackend
 from clipping.checks.sample_independence import Occasions
 from clipping.core.batches import leading_dimension, map_tensors
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, UnsupportedModel
 from clipping.distributed.spread import no_rows, row_of_zeros
-from clipping.interface import Backend
 from clipping.program.capture import is_captured
-from clipping.recording import Recording
 from clipping.tape.compiled import called_from_compiled_code
-from clipping.tape_backends import TapeBackend
 from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from clipping.interface import Backend
+from clipping.backends.base import Backend
 
 WORST = 1e-2
 """η up to which noise covers the worst case of all roundings; beyond, roundings at random."""

@@ -20,10 +20,10 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import UnsupportedModel
-from clipping.explain import STRATEGIES, Cost, Explanation, Row, explain
-from clipping.oracle import NonPrivate
+from clipping.backends.explain import STRATEGIES, Cost, Explanation, Row, explain
+from clipping.backends.microbatch import NonPrivate
+from clipping.backends.tape import BkMixed
 from clipping.planning.planner import Planner
-from clipping.tape_backends import BkMixed
 from dpbench.errors import UsageError
 from dpbench.measure import verify
 from dpbench.measure.bench import Step, tensors_in

@@ -10,13 +10,13 @@ from cases import CASES
 from test_explain import BATCH, total
 from torch import nn
 
-from clipping.explain import explain
+from clipping.backends.explain import explain
+from clipping.backends.tape import MixedGhost
 from clipping.planning.costs import predicted
 from clipping.planning.parameter_use import record
 from clipping.planning.plan_regret import candidates, followed, regrets, remeasured, settled
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route
-from clipping.tape_backends import MixedGhost
 
 
 @pytest.fixture(autouse=True)

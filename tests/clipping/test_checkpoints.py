@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from clipping import Flat, UnsupportedModel, load_backend
+from clipping.backends.recording import Recording
 from clipping.checks.sample_independence import Occasions
-from clipping.recording import Recording
 from clipping.tape.record import Tape
 from clipping.tape.replay import with_numbers
 from dpbench.measure.memory import measured_peak

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import clipping.tape_backends
+import clipping.backends.tape
 from clipping import Flat, UnsupportedModel, load_backend
 
 TAPE = ("fastgradclip", "ghost", "bk_ghost", "bk_mixed")
@@ -136,12 +136,12 @@ def test_a_cast_that_autocast_keeps_is_no_read_of_its_own():
 
 
 def test_a_gradient_that_does_not_arrive_is_refused(monkeypatch):
-    class Loses(clipping.tape_backends.Tape):
+    class Loses(clipping.backends.tape.Tape):
         def _settle(self):
             super()._settle()
             self.arrivals._hooks.pop().remove()
 
-    monkeypatch.setattr(clipping.tape_backends, "Tape", Loses)
+    monkeypatch.setattr(clipping.backends.tape, "Tape", Loses)
     model = nn.Linear(6, 3).double()
     with (
         load_backend("ghost")(model, squares, verify=False) as b,

@@ -251,7 +251,7 @@ def test_shapes_that_do_not_fit_are_refused(fake_gpu: None):
 @pytest.mark.parametrize("hidden", [False, True], ids=["as it is", "without Triton"])
 def test_importing_the_kernels_imports_no_triton(hidden: bool):
     code = "import sys\n" + ("sys.modules['triton'] = None\n" if hidden else "")
-    code += "import torch, clipping.tape_backends, clipping.accel.cuda as k\n"
+    code += "import torch, clipping.backends.tape, clipping.accel.cuda as k\n"
     code += "print(k.supported(torch.zeros(2)), sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HERE.parents[1])
     assert done.stdout.startswith("False ") and "'triton.language'" not in done.stdout, done.stderr

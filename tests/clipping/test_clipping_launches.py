@@ -162,7 +162,7 @@ def test_portions_at_once_are_the_sum(name, batch_size, monkeypatch):
     monkeypatch.setattr("clipping.norms.collection.SMALL", 2**40)
     found, formed = [], Counter[int]()
     for most in (100, 2):
-        for module in ("clipping.tape_backends", "clipping.rules.weight", "clipping.numerics.per_sample"):
+        for module in ("clipping.backends.tape", "clipping.rules.weight", "clipping.numerics.per_sample"):
             monkeypatch.setattr(f"{module}.portion", lambda *_, most=most: most)
         for module in ("clipping.numerics.per_sample", "clipping.rules.weight", "clipping.norms.collection"):
             monkeypatch.setattr(f"{module}.at_once", lambda x, most=most: most == 2)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipping import Flat, load_backend, tape_backends
+from clipping import Flat, load_backend
 from clipping.accel import cpu
+from clipping.backends import tape as tape_backends
 from clipping.numerics import products as matmul
 from clipping.numerics import rounding_bounds as rounding
 from clipping.numerics.rounding_bounds import ALLOWANCE, OPERANDS, TF32, Doubt, Reach, rounds_operands

@@ -16,12 +16,12 @@ import clipping.numerics.products
 import clipping.planning.planner
 from clipping import compare, load_backend
 from clipping.accel import cuda
+from clipping.backends.tape import BkMixed
 from clipping.planning.costs import Costs
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route
 from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
 from clipping.tape.record import Tape
-from clipping.tape_backends import BkMixed
 
 Timed = Callable[[Any, Any], Costs]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import clipping
 from clipping import Automatic, Flat, UnsupportedModel, WrongGradient, load_backend
 
-vmap = importlib.import_module("clipping.vmap")
+vmap = importlib.import_module("clipping.backends.vmap")
 TAPE = ["fastgradclip", "ghost", "mixed_ghost", "bk_ghost", "bk_mixed"]
 OURS = ["nonprivate", "microbatch", "vmap", *TAPE, "opacus_hooks"]
 X, Y = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])

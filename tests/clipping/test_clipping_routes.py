@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from clipping import Flat, PerLayer, load_backend
 from clipping.accel import cpu
+from clipping.backends.tape import MixedGhost
 from clipping.numerics import gram as grams
 from clipping.planning.parameter_use import record
 from clipping.planning.planner import Planner
 from clipping.rules import Route, Rule
 from clipping.tape.record import Tape
-from clipping.tape_backends import MixedGhost
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import judge
 from dpbench.conformance.suite import checks

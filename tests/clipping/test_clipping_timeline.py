@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from clipping import load_backend
+from clipping.backends.tape import BkMixed
 from clipping.planning.planner import Plan, Strategy
 from clipping.planning.timeline import Held, Timeline, storage_of
 from clipping.rules import EmbeddingWeight, Rule
 from clipping.rules.linear import LinearWeight
 from clipping.tape.record import Tape
-from clipping.tape_backends import BkMixed
 from dpbench.measure.bench import Step
 from dpbench.measure.memory import measured_peak
 from dpbench.measure.simulate import simulated_peak

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from clipping import BACKENDS, FAMILIES, Flat, PerLayer, WrongGradient, is_backend, load_backend
+from clipping.backends.microbatch import TfMicrobatch, tf_microbatch
 from clipping.checks.verification import compare, verify
-from clipping.oracle import TfMicrobatch, tf_microbatch
 from dpbench import PrivacyEngine
 from dpbench.cli import main
 from dpbench.conformance.cases import CASES

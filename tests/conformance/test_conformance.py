@@ -12,7 +12,7 @@ import torch
 from waiting import PATIENCE
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
-from clipping.oracle import Microbatch
+from clipping.backends.microbatch import Microbatch
 from dpbench.cli import check, main
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.judging import Measured, Wrong, judge
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FIELDS = ["model", "backend", "status", "max_norm_error", "max_grad_error", "coverage", "reason"]
 MINE = """
 from clipping import Backend, UnsupportedModel
-from clipping.tape_backends import BkMixed
+from clipping.backends.tape import BkMixed
 from my_neighbour import HALF
 
 class Mine(BkMixed):

@@ -12,10 +12,10 @@ import pytest
 from hooked import Grads, Hooked
 from torch import Tensor, nn
 
+import clipping.backends.tape
 import clipping.checks.sample_independence
 import clipping.tape.arrivals
 import clipping.tape.record
-import clipping.tape_backends
 from clipping import Backend, ClippedGradient, load_backend
 from clipping.tape.graph import unrecorded
 from dpbench.conformance.suite import conformance
@@ -122,7 +122,7 @@ def blind_to_reads(patch: pytest.MonkeyPatch) -> None:
         unrecorded(*graph)  # which also tells what has to arrive
         return []
 
-    patch.setattr(clipping.tape_backends, "unrecorded", blind)
+    patch.setattr(clipping.backends.tape, "unrecorded", blind)
 
 
 def blind_after_the_first_step(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def blind_after_the_first_step(patch: pytest.MonkeyPatch) -> None:
         steps.append(unrecorded(*graph))
         return steps[0]
 
-    patch.setattr(clipping.tape_backends, "unrecorded", once)
+    patch.setattr(clipping.backends.tape, "unrecorded", once)
 
 
 def without_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -153,12 +153,12 @@ def without_renewal(patch: pytest.MonkeyPatch) -> None:
 
 def without_rows(patch: pytest.MonkeyPatch) -> None:
     """Gradients in the rows of other samples are passed over."""
-    patch.setattr(clipping.tape_backends, "mixed_rows", lambda *step: None)
+    patch.setattr(clipping.backends.tape, "mixed_rows", lambda *step: None)
 
 
 def without_others(patch: pytest.MonkeyPatch) -> None:
     """What changes with the other samples is passed over."""
-    patch.setattr(clipping.interface, "mixed", lambda *step: None)
+    patch.setattr(clipping.backends.base, "mixed", lambda *step: None)
 
 
 OURS: list[tuple[Callable[[pytest.MonkeyPatch], None], str, str]] = [

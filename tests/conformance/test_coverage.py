@@ -12,7 +12,7 @@ import torch
 from report_records import RunFile, save_no_pictures
 
 from clipping import ClippedGradient, Problem
-from clipping.oracle import Microbatch
+from clipping.backends.microbatch import Microbatch
 from dpbench.conformance import coverage
 from dpbench.conformance.coverage import CoverageTrial, models, size_of
 from dpbench.errors import UsageError

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from report_records import RunFile
 
 from clipping import BACKENDS, ClippedGradient, Flat, Problem, UnsupportedModel, load_backend
-from clipping.oracle import Microbatch
+from clipping.backends.microbatch import Microbatch
 from dpbench.cli import check, main
 from dpbench.conformance import ConformanceTrial
 from dpbench.conformance.sensitivity import DTYPES, LIMITS, SensitivityTrial

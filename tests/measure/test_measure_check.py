@@ -10,7 +10,7 @@ import torch
 
 import clipping
 from clipping import ClippedGradient, Problem, UnsupportedModel
-from clipping.oracle import Microbatch
+from clipping.backends.microbatch import Microbatch
 from dpbench.measure import check
 from dpbench.measure.check import Case, arranged, between, cases, weighted, worst
 from dpbench.models.loading import load_workload

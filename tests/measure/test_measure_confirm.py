@@ -16,7 +16,7 @@ BUDGET = 32 * 2**20
 TRIAL = ConfirmTrial(model="cnn", backend="mixed_ghost", batch_size=4, memory_budget=BUDGET)
 
 WRONG = """
-from clipping.oracle import Microbatch
+from clipping.backends.microbatch import Microbatch
 
 
 class Own(Microbatch):

@@ -138,7 +138,7 @@ def test_a_small_model_is_counted(place):
 
 
 def test_a_backend_that_fails_does_not_end_the_others(monkeypatch):
-    monkeypatch.setattr("clipping.tape_backends.BkMixed.__call__", lambda *given: 1 / 0)
+    monkeypatch.setattr("clipping.backends.tape.BkMixed.__call__", lambda *given: 1 / 0)
     trial = LaunchesTrial(model="cnn", backends=["bk_mixed", "nonprivate"], batch_size=2)
     with pytest.raises(PartlyFailed, match=r"(?s)^bk_mixed: .*ZeroDivisionError") as raised:
         run(trial)

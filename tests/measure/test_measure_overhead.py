@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import clipping
-from clipping.oracle import Microbatch, NonPrivate
+from clipping.backends.microbatch import Microbatch, NonPrivate
 from dpbench.measure import memory, overhead
 from dpbench.process.parent import Isolation
 from dpbench.trials import OverheadTrial, PeakTrial
@@ -251,7 +251,7 @@ def test_a_backend_of_one_s_own_that_is_wrong_leaves_the_record_of_the_others(tm
     """In a process of its own, as a run has it: the outcome can be retried, and the result is kept."""
     file = tmp_path / "mine.py"
     file.write_text(
-        "from clipping.oracle import NonPrivate\nclass Unclipped(NonPrivate):\n    name, private = 'unclipped', True\n"
+        "from clipping.backends.microbatch import NonPrivate\nclass Unclipped(NonPrivate):\n    name, private = 'unclipped', True\n"
     )
     mine = f"{file}:Unclipped"
     with Isolation({}) as isolation:

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import BACKENDS, UnsupportedModel, load_backend
+from clipping.backends.tape import BkMixed
 from clipping.numerics import products
-from clipping.tape_backends import BkMixed
 from dpbench.measure import memory
 from dpbench.measure.bench import Step, storage_bytes
 from dpbench.measure.memory import measured_peak

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from clipping.backends.tape import BkMixed
 from clipping.planning.choices import has_choice
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route, Rule, made
@@ -18,7 +19,6 @@ from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
 from clipping.rules.transposed import transposed_convolution
-from clipping.tape_backends import BkMixed
 
 BATCH = 3
 

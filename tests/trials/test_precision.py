@@ -15,6 +15,9 @@ from torch import nn
 
 import clipping
 from clipping import Flat, UnsupportedModel, load_backend
+from clipping.backends.microbatch import Microbatch
+from clipping.backends.recording import Recording, for_recording
+from clipping.backends.tape import BkMixed
 from clipping.checks.verification import (
     GRADIENTS,
     ROUNDINGS,
@@ -26,9 +29,6 @@ from clipping.checks.verification import (
     limit_of,
 )
 from clipping.core.dtypes import coarsest, formats
-from clipping.oracle import Microbatch
-from clipping.recording import Recording, for_recording
-from clipping.tape_backends import BkMixed
 from dpbench.cli import main
 from dpbench.errors import UsageError
 from dpbench.execution.recommend.agenda import Agenda, Question

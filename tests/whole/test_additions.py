@@ -35,7 +35,7 @@ ROWS = {
 }
 FILES = {
     "clipping/slowly.py": '''
-from clipping.oracle import Microbatch
+from clipping.backends.microbatch import Microbatch
 
 
 class Slowly(Microbatch):

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from clipping.backends.base import Backend
 from clipping.core.batches import forward, map_tensors
 from clipping.core.types import ClippedGradient, Parameters
-from clipping.interface import Backend
 from clipping.numerics.per_sample import norms_and_factors, weighted_sum
 from clipping.numerics.rounding_bounds import excess, portion
 

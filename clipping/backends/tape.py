@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from clipping.backends.base import Backend
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.core.batches import forward, losses_of
 from clipping.core.clip_functions import ClipFunction
@@ -33,7 +34,6 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import held_here, no_rows, row_of_zeros, stand_ins
-from clipping.interface import Backend
 from clipping.norms.collection import Book, LayerByLayer, Norms, TwoPasses
 from clipping.numerics.products import onednn_from, take_onednn_from
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
@@ -97,11 +97,11 @@ class TapeBackend(Backend):
                 rule.chosen_for = self.chosen_for
 
     def settle(self) -> dict[str, Any]:
-        """See `clipping.interface.Backend.settle`."""
+        """See `clipping.backends.base.Backend.settle`."""
         return super().settle() | {"chosen_for": self.chosen_for}
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """See `clipping.interface.Backend.resume`."""
+        """See `clipping.backends.base.Backend.resume`."""
         super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
 
@@ -159,7 +159,7 @@ class TapeBackend(Backend):
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
     ) -> ClippedGradient:
-        """See `clipping.interface.Backend.of_losses`."""
+        """See `clipping.backends.base.Backend.of_losses`."""
         return self._step(losses, None, parameters, batch, batch_size)
 
     def _step(
@@ -195,7 +195,7 @@ class TapeBackend(Backend):
         keep_graph: bool = False,
         occasions: Occasions | None = None,
     ) -> ClippedGradient:
-        """The rest, of a forward pass that somebody else ran under `tape`: see `clipping.recording`.
+        """The rest, of a forward pass that somebody else ran under `tape`: see `clipping.backends.recording`.
 
         Args:
             tape: no longer active; its hooks are gone when this returns.
@@ -344,12 +344,12 @@ class BkMixed(TapeBackend):
         self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
 
     def settle(self) -> dict[str, Any]:
-        """See `clipping.interface.Backend.settle`; which library multiplies is part of it."""
+        """See `clipping.backends.base.Backend.settle`; which library multiplies is part of it."""
         own = {"plans": self.planner.settle(), "onednn_from": onednn_from(torch.get_num_threads())}
         return super().settle() | own
 
     def resume(self, settled: Mapping[str, Any]) -> None:
-        """See `clipping.interface.Backend.resume`."""
+        """See `clipping.backends.base.Backend.resume`."""
         super().resume(settled)
         if settled:
             self.planner.resume(settled["plans"])

@@ -1,6 +1,6 @@
 """Which route the norm of each use of each parameter takes, what each would cost, and what `bk_mixed` plans.
 
-The decisions are those of the two-pass backends (`clipping.tape_backends`), found without their work: the forward pass
+The decisions are those of the two-pass backends (`clipping.backends.tape`), found without their work: the forward pass
 is recorded on a tape, one backward pass hands every use the gradient of its output, and of both only shapes are read.
 Fake tensors will do. The plan is the one that `clipping.planning.planner` makes of that very tape.
 
@@ -39,6 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.backends.tape import FastGradClip, Ghost, MixedGhost, TapeBackend
 from clipping.core.batches import map_tensors
 from clipping.core.types import LossFunction
 from clipping.planning.costs import Costs, ghost_by_paper, predicted
@@ -46,7 +47,6 @@ from clipping.planning.parameter_use import Reading, cross_terms, decide, in_wor
 from clipping.planning.plan_regret import fresh_costs, regrets
 from clipping.planning.planner import Planner
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
-from clipping.tape_backends import FastGradClip, Ghost, MixedGhost, TapeBackend
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from clipping.backends.base import Backend
 from clipping.core.reference import gradients, one_by_one, with_zeros
 from clipping.core.types import ClippedGradient, Parameters
-from clipping.interface import Backend
 from clipping.numerics.rounding_bounds import excess
 
 
@@ -80,7 +80,7 @@ class NonPrivate(Backend):
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int
     ) -> ClippedGradient:
-        """See `clipping.interface.Backend.of_losses`."""
+        """See `clipping.backends.base.Backend.of_losses`."""
         found = losses()
         grads = gradients(found.sum(), parameters)
         return ClippedGradient(with_zeros(grads, parameters), None, found.detach())

@@ -21,6 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.backends.base import Backend
+from clipping.backends.microbatch import Microbatch
+from clipping.backends.tape import BkMixed, TapeBackend
 from clipping.checks.sample_independence import Occasions, mixed_rows
 from clipping.checks.verification import Agreement, Limit, WrongGradient, compare, limit_of
 from clipping.core.batches import map_tensors
@@ -28,14 +31,11 @@ from clipping.core.clip_functions import ClipFunction
 from clipping.core.dtypes import coarsest, formats
 from clipping.core.reference import Sums, gradients, with_zeros
 from clipping.core.types import ClippedGradient, Parameters, UnsupportedModel
-from clipping.interface import Backend
 from clipping.numerics.rounding_bounds import rounds_operands
-from clipping.oracle import Microbatch
 from clipping.provenance.derived_parameters import mark_data
 from clipping.tape.compiled import called_from_compiled_code, compiled_modules
 from clipping.tape.graph import read_before, unrecorded
 from clipping.tape.record import Tape
-from clipping.tape_backends import BkMixed, TapeBackend
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Of a verification in one graph, by the formats that it computed in: only how sums are formed differs."""

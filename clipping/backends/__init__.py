@@ -1,0 +1,1 @@
+"""The clipping backends, behind one interface."""
