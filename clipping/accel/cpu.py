@@ -111,7 +111,7 @@ def pixel_norms(images: Sequence[Phase], g: Tensor, lost: tuple[float, float]) -
     `patch_reach`, of the norms that the Gram matrices have on their diagonals.
 
     Args:
-        images: the phases of its input, one for a stride of 1. (`clipping.kernels.pixel_gram`)
+        images: the phases of its input, one for a stride of 1. (`clipping.rules.pixel_gram`)
         g: [n, p, *output size].
         lost: as in `row_reach`.
 

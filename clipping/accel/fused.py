@@ -1,7 +1,7 @@
 """What takes torch's operations several launches on a GPU, and small ones, as one: Triton kernels.
 
     shifted_norms     Σ_{t,u} A_tu G_tu from the Gram matrices of an image's pixels and of its output's gradient, where
-                      A adds up shifts of the former (see `clipping.kernels.pixel_gram`), and what a reach is made of
+                      A adds up shifts of the former (see `clipping.rules.pixel_gram`), and what a reach is made of
     reach             Σ_t ‖a_t‖ ‖g_t‖ from the norms of pixels, or of rows, and of the gradient's (see
                       `clipping.numerics.rounding_bounds`)
     added             the sum of portions, in float64 (see `clipping.numerics.chunked_sums`)

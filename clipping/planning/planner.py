@@ -37,8 +37,8 @@ from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_pap
 from clipping.planning.timeline import Balance, Held, Timeline
 from clipping.provenance.derived_parameters import Source
 from clipping.rules import Route, Rule, Spec
+from clipping.tape.checkpointing import with_numbers
 from clipping.tape.record import Tape
-from clipping.tape.replay import with_numbers
 from clipping.tape.uses import Use
 
 _LOG = logging.getLogger(__name__)

@@ -22,7 +22,11 @@ from clipping.accel.chunked_conv import Pieces, Share, applies
 from clipping.accel.conv_memory import Convolution
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
-from clipping.kernels.pixel_gram import (
+from clipping.numerics.gram import gram_product, part
+from clipping.numerics.products import product, products
+from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
+from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Route, Rule, Spec, Work
+from clipping.rules.pixel_gram import (
     Geometry,
     compiled_norms,
     every,
@@ -33,10 +37,6 @@ from clipping.kernels.pixel_gram import (
     pixel_norms,
     reach_of_pixels,
 )
-from clipping.numerics.gram import gram_product, part
-from clipping.numerics.products import product, products
-from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
-from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Route, Rule, Spec, Work
 from clipping.rules.weight import Bilinear
 
 MOST_PIXELS = 1024

@@ -52,8 +52,8 @@ from clipping.rules import (
 from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first
+from clipping.tape.checkpointing import LetGo, Replay, hooks_of_saving
 from clipping.tape.marks import Marks, tensors
-from clipping.tape.replay import LetGo, Replay, hooks_of_saving
 from clipping.tape.unbatched import as_rows, whose
 from clipping.tape.uses import Noted, Use, count_parts, given
 

@@ -28,7 +28,7 @@ class Use:
         first, last: the nodes that the operation made have the numbers from `first` up to `last`, which is not one.
         view: the number of the output's node where the output is a view of all that `node` gives; else that of `node`.
         rows: whose the rows of its output are; None if they are B·k, k consecutive ones to a sample.
-        again: makes the rules once more, where what they are made of was let go of; see `clipping.tape.replay`.
+        again: makes the rules once more, where what they are made of was let go of; see `clipping.tape.checkpointing`.
     """
 
     operation: str

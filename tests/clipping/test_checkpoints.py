@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.backends.recording import Recording
 from clipping.checks.sample_independence import Occasions
+from clipping.tape.checkpointing import with_numbers
 from clipping.tape.record import Tape
-from clipping.tape.replay import with_numbers
 from dpbench.measure.memory import measured_peak
 
 BATCH = 4

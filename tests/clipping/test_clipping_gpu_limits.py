@@ -10,9 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping import Flat, load_backend
-from clipping.kernels.pixel_gram import Geometry, pixel_gram_product
 from clipping.numerics.products import full_precision, product, products
 from clipping.rules import base, norm
+from clipping.rules.pixel_gram import Geometry, pixel_gram_product
 
 
 class Groups(TorchDispatchMode):
