@@ -32,8 +32,8 @@ state their sensitivity.
 to which the engine scales its noise, below 1e-3 in float32 up to 4,096 samples of 1,024 positions. Norms and sums are
 rounded by different operations, and where large terms cancel they have nothing in common: a record whose Gram norm
 cancels moved the sum of every ghost clipping library by 10,000 C and more. So factors are made of the norm and of how
-large its terms were (`clipping.numerics.rounding_bounds` has the mathematics); ordinary records keep theirs to a thousandth. Sums leave
-in float32 at least, from portions that are added up in float64.
+large its terms were (`clipping.numerics.rounding_bounds` has the mathematics); ordinary records keep theirs to a
+thousandth. Sums leave in float32 at least, from portions that are added up in float64.
 
 `bk_mixed` plans: for each use of each parameter there are several exact ways to its norm (Gram matrices from patches,
 from pixels or by a kernel; gradients by the library's grouped kernel or from patches, kept for the sum or not, in
@@ -45,10 +45,10 @@ own operations remain, and a record says which ran. A library that is not whole 
 have changed is refused. `bk_mixed:paper`, `bk_mixed:time` and `bk_mixed:memory` plan by the paper's rule, by time alone
 and by memory alone.
 
-`compile=True` runs a step as one program for each shape of batch (`clipping.program.programs`): captured by TorchDynamo, whose
-guards see what changes in Python, traced once, compared with the eager step, and run in the way that is fastest on the
-machine: as it was traced, as a CUDA graph, or compiled by TorchInductor. `compile="auto"` runs eagerly what is no
-program; `backend.ways` says how each shape runs.
+`compile=True` runs a step as one program for each shape of batch (`clipping.program.graphs`): captured by
+TorchDynamo, whose guards see what changes in Python, traced once, compared with the eager step, and run in the way that
+is fastest on the machine: as it was traced, as a CUDA graph, or compiled by TorchInductor. `compile="auto"` runs
+eagerly what is no program; `backend.ways` says how each shape runs.
 
 Importing this package imports no torch: the names and one line about each backend can be listed at once.
 """

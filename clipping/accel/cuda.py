@@ -379,7 +379,7 @@ def _same(expected: str, found: bool, *tensors: Tensor) -> None:
 
 @functools.cache
 def _programs() -> ModuleType:
-    return importlib.import_module("clipping.accel.programs")
+    return importlib.import_module("clipping.accel.cuda_programs")
 
 
 def _is_rocm() -> bool:

@@ -24,11 +24,11 @@ from clipping.core.clip_functions import ClipFunction, Flat
 from clipping.core.dtypes import coarsest, norm_dtype, wide_dtype
 from clipping.core.named_parameters import named_parameters
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
-from clipping.distributed.spread import spread
+from clipping.distributed import spread
 from clipping.numerics.finite import require_numbers
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import LossesOf
-from clipping.program.programs import Graphs
+from clipping.program.graphs import Graphs
 from clipping.program.step import Batch
 
 
@@ -43,9 +43,10 @@ class Backend(ABC):
         loss_fn: loss_fn(outputs, targets) -> [B], one loss a sample (`reduction="none"`).
         clip: norms [B] -> factors [B].
         verify: compare the first batch, on two of its samples, with the microbatch oracle, and raise `WrongGradient`
-            if they differ; and see that samples stay apart (`clipping.checks.sample_independence`) at first, in new shapes and graphs, and
-            in one step of 200. Costs a few steps, once, and 0.4 % of a step.
-        compile: from the third batch of a shape on, run the step as one program if that is faster (`clipping.program.programs`).
+            if they differ; and see that samples stay apart (`clipping.checks.sample_independence`) at first, in new
+            shapes and graphs, and in one step of 200. Costs a few steps, once, and 0.4 % of a step.
+        compile: from the third batch of a shape on, run the step as one program if that is faster
+            (`clipping.program.graphs`).
             True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU, where it
             compiles for a minute.
         timing: take the fastest of several ways on this device; else the same one everywhere.
@@ -207,7 +208,7 @@ class Backend(ABC):
         return result
 
     def use_graphs(self, losses_of: LossesOf, compile: bool | Literal["auto"], *, timing: bool = True) -> Graphs | None:
-        """Have steps run as programs. See `clipping.program.programs`.
+        """Have steps run as programs. See `clipping.program.graphs`.
 
         Args:
             losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss.
@@ -262,7 +263,7 @@ class Backend(ABC):
         raise NotImplementedError(f"{type(self).__name__} is not compilable")
 
     def sensitivity_bound(self, batch_size: int, *, worst: bool = False) -> float:
-        """C(1 + η): the most by which one record moves the sum that is *computed*, as `clipping.numerics.rounding_bounds` derives it.
+        """C(1 + η): the most by which one record moves the sum that is *computed* (`numerics.rounding_bounds`).
 
         Args:
             batch_size: B, of the records that are added up.

@@ -84,7 +84,8 @@ class Row:
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
         reason: why "mixed" does not follow the paper's rule here, where that is so.
-        plan: what `bk_mixed` does (`clipping.planning.parameter_use.in_words`); None if the loss does not depend on this use.
+        plan: what `bk_mixed` does (`clipping.planning.parameter_use.in_words`); None if the loss does not depend on
+            this use.
         predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if it has but one,
             or nothing was measured.
     """
@@ -118,7 +119,8 @@ class Explanation:
     Attributes:
         rows: one for each use of each trainable parameter, in the order of the forward pass.
         peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planning.planner.Plan`.
-        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.planning.plan_regret`), if that was measured.
+        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.planning.plan_regret`), if that
+            was measured.
     """
 
     rows: list[Row]

@@ -3,7 +3,8 @@
 rows    Let S be some of the samples. In a backward pass of Σ_{i∈S} ℓ_i the gradient of each use's output must be zero,
         exactly, in the rows of all other samples: else samples mix, or rows are in another order than the samples.
 others  The same step again, with other records, or more or fewer of them, beside those of S: losses and norms of S must
-        be what they were (`clipping.checks.second_look`). This shows what no gradient does (a detached mean of the batch).
+        be what they were (`clipping.checks.second_look`). This shows what no gradient does (a detached mean of the
+        batch).
 
 Rows are looked at when the graph of the losses is new, the others when shapes are, and both in about one step of 400;
 rows at first by so many S that any two samples are told apart by one of them.

@@ -1,4 +1,4 @@
-"""Is a backend exact on this model? Two of its samples against the definition (`clipping.core.reference`), in the mode that
+"""Is a backend exact on this model? Two of its samples against the definition (`core.reference`), in the mode that
 trains: each sample draws the same random numbers alone and beside the other one (`clipping.numerics.rng_replay`).
 
 Errors are relative and norm-wise. For a parameter, ‖Δ‖ / max(‖reference‖, floor) with the floor a thousandth of the
@@ -28,7 +28,7 @@ FLOOR = 1e-3
 CAST_TOLERANCE = 1e-6
 """For a model computed in float64 that may hold casts to float32 of its own (the RMSNorm of Llama)."""
 LOWERED = 1e-3
-"""By how much roundings in such a cast may lower a factor, and with it a sum of gradients (`clipping.numerics.rounding_bounds`)."""
+"""By how much roundings in such a cast may lower a factor, and with it a sum (`clipping.numerics.rounding_bounds`)."""
 EXACT = 1e-9
 """Of what is computed in float64 throughout."""
 ROUNDINGS, FLIPS = 8, 2e-2

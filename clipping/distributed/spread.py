@@ -1,4 +1,4 @@
-"""How a model is spread over processes, and what of it is not supported; `clipping.distributed.fsdp` says how it is clipped.
+"""How a model is spread over processes, and what of it is not supported; `distributed.fsdp` says how it is clipped.
 
 Nothing is imported to find out that a model is not spread at all.
 """

@@ -1,10 +1,11 @@
 """A sum over a batch in portions that are all formed at once: for a GPU, to which each operation is a launch.
 
-Portions of a sum are added up in float64 (see `clipping.numerics.rounding_bounds`), and there are dozens of them in a large batch. One
-after the other each takes a few launches. Here one operation forms many, and one adds them up. What is formed at once
-takes memory: so a batch whose portions are large goes in blocks.
+Portions of a sum are added up in float64 (see `clipping.numerics.rounding_bounds`), and there are dozens of them in a
+large batch. One after the other each takes a few launches. Here one operation forms many, and one adds them up. What is
+formed at once takes memory: so a batch whose portions are large goes in blocks.
 
-On a CPU, where memory counts and a call does not, portions are formed one after the other (`clipping.core.microbatching.added`).
+On a CPU, where memory counts and a call does not, portions are formed one after the other
+(`clipping.core.microbatching.added`).
 """
 
 from __future__ import annotations

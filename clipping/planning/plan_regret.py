@@ -129,7 +129,7 @@ def remeasured(reading: Reading, routes: Sequence[Route]) -> dict[Route, float]:
 
 
 def followed(reading: Reading, route: Route) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """The squared norms [B], the sum with factors of 1, and what was kept for it: as `clipping.norms.collection.Book` has them.
+    """The squared norms [B], the sum with factors of 1, and what was kept for it: as `norms.collection.Book` has them.
 
     Args:
         reading: one use, with its output's gradient.

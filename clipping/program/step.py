@@ -1,6 +1,6 @@
 """The step of one captured graph: traced once, compared with the eager step, and run in the way that is fastest.
 
-Gradients are of the parameters that the graph reads; `clipping.program.programs` says which ways there are.
+Gradients are of the parameters that the graph reads; `clipping.program.graphs` says which ways there are.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Experts read the tokens that are routed to them, loops take one sample after another, jagged sequences lie end to end.
 Their rows are followed from where they leave the batch: each operation that moves rows moves the numbers of their
-samples in the same way, and each other one is taken to leave rows where they are (which `clipping.checks.sample_independence` looks at).
+samples in the same way, and each other one is taken to leave rows where they are (which
+`clipping.checks.sample_independence` looks at).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What is known of a step while it is traced, in which tensors have no numbers: those that shapes alone decide.
 
-Whose the rows of an activation are is computed beside the step (`clipping.provenance.row_owners`), of numbers that come of shapes and of
-those in the step's own index tensors. The former are there while a step is traced, too, if they are computed outside of
-it (`with_numbers`); and so are those of an `arange`, and of what only rearranges one (`note`). All others depend on the
-batch: another one would have rows in another order, and the graph would not be its step.
+Whose the rows of an activation are is computed beside the step (`clipping.provenance.row_owners`), of numbers that come
+of shapes and of those in the step's own index tensors. The former are there while a step is traced, too, if they are
+computed outside of it (`with_numbers`); and so are those of an `arange`, and of what only rearranges one (`note`). All
+others depend on the batch: another one would have rows in another order, and the graph would not be its step.
 """
 
 from __future__ import annotations

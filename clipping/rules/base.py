@@ -94,7 +94,7 @@ RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
 """Rough multiplications and bytes a second of a kind of device: only their ratio matters, and timings override it."""
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
-"""Ways of `clipping.kernels`, for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
+"""Ways of `clipping.accel`, for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
 COMPILED = "compiled"
 """The way of `clipping.accel.cpu`: by Gram tiles, too."""
 KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
@@ -200,7 +200,7 @@ class Rule(ABC):
         return None
 
     def reach(self, g: Tensor) -> Reach | None:
-        """How large the terms are that the gradient is summed from (see `clipping.numerics.rounding_bounds`); None if not known."""
+        """How large the terms are that the gradient is summed from (`numerics.rounding_bounds`); None if not known."""
         return None
 
     def features(self) -> int:

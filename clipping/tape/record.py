@@ -13,9 +13,9 @@ does in a row.)
 
 How the gradients of the uses come in a backward pass says `clipping.tape.arrivals`.
 
-What is assumed, and looked at by `clipping.checks.sample_independence`: an output with B·k rows has k consecutive ones to a sample. Refused,
-with the reason: an output without such rows, a parameter read behind the tape's back (a custom autograd function, a
-compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive exactly once.
+What is assumed, and looked at by `clipping.checks.sample_independence`: an output with B·k rows has k consecutive ones
+to a sample. Refused, with the reason: an output without such rows, a parameter read behind the tape's back (a custom
+autograd function, a compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive exactly once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Tape(TorchFunctionMode):
         parameters: the trainable parameters by name.
         batch: inputs and targets; what is computed from them depends on data.
         batch_size: B.
-        stand_in: the name of the parameter whose place a tensor takes (`clipping.distributed.spread`), or None; or no such.
+        stand_in: the name of the parameter whose place a tensor takes (`clipping.distributed.spread`), or None; or no
+            such.
         lets_go: inputs of uses within checkpoints are let go of until they are computed once more.
 
     Attributes:

@@ -31,7 +31,7 @@ TASKS = {
     "audio": "audio classification",
     "ctc": "speech recognition (CTC)",
 }
-#: After the name of a backend: its steps run as programs (`clipping.program.programs`), traced.
+#: After the name of a backend: its steps run as programs (`clipping.program.graphs`), traced.
 COMPILED = ":compiled"
 #: What can be said of a backend on a model that is built.
 STATUSES = ("exact", "refused", "wrong", "crash", "unavailable")

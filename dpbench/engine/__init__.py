@@ -18,10 +18,10 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which hold the r
 | The expected batch size divides, never the sampled one. | by construction | every step |
 | Copies and pickles of an engine have keys of their own. | by construction | always |
 | A backend's gradients are autograd's. | compared | the first batch of two records |
-| A record's loss has no gradient in the rows of others. | `clipping.checks.sample_independence` | new graphs, 1 step of 400 |
-| Loss and norm stay where the others are NaN, or other ones. | `clipping.checks.second_look` | new shapes, 1 step of 800 |
+| A record's loss has no gradient in the rows of others. | `sample_independence` | new graphs, 1 step of 400 |
+| Loss and norm stay where the others are NaN, or other ones. | `checks.second_look` | new shapes, 1 step of 800 |
 | They stay where there are records more or less. | the same | new shapes, 1 step of 800 |
-| A compiled step (`make_step`) does what the caller's Python does now. | guards (`clipping.program.capture`) | every step |
+| A compiled step (`make_step`) does what the caller's Python does now. | guards (`program.capture`) | every step |
 | It is the eager step, and keeps the rules above. | compared, looked at | when code is captured |
 
 The last rule holds for losses where the loss function is known: in `make_step` and `load_backend`, and in Trainer by a

@@ -8,8 +8,8 @@ batches of their own sees to it that no two processes hold the same record: it w
 `DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
 taken as it is, and its own communication is off while the engine is attached.
 
-A model that FSDP2 has sharded (``fully_shard``) is clipped by `clipping.distributed.fsdp`, whose sums are over all processes
-already, each in the process that holds the shard; there the noise is added, see `dpbench.engine.sharded`.
+A model that FSDP2 has sharded (``fully_shard``) is clipped by `clipping.distributed.fsdp`, whose sums are over all
+processes already, each in the process that holds the shard; there the noise is added, see `dpbench.engine.sharded`.
 """
 
 from __future__ import annotations

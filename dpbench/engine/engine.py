@@ -213,7 +213,7 @@ class PrivacyEngine(State):
 
         Args:
             loss_fn: loss_fn(outputs, targets) -> [B].
-            compile: run the step as a program where that is faster (`clipping.program.programs`). True refuses what is no
+            compile: run the step as a program where that is faster (`program.graphs`). True refuses what is no
                 program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU. A checkpoint keeps the way.
         """
         return WholeStep(self, loss_fn, compile=compile)

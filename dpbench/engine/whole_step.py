@@ -1,8 +1,8 @@
 """A whole step in one call: forward pass, clipping, noise, optimizer, of a loss function that is known beforehand.
 
 Where the caller runs the forward pass, autograd and the tape work between all its operations. Here nothing of the
-caller's runs between, so all but noise and optimizer can be one program (`clipping.program.programs`). What is clipped, noised
-and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
+caller's runs between, so all but noise and optimizer can be one program (`clipping.program.graphs`). What is clipped,
+noised and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipping.core.batches import forward, leading_dimension
 from clipping.core.types import ClippedGradient, LossFunction, Parameters
-from clipping.program.programs import Graphs
+from clipping.program.graphs import Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real

@@ -110,6 +110,6 @@ gradient of the input, the gradient of the weight.
 - **Records must not mix.** If the loss of one depends on another (batch norm, a mean over the batch) there is no
   per-sample gradient. Such a model is refused.
 - **In floating point** a Gram norm can cancel: large terms of both signs whose sum is rounding. A record made for it
-  moved the sum of every ghost clipping library by 10,000 C. `clipping.numerics.rounding_bounds` has the bound that is used here in
-  place of the bare norm.
+  moved the sum of every ghost clipping library by 10,000 C. `clipping.numerics.rounding_bounds` has the bound that is
+  used here in place of the bare norm.
 """

@@ -7,10 +7,11 @@
 `single`    B = 1, clipped to half its norm
 ==========  =====================================================================================================
 
-The oracle gives g_i and ‖g_i‖ of each sample by itself; what a batch of them must give is then the definition,
-Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}, and the `microbatch` backend is checked like any other. One that
-clips the means of several samples is held to that, which is another mechanism (`clipping.backends.microbatch.of_means`). Ordinary
-training is compared with the plain sum, Σ_i w_i g_i. Errors are those of `dpbench.measure.verify`.
+The oracle gives g_i and ‖g_i‖ of each sample by itself; what a batch of them must give is then the definition, Σ_i
+c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}, and the `microbatch` backend is checked like any other. One that
+clips the means of several samples is held to that, which is another mechanism
+(`clipping.backends.microbatch.of_means`). Ordinary training is compared with the plain sum, Σ_i w_i g_i. Errors are
+those of `dpbench.measure.verify`.
 
 A model may hold casts of its own to a narrower dtype (the RMSNorm of Llama computes in float32, whatever it is given).
 The gradient of c·ℓ is then c times that of ℓ but for rounding in *that* dtype, and this shows in the oracle itself:

@@ -29,7 +29,7 @@ from torch import Tensor
 from clipping import ClippedGradient, Flat, UnsupportedModel, WrongGradient, compare
 from clipping.checks.verification import CAST_TOLERANCE, LOWERED, Limit
 from clipping.core.batches import forward, map_tensors
-from clipping.program.programs import BEFORE
+from clipping.program.graphs import BEFORE
 from dpbench.conformance.coverage import COMPILED, KERNEL, LOOP, CoverageTrial
 from dpbench.measure.check import Case, between, expected, norms_of, one_by_one, worst
 from dpbench.models.loading import load_workload

@@ -2,8 +2,8 @@
 
 The step runs under fake tensors, which have a shape and no data: any resolution answers in seconds. (A model whose
 Python code asks for a value, or an operation that has no fake form, is run on real ones, and the result says so.) A
-trial that measures runs on real ones on its device, times the routes of each use (`clipping.planning.plan_regret`), and then takes
-time and memory of a step by the plan that came of it, and of ordinary training.
+trial that measures runs on real ones on its device, times the routes of each use (`clipping.planning.plan_regret`), and
+then takes time and memory of a step by the plan that came of it, and of ordinary training.
 
 Weights have no part in it, so the sizes are the model's own unless the trial says otherwise: 224x224 images and 1000
 classes for timm and torchvision (timm's own resolution where it is another), 32x32 and 10 for the built-in CIFAR forms

@@ -16,13 +16,12 @@ The backends share the model: each takes its hooks off between two calls (`clipp
 a backend keeps of its own from step to step is part of its own peak and of no other's (see `Entry.take_memory`).
 
 The result is ``{"parameters", "precision", "backends": {name: entry}}``, the entries in the order of the trial;
-``precision`` is what torch's switches were (`dpbench.measure.precision.facts`). An entry has
-``outcome`` and ``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``,
-``turns``, ``loss``, ``memory``, and ``way`` (`clipping.program.programs`) if the trial is compiled. A turn is ``{"round",
-"position", "step_seconds"}``, with the position within its round's order; on CUDA also ``gpu``, its clocks, power and
-temperature as the turn ended (`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken ends
-there; the others go on. If an entry's outcome is not final, it is the record's too (`PartlyFailed`), so that
-``--retry`` finds it.
+``precision`` is what torch's switches were (`dpbench.measure.precision.facts`). An entry has ``outcome`` and
+``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``, ``turns``, ``loss``,
+``memory``, and ``way`` (`clipping.program.graphs`) if the trial is compiled. A turn is ``{"round", "position",
+"step_seconds"}``, with the position within its round's order; on CUDA also ``gpu``, its clocks, power and temperature
+as the turn ended (`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken ends there; the
+others go on. If an entry's outcome is not final, it is the record's too (`PartlyFailed`), so that ``--retry`` finds it.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ import torch
 
 from clipping import Backend, Flat, UnsupportedModel
 from clipping.core.types import Problem
-from clipping.program.programs import BEFORE, Graphs
+from clipping.program.graphs import BEFORE, Graphs
 from dpbench.measure import gpu, verify
 from dpbench.measure.bench import Memory, Step, device_of, open_workload, parameter_count
 from dpbench.measure.flops import model_flops

@@ -21,9 +21,9 @@ none are added. The experiment `memory_accuracy` compares.
 it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
 makes, and that outlives its first summand at once, is that summand.
 
-**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), is one block: the last. It is one of the
-largest, and what the others leave is there while it is worked on: so many bytes are added to all of it (`LastForAll`).
-So a step has about the same operations at any batch size, and takes the same time.
+**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), is one block: the last. It is
+one of the largest, and what the others leave is there while it is worked on: so many bytes are added to all of it
+(`LastForAll`). So a step has about the same operations at any batch size, and takes the same time.
 """
 
 from __future__ import annotations

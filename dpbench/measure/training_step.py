@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from clipping import load_backend
 from clipping.core.batches import forward
-from clipping.program.programs import Graphs
+from clipping.program.graphs import Graphs
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.measure import energy
 from dpbench.measure.bench import Memory, device_of, open_workload, storage_bytes, tensors_in

@@ -1,15 +1,15 @@
 """The answer of a step beside the oracle's: norms and clipped sums of a few samples of the batch.
 
-The errors are those of `clipping.checks.verification.compare`: for a parameter ‖Δ‖ / max(‖reference‖, 10⁻³ ‖all references‖),
-the largest over parameters; a gradient that vanishes but for rounding (a bias before a normalisation) is thereby judged
-beside the whole gradient, not beside its own rounding. For norms max_i |Δ_i| / max(‖g_i‖, 10⁻³ max ‖g‖).
+The errors are those of `clipping.checks.verification.compare`: for a parameter ‖Δ‖ / max(‖reference‖, 10⁻³ ‖all
+references‖), the largest over parameters; a gradient that vanishes but for rounding (a bias before a normalisation) is
+thereby judged beside the whole gradient, not beside its own rounding. For norms max_i |Δ_i| / max(‖g_i‖, 10⁻³ max ‖g‖).
 
 A trial's step is looked at twice. In float64, to which its model is cast and back, is it exact as a method? In float32
 a pre-activation within rounding of zero may pass a ReLU in a batch of one and not in a batch of two, and an exact
 backend differs by 10⁻². And in the trial's own precision, where other kernels run, is it as exact as that arithmetic
-lets it be? The limits are those of `clipping.checks.verification`, by the formats that the losses were computed in. Ordinary
-training is compared with the oracle that clips nothing. Where a dtype is asked for (`dpbench check --dtype`), limits go
-by it. TF32 is off meanwhile on CUDA, but for what is looked at in a trial's own precision.
+lets it be? The limits are those of `clipping.checks.verification`, by the formats that the losses were computed in.
+Ordinary training is compared with the oracle that clips nothing. Where a dtype is asked for (`dpbench check --dtype`),
+limits go by it. TF32 is off meanwhile on CUDA, but for what is looked at in a trial's own precision.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class DeviceTrial(Trial):
     body: ClassVar[str] = "dpbench.measure.device:run"
     sources: ClassVar[tuple[str, ...]] = (
         *(f"dpbench/measure/{name}.py" for name in ("device", "bench", "gpu", "precision", "timing")),
-        *(f"clipping/kernels/{name}.py" for name in ("cuda", "programs")),
+        *(f"clipping/accel/{name}.py" for name in ("cuda", "cuda_programs")),
     )
     device: str = "cpu"
     sizes: Sequence[int] = (1024, 4096, 8192)

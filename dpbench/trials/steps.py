@@ -90,9 +90,9 @@ class OverheadTrial(Trial):
     wrong or fails has an entry that says so, and the others go on.
 
     `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. `compiled`: all of them, ordinary
-    training too, run as graphs in the way that is fastest for each (`clipping.program.programs`). All run in one `precision`, one
-    of `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads text. Seeds: `seed`
-    is that of the weights, the data and the orders.
+    training too, run as graphs in the way that is fastest for each (`clipping.program.graphs`). All run in one
+    `precision`, one of `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads
+    text. Seeds: `seed` is that of the weights, the data and the orders.
     """
 
     kind: ClassVar[str] = "overhead"

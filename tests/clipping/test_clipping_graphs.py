@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-import clipping.program.programs
+import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.checks.verification import compare
@@ -271,7 +271,7 @@ def test_what_is_another_step_has_another_graph(change):
 
 
 def test_more_shapes_than_there_are_graphs_for(monkeypatch):
-    monkeypatch.setattr(clipping.program.programs, "MOST", 2)
+    monkeypatch.setattr(clipping.program.graphs, "MOST", 2)
     model = small()
     with opened("bk_mixed", model) as b, load_backend("bk_mixed")(model, cross_entropy, clip=b.clip) as eager:
         with pytest.warns(RuntimeWarning, match=r"at most 2 graphs.*pad=True"):

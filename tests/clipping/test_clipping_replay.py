@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import clipping.program.programs
+import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, load_backend
 from clipping.program.cuda_graph import Replayed

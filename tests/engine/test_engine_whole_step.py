@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import clipping.program.programs
+import clipping.program.graphs
 from clipping import UnsupportedModel
 from dpbench import Misuse, PrivacyEngine
 from dpbench.engine.errors import PrivacyWarning
@@ -320,7 +320,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("how", ["random", "counted"])
 def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
-    monkeypatch.setattr(clipping.program.programs, "MOST", 3)
+    monkeypatch.setattr(clipping.program.graphs, "MOST", 3)
     ends = []
     for compile in (False, "auto"):
         torch.manual_seed(3)

@@ -251,7 +251,8 @@ def test_a_backend_of_one_s_own_that_is_wrong_leaves_the_record_of_the_others(tm
     """In a process of its own, as a run has it: the outcome can be retried, and the result is kept."""
     file = tmp_path / "mine.py"
     file.write_text(
-        "from clipping.backends.microbatch import NonPrivate\nclass Unclipped(NonPrivate):\n    name, private = 'unclipped', True\n"
+        "from clipping.backends.microbatch import NonPrivate\n"
+        "class Unclipped(NonPrivate):\n    name, private = 'unclipped', True\n"
     )
     mine = f"{file}:Unclipped"
     with Isolation({}) as isolation:

@@ -55,7 +55,8 @@ def backends(monkeypatch):
 def test_a_backend_in_a_file_of_ones_own_is_timed_and_its_memory_taken(tmp_path):
     file = tmp_path / "own.py"
     file.write_text(
-        "from clipping.backends.microbatch import Microbatch\n\n\nclass Own(Microbatch):\n    'Ours.'\n\n    name = 'own'\n"
+        "from clipping.backends.microbatch import Microbatch\n\n\n"
+        "class Own(Microbatch):\n    'Ours.'\n\n    name = 'own'\n"
     )
     assert step.run(TRIAL.replace(backend=f"{file}:Own"))["step_seconds"]
     peak = PeakTrial(model="cnn", backend=f"{file}:Own", batch_size=2, image_size=16, simulated=True)

@@ -36,7 +36,7 @@ def root(tmp_path, monkeypatch):
         "dpbench/measure",
         "dpbench/models",
         "clipping/rules",
-        "clipping/kernels",
+        "clipping/native",
         "dpbench/cli",
     ):
         (tmp_path / name).mkdir(parents=True)
@@ -54,8 +54,8 @@ def root(tmp_path, monkeypatch):
         ("clipping/one.py", STEP, True),
         ("clipping/new.py", STEP, True),
         ("clipping/rules/one.py", STEP, True),
-        ("clipping/kernels/one.c", STEP, True),
-        ("clipping/kernels/one.h", STEP, True),
+        ("clipping/native/one.c", STEP, True),
+        ("clipping/native/one.h", STEP, True),
         ("dpbench/measure/one.py", STEP, True),
         ("dpbench/models/one.py", STEP, True),
         ("dpbench/models/data.py", STEP, True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import clipping.program.programs
+import clipping.program.graphs
 import clipping.program.step
 
 

@@ -299,7 +299,7 @@ def compile_(name: str, capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from clipping.accel import programs
+    from clipping.accel import cuda_programs as programs
 
     program, dtype, tiled, constants, ones = COMPILED[name]
     tiles = tiled(capability // 10)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton programs behind `clipping.kernels`, which alone imports this module: it needs Triton.
+"""The Triton programs behind `clipping.accel`, which alone imports this module: it needs Triton.
 
 Each program reduces one tile to one number and writes it to a place of its own: no atomic operation, so that the same
 tensors give the same bits. The tiles of a sample are added up afterwards, by one sum of torch's. Positions are

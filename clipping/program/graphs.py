@@ -1,10 +1,10 @@
 """The whole step as one program: captured with guards, traced once, compared, and run in the way that is fastest here.
 
-    captured   what the caller's Python does is a graph of torch's functions (`clipping.program.capture`), made anew where a
-               guard of it fails, or what this library decides is another: the threshold, or the plan's batch size
+    captured   what the caller's Python does is a graph of torch's functions (`clipping.program.capture`), made anew
+               where a guard of it fails, or what this library decides is another: the threshold, or the batch size
     traced     the private step of that graph decides by shapes alone. So it runs once on fake tensors, which have no
                numbers, under `make_fx`, which writes down all operations: forward pass, gradients of activations,
-               norms, factors and weighted sums, without autograd, without hooks, kernels in it (`clipping.kernels`)
+               norms, factors and weighted sums, without autograd, without hooks, kernels in it (`clipping.accel`)
 
 A step is some thousand operations, and between them the Python of autograd and of the tape, which is most of what a
 small model pays, or any on a GPU. What is traced runs in one of these ways:
