@@ -1,6 +1,6 @@
 """A convolution whose input's gradient is formed in pieces of the batch, on a CPU.
 
-There the library copies whatever it multiplies into a layout of its own (`clipping.accel.conv_memory`): an input's
+There the library copies whatever it multiplies into a layout of its own (`numerics.convolution_memory`): an input's
 gradient takes twice its size while it is formed, three times with a stride, in the backward pass at the worst moment.
 In pieces of a few samples it takes little more than itself. It is about as fast, and takes half the time where a copy
 would be 32 MiB or more, which the C library takes from the kernel anew each time, page by page. Each piece copies the
@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel.conv_memory import Convolution
 from clipping.accel.gradient_accumulation import Meeting
 from clipping.core.dtypes import without_autocast
 from clipping.core.microbatching import each, in_parts
+from clipping.numerics.convolution_memory import Convolution
 
 PIECE = 2 * 2**20
 """Bytes of the input or of the output that a piece may have."""
@@ -78,6 +78,15 @@ class Pieces(torch.autograd.Function):
         biases = [weight.shape[0]] if ctx.has_bias else None
         found = torch.ops.aten.convolution_backward.default(g, x, weight, biases, *ctx.geometry, wanted)
         return None, *found, *[None] * 4
+
+
+def sizes_of(node: Any) -> Convolution | None:
+    """The shapes and options of a node's convolution; None of a node of another kind.
+
+    Args:
+        node: of the graph.
+    """
+    return node.sizes if isinstance(node, Pieces._backward_cls) else None  # type: ignore[attr-defined]
 
 
 def pieces(sizes: Convolution) -> int:

@@ -43,6 +43,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 from clipping.numerics.traced_operations import operation
+from clipping.rules.pixel_gram import in_two_dimensions
 
 Precision = Literal["ieee", "tf32x3", "tf32"]
 
@@ -281,20 +282,6 @@ def convolution_norm(
         BLOCK_P=tiles.rows,
         PRECISION=precision,
     )
-
-
-def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is.
-
-    Args:
-        x: [n, C, *size].
-        g: [n, p, *output size].
-        options: kernel, stride, padding and dilation, one number a spatial dimension each.
-    """
-    if len(options[0]) > 1:
-        return x, g, [list(option) for option in options]
-    lifted = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]
-    return x.unsqueeze(2), g.unsqueeze(2), lifted
 
 
 def _launch(

@@ -7,13 +7,11 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from clipping.backends.base import Backend
-from clipping.core.batches import forward, map_tensors
 from clipping.core.types import ClippedGradient, Parameters
+from clipping.core.vmap import per_sample
 from clipping.numerics.per_sample import norms_and_factors, weighted_sum
 from clipping.numerics.rounding_bounds import excess, portion
 
@@ -36,16 +34,10 @@ class Vmap(Backend):
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         trainable = {name: p.detach() for name, p in parameters.items()}
-
-        def loss_of_one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:
-            sample, target = map_tensors(lambda x: x[None], (sample, target))
-            losses = self._functional_losses(values, sample, target)
-            return losses[0], losses[0].detach()
-
-        per_sample = vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+        gradients = per_sample(self.model, self.loss_fn)
         device = next((p.device for p in trainable.values()), torch.device("cpu"))
         try:
-            grads, losses = self._traced(lambda: per_sample(trainable, inputs, targets), device)
+            grads, losses = self._traced(lambda: gradients(trainable, inputs, targets), device)
         except RuntimeError as error:
             raise self.blamed(error, "torch.func.vmap cannot trace it", inputs, targets) from error
         norms, factors = norms_and_factors(grads, parameters, self.clip, losses)
@@ -75,29 +67,7 @@ class Vmap(Backend):
                 self._without_fused = False
                 raise error from None
 
-    def _functional_losses(self, values: dict[str, Tensor], sample: Any, target: Any) -> Tensor:
-        caller = _Caller(self.model)
-        named = {f"model.{name}": value for name, value in values.items()}
-        losses = self.loss_fn(functional_call(caller, named, (sample,)), target)
-        if tuple(losses.shape) != (1,):
-            raise ValueError(
-                f"expected loss_fn to return one loss a sample, shape [1] for one sample, got {list(losses.shape)}; "
-                "use reduction='none' and reduce all but the first dimension"
-            )
-        return losses
-
 
 def _fuses_attention(device: torch.device) -> bool:
     """Whether scaled dot product attention has kernels there that vmap may not get along with."""
     return device.type == "cuda"
-
-
-class _Caller(torch.nn.Module):
-    """functional_call takes positional arguments; this hands it inputs of any of the three forms."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, inputs: Any) -> Any:
-        return forward(self.model, inputs)

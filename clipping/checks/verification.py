@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from clipping.accel.overwriting import of_any_size
 from clipping.core.batches import forward, leading_dimension, map_tensors
 from clipping.core.clip_functions import Flat
 from clipping.core.dtypes import formats
 from clipping.core.reference import definition
 from clipping.core.types import ClippedGradient, Clips
+from clipping.numerics import kernels
 from clipping.numerics.rng_replay import Draws, same_for_each
 
 FLOOR = 1e-3
@@ -179,7 +179,7 @@ def agreement_in_own_arithmetic(backend: Clips, inputs: Any, targets: Any, sampl
 def _on_few(of: _Check, backend: Clips, inputs: Any, targets: Any, samples: int) -> tuple[Agreement, Limit]:
     few = map_tensors(lambda x: x[: samples * backend.together], (inputs, targets))
     before = Draws()
-    with of_any_size():
+    with kernels.overwriting.of_any_size():
         found, limit, drew = of(backend, few)
     if drew and not found.within(limit):
         with before.again(), in_eval(backend.model):

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
+
+from clipping.core.dtypes import smallest
 
 
 def floor(dtype: torch.dtype) -> float:
@@ -38,7 +41,7 @@ class ClipFunction(Protocol):
         """Whether each parameter has factors of its own."""
         ...
 
-    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+    def factors(self, norms: Tensor) -> Tensor:
         """Factors of the same shape and dtype: norms [B] of the whole gradient, or [L, B] of its layers.
 
         Args:
@@ -87,7 +90,7 @@ class Flat(_Flat):
     max_grad_norm: float
     stabiliser: float = 0.0
 
-    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+    def factors(self, norms: Tensor) -> Tensor:
         """min(1, C / (‖g_i‖ + stabiliser)) for each norm.
 
         Args:
@@ -122,7 +125,7 @@ class Automatic(_Flat):
         if self.max_grad_norm == math.inf:
             raise ValueError("expected a finite max_grad_norm, got inf")
 
-    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+    def factors(self, norms: Tensor) -> Tensor:
         """C / (‖g_i‖ + γ) for each norm; 0 where that is below `floor`.
 
         Args:
@@ -162,7 +165,7 @@ class GlobalBound(_Flat):
         if self.max_grad_norm == math.inf:
             raise ValueError("expected a finite max_grad_norm, got inf")
 
-    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+    def factors(self, norms: Tensor) -> Tensor:
         """C/Z for each norm that is at most Z with the stabiliser added; 0 for the others.
 
         Args:
@@ -191,7 +194,7 @@ class PerLayer(_Flat):
     stabiliser: float = 0.0
     per_layer = True
 
-    def factors(self, norms: torch.Tensor) -> torch.Tensor:
+    def factors(self, norms: Tensor) -> Tensor:
         """min(1, C/√L / (‖g_{l,i}‖ + stabiliser)) for each norm, [L, B].
 
         Args:
@@ -200,7 +203,7 @@ class PerLayer(_Flat):
         return _at_most(norms, self.max_grad_norm / math.sqrt(max(1, norms.shape[0])), self.stabiliser)
 
 
-def _at_most(norms: torch.Tensor, threshold: float, stabiliser: float) -> torch.Tensor:
+def _at_most(norms: Tensor, threshold: float, stabiliser: float) -> Tensor:
     if threshold == 0:
         return norms * 0.0
     if threshold == math.inf:
@@ -208,9 +211,26 @@ def _at_most(norms: torch.Tensor, threshold: float, stabiliser: float) -> torch.
     return _quotient(threshold, norms + stabiliser).clamp(max=1.0)
 
 
-def _quotient(threshold: float, norms: torch.Tensor) -> torch.Tensor:
+def _quotient(threshold: float, norms: Tensor) -> Tensor:
     """threshold / norms, rounded so that the product with the norm is at most the threshold but for one rounding."""
     # number / tensor multiplies by a rounded reciprocal: a norm of exactly C would not get the factor 1
     factors = torch.full_like(norms, threshold) / norms
     # a subnormal factor has few digits left, and may be too large by a half: 0 is within any threshold
     return torch.where(factors < torch.finfo(norms.dtype).tiny, torch.zeros_like(factors), factors)
+
+
+def factors_by_name(
+    layers: Tensor, names: list[str], clip: ClipFunction, parameters: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """From the norms of each layer [L, B] to those of the whole gradient [B], and the factors [B] of each layer.
+
+    Args:
+        layers: of the gradients that are summed.
+        names: of the layers.
+        clip: the clipping function.
+        parameters: how many numbers a gradient has: some may have been too small to be squared.
+    """
+    norms = torch.linalg.vector_norm(layers, dim=0)
+    lost = math.sqrt(parameters) * smallest(layers.dtype)
+    factors = clip.factors(layers + lost) if clip.per_layer else clip.factors(norms + lost).expand(len(names), -1)
+    return norms, dict(zip(names, factors, strict=True))

@@ -8,6 +8,7 @@ of what it gave.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -79,3 +80,12 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
         dtype: of the gradients.
     """
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Entries below it have squares that are not normal numbers: 2^-63 for float32.
+
+    Args:
+        dtype: of the gradients.
+    """
+    return math.sqrt(torch.finfo(norm_dtype(dtype)).tiny)

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from clipping.core.batches import leading_dimension, losses_of, map_tensors
-from clipping.core.clip_functions import ClipFunction, Flat
+from clipping.core.clip_functions import ClipFunction, Flat, factors_by_name
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import Parts, each, sum_dtype
 from clipping.core.types import ClippedGradient, LossFunction, Parameters
-from clipping.numerics.per_sample import WIDENED, factors_by_name
-from clipping.numerics.squares import sum_of_squares
+
+WIDENED = 2**22
+"""Entries of a gradient that are added at once, in float64."""
 
 
 def definition(
@@ -123,7 +124,9 @@ class Sums:
             clip: norms [1] -> factors [1].
             like: any tensor of the gradients' device.
         """
-        layers = [sum_of_squares(g[None]).sqrt() for g in grads.values()]
+        layers = [
+            torch.linalg.vector_norm(g, dtype=sum_dtype(g)).to(norm_dtype(g.dtype)).view(1) for g in grads.values()
+        ]
         if not layers:
             return like.new_zeros(1, dtype=norm_dtype(like.dtype))
         norm, factors = factors_by_name(torch.stack(layers), list(grads), clip, sum(g.numel() for g in grads.values()))

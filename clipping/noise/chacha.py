@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from clipping.accel import cpu, cuda
+from clipping.numerics import kernels
 
 BLOCKS, WORDS, NORMALS = 16, 16, 128
 """Of a group: blocks of the cipher, words of 32 bits in each, normals made of them all."""
@@ -128,7 +128,7 @@ def noisy(
     wide, found = _operands(totals, key, nonces, in_place)
     kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = {}
     for i, x in enumerate(wide):
-        nonce = () if cpu.supported(x) else tuple(nonces[i][:2])  # a flat tensor has one but for the labels
+        nonce = () if kernels.cpu.supported(x) else tuple(nonces[i][:2])  # a flat tensor has one but for the labels
         kinds.setdefault((x.device, x.dtype, nonce), []).append(i)
     for (device, dtype, nonce), members in kinds.items():
         chosen, results = [wide[i] for i in members], [found[i] for i in members]
@@ -166,7 +166,7 @@ def add_to_flat(
         state = _state(key, 0, (*nonce, label))
     device = torch.device("cpu") if flat.device.type == "mps" else flat.device
     labels, numbers = segments.tables(device)
-    if cuda.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
+    if kernels.cuda.supported(labels) and (isinstance(flat, FakeTensor) or _agrees(device)):
         _launch(flat, labels, numbers, (deviation, grid, 1 / grid), state)
         return
     chunk = (_CHUNK if device.type == "cpu" else _LARGE) // NORMALS
@@ -229,13 +229,13 @@ def _compiled(
     counts = [x.numel() for x in totals]
     units = list(itertools.accumulate((-(-count // NORMALS) for count in counts), initial=0))
     getattr(_loaded(totals[0].dtype), kernel)(
-        cpu._torch().torch_parallel_for,
+        kernels.cpu._torch().torch_parallel_for,
         _unsigned(_state(key, 0, (0, 0, 0))),
         _unsigned([word for nonce in nonces for word in nonce]),
-        cpu._numbers([x.data_ptr() for x in totals]),
-        cpu._numbers([x.data_ptr() for x in results]),
-        cpu._numbers(counts),
-        cpu._numbers(units),
+        kernels.cpu._numbers([x.data_ptr() for x in totals]),
+        kernels.cpu._numbers([x.data_ptr() for x in results]),
+        kernels.cpu._numbers(counts),
+        kernels.cpu._numbers(units),
         len(totals),
         scale,
         grid,
@@ -254,7 +254,7 @@ def _operands(
         _require_words(key, nonce)
 
     def readable(x: Tensor) -> Tensor:
-        dtype = x.dtype if x.dtype in cpu.REALS else torch.promote_types(x.dtype, torch.float32)
+        dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.promote_types(x.dtype, torch.float32)
         return x.detach().to(device or x.device, dtype).contiguous()
 
     wide = [readable(x) for x in totals]
@@ -396,4 +396,4 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def _loaded(dtype: torch.dtype) -> ctypes.CDLL:
-    return _typed(cpu._loaded(dtype))
+    return _typed(kernels.cpu._loaded(dtype))

@@ -29,8 +29,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from clipping.accel import cpu
 from clipping.noise.chacha import BLOCKS, NORMALS, WORDS, _compiled, _operands, words
+from clipping.numerics import kernels
 
 WIDEST = 2.0**43
 """What a total is clamped to, in units of the grid; below it, a quotient of float64 is known to 2^-10."""
@@ -73,7 +73,7 @@ def discrete_noisy(
         members = [i for i, x in enumerate(here) if x.dtype == dtype]
         chosen, results = [here[i] for i in members], [found[i] for i in members]
         own = [nonces[i] for i in members]
-        if cpu.supported(*chosen):
+        if kernels.cpu.supported(*chosen):
             _compiled("discrete_noisy", chosen, results, log, grid, key, own, divisor)
             continue
         for total, result, nonce in zip(chosen, results, own, strict=True):

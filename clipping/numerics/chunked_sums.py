@@ -16,9 +16,9 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from clipping.accel import fused
 from clipping.core.dtypes import wide_dtype
 from clipping.core.microbatching import sum_dtype
+from clipping.numerics import kernels
 from clipping.numerics.products import full_precision
 
 Form = Callable[[slice, int], Tensor]
@@ -45,8 +45,9 @@ def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tens
     """
     first, *others = of_one_size(batch_size, most, together)
     parts = form(*first)
-    if len(others) < 2 and parts.dtype == torch.float32 and fused.runs(parts):  # what is left over is another, perhaps
-        return fused.added(parts.contiguous(), *(form(*each).contiguous() for each in others))
+    # of other sizes there is what is left over, perhaps
+    if len(others) < 2 and parts.dtype == torch.float32 and kernels.fused.runs(parts):
+        return kernels.fused.added(parts.contiguous(), *(form(*each).contiguous() for each in others))
     total = parts.sum(0, dtype=sum_dtype(parts))
     for each in others:
         parts = form(*each)

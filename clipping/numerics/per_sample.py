@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from clipping.core.clip_functions import ClipFunction
+from clipping.core.clip_functions import ClipFunction, factors_by_name
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, in_parts
 from clipping.numerics.chunked_sums import at_once, weighted_at_once
 from clipping.numerics.products import full_precision
-from clipping.numerics.rounding_bounds import portion, smallest
+from clipping.numerics.rounding_bounds import portion
 from clipping.numerics.squares import sum_of_squares
 
 WIDENED = 2**22
@@ -38,23 +37,6 @@ def norms_and_factors(
         return zero, {}
     parameters = sum(grad[0].numel() for grad in grads.values()) if len(like) else 0
     return factors_by_name(torch.stack(list(layers.values())), list(layers), clip, parameters)
-
-
-def factors_by_name(
-    layers: Tensor, names: list[str], clip: ClipFunction, parameters: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """From the norms of each layer [L, B] to those of the whole gradient [B], and the factors [B] of each layer.
-
-    Args:
-        layers: of the gradients that are summed.
-        names: of the layers.
-        clip: the clipping function.
-        parameters: how many numbers a gradient has: some may have been too small to be squared.
-    """
-    norms = torch.linalg.vector_norm(layers, dim=0)
-    lost = math.sqrt(parameters) * smallest(layers.dtype)
-    factors = clip.factors(layers + lost) if clip.per_layer else clip.factors(norms + lost).expand(len(names), -1)
-    return norms, dict(zip(names, factors, strict=True))
 
 
 def weighted_sum(factors: Tensor, grad: Tensor) -> Tensor:

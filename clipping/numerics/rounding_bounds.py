@@ -72,8 +72,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.accel import cpu, fused
-from clipping.core.dtypes import norm_dtype
+from clipping.core.dtypes import norm_dtype, smallest
+from clipping.numerics import kernels
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
 """Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
@@ -134,15 +134,6 @@ class Reach(NamedTuple):
         return Reach(terms, lost, self.apart.view(-1, groups).sum(1) * repeated**2)
 
 
-def smallest(dtype: torch.dtype) -> float:
-    """Entries below it have squares that are not normal numbers: 2^-63 for float32.
-
-    Args:
-        dtype: of the gradients.
-    """
-    return math.sqrt(torch.finfo(norm_dtype(dtype)).tiny)
-
-
 def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     """Σ_t ‖a_t‖ ‖g_t‖ from the norms of rows.
 
@@ -152,8 +143,8 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
         inputs, outputs: entries of each row.
     """
     beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
-    if fused.runs(a, g):
-        return Reach.of_columns(fused.reach(a, g, (beside_inputs, beside_outputs)))
+    if kernels.fused.runs(a, g):
+        return Reach.of_columns(kernels.fused.reach(a, g, (beside_inputs, beside_outputs)))
     of_inputs = (a if a.shape == g.shape else a.expand_as(g)).sum(1)
     lost = g.sum(1).mul_(beside_outputs).add_(of_inputs, alpha=beside_inputs)
     terms = a * g
@@ -191,8 +182,8 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
         x: of any shape.
         dim: along which.
     """
-    if dim == 1 and x.dim() > 2 and x.numel() and cpu.in_one_piece(x):
-        return cpu.column_norms(x)
+    if dim == 1 and x.dim() > 2 and x.numel() and kernels.cpu.in_one_piece(x):
+        return kernels.cpu.column_norms(x)
     # counted from the front: to torch 2.11 without values the last dimension, where it has one entry, stays
     return torch.linalg.vector_norm(x, dim=dim % x.dim(), dtype=norm_dtype(x.dtype))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from clipping.accel import cpu
 from clipping.core.dtypes import norm_dtype
+from clipping.numerics import kernels
 
 SUMMED = 4096
 """Entries that are squared and added up at once."""
@@ -21,8 +21,8 @@ def sum_of_squares(x: Tensor) -> Tensor:
     x, dtype = x.reshape(x.shape[0], -1), norm_dtype(x.dtype)
     if x.shape[1] < 2 * SUMMED:
         return torch.linalg.vector_norm(x, dim=1, dtype=dtype).square_()
-    if cpu.in_one_piece(x):
-        return cpu.sum_of_squares(x)
+    if kernels.cpu.in_one_piece(x):
+        return kernels.cpu.sum_of_squares(x)
     whole = x.shape[1] // SUMMED * SUMMED
     rest, x = x[:, whole:], x[:, :whole] if whole < x.shape[1] else x
     squares = torch.linalg.vector_norm(x.view(x.shape[0], -1, SUMMED), dim=2, dtype=dtype).square_().sum(1)

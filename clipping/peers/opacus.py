@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clipping.core.clip_functions import factors_by_name
 from clipping.core.dtypes import norm_dtype
 from clipping.core.types import Parameters, Problem
-from clipping.numerics.per_sample import factors_by_name
 from clipping.peers.base import Peer, Step, norms_of
 
 

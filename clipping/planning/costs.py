@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from clipping import cache
-from clipping.accel import cpu
+from clipping.numerics import kernels
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
 from clipping.rules import Route, Rule, Spec
@@ -298,7 +298,7 @@ def _path(device: torch.device) -> Path | None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     here = Path(__file__).resolve().parents[1]
     sources = [file.read_text() for kind in ("rules/*.py", "kernels/*.[pch]*") for file in sorted(here.glob(kind))]
-    compiled = str(device.type == "cpu" and cpu.supported(torch.empty(0, dtype=torch.float32, device="cpu")))
+    compiled = str(device.type == "cpu" and kernels.cpu.supported(torch.empty(0, dtype=torch.float32, device="cpu")))
     known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), compiled, *sources]
     if device.type == "cuda":  # products of float32 in TF32 are other products
         known += [torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision]  # type: ignore[attr-defined]

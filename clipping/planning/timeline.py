@@ -5,7 +5,7 @@ The graph of the losses says which tensors autograd saved, and the number of its
 which the gradient of a use arrives, what is held
 
     by both                 saved tensors that are still needed, the gradients on their way from node to node, and
-                            what convolutions allocate inside (`clipping.accel.conv_memory`, on a CPU)
+                            what convolutions allocate inside (`clipping.numerics.convolution_memory`, on a CPU)
     by ordinary training    the weight gradients that are there already
     by book-keeping         what is kept for the sum, and the workspace of a norm
 
@@ -30,9 +30,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from clipping.accel.chunked_conv import Pieces, in_pieces
-from clipping.accel.conv_memory import Convolution
-from clipping.accel.overwriting import adds, overwrites
+from clipping.numerics import kernels
+from clipping.numerics.convolution_memory import Convolution
 from clipping.tape.graph import nodes
 
 
@@ -101,7 +100,7 @@ class Timeline:
             changes[time] -= self._sizes[storage]
         ordinary = list(changes)
         ours = list(_on_the_way(visited, overwritten=True))
-        theirs = _on_the_way(visited, overwritten=False) if any(map(overwrites, visited)) else ours
+        theirs = _on_the_way(visited, overwritten=False) if any(map(kernels.overwriting.overwrites, visited)) else ours
         for first, last, size in theirs:
             ordinary[first] += size
             ordinary[last + 1] -= size
@@ -311,7 +310,7 @@ def _on_the_way(visited: Sequence[Any], *, overwritten: bool) -> Iterable[tuple[
         if given is not None:
             last[given[0]] = time
         alias = type(node).__name__.rstrip("0123456789").removesuffix("Backward") in ALIASES
-        hands_on = given is not None and (alias or (overwritten and overwrites(node)))
+        hands_on = given is not None and (alias or (overwritten and kernels.overwriting.overwrites(node)))
         for child, index in node.next_functions:
             if child is None or not child.next_functions or _leads_to_a_leaf(child):
                 continue
@@ -322,7 +321,8 @@ def _on_the_way(visited: Sequence[Any], *, overwritten: bool) -> Iterable[tuple[
                 key = len(born)
                 born[key] = time, size
                 incoming[child] = key, size
-            elif not hands_on and not (overwritten and adds(node)):  # added to the one that is there, and let go of
+            elif not hands_on and not (overwritten and kernels.overwriting.adds(node)):
+                # added to the one that is there, and let go of
                 yield time, time, size
     for key, (time, size) in born.items():
         yield time, last.get(key, time), size
@@ -342,11 +342,9 @@ def _bytes(node: Any, index: int) -> int:
 
 def _temporaries(node: Any) -> tuple[int, int]:
     """What a node allocates beside its gradients, on a CPU: (with all of them, without those of its parameters)."""
-    if isinstance(node, Pieces._backward_cls):
-        shapes: Convolution = node.sizes  # type: ignore[attr-defined]
-        return shapes.gradients(True, True) - shapes.results(True, True), in_pieces(shapes) - shapes.results(
-            True, False
-        )
+    if shapes := kernels.chunked_conv.sizes_of(node):
+        whole, input_only = shapes.gradients(True, True), kernels.chunked_conv.in_pieces(shapes)
+        return whole - shapes.results(True, True), input_only - shapes.results(True, False)
     if not type(node).__name__.startswith("ConvolutionBackward") or node._saved_transposed:
         return 0, 0
     try:

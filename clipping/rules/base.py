@@ -23,10 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from clipping.accel import cpu, cuda
-from clipping.accel.chunked_conv import Share
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks, concatenated, each
+from clipping.numerics import kernels
 from clipping.numerics.gram import HALVED, part
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
@@ -180,7 +179,7 @@ class Rule(ABC):
     """What was decided for this use, before the backward pass."""
     chosen_for = 0
     """Samples that routes are chosen for; 0 for as many as there are. See `clipping.backends.tape`."""
-    share: Share | None = None
+    share: Any = None
     """Told that only the gradient of the operation's input is wanted, if it can make use of that."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
@@ -261,12 +260,12 @@ class Rule(ABC):
 
     def offer_kernels(self, *ways: str) -> None:
         """Triton's kernels as further ways of the norm, where they run: they write neither Grams nor gradients."""
-        if cuda.supported(self.parameter):
+        if kernels.cuda.supported(self.parameter):
             self.ghosts = (*self.ghosts, *ways)
 
     def offer_compiled(self) -> None:
         """The kernel for CPUs as a further way of the norm, where there is a library and anything to multiply."""
-        if self.positions > 1 and cpu.supported(self.parameter):
+        if self.positions > 1 and kernels.cpu.supported(self.parameter):
             self.ghosts = (*self.ghosts, COMPILED)
 
     def samples(self, g: Tensor | Spec) -> int:

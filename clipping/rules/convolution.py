@@ -12,16 +12,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel import cpu, cuda, fused
-from clipping.accel.chunked_conv import Pieces, Share, applies
-from clipping.accel.conv_memory import Convolution
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
+from clipping.numerics import kernels
+from clipping.numerics.convolution_memory import Convolution
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
@@ -68,7 +68,7 @@ class ConvolutionWeight(Bilinear):
         padding: list[int],
         dilation: list[int],
         groups: int,
-        share: Share | None = None,
+        share: Any = None,
     ) -> None:
         super().__init__(
             weight,
@@ -140,9 +140,9 @@ class ConvolutionWeight(Bilinear):
             count = x.shape[0] * self.groups
             pixels = row_norms(x.reshape(count, -1, *x.shape[2:]), 1)
             norms = row_norms(of.reshape(count, self.outputs, self.positions), 1)
-            by_kernel = fused.runs(pixels, norms)
-            if len(self.kernel) <= 2 and (by_kernel or cpu.in_one_piece(pixels, norms)):
-                found = reach_of_pixels if by_kernel else cpu.patch_reach
+            by_kernel = kernels.fused.runs(pixels, norms)
+            if len(self.kernel) <= 2 and (by_kernel or kernels.cpu.in_one_piece(pixels, norms)):
+                found = reach_of_pixels if by_kernel else kernels.cpu.patch_reach
                 made = found(pixels, norms, self._geometry(), of.shape[-1], self._least(of))
                 return Reach.of_columns(made).of_groups(self.groups)
             pixels = pixels.unsqueeze(1).square_()
@@ -179,7 +179,7 @@ class ConvolutionWeight(Bilinear):
     def _whole(self, g: Tensor | Spec) -> bool:
         """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""
         fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
-        return fits and len(self.kernel) <= 2 and g.dtype in cuda.DTYPES and fused.runs(self.parameter)
+        return fits and len(self.kernel) <= 2 and kernels.fused.runs(self.parameter) and g.dtype in kernels.cuda.DTYPES
 
     def _least(self, g: Tensor) -> tuple[float, float]:
         return of_lost(g.dtype, self.inputs, self.outputs)
@@ -289,7 +289,7 @@ class ConvolutionWeight(Bilinear):
             return int(block * self.work(g, way).workspace)
         if way == COMPILED:
             features = max(self.parameter.shape[1], self.parameter.shape[0] // self.groups)
-            return cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, features, block, g.dtype)
+            return kernels.cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, features, block, g.dtype)
         if way != "grouped" or self.parameter.device.type != "cpu":
             return super().norm_bytes(g, way, block)
         spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
@@ -315,14 +315,14 @@ class ConvolutionWeight(Bilinear):
         x, g = self.operands(g, samples)
         count, groups = x.shape[0], self.groups
         if way == NORM_KERNEL:
-            return cuda.convolution_norm(x, g, *self._geometry(), groups)
+            return kernels.cuda.convolution_norm(x, g, *self._geometry(), groups)
         if self._finds_reach(g, way):
             found = self._with_reach(x, g, way)[:, 0]
         elif way == "pixels":
             found = pixel_gram_product(self._grouped(x), self._grouped(g), self._geometry(), available)
         else:
             a, g = (y.transpose(1, 2) for y in self._positions(x, g))
-            found = cuda.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
+            found = kernels.cuda.gram_norm(a, g) if way == GRAM_KERNEL else gram_product(a, g, available)
         return found.view(count, groups).sum(1) if groups > 1 else found
 
     def _geometry(self) -> Geometry:
@@ -366,9 +366,9 @@ def convolution(
         pads = of_each(padding, spatial)
     geometry = strides, pads, dilations, groups
     function = (F.conv1d, F.conv2d, F.conv3d)[spatial - 1]
-    share = Share() if applies(input, weight, *geometry) else None
+    share = kernels.chunked_conv.Share() if kernels.chunked_conv.applies(input, weight, *geometry) else None
     if share is not None:
-        output = Pieces.apply(share, input, weight, bias, *geometry)
+        output = kernels.chunked_conv.Pieces.apply(share, input, weight, bias, *geometry)
     else:
         output = function(input, weight, bias, *geometry)
     return output, ((weight, ConvolutionWeight, input, output.shape[2:], *geometry, share), (bias, Bias, 1))

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel import cuda
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import added, blocks
+from clipping.numerics import kernels
 from clipping.numerics.gram import part, within
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_rows, portion, row_norms
@@ -86,7 +86,7 @@ class EmbeddingWeight(Rule):
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         ids, g = self._positions(g, samples)
         if way == GRAM_KERNEL:
-            return cuda.embedding_gram_norm(ids, g)
+            return kernels.cuda.embedding_gram_norm(ids, g)
         ordered, order = ids.sort(1)
         rank = torch.zeros_like(ordered)
         rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # of each position's id among those of its sample

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel import cpu, cuda
 from clipping.core.microbatching import each
+from clipping.numerics import kernels
 from clipping.numerics.gram import gram_product, part, within
 from clipping.numerics.products import by_onednn, product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
@@ -59,9 +59,9 @@ class LinearWeight(Bilinear):
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:
             a, of = self.operands(g, samples)
-            if of.dtype in cpu.REALS and cpu.supported(a, of):
+            if kernels.cpu.supported(a, of) and of.dtype in kernels.cpu.REALS:
                 lost = of_lost(of.dtype, self.inputs, self.outputs)
-                return Reach.of_columns(cpu.row_reach(a, of, lost))
+                return Reach.of_columns(kernels.cpu.row_reach(a, of, lost))
             return of_rows(row_norms(a), row_norms(of), self.inputs, self.outputs)
 
         return self._reach_of_rows(g, of_block, self.positions * self.inputs * g.element_size())
@@ -75,7 +75,7 @@ class LinearWeight(Bilinear):
         lost = [of_lost(h.dtype, rule.inputs, rule.outputs) for rule, h in uses]
 
         def found(samples: slice) -> tuple[Tensor, Tensor]:
-            return cpu.gram_norm_and_reach(*self._together_with(others, g, samples), lost)
+            return kernels.cpu.gram_norm_and_reach(*self._together_with(others, g, samples), lost)
 
         parts = each(found, self.blocks(g, COMPILED, route.block))
         squares, reaches = map(torch.cat, zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
@@ -99,9 +99,9 @@ class LinearWeight(Bilinear):
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         if way == GRAM_KERNEL:
-            return cuda.gram_norm(*self.operands(g, samples))
+            return kernels.cuda.gram_norm(*self.operands(g, samples))
         if way == NORM_KERNEL:
-            return cuda.instantiated_norm(*self.operands(g, samples))
+            return kernels.cuda.instantiated_norm(*self.operands(g, samples))
         return self._ghosts_together(g, samples, way, ())
 
     def companions(self, g: Tensor) -> Hashable:
@@ -113,7 +113,7 @@ class LinearWeight(Bilinear):
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         a, (g, *more) = self._together_with(others, g, samples)
         if way == COMPILED:
-            return cpu.gram_norm(a, [g, *more])
+            return kernels.cpu.gram_norm(a, [g, *more])
         return gram_product(a, g, self.workspace(g), more)
 
     def _together_with(

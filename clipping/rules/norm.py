@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel import cpu, fused
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import blocks, concatenated
+from clipping.numerics import kernels
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import Reach, all_alike, row_norms
 from clipping.rules.base import Gradient, Refused, Rule
@@ -65,10 +65,10 @@ class LayerNormWeight(_Scale):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
         features = self.parameter.numel()
-        if cpu.in_one_piece(*given):
-            found = cpu.scale_gradient(x, mean, rstd, of, features)
-        elif fused.runs(*given) and all(each.is_contiguous() for each in given):
-            found = fused.scale_gradient(x, mean, rstd, of, features)
+        if kernels.cpu.in_one_piece(*given):
+            found = kernels.cpu.scale_gradient(x, mean, rstd, of, features)
+        elif kernels.fused.runs(*given) and all(each.is_contiguous() for each in given):
+            found = kernels.fused.scale_gradient(x, mean, rstd, of, features)
         else:
             return super().instantiate(g, samples)
         return found.view(-1, *self.parameter.shape)

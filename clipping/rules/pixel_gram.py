@@ -26,9 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel import cpu, fused
-from clipping.accel.cuda import in_two_dimensions
 from clipping.core.dtypes import HALF, norm_dtype
+from clipping.numerics import kernels
 from clipping.numerics.gram import part
 from clipping.numerics.products import products
 
@@ -43,6 +42,20 @@ class Geometry(NamedTuple):
     stride: list[int]
     padding: list[int]
     dilation: list[int]
+
+
+def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
+    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is.
+
+    Args:
+        x: [n, C, *size].
+        g: [n, p, *output size].
+        options: kernel, stride, padding and dilation, one number a spatial dimension each.
+    """
+    if len(options[0]) > 1:
+        return x, g, [list(option) for option in options]
+    lifted = [[neutral, *option] for neutral, option in zip((1, 1, 0, 1), options, strict=True)]
+    return x.unsqueeze(2), g.unsqueeze(2), lifted
 
 
 def phases(geometry: Geometry) -> Iterator[tuple[tuple[int, ...], tuple[list[int], ...]]]:
@@ -101,7 +114,7 @@ def compiled_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float,
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry = Geometry(*options)
     images = [(every(x, r, geometry.stride), list(itertools.product(*offsets))) for r, offsets in phases(geometry)]
-    return cpu.pixel_norms(images, g, least)
+    return kernels.cpu.pixel_norms(images, g, least)
 
 
 def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int) -> Tensor:
@@ -153,7 +166,7 @@ def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -
 def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, float]) -> Tensor:
     """`pixel_gram_product` by whole Gram matrices and the kernel for GPUs, and what a reach is made of.
 
-    In one or two dimensions, where `fused.runs`: each Gram matrix of pixels is one product of all phases.
+    In one or two dimensions, where `kernels.fused.runs`: each Gram matrix of pixels is one product of all phases.
 
     Args:
         x, g, geometry: as in `pixel_gram_product`.
@@ -180,7 +193,7 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
         x = x.reshape(-1, channels, *grid)
     of_inputs, of_outputs = (products(rows, rows) for rows in (y.flatten(2).transpose(1, 2) for y in (x, g)))
     of_inputs = of_inputs.view(count, math.prod(phases), math.prod(grid), -1)
-    return fused.shifted_norms(of_inputs, of_outputs, geometry, grid, phases, g.shape[3], least)
+    return kernels.fused.shifted_norms(of_inputs, of_outputs, geometry, grid, phases, g.shape[3], least)
 
 
 def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least: tuple[float, float]) -> Tensor:
@@ -196,7 +209,7 @@ def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least:
         [n, 3] float32: what `clipping.numerics.rounding_bounds.Reach.of_columns` takes.
     """
     images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
-    return fused.reach(images[:, 0], g, least, options, width)
+    return kernels.fused.reach(images[:, 0], g, least, options, width)
 
 
 def _remainders(geometry: Geometry) -> list[set[int]]:

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.accel.overwriting import from_losses
 from clipping.core.dtypes import without_autocast
+from clipping.numerics import kernels
 from clipping.rules.base import Refused
 from clipping.tape.uses import Noted, Use
 
@@ -99,7 +99,7 @@ class Arrivals:
             uses = [use for use, _ in self._copies]
             wanted = [*(copies for _, copies in self._copies), *self._anchors.values(), *self._leaves]
             if wanted and losses.requires_grad:
-                with from_losses():
+                with kernels.overwriting.from_losses():
                     found = torch.autograd.grad(losses.sum(), wanted, retain_graph=retain_graph, allow_unused=True)
                 with torch.no_grad():
                     for use, g in zip(uses, found, strict=False):

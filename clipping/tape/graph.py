@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clipping.accel.overwriting import is_followed, note_alone
 from clipping.core.types import Parameters, Problem
+from clipping.numerics import kernels
 from clipping.tape.record import Tape
 
 _NODES: Any = torch._C._functions
@@ -68,7 +68,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             _require_unchanged(node)
         for child, _ in node.next_functions:
             kind: Any = type(child)
-            if is_followed(kind):
+            if kernels.overwriting.is_followed(kind):
                 leads.setdefault(child, []).append(node)
             if kind is _LEAF:
                 leaf = child.variable
@@ -88,7 +88,7 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
             use = maker.get(below)
             if use is not mine and use is not None and not {use.node, use.view} & {number, below}:
                 unseen += [name for source, _ in use.rules for name in source.parameters]
-    note_alone(leads)
+    kernels.overwriting.note_alone(leads)
     reached = [use for use in tape.uses if use.node in numbers]
     tape.arrivals.expect(reached, list(leaves.values()), hash(tuple(kinds)))
     return [

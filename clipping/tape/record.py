@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from clipping.accel.overwriting import run
 from clipping.core.batches import map_tensors
 from clipping.core.types import Parameters, Problem
+from clipping.numerics import kernels
 from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
 from clipping.rules import (
     COMPOSITES,
@@ -117,7 +117,7 @@ class Tape(TorchFunctionMode):
             elif depends_on_data(operand):
                 data.append(operand)
         if not sources or not torch.is_grad_enabled():
-            return self._mark(func, args, kwargs, run(func, args, kwargs), data)
+            return self._mark(func, args, kwargs, kernels.overwriting.run(func, args, kwargs), data)
         self.hooked = self.hooked or hooks_of_saving(True) is not None
         if in_transform() is not None:
             self._refuse(func, sources, Refused("is called inside of a torch.func transform", "use microbatch or vmap"))

@@ -2,7 +2,7 @@
 
 The step runs under fake tensors, which have a shape and no data: any resolution answers in seconds. (A model whose
 Python code asks for a value, or an operation that has no fake form, is run on real ones, and the result says so.) A
-trial that measures runs on real ones on its device, times the routes of each use (`clipping.planning.plan_regret`), and
+trial that measures runs on real ones on its device, times the routes of each use (`clipping.explain.plan_regret`), and
 then takes time and memory of a step by the plan that came of it, and of ordinary training.
 
 Weights have no part in it, so the sizes are the model's own unless the trial says otherwise: 224x224 images and 1000
@@ -20,9 +20,9 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from clipping import UnsupportedModel
-from clipping.backends.explain import STRATEGIES, Cost, Explanation, Row, explain
 from clipping.backends.microbatch import NonPrivate
 from clipping.backends.tape import BkMixed
+from clipping.explain.routes import STRATEGIES, Cost, Explanation, Row, explain
 from clipping.planning.planner import Planner
 from dpbench.errors import UsageError
 from dpbench.measure import verify

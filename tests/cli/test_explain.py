@@ -1,4 +1,4 @@
-"""What `clipping.backends.explain` says: figures computed by hand, and decisions that are those of the backends."""
+"""What `clipping.explain.routes` says: figures computed by hand, and decisions that are those of the backends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 
 from clipping import UnsupportedModel, load_backend
-from clipping.backends.explain import Cost, Row, explain
 from clipping.core.batches import map_tensors
+from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
 from clipping.rules import Rule
 from clipping.rules.linear import LinearWeight

@@ -10,11 +10,11 @@ from cases import CASES
 from test_explain import BATCH, total
 from torch import nn
 
-from clipping.backends.explain import explain
 from clipping.backends.tape import MixedGhost
+from clipping.explain.parameter_use import record
+from clipping.explain.plan_regret import candidates, followed, regrets, remeasured, settled
+from clipping.explain.routes import explain
 from clipping.planning.costs import predicted
-from clipping.planning.parameter_use import record
-from clipping.planning.plan_regret import candidates, followed, regrets, remeasured, settled
 from clipping.planning.planner import Plan, Planner
 from clipping.rules import Route
 
@@ -49,7 +49,7 @@ def test_nothing_is_timed_unless_it_was_asked_for(monkeypatch):
         raise AssertionError("timed")
 
     monkeypatch.setattr("clipping.planning.planner.measured", timed)
-    monkeypatch.setattr("clipping.planning.plan_regret.measured", timed)
+    monkeypatch.setattr("clipping.explain.plan_regret.measured", timed)
     model, x = measurable()
     found = explain(model, total, x, torch.zeros(BATCH))
     assert found.regret is None and {row.measured for row in found.rows} == {None}
@@ -58,7 +58,7 @@ def test_nothing_is_timed_unless_it_was_asked_for(monkeypatch):
 
 def test_the_regret_is_what_the_taken_routes_lose(monkeypatch):
     """With seconds that are known: ghost 3, kept 2, discarded 1 of every use; one plan discards, the other does not."""
-    monkeypatch.setattr("clipping.planning.plan_regret.remeasured", lambda _, routes: {r: pretended(r) for r in routes})
+    monkeypatch.setattr("clipping.explain.plan_regret.remeasured", lambda _, routes: {r: pretended(r) for r in routes})
     model, x = measurable()
     planner = Planner(file=False)
     readings, (plan,) = record(MixedGhost(model, total, verify=False), x, torch.zeros(BATCH), planner)
@@ -84,7 +84,7 @@ def test_routes_take_turns_and_noise_in_one_round_is_no_regret(monkeypatch):
         seen.append(run.args[1])
         return (100.0 if len(seen) in (1, 5) else 1.0), None
 
-    monkeypatch.setattr("clipping.planning.plan_regret._seconds", clock)
+    monkeypatch.setattr("clipping.explain.plan_regret._seconds", clock)
     routes = [Route(), Route(kept=True)]
     assert remeasured(reading, routes) == {route: 1.0 for route in routes}
     assert seen == routes * (len(seen) // 2) and len(seen) >= 8

@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from clipping import compare, load_backend
 from clipping.accel import chunked_conv as pieces
 from clipping.accel.chunked_conv import Pieces, in_pieces
-from clipping.accel.conv_memory import Convolution
 from clipping.numerics import products as matmul
+from clipping.numerics.convolution_memory import Convolution
 from clipping.rules import base
 from clipping.tape.record import Tape
 from dpbench.measure.memory import measured_peak

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from clipping import Flat, PerLayer, load_backend
 from clipping.accel import cpu
 from clipping.backends.tape import MixedGhost
+from clipping.explain.parameter_use import record
 from clipping.numerics import gram as grams
-from clipping.planning.parameter_use import record
 from clipping.planning.planner import Planner
 from clipping.rules import Route, Rule
 from clipping.tape.record import Tape

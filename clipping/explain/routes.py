@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from clipping.backends.tape import FastGradClip, Ghost, MixedGhost, TapeBackend
 from clipping.core.batches import map_tensors
 from clipping.core.types import LossFunction
+from clipping.explain.parameter_use import Reading, cross_terms, decide, in_words, record
+from clipping.explain.plan_regret import fresh_costs, regrets
 from clipping.planning.costs import Costs, ghost_by_paper, predicted
-from clipping.planning.parameter_use import Reading, cross_terms, decide, in_words, record
-from clipping.planning.plan_regret import fresh_costs, regrets
 from clipping.planning.planner import Planner
 from clipping.rules import Broadcast, EmbeddingWeight, Rule
 
@@ -84,7 +84,7 @@ class Row:
         bytes, operations: see the module's docstring.
         routes: strategy -> "ghost", "instantiate" or "fallback"; None if the loss does not depend on this use.
         reason: why "mixed" does not follow the paper's rule here, where that is so.
-        plan: what `bk_mixed` does (`clipping.planning.parameter_use.in_words`); None if the loss does not depend on
+        plan: what `bk_mixed` does (`clipping.explain.parameter_use.in_words`); None if the loss does not depend on
             this use.
         predicted, measured: seconds by each route of `bk_mixed`, by formula and on this device; None if it has but one,
             or nothing was measured.
@@ -119,7 +119,7 @@ class Explanation:
     Attributes:
         rows: one for each use of each trainable parameter, in the order of the forward pass.
         peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planning.planner.Plan`.
-        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.planning.plan_regret`), if that
+        regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.explain.plan_regret`), if that
             was measured.
     """
 

@@ -23,10 +23,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from clipping.explain.parameter_use import Reading
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
 from clipping.planning.costs import CACHES, Costs, measured, predicted
-from clipping.planning.parameter_use import Reading
 from clipping.planning.planner import Plan, kind
 from clipping.rules import Route
 

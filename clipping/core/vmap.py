@@ -1,0 +1,46 @@
+"""All per-sample gradients at once: torch.func.vmap over torch.func.grad (what functorch was)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+from clipping.core.batches import forward, map_tensors
+from clipping.core.types import LossFunction
+
+
+def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
+    """(parameters, inputs, targets) -> ∂ℓ_i/∂θ of each sample, name -> [B, *shape], and the losses [B].
+
+    Args:
+        model: what `clipping.core.batches.forward` calls.
+        loss_fn: (outputs, targets) -> [B].
+    """
+    caller = _Caller(model)
+
+    def loss_of_one(values: dict[str, Tensor], sample: Any, target: Any) -> tuple[Tensor, Tensor]:
+        sample, target = map_tensors(lambda x: x[None], (sample, target))
+        named = {f"model.{name}": value for name, value in values.items()}
+        losses = loss_fn(functional_call(caller, named, (sample,)), target)
+        if tuple(losses.shape) != (1,):
+            raise ValueError(
+                f"expected loss_fn to return one loss a sample, shape [1] for one sample, got {list(losses.shape)}; "
+                "use reduction='none' and reduce all but the first dimension"
+            )
+        return losses[0], losses[0].detach()
+
+    return vmap(grad(loss_of_one, has_aux=True), in_dims=(None, 0, 0), randomness="different")
+
+
+class _Caller(nn.Module):
+    """functional_call takes positional arguments; this hands it inputs of any of the three forms."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Any) -> Any:
+        return forward(self.model, inputs)
