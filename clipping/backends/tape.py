@@ -40,7 +40,7 @@ from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Refused, Route, Rule, Spec
+from clipping.rules.base import Refused, Route, Rule, Spec
 from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape

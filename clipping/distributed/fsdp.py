@@ -33,7 +33,7 @@ from torch import Tensor
 from clipping.norms.collection import Book, LayerByLayer, Norms
 from clipping.numerics.per_sample import weighted_sum
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Rule
+from clipping.rules.base import Rule
 from clipping.tape.uses import Use
 
 

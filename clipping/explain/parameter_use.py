@@ -19,7 +19,8 @@ from clipping.core.dtypes import norm_dtype
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.planning.planner import Plan, Planner
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import EmbeddingWeight, Refused, Route, Rule
+from clipping.rules.base import Refused, Route, Rule
+from clipping.rules.embedding import EmbeddingWeight
 from clipping.tape.graph import unrecorded
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use

@@ -28,7 +28,7 @@ from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
 from clipping.planning.costs import CACHES, Costs, measured, predicted
 from clipping.planning.planner import Plan, kind
-from clipping.rules import Route
+from clipping.rules.base import Route
 
 ROUNDS = 5
 

@@ -46,7 +46,9 @@ from clipping.explain.parameter_use import Reading, cross_terms, decide, in_word
 from clipping.explain.plan_regret import fresh_costs, regrets
 from clipping.planning.costs import Costs, ghost_by_paper, predicted
 from clipping.planning.planner import Planner
-from clipping.rules import Broadcast, EmbeddingWeight, Rule
+from clipping.rules.base import Rule
+from clipping.rules.elementwise import Broadcast
+from clipping.rules.embedding import EmbeddingWeight
 
 STRATEGIES: dict[str, type[TapeBackend]] = {"ghost": Ghost, "instantiate": FastGradClip, "mixed": MixedGhost}
 

@@ -31,7 +31,8 @@ from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.numerics.squares import sum_of_squares
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Copies, Rule, Spec
+from clipping.rules.base import Rule, Spec
+from clipping.rules.elementwise import Copies
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
 

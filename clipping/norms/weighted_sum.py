@@ -18,7 +18,7 @@ from clipping.core.microbatching import added, blocks, sum_dtype
 from clipping.numerics.gram import part
 from clipping.numerics.per_sample import weighted_sum
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Rule, Spec
+from clipping.rules.base import Rule, Spec
 
 
 def pulled_back_in(source: Source, rule: Rule, g: Tensor | Spec) -> list[slice]:

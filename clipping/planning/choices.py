@@ -10,7 +10,7 @@ from clipping.norms.collection import is_small_pulled_back
 from clipping.planning.costs import Costs, predicted
 from clipping.planning.timeline import Held, storage_of
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Route, Rule, Spec
+from clipping.rules.base import Route, Rule, Spec
 from clipping.tape.uses import Use
 
 CALL = 3e-5

@@ -30,8 +30,7 @@ from clipping import cache
 from clipping.numerics import kernels
 from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.squares import sum_of_squares
-from clipping.rules import Route, Rule, Spec
-from clipping.rules.base import KERNELS
+from clipping.rules.base import KERNELS, Route, Rule, Spec
 
 Key = tuple[bool, str, int]
 Clock = Callable[[Callable[[], object]], float]

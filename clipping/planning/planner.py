@@ -36,7 +36,7 @@ from clipping.planning.choices import Choice, choices_of, formula_route, has_cho
 from clipping.planning.costs import MOST_SAMPLES, CostCache, Costs, ghost_by_paper, measured, predicted
 from clipping.planning.timeline import Balance, Held, Timeline
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Route, Rule, Spec
+from clipping.rules.base import Route, Rule, Spec
 from clipping.tape.checkpointing import with_numbers
 from clipping.tape.record import Tape
 from clipping.tape.uses import Use

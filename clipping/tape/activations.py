@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Broadcast, Copies, Gradient, Spec
+from clipping.rules.base import Gradient, Spec
+from clipping.rules.elementwise import Broadcast, Copies
 
 COPIES = 16
 """Of a vector that are joined at once: each costs Python's time."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from clipping.provenance.derived_parameters import Source
-from clipping.rules import Gradient, Rule
+from clipping.rules.base import Gradient, Rule
 
 hooks_of_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 """Those that autograd has for the tensors it saves, as within a checkpoint; None where there are none."""

@@ -36,19 +36,10 @@ from clipping.core.batches import map_tensors
 from clipping.core.types import Parameters, Problem
 from clipping.numerics import kernels
 from clipping.provenance.derived_parameters import Source, depends_on_data, derive, mark_data, parameter_source, remade
-from clipping.rules import (
-    COMPOSITES,
-    HANDLERS,
-    OF_DATA,
-    PER_SAMPLE,
-    REWRITTEN,
-    Gradient,
-    Refused,
-    Spec,
-    as_refused,
-    fallback,
-    title,
-)
+from clipping.rules.base import Gradient, Refused, Spec, as_refused, title
+from clipping.rules.fallback import fallback
+from clipping.rules.handlers import COMPOSITES, HANDLERS, OF_DATA, PER_SAMPLE
+from clipping.rules.rewritten import REWRITTEN
 from clipping.tape.activations import Activations
 from clipping.tape.arrivals import Anchored, AnchoredCopy, Arrival, Arrivals
 from clipping.tape.batch_dimension import MOVABLE, samples_first

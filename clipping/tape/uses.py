@@ -12,7 +12,9 @@ from torch import Tensor
 
 from clipping.provenance.derived_parameters import Source, mark_disjoint
 from clipping.provenance.row_owners import Rows, taken
-from clipping.rules import Broadcast, EmbeddingWeight, Gradient, Refused, Rule, Spec, made, title
+from clipping.rules.base import Gradient, Refused, Rule, Spec, made, title
+from clipping.rules.elementwise import Broadcast
+from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.gathered import gathered
 
 

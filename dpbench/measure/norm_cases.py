@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.rules import Handler
 from clipping.rules.contraction import einsum
 from clipping.rules.convolution import convolution
 from clipping.rules.embedding import embedding, embedding_bag
+from clipping.rules.handlers import Handler
 from clipping.rules.linear import linear, matmul
 from clipping.rules.norm import layer_norm, rms_norm
 from clipping.rules.transposed import transposed_convolution

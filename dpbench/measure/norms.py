@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from clipping import Flat, load_backend
 from clipping.accel import cuda
 from clipping.core.dtypes import norm_dtype
-from clipping.rules import Route, made
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Rule
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route, Rule, made
 from dpbench.measure.bench import device_of
 from dpbench.measure.norm_cases import Case, cases
 from dpbench.measure.precision import arithmetic, dtype_of

@@ -15,7 +15,7 @@ from clipping import UnsupportedModel, load_backend
 from clipping.core.batches import map_tensors
 from clipping.explain.routes import Cost, Row, explain
 from clipping.planning.planner import Planner
-from clipping.rules import Rule
+from clipping.rules.base import Rule
 from clipping.rules.linear import LinearWeight
 
 BACKENDS = {"ghost": "ghost", "instantiate": "fastgradclip", "mixed": "mixed_ghost", "plan": "bk_mixed"}

@@ -16,7 +16,7 @@ from clipping.explain.plan_regret import candidates, followed, regrets, remeasur
 from clipping.explain.routes import explain
 from clipping.planning.costs import predicted
 from clipping.planning.planner import Plan, Planner
-from clipping.rules import Route
+from clipping.rules.base import Route
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from torch import nn
 from clipping import load_backend
 from clipping.planning import costs
 from clipping.planning.costs import CostCache, Costs, measured, predicted
-from clipping.rules import Spec
+from clipping.rules.base import Spec
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.linear import LinearWeight
 

@@ -20,7 +20,7 @@ from torch.func import vmap
 from clipping import cache, load_backend
 from clipping.accel import cpu
 from clipping.native import library
-from clipping.rules import Route
+from clipping.rules.base import Route
 from clipping.rules.pixel_gram import Geometry, compiled_norms, patches
 
 LIBRARY = pytest.mark.skipif(not cpu.supported(torch.empty(0)), reason="no C compiler that could make the kernels")

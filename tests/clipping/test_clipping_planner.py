@@ -19,8 +19,7 @@ from clipping.accel import cuda
 from clipping.backends.tape import BkMixed
 from clipping.planning.costs import Costs
 from clipping.planning.planner import Plan, Planner
-from clipping.rules import Route
-from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL
+from clipping.rules.base import GRAM_KERNEL, NORM_KERNEL, Route
 from clipping.tape.record import Tape
 
 Timed = Callable[[Any, Any], Costs]

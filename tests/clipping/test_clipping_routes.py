@@ -14,7 +14,7 @@ from clipping.backends.tape import MixedGhost
 from clipping.explain.parameter_use import record
 from clipping.numerics import gram as grams
 from clipping.planning.planner import Planner
-from clipping.rules import Route, Rule
+from clipping.rules.base import Route, Rule
 from clipping.tape.record import Tape
 from dpbench.conformance.contract import CHECKS
 from dpbench.conformance.judging import judge

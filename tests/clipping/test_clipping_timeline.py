@@ -15,7 +15,8 @@ from clipping import load_backend
 from clipping.backends.tape import BkMixed
 from clipping.planning.planner import Plan, Strategy
 from clipping.planning.timeline import Held, Timeline, storage_of
-from clipping.rules import EmbeddingWeight, Rule
+from clipping.rules.base import Rule
+from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight
 from clipping.tape.record import Tape
 from dpbench.measure.bench import Step

@@ -25,8 +25,7 @@ from clipping.norms.collection import collection as norms
 from clipping.numerics.gram import gram_inner, gram_product
 from clipping.numerics.per_sample import norms_and_factors
 from clipping.numerics.squares import sum_of_squares
-from clipping.rules import Rule
-from clipping.rules.base import Bias
+from clipping.rules.base import Bias, Rule
 from clipping.rules.convolution import ConvolutionWeight
 from clipping.rules.embedding import EmbeddingWeight
 from clipping.rules.linear import LinearWeight

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from clipping import Flat, load_backend
 from clipping.accel import fused
 from clipping.numerics.rounding_bounds import of_rows
-from clipping.rules import Route
+from clipping.rules.base import Route
 from clipping.rules.convolution import convolution
 from clipping.rules.norm import LayerNormWeight, layer_norm
 from clipping.rules.transposed import transposed_convolution

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from clipping.accel import cuda
 from clipping.accel.cuda import Tiles, convolution_norm, embedding_gram_norm, gram_norm, instantiated_norm
-from clipping.rules import Route
+from clipping.rules.base import Route
 from clipping.rules.convolution import ConvolutionWeight
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from torch import Tensor
 from clipping.backends.tape import BkMixed
 from clipping.planning.choices import has_choice
 from clipping.planning.planner import Plan, Planner
-from clipping.rules import Route, Rule, made
+from clipping.rules.base import Route, Rule, made
 from clipping.rules.convolution import convolution
 from clipping.rules.embedding import embedding, embedding_bag
 from clipping.rules.linear import addmm, linear, matmul

@@ -24,7 +24,7 @@ ROWS = {
         "BACKENDS: dict[str, BackendInfo] = {\n",
         '    "slowly": BackendInfo("clipping.slowly:Slowly", "for a test", "Slowly", "#123456", "o"),\n',
     ),
-    "clipping/rules/__init__.py": (
+    "clipping/rules/handlers.py": (
         "HANDLERS: dict[Any, Handler] = {\n",
         "    torch.outer: __import__('clipping.rules.outer', fromlist=['outer']).outer,\n",
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib
 import json
 import re
 import subprocess
@@ -46,7 +45,6 @@ STAGES = {
     "largest": MaxBatch,
 }
 CPU = torch.device("cpu")
-linear = importlib.import_module("clipping.rules.linear")  # the package has a function of that name
 
 
 @pytest.mark.parametrize("cells", [EVIDENCE.cells("cuda"), EVIDENCE.cells("cpu"), EVIDENCE.smoke("cpu")])

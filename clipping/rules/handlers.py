@@ -1,0 +1,98 @@
+"""Operation -> handler: runs the operation and says what gradient each of its parameters will get.
+
+A handler takes the operation's own arguments and returns (output, gradients), or raises `Refused`. A composite is a
+function of torch that is run as its parts, unless it returns NotImplemented; one that is run with a copy of each
+parameter for each sample takes `Tape.each` first, which makes and records them. What is in no table goes to the
+fallback, which assumes no formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from clipping.rules.base import Gradient
+from clipping.rules.composite import bilinear, multi_head_attention_forward, scaled_dot_product_attention
+from clipping.rules.contraction import einsum
+from clipping.rules.convolution import convolution
+from clipping.rules.elementwise import add, add_, cat, mul, sub
+from clipping.rules.embedding import embedding, embedding_bag, embedding_bag_of_largest
+from clipping.rules.grouped import grouped_mm
+from clipping.rules.linear import addmm, linear, matmul
+from clipping.rules.norm import group_norm, instance_norm, layer_norm, rms_norm
+from clipping.rules.recurrent import (
+    gru,
+    gru_cell,
+    lstm,
+    lstm_cell,
+    rnn_relu,
+    rnn_relu_cell,
+    rnn_tanh,
+    rnn_tanh_cell,
+)
+from clipping.rules.transposed import transposed_convolution
+
+Handler = Callable[..., tuple[Tensor, Sequence[Gradient]]]
+
+HANDLERS: dict[Any, Handler] = {
+    F.linear: linear,
+    torch.addmm: addmm,
+    torch.Tensor.addmm: addmm,
+    torch.matmul: matmul,
+    torch.Tensor.matmul: matmul,
+    torch.mm: matmul,
+    torch.Tensor.mm: matmul,
+    F.conv1d: convolution,
+    F.conv2d: convolution,
+    F.conv3d: convolution,
+    F.conv_transpose1d: transposed_convolution,
+    F.conv_transpose2d: transposed_convolution,
+    F.conv_transpose3d: transposed_convolution,
+    F.embedding: embedding,
+    F.embedding_bag: embedding_bag,
+    F.layer_norm: layer_norm,
+    F.rms_norm: rms_norm,
+    torch.rms_norm: rms_norm,  # as TorchDynamo writes it
+    **dict.fromkeys({getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)} - {None}, grouped_mm),
+    torch.einsum: einsum,
+    torch.add: add,
+    torch.Tensor.add: add,
+    torch.Tensor.add_: add_,
+    torch.sub: sub,
+    torch.Tensor.sub: sub,
+    torch.mul: mul,
+    torch.Tensor.mul: mul,
+    torch.cat: cat,
+    torch.concat: cat,
+}
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    F.multi_head_attention_forward: multi_head_attention_forward,
+    F.scaled_dot_product_attention: scaled_dot_product_attention,
+    F.bilinear: bilinear,
+    torch.lstm: lstm,
+    torch.gru: gru,
+    torch.rnn_tanh: rnn_tanh,
+    torch.rnn_relu: rnn_relu,
+    torch.lstm_cell: lstm_cell,
+    torch.gru_cell: gru_cell,
+    torch.rnn_tanh_cell: rnn_tanh_cell,
+    torch.rnn_relu_cell: rnn_relu_cell,
+    F.embedding_bag: embedding_bag_of_largest,
+}
+
+PER_SAMPLE: dict[Any, Callable[..., Any]] = {
+    F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
+}
+
+OF_DATA = {
+    F.scaled_dot_product_attention: ("query", "key", "value"),
+    F.group_norm: ("input",),
+    F.instance_norm: ("input",),
+}
+"""Composites whose first operands, by name, must be activations: what is made of parameters alone is not for them."""
