@@ -16,6 +16,7 @@ from report_records import CUDA, RunFile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from waiting import PATIENCE
 
+from clipping.rules import linear
 from dpbench.engine import engine as engine_module
 from dpbench.experiment import MaxBatch, load_experiment
 from dpbench.measure import device, norms, parts, profile
