@@ -155,6 +155,17 @@ VARIANTS: dict[str, BackendInfo] = {
     "bk_mixed:memory": BackendInfo(
         "clipping.backends.tape:BkMixedMemory", "bk_mixed with the routes that keep least, whatever the time"
     ),
+    **{
+        f"bk_mixed:without_{part}": BackendInfo(f"clipping.explain.ablation:Without{name}", f"bk_mixed without {doc}")
+        for part, name, doc in (
+            ("kernels", "Kernels", "kernels in C"),
+            ("onednn", "OneDnn", "products by oneDNN"),
+            ("chunks", "Chunks", "convolutions in pieces of the batch"),
+            ("overwriting", "Overwriting", "activation functions that overwrite their gradients"),
+            ("meeting", "Meeting", "gradients that are added where they meet"),
+            ("batching", "Batching", "small gradients that are summed together"),
+        )
+    },
 }
 #: name:M, with M samples -> the same, of a function of M. Another mechanism than the others, and in no list.
 FAMILIES: dict[str, BackendInfo] = {

@@ -24,6 +24,7 @@ round. Absolute times depend on the hour; ratios hold. Every timed step is check
 | `memory_speed` | What do time and memory cost beside ordinary training? (Table 4 of the same) |
 | `training_step` | What does the whole step cost, ours and the libraries', noise and optimizer included? |
 | `overhead` | The same of the clipped gradient alone, on 15 models |
+| `ablation` | What is each optimisation of `bk_mixed` worth, and what its planner? |
 | `throughput` | Samples per second against the batch size |
 | `resolution`, `sequence_length` | How does it grow with pixels, and with tokens? |
 | `vision_transformers`, `book_keeping`, `decision_map` | Do figures of the papers hold here? |

@@ -134,7 +134,7 @@ def backend(name: str) -> Look:
         return Look(f"{look.name} of {variant} ‡", _shade(look.color, _shade_of(variant)), look.marker)
     if colon and base in BACKENDS:
         look = BACKENDS[base]
-        return Look(f"{look.name}, {variant}", _shade(look.color, _shade_of(variant)), look.marker)
+        return Look(f"{look.name}, {variant.replace('_', ' ')}", _shade(look.color, _shade_of(variant)), look.marker)
     return Look(name, *_UNKNOWN)
 
 

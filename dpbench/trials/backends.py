@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from clipping.registry import BACKENDS, is_backend, known_backends
+from clipping.registry import BACKENDS, VARIANTS, is_backend, known_backends
 from dpbench.errors import UsageError, nearest
 from dpbench.trials.base import Trial
 from dpbench.trials.packages import modules_of_backends
@@ -19,6 +19,7 @@ from dpbench.trials.reference import split_file
 #: Names of backends in the order of `clipping.registry`: ours, ordinary training first, and other libraries'.
 OURS = tuple(name for name, info in BACKENDS.items() if not info.peer)
 PEERS = tuple(name for name, info in BACKENDS.items() if info.peer)
+OWN_VARIANTS = tuple(VARIANTS)
 
 #: The form of a backend in a file.
 CLASS = "path/file.py:Class"

@@ -1,0 +1,104 @@
+"""`bk_mixed` without one of the things that make it faster or smaller: what each is worth, `ablation` measures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from clipping.backends.tape import BkMixed
+from clipping.core.types import ClippedGradient
+from clipping.norms import collection
+from clipping.numerics import kernels, products
+
+
+@contextmanager
+def replaced(module: Any, **values: Any) -> Iterator[None]:
+    """In here a module has other values.
+
+    Args:
+        module: whose globals are replaced.
+        values: by name.
+    """
+    before = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+class Ablated(BkMixed):
+    """Without what it names, in each of its calls."""
+
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        """A module, and what takes the place of some of its globals."""
+        raise NotImplementedError
+
+    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
+        module, values = self.without()
+        with replaced(module, **values):
+            return super().__call__(inputs, targets)
+
+
+class WithoutKernels(Ablated):
+    """torch's own operations in place of the kernels in C."""
+
+    name = "bk_mixed:without_kernels"
+
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        return kernels, {"cpu": kernels.Missing()}
+
+
+class WithoutChunks(Ablated):
+    """A convolution's input gradient is formed at once."""
+
+    name = "bk_mixed:without_chunks"
+
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        return kernels, {"chunked_conv": kernels.Missing()}
+
+
+class WithoutOverwriting(Ablated):
+    """Each gradient of an activation has memory of its own."""
+
+    name = "bk_mixed:without_overwriting"
+
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        return kernels, {"overwriting": kernels.Missing()}
+
+
+class WithoutMeeting(Ablated):
+    """Two gradients of one tensor are added up by autograd."""
+
+    name = "bk_mixed:without_meeting"
+
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        return kernels.overwriting, {"_note_meeting": lambda makers, leads: False}
+
+
+class WithoutBatching(Ablated):
+    """Small gradients are summed parameter by parameter."""
+
+    name = "bk_mixed:without_batching"
+
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        return collection, {"SMALL": math.inf}
+
+
+class WithoutOneDnn(BkMixed):
+    """Every product of matrices is MKL's."""
+
+    name = "bk_mixed:without_onednn"
+
+    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
+        threads = torch.get_num_threads()
+        before = products.onednn_from(threads)
+        products.take_onednn_from(threads, math.inf)
+        try:
+            return super().__call__(inputs, targets)
+        finally:
+            products.take_onednn_from(threads, before)

@@ -1,0 +1,39 @@
+"""What each optimisation of `bk_mixed` is worth, and what its planner is: the backend beside itself without it.
+
+One trial a model, in one process, all in turns. On a CPU: most of what is left out runs nowhere else.
+"""
+
+from __future__ import annotations
+
+from dpbench.experiment import Experiment, grid
+from dpbench.trials import OverheadTrial
+from dpbench.trials.backends import OWN_VARIANTS
+
+VIT = "timm:vit_tiny_patch16_224?patch_size=4"
+CONVNEXT = "timm:convnext_pico?patch_size=2"
+GPT2 = "transformers:gpt2?n_layer=6&n_embd=384&n_head=6&vocab_size=4096"
+
+BACKENDS = ("nonprivate", "bk_mixed", *OWN_VARIANTS)
+IMAGES = {"cnn": 256, "resnet18": 32, "resnet50": 16, VIT: 32, CONVNEXT: 16}
+
+
+def cells(device: str) -> list[OverheadTrial]:
+    each = {"backends": BACKENDS, "rounds": 7, "max_seconds": 12.0, "device": device}
+    found = [trial for model, b in IMAGES.items() for trial in grid(OverheadTrial, model=model, batch_size=b, **each)]
+    text = {"model": f"{GPT2}@128", "batch_size": 8, "image_size": None, "data": "synthetic"}
+    return found + grid(OverheadTrial, **text, **each)
+
+
+def smoke(device: str) -> list[OverheadTrial]:
+    few = {"backends": BACKENDS, "batch_size": 4, "rounds": 1, "max_seconds": 0.1, "device": device}
+    return grid(OverheadTrial, model="cnn", **few)
+
+
+EXPERIMENT = Experiment(
+    name="ablation",
+    doc="time and memory of bk_mixed without each of its optimisations, and by other plans, on six models",
+    cells=cells,
+    smoke=smoke,
+    rounds=1,
+    figures=("overhead",),
+)
