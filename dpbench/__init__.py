@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dpbench.engine import Misuse, PrivacyEngine, PrivacySpent, PrivacyWarning
+    from dpbench.engine import AdamBC, Misuse, PrivacyEngine, PrivacySpent, PrivacyWarning
     from dpbench.execution.notebook import load, run
 
 __version__: str
-__all__ = ["Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning", "load", "run"]
+__all__ = ["AdamBC", "Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning", "load", "run"]
 
 #: Public name -> the module that defines it, and its name there where that is another.
 _LAZY = {
     "__version__": "dpbench.records.environment:VERSION",
+    "AdamBC": "dpbench.engine",
     "Misuse": "dpbench.engine",
     "PrivacyEngine": "dpbench.engine",
     "PrivacySpent": "dpbench.engine",

@@ -38,8 +38,9 @@ with a warning. A block-diagonal attention over all records of a batch at once m
 
 from __future__ import annotations
 
+from dpbench.engine.adam import AdamBC
 from dpbench.engine.engine import PrivacyEngine
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.spent import PrivacySpent
 
-__all__ = ["Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning"]
+__all__ = ["AdamBC", "Misuse", "PrivacyEngine", "PrivacySpent", "PrivacyWarning"]

@@ -361,7 +361,7 @@ class PrivacyEngine(State):
         unread = release_gradients(parameters, sums, self.noise, deviation, self.settings.batch_size, self.steps)
         if unread is not None:
             self._unread.add(self.steps, *unread)
-        patch.inner_step()
+        patch.inner_step(deviation / self.settings.batch_size)
         self._watch(sampled)
 
     def _watch(self, sampled: bool) -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from clipping.core.named_parameters import named_parameters
 from clipping.distributed.spread import reshard
+from dpbench.engine.adam import AdamBC
 from dpbench.engine.errors import Misuse
 from dpbench.engine.safeguards import unmark
 from dpbench.engine.state import State
@@ -62,6 +63,7 @@ class Patch:
         inner = optimizer.step
         self._beneath = _beneath(optimizer)  # accelerate's wrapper would leave steps out within accumulate()
         self._inner: Any = inner if self._beneath is None else self._beneath.step
+        self._innermost = self._beneath or optimizer
         patch = self
         _ENGINES.add(engine)
         if not _WATCH:
@@ -112,8 +114,14 @@ class Patch:
         """
         return optimizer is self.optimizer or optimizer is self._beneath
 
-    def inner_step(self) -> None:
-        """The optimizer's own step, with the gradients that are there."""
+    def inner_step(self, noise: float) -> None:
+        """The optimizer's own step, with the gradients that are there.
+
+        Args:
+            noise: the deviation of the noise in each entry of them.
+        """
+        if isinstance(self._innermost, AdamBC):
+            self._innermost.noise = noise
         self.stepping = True
         try:
             self._inner()
@@ -127,6 +135,8 @@ class Patch:
         if self.engine is not None:
             self.engine._abandoned.leave(self.engine.model, self.engine.steps)
         self.engine = None
+        if isinstance(self._innermost, AdamBC):
+            self._innermost.noise = None
         own = vars(self.optimizer)
         if own.get("step") is self._step:
             del self.optimizer.step
@@ -152,6 +162,11 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
         raise Misuse(
             "expected an optimizer without a GradScaler, got one that accelerate has wrapped for fp16: the losses are "
             "not scaled, or every gradient would be above the clipping norm; take mixed_precision='bf16'"
+        )
+    if engine.settings.bands > 1 and isinstance(_beneath(optimizer) or optimizer, AdamBC):
+        raise Misuse(
+            "expected noise='gaussian' or 'discrete' with AdamBC, got banded noise, whose variance changes as a stream "
+            "goes on; take torch.optim.Adam"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")

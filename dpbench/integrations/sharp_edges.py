@@ -52,6 +52,7 @@
 | torch.compile of the model, or of a function that calls it | refused; `make_step(loss_fn, compile=True)` compiles the step | `test_what_is_compiled_after_the_engine_is_refused_or_exact` |
 | numbers, modules, buffers and hooks that change after a compiled step was traced | the step is captured anew | `test_what_changes_in_python_changes_the_compiled_step` |
 | compiled steps of batches that are all of different sizes | a warning: "pad batches to few shapes" | `test_more_shapes_than_there_are_graphs_for` |
+| Adam, whose second moment is then mostly noise | trained as it is; `AdamBC` takes the noise's part off | `test_its_second_moment_is_that_of_gradients_without_noise` |
 | one loss for the whole batch | refused: "one loss a sample" | `test_scalar_loss` |
 | a record that is not a number | named by its position; the step is not taken | `test_a_record_that_is_not_a_number_is_named_and_the_model_is_not_blamed` |
 | buffers that learn from the data (running statistics) | told: they are not accounted | `test_a_buffer_that_learns_from_the_data_is_told` |

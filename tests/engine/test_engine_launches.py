@@ -86,9 +86,9 @@ def launches(count: int, deviation: float, pieces: int = 1, dtype: torch.dtype =
             with counted.paused():
                 return ClippedGradient({n: torch.randn_like(p) for n, p in model.named_parameters()}, losses, losses)
 
-        def stepped() -> None:
+        def stepped(noise: float) -> None:
             with counted.paused():
-                inner()
+                inner(noise)
 
         engine._recorder.finish, engine._patch.inner_step = finished, stepped
         for _ in range(2):
@@ -137,7 +137,7 @@ def test_on_a_gpu_a_step_takes_as_few_and_waits_for_nothing(count):
     grads = {name: torch.randn_like(p) for name, p in model.named_parameters()}
     losses = torch.zeros(4, device="cuda")
     engine._recorder.finish = lambda *given: ClippedGradient(dict(grads), losses, losses)
-    engine._patch.inner_step = lambda: None
+    engine._patch.inner_step = lambda noise: None
     for _ in range(3):
         optimizer.step(loss=losses)
     torch.cuda.synchronize()

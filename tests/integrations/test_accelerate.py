@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 from accelerate import Accelerator
 from torchrun import torchrun
 
-from dpbench import Misuse, PrivacyEngine
+from dpbench import AdamBC, Misuse, PrivacyEngine
+
+SGD = partial(torch.optim.SGD, momentum=0.5)
 
 
 @pytest.fixture(autouse=True)
@@ -21,12 +24,12 @@ def quiet():
     warnings.filterwarnings("ignore", message=".*can be repeated.*")
 
 
-def parts(order, noise=1.0):
+def parts(order, noise=1.0, kind=SGD):
     """(accelerator, model, optimizer, scheduler, engine) after `prepare` in this order."""
     accelerator = None if order == "none" else Accelerator(cpu=True, step_scheduler_with_optimizer=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
+    optimizer = kind(model.parameters(), lr=0.5)
     settings = {
         "batch_size": 12,
         "sample_size": 60,
@@ -81,11 +84,12 @@ def train(order, accumulate=False, **options):
 
 @pytest.mark.parametrize("order", ["first", "last", "made first"])
 @pytest.mark.parametrize("accumulate", [False, True], ids=["", "in accumulate()"])
-def test_either_order_is_the_engine_alone(order, accumulate):
+@pytest.mark.parametrize("options", [{}, {"kind": AdamBC}], ids=["SGD", "AdamBC"])
+def test_either_order_is_the_engine_alone(order, accumulate, options):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*lr_scheduler.step.*before.*")
-        wanted, spent = train("none")
-        found, others = train(order, accumulate)
+        wanted, spent = train("none", **options)
+        found, others = train(order, accumulate, **options)
     assert spent == others and spent.steps == 10
     for p, q in zip(wanted, found, strict=True):
         assert torch.equal(p, q)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from clipping import Flat, UnsupportedModel, load_backend
 from clipping.checks.verification import WrongGradient
-from dpbench import Misuse, PrivacyEngine
+from dpbench import AdamBC, Misuse, PrivacyEngine
 
 B, RECORDS = 8, 64
 REFUSED = (UnsupportedModel, WrongGradient, Misuse)
@@ -222,6 +222,7 @@ def by_trainer(model, loss):
         ),
         privacy=PrivacyArguments(max_grad_norm=1.0, noise_multiplier=1.0),
         train_dataset=records,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
         compute_loss_func=lambda outputs, labels, num_items_in_batch: loss(outputs, labels),
     )
     trainer.train()
@@ -245,6 +246,30 @@ ENTRANCES = {
 def test_what_mixes_nothing_is_trained(entrance, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     entrance(Model(itself), each)
+
+
+@pytest.mark.parametrize("entrance", [entrance for entrance in ENTRANCES if entrance is not by_backend])
+def test_the_bias_correction_of_adam_knows_the_noise(entrance, tmp_path, monkeypatch):
+    """In `.grad` are noise of the deviation that the optimizer was told, and gradients of a 40th of that."""
+    seen = []
+
+    def look(optimizer, *_):
+        entries = torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
+        seen.append((len(entries), float(entries.std()) / optimizer.noise))
+
+    def made(parameters, lr):
+        optimizer = AdamBC(parameters, lr=lr)
+        optimizer.register_step_pre_hook(look)
+        return optimizer
+
+    monkeypatch.setattr(torch.optim, "SGD", made)
+    monkeypatch.chdir(tmp_path)
+    model = Model(itself)
+    model.a, model.b = nn.Linear(6, 600), nn.Linear(600, 3)
+    entrance(model, each)
+    assert seen
+    for count, ratio in seen:
+        assert count > 6000 and ratio == pytest.approx(1.0, abs=5 / (2 * count) ** 0.5)
 
 
 @pytest.mark.parametrize("how", MODELS.values(), ids=MODELS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accounting import SubsampledGaussian, load_accountant
-from dpbench import Misuse, PrivacyWarning
+from dpbench import AdamBC, Misuse, PrivacyWarning
 from dpbench.integrations.opacus import (
     BatchMemoryManager,
     DPOptimizer,
@@ -26,19 +27,32 @@ from dpbench.integrations.opacus import (
     PrivacyEngine,
 )
 
+ADAPTIVE = {
+    **dict(clipping="adaptive", target_unclipped_quantile=0.5, clipbound_learning_rate=0.3),
+    **dict(max_clipbound=10.0, min_clipbound=0.01, unclipped_num_std=4.0),
+}
+SGD = partial(torch.optim.SGD, momentum=0.9)
 DATA = TensorDataset(*(tensor[:600] for tensor in digits()))
 
 
 class Made:
     """A linear model of the digits, made private."""
 
-    def __init__(self, *, batch_size: int = 50, accountant: str = "prv", secure: bool = False, **private: Any) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int = 50,
+        accountant: str = "prv",
+        secure: bool = False,
+        optimizer: Any = SGD,
+        **private: Any,
+    ) -> None:
         torch.manual_seed(0)
         self.original = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
         self.engine = PrivacyEngine(accountant=accountant, secure_mode=secure)
         made = self.engine.make_private(
             module=self.original,
-            optimizer=torch.optim.SGD(self.original.parameters(), lr=0.1, momentum=0.9),
+            optimizer=optimizer(self.original.parameters(), lr=0.1),
             data_loader=DataLoader(DATA, batch_size=batch_size),
             **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, **private},
         )
@@ -254,6 +268,30 @@ def test_losses_that_are_summed_are_not_divided():
     for made in (mean, whole):
         made.train(batches=1)
     assert torch.allclose(50 * (mean.weights - before), whole.weights - before, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("clipping", [{}, ADAPTIVE], ids=["flat", "adaptive"])
+def test_the_bias_correction_of_adam_knows_noise_and_thresholds_that_change(reduction, clipping):
+    made = Made(optimizer=AdamBC, loss_reduction=reduction, noise_multiplier=2.0, **clipping)
+    made.criterion = nn.CrossEntropyLoss(reduction=reduction)
+    schedulers = [ExponentialNoise(made.optimizer, gamma=0.8)]
+    if not clipping:
+        schedulers.append(LambdaGradClip(made.optimizer, scheduler_function=lambda epoch: 1 / (1 + epoch)))
+    told = []
+    made.optimizer.attach_step_hook(
+        lambda optimizer: told.append(
+            (torch.cat([p.grad.flatten() for p in optimizer.params]).std(), made.optimizer.original_optimizer.noise)
+        )
+    )
+    for _ in range(4):
+        made.train(batches=1)
+        for scheduler in schedulers:
+            scheduler.step()
+    for found, noise in told:  # of 650 entries
+        assert float(found) == pytest.approx(noise, rel=5 / 1300**0.5)
+    assert len({round(noise, 6) for _, noise in told}) == 4
+    assert told[0][1] == pytest.approx((1 if reduction == "mean" else 50) * 2.0 / 50, rel=0.3 if clipping else 0.01)
 
 
 def test_checkpoints_go_on_and_epsilon_with_them(tmp_path):

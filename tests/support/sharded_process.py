@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from clipping import Flat, PerLayer, UnsupportedModel, load_backend
-from dpbench import PrivacyEngine
+from dpbench import AdamBC, PrivacyEngine
 from dpbench.measure.memory import measured_peak
 
 SAMPLES = 7  # not a multiple of the processes
@@ -191,7 +191,7 @@ def train(how="alone", noise=0.0, seed=7, batch_size=3):
         called = nn.parallel.DistributedDataParallel(model)
     elif how != "alone":
         sharded(model, **({"mesh": replicated()} if how == "hsdp" else {}))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = AdamBC(model.parameters(), lr=0.05)  # its state is sharded, too
     engine = PrivacyEngine(
         called,
         batch_size=batch_size,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpbench.engine import Misuse, PrivacyEngine, PrivacyWarning
+from dpbench.engine import AdamBC, Misuse, PrivacyEngine, PrivacyWarning
 from dpbench.engine.adjust import drawn_by_engine, drop_recorded, set_clip, set_noise_multiplier, watch_norms
 from dpbench.engine.distributed import place
 from dpbench.integrations.opacus.clips import Clips
@@ -233,6 +233,8 @@ class DPOptimizer(Optimizer):
         if self.loss_reduction == "sum":
             grads = [p.grad for p in self.params if p.grad is not None]
             torch._foreach_mul_(grads, float(self.expected_batch_size))
+            if isinstance(optimizer, AdamBC) and optimizer.noise is not None:
+                optimizer.noise *= self.expected_batch_size
         if self.step_hook is not None:
             self.step_hook(self)
 

@@ -1,0 +1,234 @@
+"""AdamBC: against the paper's algorithm written out, and against torch's Adam; what the engine says of the noise."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpbench import AdamBC, Misuse, PrivacyEngine
+from dpbench.engine import adjust
+
+SHAPES = ((3, 4), (5,))
+
+
+def gradients(steps, dtype=torch.float64, seed=0, scale=1.0):
+    """[steps] lists of gradients, a signal of its own in each entry and normal noise."""
+    source = torch.Generator().manual_seed(seed)
+    signal = [torch.randn(shape, generator=source, dtype=dtype) for shape in SHAPES]
+    return [[s + scale * torch.randn(s.shape, generator=source, dtype=dtype) for s in signal] for _ in range(steps)]
+
+
+def parameters(dtype=torch.float64):
+    source = torch.Generator().manual_seed(7)
+    return [nn.Parameter(torch.randn(shape, generator=source, dtype=dtype)) for shape in SHAPES]
+
+
+def trained(optimizer, params, grads, noises=None):
+    for step, every in enumerate(grads):
+        for p, g in zip(params, every, strict=True):
+            p.grad = g.clone()
+        if noises is not None:
+            optimizer.noise = noises[step]
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def test_it_is_the_paper_s_algorithm():
+    """Algorithm 1 of arXiv:2312.14334, with one Φ for all steps."""
+    params, grads = parameters(), gradients(30)
+    lr, b1, b2, sigma, c, b, floor = 0.05, 0.8, 0.95, 1.5, 2.0, 3, 0.4
+    found = trained(AdamBC(params, lr, (b1, b2), eps=0.0, floor=floor), params, grads, [sigma * c / b] * 30)
+    floored = 0
+    for k, theta in enumerate(p.detach() for p in parameters()):
+        m = v = torch.zeros_like(theta)
+        for t, every in enumerate(grads, 1):
+            m, v = b1 * m + (1 - b1) * every[k], b2 * v + (1 - b2) * every[k] ** 2
+            second = v / (1 - b2**t) - (sigma * c / b) ** 2
+            floored += int((second < floor).sum())
+            theta = theta - lr * m / (1 - b1**t) / second.clamp(min=floor).sqrt()
+        torch.testing.assert_close(found[k], theta, rtol=1e-12, atol=1e-12)
+    assert 0 < floored < 30 * 17  # both sides of the floor were there
+
+
+def test_noise_that_changes_is_taken_off_its_own_gradients_and_sets_the_floor():
+    params, grads, noises = parameters(), gradients(25), [2.0, 1.0, 0.3, 0.0, 0.7] * 5
+    lr, b1, b2, eps, decay = 0.05, 0.9, 0.95, 1e-3, 0.1
+    found = trained(AdamBC(params, lr, (b1, b2), eps, decay), params, grads, noises)
+    for k, theta in enumerate(p.detach() for p in parameters()):
+        taken = []
+        m = torch.zeros_like(theta)
+        for t, every in enumerate(grads, 1):
+            g = every[k] + decay * theta
+            taken.append(g**2 - noises[t - 1] ** 2)
+            m = b1 * m + (1 - b1) * g
+            weights = [(1 - b2) * b2 ** (t - i) / (1 - b2**t) for i in range(1, t + 1)]
+            second = sum(w * x for w, x in zip(weights, taken, strict=True))
+            floor = (2 * sum((w * s**2) ** 2 for w, s in zip(weights, noises, strict=False))) ** 0.5
+            theta = theta - lr * m / (1 - b1**t) / (second.clamp(min=floor).sqrt() + eps)
+        torch.testing.assert_close(found[k], theta, rtol=1e-12, atol=1e-12)
+
+
+OPTIONS = [
+    {},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled_weight_decay": True, "maximize": True},
+    {"foreach": True, "betas": (0.5, 0.6), "eps": 1e-3},
+    {"foreach": False, "lr": torch.tensor(0.01)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_without_noise_it_is_torch_s_adam_to_the_bit(options, dtype):
+    ends = []
+    for kind in (AdamBC, torch.optim.Adam):
+        params = parameters(dtype)
+        optimizer = kind(params, **options)
+        every = trained(optimizer, params, gradients(20, dtype), [0.0] * 20)
+        ends.append((every, [optimizer.state[p]["exp_avg_sq"] for p in params]))
+    for one, other in zip(itertools.chain(*ends[0]), itertools.chain(*ends[1]), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_its_second_moment_is_that_of_gradients_without_noise():
+    n, steps, noise = 4000, 1500, 2.0
+    signal = torch.linspace(0.0, 1.0, n, dtype=torch.float64)
+    source = torch.Generator().manual_seed(0)
+    found = {}
+    for kind in (AdamBC, torch.optim.Adam):
+        p = nn.Parameter(torch.zeros(n, dtype=torch.float64))
+        optimizer = kind([p], betas=(0.9, 0.99))
+        for _ in range(steps):
+            p.grad = signal + noise * torch.randn(n, generator=source, dtype=torch.float64)
+            optimizer.noise = noise
+            optimizer.step()
+        found[kind] = optimizer.state[p]["exp_avg_sq"] / (1 - 0.99**steps)
+    off = found[AdamBC] - signal**2
+    spread = (2 * noise**4 * 0.01 / 1.99) ** 0.5  # of noise alone: what the floor is
+    assert abs(off.mean()) < 5 * 1.2 * spread / n**0.5 and spread < off.std() < 1.3 * spread
+    assert abs((found[torch.optim.Adam] - signal**2).mean() - noise**2) < 0.05
+
+
+def private(optimizer_of=None, features=6, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(features, 400), nn.Tanh(), nn.Linear(400, 3))
+    optimizer = (optimizer_of or (lambda p: AdamBC(p, lr=0.01)))(model.parameters())
+    given = {"batch_size": 8, "sample_size": 64, "max_grad_norm": 0.5, "noise_multiplier": 2.0, **options}
+    engine = PrivacyEngine(model, steps=10, **given)
+    engine.attach(optimizer)
+    return model, optimizer, engine
+
+
+def step(model, optimizer):
+    optimizer.step(loss=F.cross_entropy(model(torch.randn(8, 6)), torch.arange(8) % 3, reduction="none"))
+
+
+@pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
+@pytest.mark.parametrize("noise", ["gaussian", "discrete"])
+def test_the_engine_says_the_noise_of_each_step(noise, clip):
+    """As it is in `.grad`: of some 4000 entries, to three deviations of what is estimated."""
+    model, optimizer, engine = private(
+        noise=noise,
+        clip=clip,
+    )
+    told = []
+    for sigma in (2.0, 2.0) if noise == "discrete" else (2.0, 5.0):
+        adjust.set_noise_multiplier(engine, sigma)
+        step(model, optimizer)
+        entries = torch.cat([p.grad.flatten() for p in model.parameters()])
+        assert abs(entries.std() / optimizer.noise - 1) < 3 * (2 * len(entries)) ** -0.5 + 0.01
+        told.append(optimizer.noise)
+    sensitivity = engine.sensitivity.bound
+    assert told[0] == pytest.approx(2.0 * sensitivity / 8, rel=1e-2) and sensitivity == pytest.approx(0.5, rel=1e-2)
+    engine.detach()
+    with pytest.raises(
+        Misuse, match=r"expected PrivacyEngine.attach\(optimizer\) before a step of AdamBC.*noise is not"
+    ):
+        optimizer.step()
+
+
+def test_an_engine_without_noise_and_without_bounds_trains_as_adam_does():
+    ends = []
+    for kind in (AdamBC, torch.optim.Adam):
+        model, optimizer, _ = private(lambda p, kind=kind: kind(p, lr=0.01), noise_multiplier=0.0)
+        torch.manual_seed(1)
+        for _ in range(4):
+            step(model, optimizer)
+        ends.append([p.detach() for p in model.parameters()])
+    assert all(map(torch.equal, *ends))
+
+
+def test_training_goes_on_from_a_checkpoint_bit_for_bit():
+    grads, noises = gradients(20), [1.0, 0.5] * 10
+    params = parameters()
+    whole = [p.clone() for p in trained(AdamBC(params), params, grads, noises)]
+    params = parameters()
+    first = AdamBC(params)
+    trained(first, params, grads[:9], noises[:9])
+    for saved in [copy.deepcopy(first.state_dict()), pickle.loads(pickle.dumps(first.state_dict()))]:
+        others = copy.deepcopy(params)
+        second = AdamBC(others, lr=99.0)
+        second.load_state_dict(saved)
+        assert all(map(torch.equal, trained(second, others, grads[9:], noises[9:]), whole))
+    held, moved = copy.deepcopy((params, first))  # as torch copies an optimizer
+    assert all(map(torch.equal, trained(moved, held, grads[9:], noises[9:]), whole))
+
+
+def test_a_checkpoint_of_torch_s_adam_is_taken_and_the_other_way_round():
+    params, grads = parameters(), gradients(10)
+    plain = torch.optim.Adam(params)
+    trained(plain, params, grads)
+    other = AdamBC(params, floor=0.25)
+    other.load_state_dict(plain.state_dict())
+    assert other.param_groups[0]["floor"] == 0.25
+    trained(other, params, grads, [0.1] * 10)
+    assert all(torch.isfinite(p).all() and other.state[p]["step"] == 20 for p in params)
+    plain.load_state_dict(other.state_dict())
+    trained(plain, params, grads)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"amsgrad": True}, "expected amsgrad=False for AdamBC, got True"),
+        ({"fused": True}, "expected fused=False for AdamBC, got True"),
+        ({"floor": 0.0}, "expected a finite floor > 0 or None for AdamBC, got 0.0"),
+        ({"floor": float("inf")}, "expected a finite floor > 0"),
+        ({"betas": (0.9, 0.0)}, r"expected betas\[1\] > 0 for AdamBC, got 0.0"),
+    ],
+)
+def test_what_has_no_sense_is_refused_in_a_line(options, said):
+    with pytest.raises(ValueError, match=said) as caught:
+        AdamBC(parameters(), **options)
+    assert "\n" not in str(caught.value)
+    one, other = parameters()
+    with pytest.raises(ValueError, match=said):
+        AdamBC([{"params": [one]}, {"params": [other], **options}])
+    with pytest.raises(ValueError, match=said):
+        AdamBC([one]).add_param_group({"params": [other], **options})
+
+
+def test_a_checkpoint_of_amsgrad_is_refused():
+    params = parameters()
+    with pytest.raises(ValueError, match="expected amsgrad=False for AdamBC"):
+        AdamBC(params).load_state_dict(torch.optim.Adam(params, amsgrad=True).state_dict())
+
+
+def test_banded_noise_is_refused():
+    with pytest.raises(Misuse, match=r"expected noise='gaussian' or 'discrete' with AdamBC.*got banded noise"):
+        private(noise="banded:2")
+
+
+def test_groups_have_floors_of_their_own():
+    one, other = params = parameters()
+    optimizer = AdamBC([{"params": [one]}, {"params": [other], "floor": 1e6}], lr=0.1, floor=1e-6)
+    before = other.detach().clone()
+    trained(optimizer, params, gradients(1), [0.1])
+    assert [group["floor"] for group in optimizer.param_groups] == [1e-6, 1e6]
+    assert (other - before).abs().max() < 1e-3
