@@ -120,9 +120,9 @@ class AdamBC(Adam):
         taken, least = (1 - beta2) * variance, []
         for p, step in zip(params, steps, strict=True):
             state = self.state[p]
-            state["spread"] = beta2**2 * state.get("spread", 0.0) + 2 * taken**2  # the noise's part of Var[v]
+            state["v_variance"] = beta2**2 * state.get("v_variance", 0.0) + 2 * taken**2  # the noise's part of Var[v]
             floor = group["floor"]
-            least.append(math.sqrt(state["spread"]) if floor is None else floor * (1 - beta2 ** (float(step) + 1)))
+            least.append(math.sqrt(state["v_variance"]) if floor is None else floor * (1 - beta2 ** (float(step) + 1)))
         torch._foreach_sub_(squares, taken / beta2)
         floors = [torch.empty_like(v) for v in squares]
         torch._foreach_zero_(floors)

@@ -48,6 +48,23 @@ founded, so batches differ in size. The loss is **one number a record**, [B]. An
 Noise comes from a cipher (ChaCha20, keyed by the operating system) at the price of `torch.randn`. A `generator` of your
 own makes a run repeatable, and is not private.
 
+## Adam
+
+Adam divides by the root of the mean of squared gradients. Noise adds its variance to that mean, and where most of it is
+noise, all entries are divided by about the same number: Adam is then SGD with momentum. `AdamBC` subtracts the variance
+(DP-AdamBC, arXiv:2312.14334); with `decoupled_weight_decay=True` it is AdamW so corrected:
+
+```text
+from dpbench import AdamBC
+
+optimizer = AdamBC(model.parameters(), lr=0.002)
+engine.attach(optimizer)  # the rest is as above
+```
+
+The engine tells it the noise of every step, through every loop below and with every schedule. Below `floor` the mean is
+not trusted; it follows the noise unless you say a number. Banded noise and `amsgrad` are refused. It needs a smaller
+learning rate than Adam, and need not be better: `python -m dpbench run adam_bias` compares them.
+
 ## More than one batch in memory
 
 A logical batch may be larger than the memory: `engine.data_loader(data, max_physical_batch_size=64)` hands it out in

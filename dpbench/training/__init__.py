@@ -15,6 +15,7 @@ __all__ = [
     "FORMS",
     "LEVEL",
     "TESTS",
+    "AdamTrial",
     "AuditTrial",
     "CorrelatedTrial",
     "MemorisationTrial",
@@ -33,8 +34,8 @@ class UtilityTrial(Trial):
     """Train one model to one ε, and test it. The noise is seeded, so that a trial can be repeated: a measurement.
 
     `target_epsilon` None is ordinary training of the same model on the same batches, with neither clipping nor noise.
-    `network` is "linear" or "cnn"; `data` is "digits" or "synthetic", of which a fifth is for testing, or
-    "cifar10:ROOT", which has a test set of its own.
+    `network` is "linear", "uneven" (linear on pixels of unlike scales) or "cnn"; `data` is "digits" or "synthetic", of
+    which a fifth is for testing, or "cifar10:ROOT", which has a test set of its own.
     """
 
     kind: ClassVar[str] = "utility"
@@ -68,6 +69,11 @@ class UtilityTrial(Trial):
         return {}
 
     @property
+    def descent(self) -> str:
+        """The optimizer, as of `dpbench.training.utility.optimizer_of`."""
+        return "SGD"
+
+    @property
     def alone(self) -> bool:
         return True  # the seconds are part of it
 
@@ -97,6 +103,30 @@ class CorrelatedTrial(UtilityTrial):
     def label(self) -> str:
         budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.noise}"
         return f"{self.kind} {self.network} {budget} b={self.batch_size} lr={self.lr:g} seed {self.seed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamTrial(UtilityTrial):
+    """The same with an `optimizer`: accuracy at one ε, and no seconds.
+
+    It is "SGD" (momentum 0.9), "Adam", "AdamBC", or "AdamBC:0.01" with a floor of 0.01 Φ. Of all but SGD there is also
+    the spread of what they divide entries by: the 90 % over the 10 % quantile.
+    """
+
+    kind: ClassVar[str] = "adam_bias"
+    optimizer: str = "Adam"
+
+    @property
+    def descent(self) -> str:
+        return self.optimizer
+
+    @property
+    def alone(self) -> bool:
+        return False
+
+    def label(self) -> str:
+        budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g}"
+        return f"{self.kind} {self.network} {budget} {self.optimizer} lr={self.lr:g} seed {self.seed}"
 
 
 @dataclass(frozen=True, kw_only=True)

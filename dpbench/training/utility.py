@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dpbench.engine import PrivacyEngine, PrivacyWarning
+from dpbench.engine import AdamBC, PrivacyEngine, PrivacyWarning
 from dpbench.engine.sampling import Sampler
 from dpbench.errors import one_of
 from dpbench.models.data import split
 from dpbench.training import UtilityTrial
 
-MODELS = ("linear", "cnn")
+MODELS = ("linear", "uneven", "cnn")
+OPTIMIZERS = ("SGD", "Adam", "AdamBC")
 
 
 def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
@@ -29,7 +30,6 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
     (x, y), (test_x, test_y) = data_of(trial)
     x, test_x = x.to(dtype), test_x.to(dtype)
     model = model_of(trial.network, x.shape[1:], trial.seed).to(trial.device, dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=0.9)
     private = trial.target_epsilon is not None
     generator = torch.Generator().manual_seed(trial.seed)
     budget: dict[str, Any] = {"target_epsilon": trial.target_epsilon} if private else {"noise_multiplier": 0.0}
@@ -46,6 +46,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         **trial.options,
         **budget,
     )
+    optimizer = optimizer_of(trial, model, engine.noise_multiplier)
     batches = Sampler(engine.settings, trial.seed.to_bytes(32, "little"))  # the same for private and ordinary training
     if private:
         with warnings.catch_warnings():
@@ -58,7 +59,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
             rows = torch.from_numpy(batches.batch(step).copy()).to(trial.device)
             losses = F.cross_entropy(model(x[rows]), y[rows], reduction="none")
             if private:
-                optimizer.step(loss=losses)  # type: ignore[call-arg]
+                optimizer.step(loss=losses)  # type: ignore[call-overload]
             else:
                 optimizer.zero_grad()
                 (losses.sum() / trial.batch_size).backward()
@@ -80,6 +81,8 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         "steps": step,
         "noise": engine.noise.words if private else "none",
     }
+    if trial.descent != "SGD":
+        result["spread"] = spread(optimizer)
     if private:
         spent_privacy = engine.privacy_spent()
         result |= {
@@ -91,6 +94,43 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         }
         engine.detach()
     return result
+
+
+def optimizer_of(trial: UtilityTrial, model: nn.Module, noise_multiplier: float) -> torch.optim.Optimizer:
+    """SGD with a momentum of 0.9, Adam, or AdamBC; that with the floor f Φ if f is named beside it ("AdamBC:0.01").
+
+    Args:
+        trial: that names it.
+        model: whose parameters it moves.
+        noise_multiplier: σ.
+    """
+    name, _, part = trial.descent.partition(":")
+    one_of("an optimizer", name, OPTIMIZERS)
+    if name == "SGD":
+        return torch.optim.SGD(model.parameters(), trial.lr, momentum=0.9)
+    if name == "Adam":
+        return torch.optim.Adam(model.parameters(), trial.lr)
+    variance = (noise_multiplier * trial.max_grad_norm / trial.batch_size) ** 2
+    return AdamBC(model.parameters(), trial.lr, floor=float(part) * variance if part else None)
+
+
+def spread(optimizer: torch.optim.Optimizer) -> float:
+    """The 90 % over the 10 % quantile of what Adam divides the entries by; 1: it is SGD with momentum.
+
+    Args:
+        optimizer: Adam or AdamBC, after a step.
+    """
+    parts = []
+    for group in optimizer.param_groups:
+        for state in map(optimizer.state.__getitem__, group["params"]):
+            least = state.get("v_variance", 0.0) ** 0.5
+            if group.get("floor") is not None:
+                least = group["floor"] * (1 - group["betas"][1] ** float(state["step"]))
+            parts.append(state["exp_avg_sq"].clamp(min=least).sqrt().flatten())
+    low, high = (
+        torch.cat(parts).double().quantile(torch.tensor([0.1, 0.9], dtype=torch.float64, device=parts[0].device))
+    )
+    return float(high / low)
 
 
 def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -105,7 +145,9 @@ def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 
 
 def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
-    """A linear model on pixels, or two convolutions with GroupNorm and tanh, and a linear layer.
+    """A linear model on pixels, or on pixels whose scales differ up to ten times; or a net of two convolutions.
+
+    The convolutions have GroupNorm and tanh after them, and a linear layer.
 
     Args:
         name: one of `MODELS`.
@@ -119,6 +161,10 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
     try:
         if name == "linear":
             return nn.Sequential(nn.Flatten(), nn.Linear(channels * height * width, 10))
+        if name == "uneven":
+            return nn.Sequential(
+                nn.Flatten(), Scaled(channels * height * width), nn.Linear(channels * height * width, 10)
+            )
         return nn.Sequential(
             nn.Conv2d(channels, 16, 3, padding=1),
             nn.GroupNorm(4, 16),
@@ -133,6 +179,24 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
         )
     finally:
         torch.random.set_rng_state(state)
+
+
+class Scaled(nn.Module):
+    """Multiplies each of n inputs by a factor of its own, 0.1 to 1, the same for every seed.
+
+    Args:
+        inputs: n.
+    """
+
+    factors: Tensor
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        drawn = torch.rand(inputs, generator=torch.Generator().manual_seed(0))
+        self.register_buffer("factors", 10**-drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factors
 
 
 def tested(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:

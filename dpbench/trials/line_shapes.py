@@ -134,6 +134,7 @@ _TRIALS = {
     "conformance": "backend",
     "sensitivity": "backend dtype",
     "utility": "network data backend clip batch_size epochs lr max_grad_norm target_epsilon delta seed",
+    "adam_bias": "network data optimizer batch_size epochs lr max_grad_norm target_epsilon delta seed",
     "correlated": "network data noise batch_size epochs lr max_grad_norm target_epsilon delta seed",
     "audit": "backend fault form sample_rate target_epsilon max_grad_norm steps canaries seed",
     "memorisation": "target_epsilon seed records public_records epochs public_epochs",
@@ -292,8 +293,9 @@ _RESULTS: Mapping[str, Shape] = {
             "steps?": COUNT,
             **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?"), Or(FINITE, None)),
             "kind_of_epsilon?": _TEXT,
+            "spread?": Or(FINITE, None),
         }
-        for kind in ("utility", "correlated")
+        for kind in ("utility", "correlated", "adam_bias")
     },
     "audit": {
         **dict.fromkeys(("claimed_epsilon", "epsilon_lower_bound"), FINITE),

@@ -17,7 +17,7 @@ from dpbench.conformance.coverage import CoverageTrial
 from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, LeftOut, style, write_report
 from dpbench.report.data.select import read
-from dpbench.training import AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
+from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
     CalibrationTrial,
@@ -221,6 +221,7 @@ def test_nothing_but_failures_can_be_drawn(run, figure):
     run.add(UtilityTrial(network="linear", target_epsilon=2.0, seed=0), outcome="error", evidence="ValueError: no")
     run.add(AuditTrial(fault="no_noise"), outcome="crash", evidence="killed")
     run.add(CorrelatedTrial(network="linear", target_epsilon=2.0, seed=0), outcome="crash", evidence="killed")
+    run.add(AdamTrial(network="linear", target_epsilon=2.0, seed=0), outcome="crash", evidence="killed")
     run.add(MemorisationTrial(target_epsilon=1.0, seed=0), outcome="crash", evidence="killed")
     run.add(SensitivityTrial(backend="vmap"), outcome="crash", evidence="killed")
     run.add(CoverageTrial(model="timm:a", task="t", backends=("ghost",)), {"built": False, "reason": "no such model"})

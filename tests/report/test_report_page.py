@@ -16,7 +16,7 @@ from dpbench.conformance.sensitivity import SensitivityTrial
 from dpbench.report import FIGURES, Claim, FigureKind, style, write_report
 from dpbench.report.output import page
 from dpbench.report.output.page import svg
-from dpbench.training import AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
+from dpbench.training import AdamTrial, AuditTrial, CorrelatedTrial, MemorisationTrial, UtilityTrial
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials import (
     CalibrationTrial,
@@ -147,6 +147,8 @@ def everything(run, name="net.py:make"):
     for noise, loss in (("gaussian", 0.5), ("banded:4", 0.4)):
         trial = CorrelatedTrial(network="linear", target_epsilon=2.0, seed=0, noise=noise)
         run.add(trial, curve | {"test_losses": [loss], "noise_multiplier": 1.0})
+    for optimizer, spread in (("SGD", {}), ("Adam", {"spread": 1.2}), ("AdamBC", {"spread": 3.0})):
+        run.add(AdamTrial(network="linear", target_epsilon=2.0, seed=0, optimizer=optimizer), curve | spread)
     for simulated in (True, False):
         memory = {"source": "simulated" if simulated else "cpu_allocator", "peak_bytes": 2**20, "phases": {}}
         run.add(PeakTrial(model="cnn", backend="vmap", batch_size=8, simulated=simulated), {"memory": memory})

@@ -1,0 +1,158 @@
+"""Test loss by learning rate of SGD, Adam and AdamBC, and how unlike the numbers are that Adam divides entries by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+from dpbench.report import captions, style
+from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
+from dpbench.report.drawing.curves import box
+from dpbench.report.parts import FigureKind
+
+#: optimizer -> (colour, marker)
+LOOKS = {"SGD": ("#0077BB", "o"), "Adam": ("#EE7733", "s"), "AdamBC": ("#009988", "^")}
+#: the same with a floor that is set
+FLOORS = (("#AA3377", "v"), ("#BBBBBB", "D"))
+_TOP, _DEPTH, _FLAT, _LEFT, _GAP, _BETWEEN = 0.36, 1.5, 0.85, 0.62, 0.3, 0.15
+_SAME = ["data", "network", "target_epsilon", "optimizer", "lr"]
+#: Losses above the least of a panel by this factor are beyond it.
+_MOST = 4.0
+
+
+def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
+    """A row for each model, ε (none: ordinary training), optimizer and learning rate: medians over the seeds."""
+    rows = []
+    for record in records:
+        trial, result = record.trial, record.result
+        if "accuracy" not in result:
+            left_out[f"{trial['network']} {trial['optimizer']}: {record.outcome}"] += 1
+            continue
+        found = {name: result.get(name) for name in ("accuracy", "spread", "epsilon", "noise_multiplier")}
+        rows.append({name: trial[name] for name in _SAME} | {"loss": float(result["test_losses"][-1])} | found)
+    columns = [*_SAME, "seeds", "loss", "least", "greatest", "accuracy", "spread", "epsilon", "noise_multiplier"]
+    if not rows:
+        return pd.DataFrame(columns=columns)
+    every = []
+    for keys, part in pd.DataFrame(rows).groupby(_SAME, dropna=False):
+        of = {"seeds": len(part), "loss": part.loss.median(), "least": part.loss.min(), "greatest": part.loss.max()}
+        of |= {
+            name: part[name].astype(float).median() for name in ("accuracy", "spread", "epsilon", "noise_multiplier")
+        }
+        every.append(dict(zip(_SAME, keys, strict=True)) | of)
+    return pd.DataFrame(every, columns=columns)
+
+
+def text(frame: pd.DataFrame) -> pd.DataFrame:
+    """The table to be read."""
+    shown = frame.copy()
+    shown["accuracy"] = [f"{100 * value:.1f} %" for value in frame.accuracy]
+    for name in ("target_epsilon", "loss", "least", "greatest", "spread", "epsilon", "noise_multiplier"):
+        shown[name] = ["" if pd.isna(value) else f"{value:.4g}" for value in frame[name].astype(float)]
+    return shown
+
+
+def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -> str:
+    """What is drawn, and how ε was come by."""
+    deltas = sorted({record.trial["delta"] for record in records})
+    sizes = sorted({record.trial["batch_size"] for record in records})
+    said = [
+        "Above: loss on held-out images, median and range of the seeds. Below: the 90 % over the 10 % quantile of what",
+        "the optimizer divides the entries by after the last step; 1 is SGD with momentum. AdamBC's floor is its own,",
+        "or the number times Φ. Uneven: pixels of scales that differ up to ten times. Ordinary training: one seed, and",
+        f"AdamBC is Adam. δ = {', '.join(map(style.plain, deltas))}, Poisson batches of {', '.join(map(str, sizes))}",
+        "expected, ε an upper bound by prv. Choosing the learning rate is not accounted. Noise is seeded here, so that",
+        "training can be repeated.",
+    ]
+    return captions.caption(said, records, left_out, setting=False)
+
+
+def plot(frame: pd.DataFrame, caption: str) -> Figure:
+    """For each model two rows, loss and spread; a column for ordinary training and for each ε, the largest first."""
+    networks = list(dict.fromkeys(frame.network))
+    columns = sorted(frame.target_epsilon.fillna(float("inf")).unique(), reverse=True)
+    rows = max(1, len(networks))
+    deep = _DEPTH + _BETWEEN + _FLAT
+    figure, height = sheet(rows * (_TOP + deep + AXIS) + 0.2, caption)
+    wide = (WIDTH - _LEFT - 0.15 - _GAP * (len(columns) - 1)) / max(1, len(columns))
+    for i, network in enumerate(networks):
+        top = _TOP + i * (_TOP + deep + AXIS)
+        of = frame[frame.network == network]
+        for j, target in enumerate(columns):
+            part = of[of.target_epsilon.fillna(float("inf")) == target]
+            left = _LEFT + j * (wide + _GAP)
+            above = figure.add_axes(box(left, top, wide, _DEPTH, height))
+            below = figure.add_axes(box(left, top + _DEPTH + _BETWEEN, wide, _FLAT, height))
+            _panel(above, below, part)
+            above.set_ylim(0.9 * of.least.min(), _MOST * of.loss.min())
+            below.set_ylim(0.9, 1.3 * max(1.0, float(of.spread.max())))
+            above.set_title(
+                f"{network}, " + ("ordinary training" if target == float("inf") else f"ε = {target:g}"), fontsize=9
+            )
+            above.tick_params(labelbottom=False)
+            below.set_xlabel("learning rate")
+            if j == 0:
+                above.set_ylabel("test loss")
+                below.set_ylabel("spread")
+            else:
+                above.tick_params(labelleft=False)
+                below.tick_params(labelleft=False)
+    handles = [axes.get_legend_handles_labels() for axes in figure.axes]
+    most = max(handles, key=lambda pair: len(pair[1]), default=([], []))
+    if most[1]:
+        figure.axes[0].legend(*most, fontsize=7.6, frameon=False, loc="upper center", ncol=len(most[1]))
+    return figure
+
+
+def _panel(above: Any, below: Any, part: pd.DataFrame) -> None:
+    set_by_hand = sorted(name for name in set(part.optimizer) if ":" in name)
+    for optimizer, (color, marker) in (LOOKS | dict(zip(set_by_hand, FLOORS, strict=False))).items():
+        line = part[part.optimizer == optimizer].sort_values("lr")
+        if not len(line):
+            continue
+        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2}
+        errors = [line.loss - line.least, line.greatest - line.loss]
+        above.errorbar(line.lr, line.loss, errors, capsize=2, label=optimizer.replace(":", ", "), **look)
+        if line.spread.notna().any():
+            below.plot(line.lr, line.spread, **look)
+    for axes in (above, below):
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.xaxis.set_major_locator(LogLocator(10))
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_locator(NullLocator())
+        axes.grid(color=style.GRID, linewidth=0.5)
+
+
+def finding(frame: pd.DataFrame) -> str:
+    """For each model and ε the least test loss of each optimizer, at its own learning rate."""
+    private = frame.dropna(subset="target_epsilon")
+    best = private.sort_values("loss", kind="stable").drop_duplicates(["network", "target_epsilon", "optimizer"])
+    said = []
+    for (network, target), part in best.groupby(["network", "target_epsilon"], sort=False):
+        by = {row.optimizer: row for row in part.itertuples()}
+        if {"Adam", "AdamBC", "SGD"} <= by.keys():
+            losses = ", ".join(f"{name} {by[name].loss:.3f}" for name in ("SGD", "Adam", "AdamBC"))
+            said.append(f"{network} at ε = {target:g}: {losses}")
+    return f"Least test loss, {'; '.join(sorted(said))}." if said else ""
+
+
+FIGURE = FigureKind(
+    doc="test loss by learning rate of Adam with and without the noise in its second moment, and of SGD",
+    kinds=("adam_bias",),
+    cell=lambda r: r.id,
+    facets={"experiment": ("adam_bias",)},
+    table=table,
+    text=text,
+    caption=caption,
+    plot=plot,
+    finding=finding,
+    place=216,
+)
