@@ -23,8 +23,8 @@ from clipping.backends.recording import for_recording
 from clipping.core.clip_functions import ClipFunction
 from clipping.core.types import LossFunction
 from clipping.distributed.spread import reshard, sharded_modules, unwrapped
-from dpbench.engine.abandoned import Abandoned
 from dpbench.engine.backends import usable_backend
+from dpbench.engine.batch_identity import Ticket, Tickets
 from dpbench.engine.checkpoint import load, save
 from dpbench.engine.discrete import accountant_for, bands_of, source_of
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
@@ -34,17 +34,17 @@ from dpbench.engine.loader import PrivateLoader, checked
 from dpbench.engine.log import Log
 from dpbench.engine.noise import secret
 from dpbench.engine.patch import Patch, claim, disclaim, require_own
+from dpbench.engine.poisson_check import Sizes
 from dpbench.engine.recorder import Recorder
 from dpbench.engine.release import release_gradients
+from dpbench.engine.rolled_back_steps import Abandoned
 from dpbench.engine.safeguards import mark, require_accounted, require_usable
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.sensitivity import Sensitivity, sensitivity
 from dpbench.engine.settings import backend_name, clip_function, resolve
-from dpbench.engine.sizes import Sizes
 from dpbench.engine.spent import NOT_COUNTED, PrivacySpent, account
 from dpbench.engine.state import State
 from dpbench.engine.sums import Sums, gathered
-from dpbench.engine.tickets import Ticket, Tickets
 from dpbench.engine.whole_step import WholeStep
 
 

@@ -23,10 +23,10 @@ from torch.utils.data import DataLoader, default_collate
 from clipping.core.batches import map_tensors, tensors_of
 from clipping.distributed.spread import sharded_modules
 from clipping.numerics.rng_replay import Draws
+from dpbench.engine.batch_identity import Ticket
 from dpbench.engine.errors import Misuse
 from dpbench.engine.sampling import Sampler
 from dpbench.engine.state import State
-from dpbench.engine.tickets import Ticket
 
 
 class PrivateLoader:

@@ -1,8 +1,8 @@
 """Does what a training loop computes keep samples apart? Its step is run once more, with other records.
 
 Where the loss function is known (`make_step`), all of it runs again. In a loop of the caller's the forward passes do,
-and what was computed of their outputs as far as `dpbench.engine.traced` can follow it; where it cannot, and in batches
-of another size, of which the caller's labels are not known, the model's outputs alone are compared.
+and what was computed of their outputs as far as `loss_mixing_check` can follow it; where it cannot, and in batches of
+another size, of which the caller's labels are not known, the model's outputs alone are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from clipping.core.batches import map_tensors, tensors_of
 from clipping.core.dtypes import coarsest
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
-from dpbench.engine.traced import Trace, plain
+from dpbench.engine.loss_mixing_check import Trace, plain
 
 
 class Looks:

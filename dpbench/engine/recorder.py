@@ -32,8 +32,8 @@ from dpbench.engine.distributed import quieten
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import require_finite_losses
 from dpbench.engine.looks import Looks
+from dpbench.engine.loss_mixing_check import plain
 from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
-from dpbench.engine.traced import plain
 
 MANY_PASSES = 16
 """Forward passes without a step after which it is said that each of them is held in memory."""

@@ -1,7 +1,7 @@
 """Is the gradient that arrives at the outputs of a sample that sample's own? The loss is run again to see.
 
 What the caller computes from the outputs and from the loader's tensors (labels, masks, weights) is noted in the first
-few batches, in the one after each new kind of loss, and in one of 200 later (`dpbench.engine.traced`). At
+few batches, in the one after each new kind of loss, and in one of 200 later (`dpbench.engine.loss_mixing_check`). At
 `optimizer.step()` it runs again:
 
 others   with the samples outside of S replaced by one of S, inputs, outputs and labels alike, for several S: what the
@@ -33,7 +33,7 @@ from clipping.core.dtypes import coarsest
 from clipping.core.types import Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from dpbench.engine import PrivacyWarning
-from dpbench.engine.traced import Trace, Traced, plain
+from dpbench.engine.loss_mixing_check import Trace, Traced, plain
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
 """Batches that are looked at first, the share of later ones, and how many losses are told apart."""

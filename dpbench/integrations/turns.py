@@ -19,7 +19,7 @@ from clipping.core.batches import tensors_of
 from clipping.distributed.spread import sharded_modules
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.loader import PrivateLoader
-from dpbench.engine.traced import plain
+from dpbench.engine.loss_mixing_check import plain
 from dpbench.integrations.watch import Watch
 
 

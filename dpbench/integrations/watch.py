@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from clipping.core.batches import map_tensors, tensors_of
+from dpbench.engine.loss_mixing_check import Traced, plain
 from dpbench.engine.recorder import Hook
-from dpbench.engine.traced import Traced, plain
 from dpbench.integrations.reduction import Look, Looks
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpbench import Misuse, PrivacyEngine
-from dpbench.engine.tickets import Ticket, Tickets
+from dpbench.engine.batch_identity import Ticket, Tickets
 
 RECORDS, EXPECTED = 48, 12
 X = torch.eye(RECORDS, dtype=torch.float64)

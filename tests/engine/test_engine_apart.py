@@ -12,7 +12,7 @@ from torch import nn
 
 from clipping import UnsupportedModel
 from dpbench import PrivacyEngine
-from dpbench.engine.traced import Trace, Traced, plain
+from dpbench.engine.loss_mixing_check import Trace, Traced, plain
 
 B = 12
 X, Y = torch.randn(B, 20, generator=torch.Generator().manual_seed(1)), torch.arange(B) % 5

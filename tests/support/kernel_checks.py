@@ -1,4 +1,4 @@
-"""What the kernels of `clipping.kernels` are held to, on a GPU or in Triton's interpreter, and how they compile.
+"""What the kernels of `clipping.accel` are held to, on a GPU or in Triton's interpreter, and how they compile.
 
 The interpreter must be chosen before Triton is imported, so `test_clipping_kernels.py` runs this file as a process:
 

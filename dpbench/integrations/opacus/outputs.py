@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from clipping.core.batches import leading_dimension, map_tensors, tensors_of
 from dpbench.engine import Misuse
-from dpbench.engine.traced import plain
+from dpbench.engine.loss_mixing_check import plain
 from dpbench.integrations.opacus.inside import LossInside, depends_on
 from dpbench.integrations.reduction import Look
 from dpbench.integrations.watch import Watch
