@@ -113,7 +113,8 @@ class AdamBC(Adam):
         means: list[Tensor] = []
         squares: list[Tensor] = []
         steps: list[Tensor] = []
-        has_complex = self._init_group(group, params, grads, means, squares, [], steps)
+        if self._init_group(group, params, grads, means, squares, [], steps):
+            raise ValueError("expected real parameters for AdamBC, got complex ones; take torch.optim.Adam")
         if not params:
             return
         beta1, beta2 = group["betas"]
@@ -136,7 +137,6 @@ class AdamBC(Adam):
             floors,
             steps,
             amsgrad=True,
-            has_complex=has_complex,
             beta1=beta1,
             beta2=beta2,
             **{name: group[name] for name in names},

@@ -291,9 +291,8 @@ _RESULTS: Mapping[str, Shape] = {
             "test_losses": Some(NUMBER),
             "noise?": TEXT,
             "steps?": COUNT,
-            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?"), Or(FINITE, None)),
+            **dict.fromkeys(("epsilon?", "delta?", "noise_multiplier?", "spread?"), Or(FINITE, None)),
             "kind_of_epsilon?": _TEXT,
-            "spread?": Or(FINITE, None),
         }
         for kind in ("utility", "correlated", "adam_bias")
     },

@@ -68,7 +68,7 @@ def test_the_figure_has_every_learning_rate_and_says_the_best():
     figure = adam_bias.plot(frame, "a caption")
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == ["linear, ordinary training", "linear, ε = 8"]
-    entries = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert entries == ["SGD", "Adam", "AdamBC", "AdamBC, 0.01"]
+    entries = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert entries == ["SGD", "Adam", "AdamBC", "AdamBC, floor 0.01"]
     assert adam_bias.text(frame).accuracy.tolist() == ["90.0 %"] * 6
     assert adam_bias.finding(frame.iloc[:0]) == "" and adam_bias.plot(frame.iloc[:0], "none") is not None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from dpbench.report import captions, style
@@ -19,7 +21,8 @@ from dpbench.report.parts import FigureKind
 LOOKS = {"SGD": ("#0077BB", "o"), "Adam": ("#EE7733", "s"), "AdamBC": ("#009988", "^")}
 #: the same with a floor that is set
 FLOORS = (("#AA3377", "v"), ("#BBBBBB", "D"))
-_TOP, _DEPTH, _FLAT, _LEFT, _GAP, _BETWEEN = 0.36, 1.5, 0.85, 0.62, 0.3, 0.15
+_TOP, _DEPTH, _FLAT, _LEFT, _GAP, _BETWEEN = 0.3, 1.6, 0.85, 0.62, 0.42, 0.15
+_LEGEND = 0.25
 _SAME = ["data", "network", "target_epsilon", "optimizer", "lr"]
 #: Losses above the least of a panel by this factor are beyond it.
 _MOST = 4.0
@@ -74,57 +77,72 @@ def caption(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 def plot(frame: pd.DataFrame, caption: str) -> Figure:
     """For each model two rows, loss and spread; a column for ordinary training and for each ε, the largest first."""
-    networks = list(dict.fromkeys(frame.network))
-    columns = sorted(frame.target_epsilon.fillna(float("inf")).unique(), reverse=True)
-    rows = max(1, len(networks))
-    deep = _DEPTH + _BETWEEN + _FLAT
-    figure, height = sheet(rows * (_TOP + deep + AXIS) + 0.2, caption)
+    networks = sorted(set(frame.network), key=lambda name: (name == "cnn", name))
+    targets = frame.target_epsilon.astype(float).fillna(math.inf)
+    columns = sorted(targets.unique(), reverse=True)
+    deep = _TOP + _DEPTH + _BETWEEN + _FLAT + AXIS
+    figure, height = sheet(_LEGEND + max(1, len(networks)) * deep + 0.1, caption)
     wide = (WIDTH - _LEFT - 0.15 - _GAP * (len(columns) - 1)) / max(1, len(columns))
+    looks = _looks(frame)
     for i, network in enumerate(networks):
-        top = _TOP + i * (_TOP + deep + AXIS)
-        of = frame[frame.network == network]
+        of, top = frame[frame.network == network], _LEGEND + _TOP + i * deep
         for j, target in enumerate(columns):
-            part = of[of.target_epsilon.fillna(float("inf")) == target]
             left = _LEFT + j * (wide + _GAP)
             above = figure.add_axes(box(left, top, wide, _DEPTH, height))
             below = figure.add_axes(box(left, top + _DEPTH + _BETWEEN, wide, _FLAT, height))
-            _panel(above, below, part)
-            above.set_ylim(0.9 * of.least.min(), _MOST * of.loss.min())
-            below.set_ylim(0.9, 1.3 * max(1.0, float(of.spread.max())))
-            above.set_title(
-                f"{network}, " + ("ordinary training" if target == float("inf") else f"ε = {target:g}"), fontsize=9
-            )
+            part = of[targets == target]
+            _panel(above, below, part, looks)
+            for axes in (above, below):
+                axes.set_xlim(0.8 * of.lr.min(), 1.25 * of.lr.max())
+            if len(part):
+                above.set_ylim(
+                    0.9 * part.least.min(),
+                    max(1.1 * part.loss.min(), min(_MOST * part.loss.min(), 1.1 * part.greatest.max())),
+                )
+            below.set_ylim(0.85, 1.3 * of.spread.max(skipna=True) if of.spread.notna().any() else 2.0)
+            budget = "ordinary training" if target == math.inf else f"ε = {target:g}"
+            above.set_title(f"{network}, {budget}", fontsize=9)
             above.tick_params(labelbottom=False)
             below.set_xlabel("learning rate")
             if j == 0:
                 above.set_ylabel("test loss")
                 below.set_ylabel("spread")
-            else:
-                above.tick_params(labelleft=False)
-                below.tick_params(labelleft=False)
-    handles = [axes.get_legend_handles_labels() for axes in figure.axes]
-    most = max(handles, key=lambda pair: len(pair[1]), default=([], []))
-    if most[1]:
-        figure.axes[0].legend(*most, fontsize=7.6, frameon=False, loc="upper center", ncol=len(most[1]))
+    handles = [Line2D([], [], label=name.replace(":", ", floor "), **look) for name, look in looks.items()]
+    if handles:
+        corner = (0.12 / WIDTH, 1 - 0.06 / height)
+        figure.legend(
+            handles=handles, loc="upper left", bbox_to_anchor=corner, ncols=len(handles), frameon=False, fontsize=8
+        )
     return figure
 
 
-def _panel(above: Any, below: Any, part: pd.DataFrame) -> None:
-    set_by_hand = sorted(name for name in set(part.optimizer) if ":" in name)
-    for optimizer, (color, marker) in (LOOKS | dict(zip(set_by_hand, FLOORS, strict=False))).items():
+def _looks(frame: pd.DataFrame) -> dict[str, dict[str, Any]]:
+    """Optimizer -> its line."""
+    found = set(frame.optimizer)
+    by_hand = sorted(name for name in found if ":" in name)
+    every = {name: look for name, look in LOOKS.items() if name in found} | dict(zip(by_hand, FLOORS, strict=False))
+    return {
+        name: {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2}
+        for name, (color, marker) in every.items()
+    }
+
+
+def _panel(above: Any, below: Any, part: pd.DataFrame, looks: dict[str, dict[str, Any]]) -> None:
+    for optimizer, look in looks.items():
         line = part[part.optimizer == optimizer].sort_values("lr")
         if not len(line):
             continue
-        look: dict[str, Any] = {"color": color, "marker": marker, "markersize": 4, "linewidth": 1.2}
         errors = [line.loss - line.least, line.greatest - line.loss]
-        above.errorbar(line.lr, line.loss, errors, capsize=2, label=optimizer.replace(":", ", "), **look)
+        above.errorbar(line.lr, line.loss, errors, capsize=2, **look)
         if line.spread.notna().any():
             below.plot(line.lr, line.spread, **look)
     for axes in (above, below):
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.xaxis.set_major_locator(LogLocator(10))
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_locator(
+            LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0) if axes is above else (1.0, 2.0, 5.0))
+        )
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             axis.set_minor_locator(NullLocator())
