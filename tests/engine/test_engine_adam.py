@@ -132,7 +132,7 @@ def step(model, optimizer):
 @pytest.mark.parametrize("clip", ["flat", "automatic", "per_layer"])
 @pytest.mark.parametrize("noise", ["gaussian", "discrete"])
 def test_the_engine_says_the_noise_of_each_step(noise, clip):
-    """As it is in `.grad`: of some 4000 entries, to three deviations of what is estimated."""
+    """As it is in `.grad`: of some 4000 entries, to five deviations of the estimate."""
     model, optimizer, engine = private(
         noise=noise,
         clip=clip,
@@ -142,7 +142,7 @@ def test_the_engine_says_the_noise_of_each_step(noise, clip):
         adjust.set_noise_multiplier(engine, sigma)
         step(model, optimizer)
         entries = torch.cat([p.grad.flatten() for p in model.parameters()])
-        assert abs(entries.std() / optimizer.noise - 1) < 3 * (2 * len(entries)) ** -0.5 + 0.01
+        assert abs(entries.std() / optimizer.noise - 1) < 5 * (2 * len(entries)) ** -0.5 + 0.01
         told.append(optimizer.noise)
     sensitivity = engine.sensitivity.bound
     assert told[0] == pytest.approx(2.0 * sensitivity / 8, rel=1e-2) and sensitivity == pytest.approx(0.5, rel=1e-2)

@@ -29,7 +29,7 @@ from dpbench.integrations.opacus import (
 
 ADAPTIVE = {
     **dict(clipping="adaptive", target_unclipped_quantile=0.5, clipbound_learning_rate=0.3),
-    **dict(max_clipbound=10.0, min_clipbound=0.01, unclipped_num_std=4.0),
+    **dict(max_clipbound=10.0, min_clipbound=0.01, unclipped_num_std=80.0),
 }
 SGD = partial(torch.optim.SGD, momentum=0.9)
 DATA = TensorDataset(*(tensor[:600] for tensor in digits()))
@@ -273,7 +273,7 @@ def test_losses_that_are_summed_are_not_divided():
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("clipping", [{}, ADAPTIVE], ids=["flat", "adaptive"])
 def test_the_bias_correction_of_adam_knows_noise_and_thresholds_that_change(reduction, clipping):
-    made = Made(optimizer=AdamBC, loss_reduction=reduction, noise_multiplier=2.0, **clipping)
+    made = Made(optimizer=AdamBC, loss_reduction=reduction, noise_multiplier=40.0, **clipping)
     made.criterion = nn.CrossEntropyLoss(reduction=reduction)
     schedulers = [ExponentialNoise(made.optimizer, gamma=0.8)]
     if not clipping:
@@ -288,10 +288,10 @@ def test_the_bias_correction_of_adam_knows_noise_and_thresholds_that_change(redu
         made.train(batches=1)
         for scheduler in schedulers:
             scheduler.step()
-    for found, noise in told:  # of 650 entries
-        assert float(found) == pytest.approx(noise, rel=5 / 1300**0.5)
+    for found, noise in told:  # of 650 entries; gradients are far smaller
+        assert float(found) == pytest.approx(noise, rel=6 / 1300**0.5)
     assert len({round(noise, 6) for _, noise in told}) == 4
-    assert told[0][1] == pytest.approx((1 if reduction == "mean" else 50) * 2.0 / 50, rel=0.3 if clipping else 0.01)
+    assert told[0][1] == pytest.approx((1 if reduction == "mean" else 50) * 40.0 / 50, rel=0.05)
 
 
 def test_checkpoints_go_on_and_epsilon_with_them(tmp_path):
