@@ -9,7 +9,7 @@ is SGD with momentum. Φ = (σS/b)² is public, and is subtracted:
 
 With one Φ throughout v̂ is the paper's v̂ - Φ; with another one in each step each is taken off its own gradient's
 square. It is computed from what was released, and so costs no privacy. (Tang, Shpilevskiy and Lécuyer 2024,
-arXiv:2312.14334, Algorithm 1)
+arXiv:2312.14334, whose denominator has no eps)
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dpbench.engine.errors import Misuse
 class AdamBC(Adam):
     """torch's Adam with DP-AdamBC's bias correction; AdamW with `decoupled_weight_decay=True`.
 
-    A `PrivacyEngine` that is attached to it says the noise of every step. Without noise it is torch's Adam to the bit.
-    Its state is Adam's, with v as above, and one number a parameter.
+    A `PrivacyEngine` that is attached to it says the noise of every step. Without noise and `floor` it is torch's Adam
+    to the bit. Its state is Adam's, with v as above, and one number a parameter.
 
     Args:
         params, lr, betas, eps, weight_decay: as of `torch.optim.Adam`.

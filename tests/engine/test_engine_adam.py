@@ -40,7 +40,7 @@ def trained(optimizer, params, grads, noises=None):
 
 
 def test_it_is_the_paper_s_algorithm():
-    """Algorithm 1 of arXiv:2312.14334, with one Φ for all steps."""
+    """arXiv:2312.14334, with one Φ for all steps."""
     params, grads = parameters(), gradients(30)
     lr, b1, b2, sigma, c, b, floor = 0.05, 0.8, 0.95, 1.5, 2.0, 3, 0.4
     found = trained(AdamBC(params, lr, (b1, b2), eps=0.0, floor=floor), params, grads, [sigma * c / b] * 30)
@@ -133,10 +133,7 @@ def step(model, optimizer):
 @pytest.mark.parametrize("noise", ["gaussian", "discrete"])
 def test_the_engine_says_the_noise_of_each_step(noise, clip):
     """As it is in `.grad`: of some 4000 entries, to five deviations of the estimate."""
-    model, optimizer, engine = private(
-        noise=noise,
-        clip=clip,
-    )
+    model, optimizer, engine = private(noise=noise, clip=clip)
     told = []
     for sigma in (2.0, 2.0) if noise == "discrete" else (2.0, 5.0):
         adjust.set_noise_multiplier(engine, sigma)
