@@ -1,17 +1,21 @@
-"""Noise that is correlated over steps: `noise="banded:8"`, the stream C⁻¹Z of `accounting.banded`, one row a step.
+"""Noise that is correlated over steps, `noise="banded:8"` or `"blt:3"`: the stream C⁻¹Z, one row a step.
 
-    x_t = (z_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0,    z_t ~ N(0, σ²S²I), independent
+    x_t = (z_t - c_1 x_{t-1} - c_2 x_{t-2} - ...) / c_0,    z_t ~ N(0, σ²S²I), independent
 
-What is remembered are the last b - 1 rows x, in float64: 2(b - 1) times the memory of the parameters in float32.
+    banded   c_i = 0 from i = b on (`accounting.banded`). The last b - 1 rows x are remembered.
+    blt      c_i = Σ_j ω_j θ_j^{i-1} and c_0 = 1 (`accounting.blt`). With the buffers y_j = Σ_i θ_j^{i-1} x_{t-i}, which
+             are remembered, x_t = z_t - Σ_j ω_j y_j, and then y_j becomes θ_j y_j + x_t.
+
+Each of these rows is in float64 and takes twice the memory of the parameters in float32.
 
 **Security.** A step's release is round(total - Σ c_i x_{t-i} / c_0 + N(0, (σS/c_0)²)), drawn and rounded by `Secure`.
 x is what was released less the total, rounding included, so the place of the normal is a function of earlier releases
 and of (CG)_t / c_0: who breaks a step breaks `Secure`. x shows the totals of released steps: checkpoints that hold it
 are as secret as the data.
 
-**Where a stream starts anew**, the history is dropped, which is private (`accounting.banded`) and costs some accuracy:
+**Where a stream starts anew**, the history is dropped, which is private (see both modules) and costs some accuracy:
 for a parameter that had no noise in the step before (frozen, or of another shape); at a batch of the loader that was
-left out, as the groups would lie fewer than b steps apart; in a copy, in a forked process, and on going on from
+left out, as a record's steps would lie fewer than b apart; in a copy, in a forked process, and on going on from
 a checkpoint with a fresh key, as two trainings would share the history. With `replay` the stream goes on as it was.
 
 The deviation never falls while a stream lasts: a later row's noise covers what an earlier step's record moved.
@@ -20,6 +24,7 @@ The deviation never falls while a stream lasts: a later row's noise covers what 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,39 +32,59 @@ import torch
 from torch import Tensor
 
 from accounting.banded import coefficients
+from accounting.blt import Blt
 from clipping.noise.chacha import Segments
 from dpbench.engine.noise import OTHER_KIND, At, Noise
+from dpbench.engine.settings import UNPLANNED
 
-UNPLANNED = 1000
-"""Steps for which coefficients are chosen where none are planned."""
 _Where = tuple[int, tuple[int, ...]]
 
 
 class _Past(NamedTuple):
-    """The last rows of one tensor's noise: `rows` [b - 1, n] in float64, row t at t mod (b - 1); up to `step`."""
+    """What is remembered of one tensor's noise up to `step`: `rows` [R, n] in float64."""
 
     step: int
     rows: Tensor
 
 
-class Banded(Noise):
+class Correlated(Noise):
     """Adds the stream of the module's text, of which the independent normals are drawn by another source.
 
     Args:
         source: of the normals, `Secure` or `Pseudo`.
-        bands: b, at least 2.
-        steps: how many are planned; None if nobody knows. Only how well the noise cancels depends on it.
+        words: what it is.
+        mark: what a checkpoint's noise must have in common with this one.
+        first: c_0.
+        count: R, the rows that are remembered.
     """
 
-    def __init__(self, source: Noise, bands: int, steps: int | None) -> None:
-        self.source, self.coefficients = source, coefficients(bands, steps or UNPLANNED)
-        self.words = f"banded, correlated over {bands} steps; {source.words}"
+    def __init__(self, source: Noise, words: str, mark: dict[str, Any], first: float, count: int) -> None:
+        self.source, self._mark, self._first, self._count = source, mark, first, count
+        self.words = f"{words}; {source.words}"
         self.private, self.repeatable = source.private, source.repeatable
         self._past: dict[_Where, _Past]
         self._process: int
         self._most: float
         self._ahead: int
         self._forget()
+
+    @abstractmethod
+    def weights(self, step: int) -> Sequence[float]:
+        """[R], of the rows in Σ c_i x_{t-i} / c_0.
+
+        Args:
+            step: t.
+        """
+
+    @abstractmethod
+    def remember(self, rows: Tensor, step: int, row: Tensor) -> None:
+        """Put x_t into the rows, in place.
+
+        Args:
+            rows: [R, n].
+            step: t.
+            row: x_t [n].
+        """
 
     def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
         """σS, or that of an earlier step if it was more."""
@@ -81,7 +106,7 @@ class Banded(Noise):
             total.double() - self._shift(where, at.step, total).view(total.shape)
             for where, at, total in zip(found, places, totals, strict=True)
         ]
-        noisy = self.source.added_to_all(wide, deviation / self.coefficients[0], places)
+        noisy = self.source.added_to_all(wide, deviation / self._first, places)
         for where, at, total, released in zip(found, places, totals, noisy, strict=True):
             self._remember(where, at.step, released - total)
         kinds = [torch.promote_types(total.dtype, torch.float32) for total in totals]
@@ -91,20 +116,20 @@ class Banded(Noise):
         """As `Noise.add_to_flat`; refuses what its source refuses."""
         where = process, segments.labels
         wide = flat.double() - self._shift(where, step, flat)
-        self.source.add_to_flat(wide, segments, deviation / self.coefficients[0], step, process)
+        self.source.add_to_flat(wide, segments, deviation / self._first, step, process)
         self._remember(where, step, wide - flat)
         flat.copy_(wide)
 
     def state_dict(self) -> dict[str, Any]:
         past = {where: (step, rows.clone()) for where, (step, rows) in self._past.items()}
-        state = {"past": past, "most": self._most, "ahead": self._ahead, "bands": len(self.coefficients)}
-        return {"kind": "banded", "source": self.source.state_dict(), **state}
+        state = {"past": past, "most": self._most, "ahead": self._ahead}
+        return {**self._mark, "source": self.source.state_dict(), **state}
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
         """As `Noise.load_state_dict`. Without `replay` the key is a fresh one, and the stream starts anew; that of a
         caller's generator goes on.
         """
-        if state["kind"] != "banded" or state["bands"] != len(self.coefficients):
+        if any(state.get(name) != value for name, value in self._mark.items()):
             raise ValueError(OTHER_KIND)
         self.source.load_state_dict(state["source"], replay=replay)
         self._forget()
@@ -130,18 +155,58 @@ class Banded(Noise):
             self._forget()
         for other in [other for other, past in self._past.items() if past.step < step - 1]:
             del self._past[other]  # it had no noise in the step before
-        count, past = len(self.coefficients) - 1, self._past.get(where)
+        past = self._past.get(where)
         if past is None or past.step != step - 1 or past.rows.shape[1] != like.numel():
-            rows = torch.zeros(count, like.numel(), dtype=torch.float64, device=like.device)
+            rows = torch.zeros(self._count, like.numel(), dtype=torch.float64, device=like.device)
         else:
             rows = past.rows.to(like.device)
         self._past[where] = _Past(step - 1, rows)
-        weights = torch.zeros(count, dtype=torch.float64)
-        for i in range(1, count + 1):
-            weights[(step - i) % count] = self.coefficients[i] / self.coefficients[0]
-        return weights.to(like.device) @ rows
+        return torch.tensor(self.weights(step), dtype=torch.float64).to(like.device) @ rows
 
     def _remember(self, where: _Where, step: int, row: Tensor) -> None:
         rows = self._past[where].rows
-        rows[step % len(rows)] = row.reshape(-1)
+        self.remember(rows, step, row.reshape(-1))
         self._past[where] = _Past(step, rows)
+
+
+class Banded(Correlated):
+    """Of `accounting.banded`: rows t - b + 1, ..., t - 1, row t at t mod (b - 1).
+
+    Args:
+        source: of the normals, `Secure` or `Pseudo`.
+        bands: b, at least 2.
+        steps: how many are planned; None if nobody knows. Only how well the noise cancels depends on it.
+    """
+
+    def __init__(self, source: Noise, bands: int, steps: int | None) -> None:
+        self.coefficients = c = coefficients(bands, steps or UNPLANNED)
+        words, mark = f"banded, correlated over {bands} steps", {"kind": "banded", "bands": bands}
+        super().__init__(source, words, mark, first=c[0], count=bands - 1)
+
+    def weights(self, step: int) -> Sequence[float]:
+        c, count = self.coefficients, len(self.coefficients) - 1
+        return [c[(step - place - 1) % count + 1] / c[0] for place in range(count)]
+
+    def remember(self, rows: Tensor, step: int, row: Tensor) -> None:
+        rows[step % len(rows)] = row
+
+
+class Buffered(Correlated):
+    """Of `accounting.blt`: its buffers.
+
+    Args:
+        source: of the normals, `Secure` or `Pseudo`.
+        blt: C.
+    """
+
+    def __init__(self, source: Noise, blt: Blt) -> None:
+        self.blt, count = blt, len(blt.omega)
+        words, mark = f"blt, correlated over all steps by {count} buffers", {"kind": "blt", "buffers": count}
+        super().__init__(source, words, mark, first=1.0, count=count)
+
+    def weights(self, step: int) -> Sequence[float]:
+        return self.blt.omega
+
+    def remember(self, rows: Tensor, step: int, row: Tensor) -> None:
+        theta = torch.tensor(self.blt.theta, dtype=torch.float64).to(rows.device)
+        rows.mul_(theta[:, None]).add_(row)

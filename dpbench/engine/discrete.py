@@ -38,12 +38,16 @@ from torch import Tensor
 
 from clipping.noise.chacha import Segments
 from clipping.noise.discrete import ROUNDED, discrete_noisy
-from dpbench.engine.correlated import Banded
+from dpbench.engine.correlated import Banded, Buffered
 from dpbench.engine.noise import At, Noise, Pseudo, Secure
 from dpbench.engine.settings import Settings
 
-NOISES = ("gaussian", "discrete", "banded:N")
-_BANDED = "banded:"
+NOISES = ("gaussian", "discrete", "banded:N", "blt:N")
+CORRELATED = {
+    "banded": ("bands", 2, "poisson", "batches are Poisson samples of groups of records in turn"),
+    "blt": ("buffers", 1, "one_pass", "the steps of a record must be an epoch apart"),
+}
+"""Name -> what N counts, the least N, and the sampling that ε has a bound with, and why."""
 ACCOUNTANTS = ("rdp:whole", "moments")
 """Those whose bounds hold for it; the first is the default."""
 FINER = 12
@@ -121,6 +125,8 @@ def source_of(name: str, settings: Settings, coordinates: int, generator: torch.
     if name == "discrete" and noise_multiplier:
         return Discrete(noise_multiplier, coordinates)
     source: Noise = Secure() if generator is None else Pseudo(generator)
+    if settings.blt is not None:
+        return Buffered(source, settings.blt)
     return Banded(source, settings.bands, settings.planned_steps) if settings.bands > 1 else source
 
 
@@ -154,32 +160,30 @@ def require_known(name: str) -> None:
     Args:
         name: of the noise.
     """
-    if bands_of(name) == 1 and name not in NOISES[:2]:
+    if name not in NOISES[:2] and not correlation_of(name):
         raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
 
 
-def bands_of(noise: str, sampling: str = "poisson", group_size: int = 1) -> int:
-    """b of "banded:b"; 1 of noise that is independent in each step.
+def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1) -> dict[str, int]:
+    """{"bands": N} of "banded:N", {"buffers": N} of "blt:N"; {} of noise that is independent in each step.
 
     Args:
         noise: as the engine takes it.
-        sampling, group_size: the same.
+        sampling, group_size: the same; None for any.
 
     Raises:
-        ValueError: no whole number of at least 2, or what has no bound beside it.
+        ValueError: no whole number, or too small a one; or what has no bound beside it.
     """
-    if not isinstance(noise, str) or not noise.startswith(_BANDED):
-        return 1
-    digits = noise.removeprefix(_BANDED)
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < 2:
-        raise ValueError(f"expected noise='banded:N' with a whole number N >= 2, got {noise!r}")
-    if sampling != "poisson":
-        raise ValueError(
-            f"expected sampling='poisson' with noise={noise!r}, got {sampling!r}: batches are Poisson samples of "
-            f"{digits} groups of records in turn"
-        )
+    name, colon, digits = str(noise).partition(":")
+    if name not in CORRELATED or not colon:
+        return {}
+    counted, least, scheme, reason = CORRELATED[name]
+    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
+        raise ValueError(f"expected noise='{name}:N' with a whole number N >= {least}, got {noise!r}")
+    if sampling not in (None, scheme):
+        raise ValueError(f"expected sampling={scheme!r} with noise={noise!r}, got {sampling!r}: {reason}")
     if group_size != 1:
         raise ValueError(
             f"expected group_size=1 with noise={noise!r}, got {group_size!r}: there is no bound for groups"
         )
-    return int(digits)
+    return {counted: int(digits)}

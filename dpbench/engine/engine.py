@@ -26,7 +26,7 @@ from clipping.distributed.spread import reshard, sharded_modules, unwrapped
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.batch_identity import Ticket, Tickets
 from dpbench.engine.checkpoint import load, save
-from dpbench.engine.discrete import accountant_for, bands_of, source_of
+from dpbench.engine.discrete import accountant_for, correlation_of, source_of
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
@@ -68,7 +68,7 @@ class PrivacyEngine(State):
         backend: "bk_mixed", "bk_ghost", "mixed_ghost", "ghost", "fastgradclip", a variant, or "microbatch".
         clip: "flat", "automatic", "per_layer", or a clipping function of sensitivity C.
         accountant: a name of `accounting`; "prv" if None, or "rdp:whole" beside discrete noise.
-        noise: "gaussian", "discrete" (on a grid: `dpbench.engine.discrete`), "banded:8" (`dpbench.engine.correlated`).
+        noise: "gaussian", "discrete" (`dpbench.engine.discrete`), "banded:8" or "blt:3" (`dpbench.engine.correlated`).
         secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
         generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
         sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
@@ -131,7 +131,7 @@ class PrivacyEngine(State):
             sampling=sampling,
             max_batch_size=max_batch_size,
             group_size=group_size,
-            bands=bands_of(noise, sampling, group_size),
+            **correlation_of(noise, sampling, group_size),
         )
         if self.noise_multiplier > 0 and not math.isfinite(self.clip.sensitivity):
             raise ValueError(f"expected a finite max_grad_norm with noise, got {max_grad_norm!r}")

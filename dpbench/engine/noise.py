@@ -39,7 +39,7 @@ from clipping.noise.chacha import Segments, add_to_flat, noisy
 from dpbench.engine.errors import Misuse
 
 OTHER_KIND = (
-    "expected a checkpoint with the same kind of noise (gaussian, discrete, banded, of a generator) as this engine's"
+    "expected a checkpoint with the same kind of noise (gaussian, discrete, banded, blt, seeded) as this engine's"
 )
 
 

@@ -163,10 +163,10 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
             "expected an optimizer without a GradScaler, got one that accelerate has wrapped for fp16: the losses are "
             "not scaled, or every gradient would be above the clipping norm; take mixed_precision='bf16'"
         )
-    if engine.settings.bands > 1 and isinstance(_beneath(optimizer) or optimizer, AdamBC):
+    if engine.settings.correlated and isinstance(_beneath(optimizer) or optimizer, AdamBC):
         raise Misuse(
-            "expected noise='gaussian' or 'discrete' with AdamBC, got banded noise, whose variance changes as a stream "
-            "goes on; take torch.optim.Adam"
+            "expected noise='gaussian' or 'discrete' with AdamBC, got correlated noise, whose variance changes as a "
+            "stream goes on; take torch.optim.Adam"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise Misuse("expected an optimizer of one gradient a step, got LBFGS, which asks for several by a closure")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accounting import Accountant, Guarantee, SubsampledGaussian, calibrate_noise_multiplier, load_accountant
+from accounting.blt import Blt, best
 from accounting.reductions import as_poisson
 from accounting.sampling import BY_EPOCH
 from accounting.varying import guarantee_of_parts
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 #: How batches may be drawn; the cut ones are drawn as Poisson batches are, and cut.
 SCHEMES = ("poisson", "truncated_poisson", "balls_and_bins", "without_replacement", "shuffled", "one_pass")
 CLIPS = ("flat", "automatic", "per_layer")
+UNPLANNED = 1000
+"""Steps for which correlated noise has its coefficients chosen where none are planned."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,8 @@ class Settings:
         mechanism: one step.
         epoch: steps of an epoch, where the sizes do not say it.
         earlier: (mechanism, how many) of the first steps, which had other noise than `mechanism` says.
-        bands: b of `accounting.banded`, whose mechanism is that of b steps; 1 where noise is independent in each step.
+        bands: b of `accounting.banded`, whose mechanism is that of b steps; 1 where noise has no bands.
+        blt: of `accounting.blt`, all steps of which are one mechanism; None of other noise.
     """
 
     batch_size: int
@@ -50,6 +54,12 @@ class Settings:
     epoch: int | None = None
     earlier: tuple[tuple[SubsampledGaussian, int], ...] = ()
     bands: int = 1
+    blt: Blt | None = None
+
+    @property
+    def correlated(self) -> bool:
+        """Does the noise of a step depend on that of others?"""
+        return self.bands > 1 or self.blt is not None
 
     @property
     def sampling(self) -> str:
@@ -73,6 +83,9 @@ class Settings:
             steps: of the whole training, at least 0.
             delta: in [0, 1].
         """
+        if self.blt is not None:
+            whole = self.blt.mechanism(self.mechanism.noise_multiplier, max(1, steps))
+            return guarantee_of_parts(self.load(), [(whole, min(1, steps))], delta=delta)
         later = max(0, steps - sum(count for _, count in self.earlier))
         _, blocks = as_poisson(0.0, later, self.bands)
         return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, blocks)], delta=delta)
@@ -92,6 +105,7 @@ class Settings:
             "max_batch_size": m.max_batch_size,
             **({"group_size": m.group_size} if m.group_size > 1 else {}),
             **({"bands": self.bands} if self.bands > 1 else {}),
+            **({"planned_steps": self.planned_steps, "blt": (self.blt.omega, self.blt.theta)} if self.blt else {}),
         }
 
 
@@ -109,6 +123,7 @@ def resolve(
     max_batch_size: int | None,
     group_size: int = 1,
     bands: int = 1,
+    buffers: int = 0,
 ) -> Settings:
     """Check the arguments and find the noise multiplier.
 
@@ -121,7 +136,7 @@ def resolve(
         sampling: a name of `accounting.sampling`.
         max_batch_size: for "truncated_poisson" alone.
         group_size: how many records at once ε is of.
-        bands: of the noise, 1 where it is independent in each step.
+        bands, buffers: of banded noise, and of a BLT's.
 
     Raises:
         ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
@@ -154,13 +169,18 @@ def resolve(
         raise ValueError(f"expected noise with at most sample_size // batch_size = {most} bands, got {bands}")
     q, spending = as_poisson(batch_size / sample_size, planned or 0, bands)
     load_accountant(accountant)
+    blt = best(buffers, planned or UNPLANNED, steps_per_epoch(batch_size, sample_size, sampling)) if buffers else None
     if noise_multiplier is None:
         assert target_epsilon is not None and planned is not None
-        noise_multiplier = calibrate_noise_multiplier(
-            accountant, target_epsilon=target_epsilon, sample_rate=q, steps=spending, delta=delta, **scheme
-        )
+        at: dict[str, Any] = {"target_epsilon": target_epsilon, "delta": delta}
+        if blt is None:
+            noise_multiplier = calibrate_noise_multiplier(accountant, sample_rate=q, steps=spending, **at, **scheme)
+        else:
+            alone = calibrate_noise_multiplier(accountant, sample_rate=1.0, steps=1, **at)
+            noise_multiplier = alone * blt.sensitivity(planned) * (1 + 1e-12)  # rounded up
     mechanism = SubsampledGaussian(noise_multiplier, q, **scheme)
-    return Settings(batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism, bands=bands)
+    noise: dict[str, Any] = {"bands": bands, "blt": blt}
+    return Settings(batch_size, sample_size, planned, delta, target_epsilon, accountant, mechanism, **noise)
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:

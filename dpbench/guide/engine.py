@@ -43,10 +43,19 @@ founded, so batches differ in size. The loss is **one number a record**, [B]. An
 | `backend` | how the sum is found: `dpbench.guide.backends` |
 | `clip` | `"flat"`, `"automatic"`, `"per_layer"`, or a function of your own |
 | `sampling` | Poisson, or `truncated_poisson`, `balls_and_bins`, `shuffled`, ...: for each, ε is that scheme's |
-| `noise` | `"gaussian"`; `"discrete"`: exact on a grid; `"banded:8"`: cancels over 8 steps (BandMF) |
+| `noise` | `"gaussian"`; `"discrete"`: exact on a grid; `"banded:8"`, `"blt:3"`: cancels over steps |
 
 Noise comes from a cipher (ChaCha20, keyed by the operating system) at the price of `torch.randn`. A `generator` of your
 own makes a run repeatable, and is not private.
+
+## Noise that cancels
+
+SGD's iterates are sums of gradients, so later noise may cancel earlier noise. `"banded:8"` (BandMF) does so over 8
+steps, and keeps the amplification by sampling: the right choice where `data_loader` may draw the batches. Where records
+come in one order (`sampling="one_pass"`) nothing is amplified, and `"blt:3"` (a BLT of at most 3 buffers) cancels over
+all steps. Say `steps` or `epochs` with it: its numbers are the best for that many. ε is then for a record whose
+gradient is made zero. Either keeps rows in float64, 7 for 8 bands and 3 for 3 buffers, each twice the size of the
+parameters.
 
 ## Adam
 
@@ -62,7 +71,7 @@ engine.attach(optimizer)  # the rest is as above
 ```
 
 The engine tells it the noise of every step, through every loop below and with every schedule. Below `floor` the mean is
-not trusted; it follows the noise unless you say a number. Banded noise and `amsgrad` are refused. Its best learning
+not trusted; it follows the noise unless you say a number. Correlated noise and `amsgrad` are refused. Its best learning
 rate is about half of Adam's. Try both: on the digits it gains nothing (experiment `adam_bias`).
 
 ## More than one batch in memory

@@ -35,7 +35,7 @@ round. Absolute times depend on the hour; ratios hold. Every timed step is check
 | `conformance` | Is each backend exact, does it refuse, or is it wrong, on hard cases? |
 | `sensitivity` | How far do hard records move the sum, in units of C? |
 | `utility` | What accuracy is there at which ε? |
-| `correlated_noise` | Does noise that cancels over steps (BandMF) train better than DP-SGD's at one ε? |
+| `correlated_noise` | Does noise that cancels over steps (BandMF, BLT) train better than DP-SGD's at one ε? |
 | `adam_bias` | Does Adam train better once the noise is taken off its second moment (DP-AdamBC)? |
 | `memorisation` | What does a fine-tuned language model give away of a secret? |
 | `audit` | Does a run keep to the ε that it claims? |

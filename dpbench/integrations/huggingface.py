@@ -65,7 +65,7 @@ class PrivacyArguments:
     backend: str = field(default="bk_mixed", metadata={"help": "How per-sample gradients are clipped."})
     clip: str = field(default="flat", metadata={"help": "The clipping function: flat, automatic or per_layer."})
     accountant: str | None = field(default=None, metadata={"help": "Who says what epsilon is, as prv, rdp or pld."})
-    noise: str = field(default="gaussian", metadata={"help": "gaussian, discrete (on a grid), or banded:8 (BandMF)."})
+    noise: str = field(default="gaussian", metadata={"help": "gaussian, discrete (on a grid), banded:8, or blt:3."})
     secure: bool = field(default=False, metadata={"help": "Insist on noise of a cipher, which is the default."})
     sampling: str = field(default="poisson", metadata={"help": "How batches are drawn, as poisson or shuffled."})
     max_batch_size: int | None = field(default=None, metadata={"help": "For truncated_poisson: the largest batch."})

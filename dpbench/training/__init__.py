@@ -87,14 +87,18 @@ class UtilityTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrelatedTrial(UtilityTrial):
-    """The same with the engine's `noise`, "gaussian" or "banded:N": accuracy at one ε, and no seconds."""
+    """The same with the engine's `noise`: accuracy at one ε, and no seconds.
+
+    It is "gaussian" or "banded:N", or with another sampling than the noise's own "gaussian@one_pass", "blt:N@one_pass".
+    """
 
     kind: ClassVar[str] = "correlated"
     noise: str = "gaussian"
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"noise": self.noise}
+        noise, _, sampling = self.noise.partition("@")
+        return {"noise": noise, **({"sampling": sampling} if sampling else {})}
 
     @property
     def alone(self) -> bool:
@@ -206,6 +210,7 @@ FORMS = {
     "padded": "batches in padded pieces",
     "one_pass": "one pass in order",
     "banded": "banded noise",
+    "blt": "BLT noise, one pass in order",
 }
 #: What may refute a claim -> what is looked at.
 TESTS = {

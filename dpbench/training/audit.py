@@ -13,7 +13,8 @@ One canary's part of a sum is the difference of two releases with the same noise
 
 Banded noise is undone first: the second adversary multiplies the releases by C, and takes of each block of b rows the
 projection that the proof of `accounting.banded` names. What it has are Gaussian releases, a block each, at the rate of
-a group; all tests are of these.
+a group; all tests are of these. Of a BLT, all releases together are the block (`accounting.blt`); the directions that
+are orthogonal to a canary's projection have noise alone, and are tested for that.
 
 Each test is wrong about a sound engine with a probability of `LEVEL` over their number at the most, and all of them
 together with `LEVEL`; `sensitivity` is no matter of chance.
@@ -26,10 +27,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy.signal import lfilter
 
 from accounting import refutation
 from accounting.audit import epsilon_lower_bound, epsilon_of_mu, mu_lower_bound
 from accounting.banded import coefficients
+from accounting.blt import Blt
 from dpbench.engine import PrivacyEngine, PrivacyWarning
 from dpbench.errors import one_of
 from dpbench.training import FAULTS, FORMS, LEVEL, TESTS, AuditTrial
@@ -50,10 +53,10 @@ class Seen(NamedTuple):
     Attributes:
         epsilon, sigma, rate: ε of the training, the noise multiplier and the sample rate that are claimed.
         most: batches that a record may be in; None if that is left to chance.
-        in_turn: beside banded noise, each canary is in the steps of one turn alone.
+        in_turn: beside correlated noise, each canary is in the steps of one turn alone.
         coins: [m], is the canary in the data?
         training: the releases that ε is claimed for.
-        resumed: the next step, and the same again after going on from a checkpoint of before.
+        resumed: the next step, and the same again after going on from a checkpoint of before; of a BLT, noise alone.
         shards: [2, N], the noise of two shards, over σC.
         sensitivity: the most that records were seen to move a sum, in units of C.
     """
@@ -117,6 +120,9 @@ def _see(trial: AuditTrial) -> Seen:
         resumed = []
     most = -(-trial.steps // settings.steps_per_epoch) if trial.form == "one_pass" else None
     sigma, rate = settings.mechanism.noise_multiplier, settings.mechanism.sample_rate
+    if settings.blt is not None:
+        training, resumed, in_turn = _whole(training, settings.blt)
+        sigma, rate, most = sigma / settings.blt.sensitivity(trial.steps), 1.0, 1
     return Seen(epsilon, sigma, rate, most, in_turn, coins, training, resumed, shards, sensitivity)
 
 
@@ -168,13 +174,13 @@ def _target(trial: AuditTrial) -> Target:
         target_delta=DELTA,
         max_grad_norm=trial.max_grad_norm,
         backend=trial.backend,
-        sampling="one_pass" if form == "one_pass" else "poisson",
-        noise="banded:4" if form == "banded" else "gaussian",
+        sampling="one_pass" if form in ("one_pass", "blt") else "poisson",
+        noise={"banded": "banded:4", "blt": "blt:3"}.get(form, "gaussian"),
     )
     engine.attach(optimizer)
     state, key = engine.state_dict(), trial.seed.to_bytes(32, "little")
     seeded: dict[str, Any] = {"kind": "secure", "key": key}
-    noise = state["noise"] | {"source": seeded} if form == "banded" else seeded
+    noise = state["noise"] | {"source": seeded} if engine.settings.correlated else seeded
     engine.load_state_dict(state | {"key": key, "noise": noise}, replay=True)
     if fault:
         SEEDS[fault](engine)
@@ -250,7 +256,7 @@ def _blocks(training: list[Release], c: Array) -> tuple[list[Release], bool]:
     """The releases without the correlation of their noise, a block each; and is each canary in steps of one turn?"""
     moved, drawn = np.stack([each.moved for each in training]), np.stack([each.drawn for each in training])
     (steps, canaries), bands = drawn.shape, len(c)
-    rows = sum(c[i] * np.concatenate([np.zeros((i, *moved.shape[1:])), moved[: steps - i]]) for i in range(bands))
+    rows = lfilter(c, [1.0], moved, axis=0)
     turns, each = drawn.argmax(0) % bands, np.arange(canaries)
     found = []
     for k in range((steps - bands + 1) // bands):
@@ -259,6 +265,27 @@ def _blocks(training: list[Release], c: Array) -> tuple[list[Release], bool]:
         found.append(Release(k, drawn[first, each], whole))
     away = np.arange(steps)[:, None] % bands != turns
     return found, not (drawn & away).any()
+
+
+def _whole(training: list[Release], blt: Blt) -> tuple[list[Release], list[Release], bool]:
+    """The release that all are together, those without any canary, and is each canary in steps of one turn?
+
+    A reflection takes each canary's projection, the sum of the columns of C of its steps, to the first axis.
+    """
+    moved, drawn = np.stack([each.moved for each in training]), np.stack([each.drawn for each in training])
+    steps, c = len(moved), blt.coefficients(len(moved))
+    turns = drawn.argmax(0) % blt.separation
+    regular = np.arange(steps)[:, None] % blt.separation == turns
+    columns = lfilter(c, [1.0], regular.astype(float), axis=0)  # [T, m]
+    across = columns / np.linalg.norm(columns, axis=0)
+    across[0] += 1.0
+    across /= np.linalg.norm(across, axis=0)
+    rows = lfilter(c, [1.0], moved, axis=0)  # [T, P, m]
+    rows = (2 * across[:, None] * (across[:, None] * rows).sum(0) - rows) / blt.sensitivity(steps)
+    there = np.logical_or.reduce(drawn, axis=0)
+    nobody = np.zeros_like(there)
+    found = [Release(k, nobody if k else there, row) for k, row in enumerate(rows)]
+    return found[:1], found[1:], not (drawn & ~regular).any()
 
 
 def _noise_tests(releases: list[Release], coins: Flags, sigma: float) -> tuple[dict[str, float], float]:

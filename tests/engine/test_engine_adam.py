@@ -227,7 +227,7 @@ def test_complex_parameters_are_refused():
 
 
 def test_banded_noise_is_refused():
-    with pytest.raises(Misuse, match=r"expected noise='gaussian' or 'discrete' with AdamBC.*got banded noise"):
+    with pytest.raises(Misuse, match=r"expected noise='gaussian' or 'discrete' with AdamBC.*got correlated noise"):
         private(noise="banded:2")
 
 

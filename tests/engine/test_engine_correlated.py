@@ -1,4 +1,4 @@
-"""Banded noise in the engine: the stream against its definition, where it starts anew, batches, ε, checkpoints."""
+"""Correlated noise in the engine: the stream against its definition, where it starts anew, batches, ε, checkpoints."""
 
 from __future__ import annotations
 
@@ -14,15 +14,21 @@ from scipy.linalg import toeplitz
 from torch import nn
 
 from accounting import SubsampledGaussian, load_accountant
+from accounting.blt import best
 from clipping.noise.chacha import Segments
 from dpbench import PrivacyEngine
 from dpbench.engine import adjust
-from dpbench.engine.correlated import Banded
+from dpbench.engine.correlated import Banded, Buffered
 from dpbench.engine.errors import PrivacyWarning
 from dpbench.engine.noise import At, Pseudo, Secure
 from dpbench.engine.sampling import Sampler
 
 BANDS, N, B = 4, 120, 10
+KINDS = pytest.mark.parametrize("kind", ["banded", "blt"])
+
+
+def stream(kind, source, steps):
+    return Banded(source, BANDS, steps) if kind == "banded" else Buffered(source, best(3, steps, steps))
 
 
 def seeded(seed=0):
@@ -37,20 +43,23 @@ def rows(noise, steps, n=1000, deviation=1.0, first=1):
 
 def matrix(noise, steps):
     column = np.zeros(steps)
-    column[: len(noise.coefficients)] = noise.coefficients
+    c = noise.coefficients if isinstance(noise, Banded) else noise.blt.coefficients(steps)
+    column[: len(c)] = c
     return toeplitz(column, np.zeros(steps))
 
 
-def test_the_stream_is_the_inverse_of_the_matrix_times_independent_normals():
-    noise = Banded(seeded(), BANDS, 12)
+@KINDS
+def test_the_stream_is_the_inverse_of_the_matrix_times_independent_normals(kind):
+    noise = stream(kind, seeded(), 12)
     found = rows(noise, 12, deviation=3.0)
     source = seeded()
     z = np.stack([source.added(torch.zeros(1000, dtype=torch.float64), 1.0, At(t, 0, 0)).numpy() for t in range(12)])
     np.testing.assert_allclose(matrix(noise, 12) @ found, 3.0 * z, atol=1e-12)
 
 
-def test_its_covariance_is_that_of_the_definition():
-    noise, n = Banded(Secure(), BANDS, 7), 400_000
+@KINDS
+def test_its_covariance_is_that_of_the_definition(kind):
+    noise, n = stream(kind, Secure(), 7), 400_000
     found = rows(noise, 7, n)
     inverse = np.linalg.inv(matrix(noise, 7))
     expected = inverse @ inverse.T
@@ -60,8 +69,9 @@ def test_its_covariance_is_that_of_the_definition():
     assert np.var(found.sum(0)) < 0.7 * 7 * np.var(found[0])  # and later noise cancels earlier noise
 
 
-def test_totals_do_not_move_the_stream():
-    first, second = Banded(seeded(), BANDS, 6), Banded(seeded(), BANDS, 6)
+@KINDS
+def test_totals_do_not_move_the_stream(kind):
+    first, second = stream(kind, seeded(), 6), stream(kind, seeded(), 6)
     for t in range(1, 7):
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(t))
         moved = first.added_to_all([x.clone()], 2.0, [At(t, 0, 1)], divisor=4.0)[0]
@@ -70,8 +80,9 @@ def test_totals_do_not_move_the_stream():
         torch.testing.assert_close(4.0 * moved.double(), x.double() + alone, atol=1e-5, rtol=1e-6)
 
 
-def test_sums_that_lie_flat_have_the_same_noise():
-    one, other = Banded(Secure(), BANDS, 6), Banded(Secure(), BANDS, 6)
+@KINDS
+def test_sums_that_lie_flat_have_the_same_noise(kind):
+    one, other = stream(kind, Secure(), 6), stream(kind, Secure(), 6)
     other.source.load_state_dict(one.source.state_dict(), replay=True)
     segments = Segments([100, 300], [0, 1])
     for t in range(1, 7):
@@ -82,8 +93,9 @@ def test_sums_that_lie_flat_have_the_same_noise():
 
 
 @pytest.mark.parametrize("event", ["left out", "gap", "shape", "copy", "fresh key", "fork"])
-def test_a_stream_starts_anew(event, monkeypatch):
-    noise, n = Banded(Secure(), BANDS, 20), 100_000
+@KINDS
+def test_a_stream_starts_anew(kind, event, monkeypatch):
+    noise, n = stream(kind, Secure(), 20), 100_000
     noise.in_turn(1)
     before, step, size = rows(noise, 6, n), 7, n
     noise.in_turn(1)  # a batch that follows
@@ -100,28 +112,32 @@ def test_a_stream_starts_anew(event, monkeypatch):
     if event == "fork":
         monkeypatch.setattr(os, "getpid", lambda: -1)
     after = rows(noise, 1, size, first=step)[0]
-    assert np.std(after) == pytest.approx(1 / noise.coefficients[0], rel=0.02)
+    assert np.std(after) == pytest.approx(1 / noise._first, rel=0.02)
     assert np.abs(np.corrcoef([after, *before[:, :size]])[0, 1:]).max() < 0.02
 
 
-def test_a_stream_goes_on_where_nothing_happens_and_by_replay():
-    noise, n = Banded(Secure(), BANDS, 20), 100_000
+@KINDS
+def test_a_stream_goes_on_where_nothing_happens_and_by_replay(kind):
+    noise, n = stream(kind, Secure(), 20), 100_000
     before = rows(noise, 6, n)
     state = copy.deepcopy(noise.state_dict())
     after = rows(noise, 3, n, first=7)
     assert np.corrcoef([after[0], *before])[0, -1] < -0.2
-    other = Banded(Secure(), BANDS, 20)
+    other = stream(kind, Secure(), 20)
     other.load_state_dict(state, replay=True)
     np.testing.assert_array_equal(rows(other, 3, n, first=7), after)
-    seed = Banded(seeded(), BANDS, 20)
+    seed = stream(kind, seeded(), 20)
     with pytest.raises(ValueError, match="the same kind of noise"):
         Secure().load_state_dict(seed.state_dict())
     with pytest.raises(ValueError, match="the same kind of noise"):
         Banded(Secure(), BANDS + 1, 20).load_state_dict(state, replay=True)
+    with pytest.raises(ValueError, match="the same kind of noise"):
+        Buffered(Secure(), best(1, 20, 20)).load_state_dict(state, replay=True)
 
 
-def test_the_deviation_never_falls():
-    noise = Banded(Secure(), BANDS, 20)
+@KINDS
+def test_the_deviation_never_falls(kind):
+    noise = stream(kind, Secure(), 20)
     assert [noise.deviation(2.0, s) for s in (1.0, 1.5, 1.2)] == [2.0, 3.0, 3.0]
 
 
@@ -134,6 +150,7 @@ X = torch.randn(N, 5, generator=torch.Generator().manual_seed(1)).double()
 Y = torch.randint(3, (N,), generator=torch.Generator().manual_seed(2))
 DATA = torch.utils.data.TensorDataset(X, Y)
 SETTINGS = {"batch_size": B, "sample_size": N, "max_grad_norm": 1.0, "noise": f"banded:{BANDS}", "target_delta": 1e-3}
+BLT = {"noise": "blt:2", "sampling": "one_pass"}
 
 
 def training(model=None, **changed):
@@ -154,8 +171,9 @@ def train(model, optimizer, engine, steps, **loading):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def test_checkpoints_carry_the_stream():
-    model, optimizer, engine = training()
+@pytest.mark.parametrize("changed", [{}, BLT])
+def test_checkpoints_carry_the_stream(changed):
+    model, optimizer, engine = training(**changed)
     train(model, optimizer, engine, 7)
     weights, file = copy.deepcopy(model.state_dict()), io.BytesIO()
     torch.save(engine.state_dict(), file)
@@ -163,7 +181,7 @@ def test_checkpoints_carry_the_stream():
     moved = train(model, optimizer, engine, 6)
     engine.detach()
     for replay in (True, False):
-        model, optimizer, engine = training()
+        model, optimizer, engine = training(**changed)
         model.load_state_dict(weights)
         engine.load_state_dict(state, replay=replay)
         again = train(model, optimizer, engine, 6)
@@ -172,13 +190,14 @@ def test_checkpoints_carry_the_stream():
         engine.detach()
 
 
+@pytest.mark.parametrize("changed", [{}, BLT])
 @pytest.mark.parametrize("loading", [{"max_physical_batch_size": 3}, {"max_physical_batch_size": 4, "pad": True}])
-def test_pieces_and_padding_release_the_same(loading):
-    model, optimizer, engine = training()
+def test_pieces_and_padding_release_the_same(loading, changed):
+    model, optimizer, engine = training(**changed)
     state = engine.state_dict()
     whole = train(model, optimizer, engine, 12)
     engine.detach()
-    model, optimizer, engine = training()
+    model, optimizer, engine = training(**changed)
     engine.load_state_dict(state, replay=True)
     torch.testing.assert_close(train(model, optimizer, engine, 12, **loading), whole, atol=1e-4, rtol=0)
 
@@ -247,10 +266,74 @@ def test_a_batch_that_was_left_out_counts_and_ends_the_stream():
     assert engine.privacy_spent().epsilon == load_accountant("prv").epsilon(step, steps=2, delta=1e-3)
 
 
+def of_one_gaussian(engine, steps, accountant="prv"):
+    step = SubsampledGaussian(engine.noise_multiplier / engine.settings.blt.sensitivity(steps), 1.0)
+    return load_accountant(accountant).epsilon(step, steps=1, delta=1e-3)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "gdp", "pld", "rdp"])
+def test_epsilon_of_a_blt_is_that_of_one_gaussian(accountant):
+    model, optimizer, engine = training(**BLT, noise_multiplier=None, target_epsilon=4.0, accountant=accountant)
+    assert engine.settings.blt == best(2, 40, N // B) and engine.settings.steps_per_epoch == N // B
+    for _ in range(2):  # the count is honest within the plan
+        train(model, optimizer, engine, 20)
+        spent = engine.privacy_spent()
+        assert spent.epsilon == pytest.approx(of_one_gaussian(engine, engine.steps, accountant), rel=1e-12)
+        assert (spent.sampling, spent.adjacency, spent.kind) == ("one_pass", "zero_out", "upper_bound")
+        assert spent.private and spent.sampled_by == "engine" and spent.noise.startswith("blt, correlated over all")
+    assert 3.99 < spent.epsilon <= 4.0
+    with pytest.warns(PrivacyWarning, match="beyond the 40"):
+        train(model, optimizer, engine, 1)  # and beyond it
+    assert 4.0 < engine.privacy_spent().epsilon == pytest.approx(of_one_gaussian(engine, 41, accountant), rel=1e-12)
+
+
+def test_steps_of_a_blt_that_were_gone_back_behind_count_as_epochs_of_their_own():
+    model, optimizer, engine = training(**BLT)
+    train(model, optimizer, engine, 4)
+    state = copy.deepcopy([optimizer.state_dict(), engine.state_dict()])
+    train(model, optimizer, engine, 2)
+    optimizer.load_state_dict(state[0])
+    engine.load_state_dict(state[1])
+    train(model, optimizer, engine, 1)
+    assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 5 + 2 * N // B)
+
+
+def test_a_batch_that_was_left_out_counts_and_ends_the_stream_of_a_blt():
+    model, optimizer, engine = training(**BLT)
+    train(model, optimizer, engine, 4)
+    loader = iter(engine.data_loader(DATA))
+    next(loader)
+    x, y = next(loader)
+    optimizer.step(loss=nn.functional.cross_entropy(model(x), y, reduction="none"))
+    assert engine.steps == 5 and engine.drawn == 6
+    rows = [past.rows for past in engine.noise._past.values()]
+    assert all(torch.equal(row, row[:1].expand_as(row)) for row in rows)  # each buffer holds this step's noise alone
+    assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 6)
+
+
+def test_checkpoints_of_blts_must_agree():
+    _, _, engine = training(**BLT)
+    with pytest.raises(ValueError, match="one noise_multiplier throughout with blt noise"):
+        adjust.set_noise_multiplier(engine, 2.0)
+    state = engine.state_dict()
+    engine.detach()
+    for changed, message in (({"steps": 50}, "planned_steps=40 as in"), ({"noise": "gaussian"}, "kind of noise")):
+        _, _, other = training(**BLT | changed)
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+        other.detach()
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"noise": "banded"}, "one of gaussian, discrete, banded:N, got 'banded'"),
+        ({"noise": "blt:2"}, "expected sampling='one_pass' with noise='blt:2', got 'poisson'"),
+        ({"noise": "blt:2", "sampling": "shuffled"}, "expected sampling='one_pass' with noise='blt:2', got 'shuffled'"),
+        (BLT | {"noise": "blt:0"}, "a whole number N >= 1, got 'blt:0'"),
+        (BLT | {"noise": "blt"}, "one of gaussian, discrete, banded:N, blt:N, got 'blt'"),
+        (BLT | {"group_size": 2}, "expected group_size=1 with noise='blt:2', got 2"),
+        (BLT | {"max_batch_size": 20}, "max_batch_size"),
+        ({"noise": "banded"}, "one of gaussian, discrete, banded:N, blt:N, got 'banded'"),
         ({"noise": "banded:1"}, "a whole number N >= 2, got 'banded:1'"),
         ({"noise": "banded:x"}, "a whole number N >= 2, got 'banded:x'"),
         ({"noise": "banded:13"}, "at most sample_size // batch_size = 12 bands, got 13"),

@@ -157,7 +157,7 @@ def test_an_engine_says_what_it_draws_and_accounts_for_that():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"noise": "discret"}, "expected noise, one of gaussian, discrete, banded:N, got 'discret'"),
+        ({"noise": "discret"}, "expected noise, one of gaussian, discrete, banded:N, blt:N, got 'discret'"),
         ({"accountant": "prv"}, "expected accountant, one of rdp:whole, moments with noise='discrete', got 'prv'"),
         ({"sampling": "shuffled"}, "expected sampling='poisson' with noise='discrete', got 'shuffled'"),
         ({"generator": torch.Generator()}, "expected noise='discrete' or a generator, got both"),

@@ -1,0 +1,151 @@
+"""BLTs: the matrix against the definition, its sensitivity by brute force, its accounting by Monte Carlo."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.linalg import toeplitz
+from scipy.stats import norm
+
+from accounting import load_accountant
+from accounting.banded import coefficients, error
+from accounting.blt import Blt, best
+from accounting.gaussian import epsilon_of_shift
+from accounting.mechanism import ArgumentError
+
+
+def matrix(blt, steps):
+    return toeplitz(blt.coefficients(steps), np.zeros(steps))
+
+
+def patterns(steps, apart):
+    """The steps that a record may be in, at least so many apart."""
+    for chosen in itertools.product([False, True], repeat=steps):
+        places = np.flatnonzero(chosen)
+        if len(places) and (np.diff(places) >= apart).all():
+            yield places
+
+
+def drawn(seed, buffers=2, apart=3):
+    """A BLT of random numbers, not of the search."""
+    rng = np.random.default_rng(seed)
+    omega = rng.dirichlet(np.ones(buffers + 1))[:buffers]
+    return Blt(tuple(omega), tuple(rng.uniform(0, 1, buffers)), apart)
+
+
+@pytest.mark.parametrize("blt", [best(3, 60, 60), best(2, 60, 7), drawn(0), drawn(1, 5)])
+def test_coefficients_are_those_of_the_definition_positive_and_falling(blt):
+    c = blt.coefficients(60)
+    expected = [1.0] + [sum(w * x ** (t - 1) for w, x in zip(blt.omega, blt.theta, strict=True)) for t in range(1, 60)]
+    np.testing.assert_allclose(c, expected, rtol=1e-13)
+    assert (c > 0).all() and (np.diff(c) <= 0).all() and c[1] < 1
+
+
+@pytest.mark.parametrize("apart", [1, 2, 3, 5, 11])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_sensitivity_is_the_most_of_all_patterns(apart, seed):
+    """Of unit gradients of any directions the most is that of equal ones, as no product of columns is negative."""
+    steps, blt = 11, drawn(seed, apart=apart)
+    c = matrix(blt, steps)
+    assert (c.T @ c >= 0).all()
+    moved = {tuple(places): np.linalg.norm(c[:, places].sum(1)) for places in patterns(steps, apart)}
+    assert blt.sensitivity(steps) == pytest.approx(max(moved.values()), rel=1e-12)
+    assert max(moved, key=moved.get) == tuple(range(0, steps, apart))
+    assert blt.sensitivity(0) == 0
+    if apart > 1:  # less far apart it is more
+        assert max(np.linalg.norm(c[:, places].sum(1)) for places in patterns(steps, apart - 1)) > max(moved.values())
+
+
+@pytest.mark.parametrize("restarts", [(4,), (3, 7), (1, 2, 9)])
+def test_a_stream_that_starts_anew_is_no_less_private(restarts):
+    """In all coordinates, or in one group of them alone; and after a row that is left out."""
+    steps, blt = 11, drawn(3)
+    part = np.searchsorted(restarts, np.arange(steps), side="right")
+    c = matrix(blt, steps)
+    cut = np.where(part[:, None] == part, c, 0.0)
+    for places in patterns(steps, 3):
+        assert np.linalg.norm(cut[:, places].sum(1)) <= blt.sensitivity(steps) + 1e-12
+        share = 0.5 * np.square(c[:, places].sum(1)).sum() + 0.5 * np.square(cut[:, places].sum(1)).sum()
+        assert math.sqrt(share) <= blt.sensitivity(steps) + 1e-12
+    assert np.linalg.norm(np.delete(cut, restarts[0], axis=0)[:, ::3].sum(1)) <= blt.sensitivity(steps)
+
+
+@pytest.mark.parametrize(("buffers", "steps", "apart"), [(1, 50, 10), (2, 50, 50), (3, 200, 200), (2, 2, 1)])
+def test_the_error_is_that_of_the_definition(buffers, steps, apart):
+    blt = best(buffers, steps, apart)
+    c, a = matrix(blt, steps), np.tril(np.ones((steps, steps)))
+    np.testing.assert_allclose(c @ np.linalg.inv(c), np.eye(steps), atol=1e-12)
+    columns = c[:, ::apart].sum(1)
+    expected = np.linalg.norm(columns) * np.linalg.norm(a @ np.linalg.inv(c)) / math.sqrt(steps)
+    assert blt.error(steps) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_search_finds_a_minimum_and_reaches_what_is_known():
+    rng = np.random.default_rng(0)
+    for steps, apart in ((300, 300), (300, 30)):
+        found = best(3, steps, apart)
+        for _ in range(50):
+            omega = np.array(found.omega) * np.exp(0.02 * rng.standard_normal(len(found.omega)))
+            theta = 1 - (1 - np.array(found.theta)) * np.exp(0.02 * rng.standard_normal(len(found.theta)))
+            theta = np.maximum(theta, 0)
+            assert Blt(tuple(omega), tuple(theta), apart).error(steps) > found.error(steps) * (1 - 1e-5)
+    errors = [best(buffers, 300, 300).error(300) for buffers in (1, 2, 3, 4)]
+    assert errors == sorted(errors, reverse=True) and errors[0] > 1.05 * errors[2]
+    assert errors[2] == pytest.approx(error(coefficients(300, 300), 300), rel=5e-3)  # of all Toeplitz matrices
+    assert best(4, 300, 300) == best(3, 300, 300)  # one more gains nothing
+    independent = math.sqrt(10 * 301 / 2)
+    assert best(2, 300, 30).error(300) < 0.4 * independent
+
+
+def test_epsilon_is_that_of_one_gaussian():
+    blt = best(2, 80, 8)
+    for steps in (8, 80, 83):
+        mechanism = blt.mechanism(3.0, steps)
+        mu = blt.sensitivity(steps) / 3.0
+        exact = epsilon_of_shift(math.log(mu), math.log(1e-5))
+        at = -exact / mu + mu / 2  # the closed form of Balle and Wang (2018)
+        assert norm.cdf(at) - math.exp(exact) * norm.cdf(at - mu) == pytest.approx(1e-5, rel=1e-6)
+        for name, slack in (("gdp", 1e-9), ("prv", 1e-3), ("pld", 1e-3), ("rdp", 0.1)):
+            found = load_accountant(name).guarantee(mechanism, steps=1, delta=1e-5)
+            assert found.kind == "upper_bound" and exact * (1 - 1e-9) <= found.epsilon <= exact * (1 + slack)
+
+
+def test_it_holds_for_the_whole_mechanism_with_adaptive_gradients():
+    """δ of all T rows of CG + Z, by Monte Carlo, where the record's gradients turn by what earlier rows were."""
+    blt, steps, sigma, eps, draws = drawn(4, apart=3), 9, 2.5, 1.0, 400_000
+    c, rng = matrix(blt, steps), np.random.default_rng(0)
+    rows, gradients = np.zeros((steps, draws, 2)), np.zeros((steps, draws, 2))
+    loss = np.zeros(draws)
+    for t in range(steps):
+        if t % 3 == 0:
+            angle = rows[t - 1, :, 0] if t else np.zeros(draws)
+            gradients[t] = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
+        centre, z = np.tensordot(c[t], gradients, axes=1), sigma * rng.standard_normal((draws, 2))
+        rows[t] = centre + z
+        loss += ((centre * rows[t]).sum(-1) - 0.5 * np.square(centre).sum(-1)) / sigma**2
+    delta = np.maximum(0, -np.expm1(eps - loss))
+    least = delta.mean() - 4 * delta.std() / math.sqrt(draws)
+    mu = blt.sensitivity(steps) / sigma
+    claimed = norm.cdf(-eps / mu + mu / 2) - math.exp(eps) * norm.cdf(-eps / mu - mu / 2)
+    assert 0.1 * claimed < least <= claimed
+    straight = c[:, ::3].sum(1) / sigma  # and gradients that do not turn attain it
+    assert np.linalg.norm(straight) == pytest.approx(mu)
+
+
+@pytest.mark.parametrize(
+    ("omega", "theta", "apart", "message"),
+    [
+        ((0.6, 0.5), (0.1, 0.2), 1, "omega to be numbers >= 0 with a sum <= 1"),
+        ((-0.1, 0.5), (0.1, 0.2), 1, "omega to be numbers >= 0"),
+        ((math.nan,), (0.1,), 1, "omega to be numbers >= 0"),
+        ((0.5,), (1.0,), 1, r"theta to be 1 numbers in \[0, 1\)"),
+        ((0.5,), (0.1, 0.2), 1, "theta to be 1 numbers"),
+        ((0.5,), (0.1,), 0, "separation to be a whole number >= 1"),
+    ],
+)
+def test_what_the_proof_does_not_hold_for_is_refused(omega, theta, apart, message):
+    with pytest.raises(ArgumentError, match=message):
+        Blt(omega, theta, apart)
