@@ -24,7 +24,8 @@ k = ⌈T/b⌉, the most there can be. (Kalinin and Lampert 2024, arXiv:2405.1376
 Entries of C that are made 0 make no product larger. So the bound holds as well for a stream of noise that starts anew
 at some row. If it does for some coordinates only, let G_u be the part of G in the coordinates u of one such group: the
 last sum above has Σ_u ‖g_iu‖ ‖g_ju‖ ≤ S² in the place of S². Rows that are not released may be left out: a batch that
-was drawn and not stepped is such a row, after which the stream starts anew.
+was drawn and not stepped is such a row, after which the stream starts anew. So it does on going back to a checkpoint:
+at most b - 1 such rows for each step that was left behind put a record's steps b or more apart again.
 
 **Accounting.** All T steps together are one Gaussian mechanism with μ = Δ/σ, under making one record's gradient zero.
 For given earlier rows of CG + Z, row t is normal around two centres for two neighbours, v_t apart, where v_t is a
