@@ -201,7 +201,8 @@ class Buffered(Correlated):
 
     def __init__(self, source: Noise, blt: Blt) -> None:
         self.blt, count = blt, len(blt.omega)
-        words, mark = f"blt, correlated over all steps by {count} buffers", {"kind": "blt", "buffers": count}
+        words = f"blt, correlated over all steps by {count} buffer{'s' * (count > 1)}"
+        mark = {"kind": "blt", "buffers": count}
         super().__init__(source, words, mark, first=1.0, count=count)
 
     def weights(self, step: int) -> Sequence[float]:
