@@ -15,6 +15,7 @@ from torch import nn
 
 from accounting import SubsampledGaussian, load_accountant
 from accounting.blt import best
+from accounting.gaussian import epsilon_of_shift
 from clipping.noise.chacha import Segments
 from dpbench import PrivacyEngine
 from dpbench.engine import adjust
@@ -22,6 +23,8 @@ from dpbench.engine.correlated import Banded, Buffered
 from dpbench.engine.errors import PrivacyWarning
 from dpbench.engine.noise import At, Pseudo, Secure
 from dpbench.engine.sampling import Sampler
+from dpbench.engine.settings import resolve
+from dpbench.engine.spent import account
 
 BANDS, N, B = 4, 120, 10
 KINDS = pytest.mark.parametrize("kind", ["banded", "blt"])
@@ -309,6 +312,35 @@ def test_a_batch_that_was_left_out_counts_and_ends_the_stream_of_a_blt():
     rows = [past.rows for past in engine.noise._past.values()]
     assert all(torch.equal(row, row[:1].expand_as(row)) for row in rows)  # each buffer holds this step's noise alone
     assert engine.privacy_spent().epsilon == of_one_gaussian(engine, 6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_epsilon_of_a_blt_covers_every_history(seed):
+    """Batches left out and checkpoints gone back to, in any order: ε is at least that of what a record moved."""
+    rng = np.random.default_rng(seed)
+    for apart in rng.integers(2, 6, 50).tolist():
+        arguments = {"epochs": None, "steps": 20, "target_epsilon": None, "noise_multiplier": 3.0, "target_delta": 1e-5}
+        sizes = {"batch_size": 10, "sample_size": 10 * apart, "sampling": "one_pass", "max_batch_size": None}
+        settings = resolve(accountant="gdp", buffers=2, **sizes, **arguments)
+        rows, part, steps, drawn, abandoned, saved = [], 0, 0, 0, 0, None
+        for event in rng.choice(["step", "left out", "save", "back"], 20, p=[0.7, 0.1, 0.1, 0.1]):
+            if event == "step":
+                rows.append((part, drawn % apart))
+                drawn, steps = drawn + 1, steps + 1
+            elif event == "left out":
+                drawn, part = drawn + int(rng.integers(1, 4)), part + 1
+            elif event == "save":
+                saved = steps, drawn
+            elif saved is not None:
+                abandoned, (steps, drawn), part = steps + abandoned - saved[0], saved, part + 1
+        c = settings.blt.coefficients(len(rows))
+        parts = np.array([row[0] for row in rows])
+        matrix = np.where(parts[:, None] == parts, toeplitz(c, np.zeros(len(rows))), 0.0)
+        moved = [matrix[:, [row[1] == place for row in rows]].sum(1) for place in range(apart)]
+        needed = epsilon_of_shift(math.log(np.linalg.norm(moved, axis=1).max() / 3.0), math.log(1e-5))
+        counts = {"steps": steps + abandoned, "drawn": drawn + abandoned, "abandoned": abandoned}
+        spent = account(settings, Secure(), **counts, by_engine=True, delta=1e-5, sensitivity="")
+        assert spent.epsilon >= needed * (1 - 1e-9)
 
 
 def test_checkpoints_of_blts_must_agree():
