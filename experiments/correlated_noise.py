@@ -13,6 +13,8 @@ from dpbench.training import CorrelatedTrial
 
 EPSILONS, SEEDS = [1.0, 2.0, 8.0], [0, 1, 2, 3, 4]
 ONE_PASS = ["gaussian@one_pass", "blt:3@one_pass"]
+LOWEST = [0.0015625, 0.003125]
+"""Learning rates that independent noise needs in one pass, where it is largest."""
 SMALL = ["gaussian", "banded:2", "banded:4", "banded:8", "banded:16"]
 LARGE = ["gaussian", "banded:2"]
 
@@ -21,6 +23,7 @@ def cells(device: str) -> list[CorrelatedTrial]:
     """The same on every device: the model is small."""
     same = {"network": "linear", "target_epsilon": EPSILONS, "seed": SEEDS}
     small = grid(CorrelatedTrial, noise=SMALL + ONE_PASS, batch_size=64, lr=[0.00625, 0.0125, 0.025, 0.05, 0.1], **same)
+    small += grid(CorrelatedTrial, noise=ONE_PASS[:1], batch_size=64, lr=LOWEST, **same)
     return small + grid(CorrelatedTrial, noise=LARGE + ONE_PASS, batch_size=512, lr=[0.05, 0.1, 0.2, 0.4], **same)
 
 

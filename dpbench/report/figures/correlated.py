@@ -7,6 +7,7 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from dpbench.report import captions, style
 from dpbench.report.data.select import LeftOut, Record
@@ -104,6 +105,10 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.set_xticks(range(len(places)), [_TICKS.get(place, _tick(place)) for place in places])
         axes.tick_params("x", labelsize=7)
         axes.set_xlabel("bands (1: DP-SGD)")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.set_title(f"ε = {target:g}", fontsize=9)
         axes.grid(color=style.GRID, linewidth=0.5)
         if i == 0:
