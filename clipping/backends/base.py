@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, ClassVar, Literal
 
@@ -144,6 +145,7 @@ class Backend(ABC):
             return self._summed(inputs, targets)
         batch_size = leading_dimension(inputs, targets)
         inputs, targets = map_tensors(lambda x: x.detach(), (inputs, targets))
+        self._named = tuple(self.members().items())  # some may have been put in others' places
         parameters = {name: p for name, p in self._named if p.requires_grad}
         if batch_size == 0:
             with torch.enable_grad():
@@ -245,9 +247,17 @@ class Backend(ABC):
         """How steps run: shapes of a batch -> "eager", "traced", "replayed" or "compiled"."""
         return {"all": "eager"} if self.graphs is None else self.graphs.ways
 
-    def _decided(self) -> tuple[int, float]:
-        """If one of these changes, graphs are traced again: the size that routes are chosen for, and the threshold."""
-        return self.chosen_for, float(self.clip.sensitivity)
+    def _decided(self) -> tuple[int, str]:
+        """If one of these changes, graphs are traced again: the size that routes are chosen for, and the clipping.
+
+        Raises:
+            UnsupportedModel: a clipping function that may change and not tell.
+        """
+        clip: Any = self.clip
+        if not getattr(getattr(clip, "__dataclass_params__", None), "frozen", False):
+            reason = f"{type(clip).__name__} is no frozen dataclass: its factors may change where no graph sees it"
+            raise UnsupportedModel(self.name, [Problem("clip", reason, "make it one, or compile=False")])
+        return self.chosen_for, f"{type(clip).__qualname__}{[getattr(clip, field.name) for field in fields(clip)]}"
 
     def of_losses(
         self, losses: Callable[[], Tensor], parameters: Parameters, batch: Sequence[Tensor], batch_size: int

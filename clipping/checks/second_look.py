@@ -14,7 +14,7 @@ counter of the model's own makes each run another one.) NaN counts in any case.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
@@ -329,7 +329,9 @@ class Moving:
         """
         # what modules hold: numbers that they count, and the tensors that are their buffers
         held = [(of, dict(of)) for module in self._model.modules() for of in (vars(module), module._buffers)]
-        buffers = [x for module in self._model.modules() for x in module._buffers.values() if x is not None]
+        buffers = [
+            x for of, _ in held for x in of.values() if isinstance(x, Tensor) and not isinstance(x, nn.Parameter)
+        ]
         tensors = buffers + [p for p, version in self._frozen if p._version != version]
         kept = [(x, x.detach().clone(), x._version) for x in tensors]
         try:
@@ -340,7 +342,16 @@ class Moving:
                 if any(of.get(name, of) is not x for name, x in before.items()) or len(of) != len(before):
                     of.clear()
                     of.update(before)
-            for x, copy, version in kept:
-                if x._version != version:
-                    with torch.no_grad():
-                        x.copy_(copy)
+            put_back(kept)
+
+
+def put_back(kept: Iterable[tuple[Tensor, Tensor, int]]) -> None:
+    """Give tensors that were written to since the numbers that they had.
+
+    Args:
+        kept: (a tensor, its copy, its version when that was made).
+    """
+    with torch.no_grad():
+        for x, copy, version in kept:
+            if x._version != version:
+                x.copy_(copy)

@@ -37,6 +37,7 @@ class Captured:
     notes: dict[Any, Any] = field(default_factory=dict)
 
 
+DRAWS = "it draws random numbers of Python's or NumPy's"
 Instead = Callable[[Captured, Sequence[Any]], Sequence[Any]]
 
 
@@ -61,16 +62,20 @@ class Capture:
         import torch._dynamo as dynamo  # takes a second
 
         self._errors, self._full = dynamo.exc.TorchDynamoException, dynamo.exc.FailOnRecompileLimitHit
+        self._failed, self._drawn = dynamo.exc.BackendCompilerFailed, dynamo.source.RandomValueSource
         self._patched = dynamo.config.patch(
             recompile_limit=most,
             accumulated_recompile_limit=1024,
             skip_nnmodule_hook_guards=False,
             allow_rnn=True,
+            use_numpy_random_stream=True,  # else NumPy's random functions become torch's, of another stream
         )
         self._instead = instead
         marked = dynamo.allow_in_graph(_marked)
 
         def losses(inputs: Any, targets: Any) -> Tensor:
+            if not torch.compiler.is_dynamo_compiling():  # before anything of the caller's has run
+                raise NotCaptured("torch.compile is disabled, or its stance is eager")
             found: Tensor = marked(losses_of(inputs, targets))
             return found
 
@@ -95,10 +100,15 @@ class Capture:
                 return self._losses(inputs, targets)
             except self._full as error:
                 raise TooMany from error
+            except self._failed as error:  # in `_captured`
+                raise NotCaptured(str(error.inner_exception)) from error
             except self._errors as error:
                 raise NotCaptured(_first_line(error)) from error
 
     def _captured(self, graph: GraphModule, example: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+        sources = (getattr(node.meta.get("grapharg"), "source", None) for node in graph.graph.nodes)
+        if any(isinstance(source, self._drawn) for source in sources):  # drawn even where the graph does not run then
+            raise NotCaptured(DRAWS)
         (outputs,) = (node.args[0] for node in graph.graph.nodes if node.op == "output")
         place = next(i for i, node in enumerate(outputs) if getattr(node, "target", None) is _marked)
         captured = Captured(graph, place)

@@ -28,14 +28,22 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules import module as modules
 
 from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
-from clipping.program.step import Batch, Graph, StepOf, Way, no_graph
+from clipping.program.step import Batch, Graph, StepOf, Way, no_graph, places_of
 
 _LOG = logging.getLogger(__name__)
+GLOBAL_HOOKS = (
+    modules._global_forward_hooks,
+    modules._global_forward_pre_hooks,
+    modules._global_backward_hooks,
+    modules._global_backward_pre_hooks,
+)
+"""Of all modules, which Dynamo's guards leave out."""
 BEFORE, MOST = 2, 12
 """Eager steps before a graph, in which routes are planned and timed; and graphs in all."""
 
@@ -75,6 +83,7 @@ class Graphs:
         self._name, self._losses_of, self._step = name, losses_of, step
         self._version, self._timing, self._strict, self._moving = version, timing, strict, moving
         self._capture: Capture | None = None
+        self._hooks: Hashable = None
         self._graphs: list[Graph] = []
         self._resumed: dict[str, Way] = {}
         self._why = ""  # steps run eagerly
@@ -121,8 +130,9 @@ class Graphs:
         self.is_new, self._found, self._batch = False, None, batch
         if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing beneath a dispatch mode
             return None
-        if self._capture is None:
-            self._capture = Capture(self._losses_of, self._instead, MOST)
+        hooks = tuple(map(tuple, GLOBAL_HOOKS))
+        if self._capture is None or hooks != self._hooks:
+            self._capture, self._hooks = Capture(self._losses_of, self._instead, MOST), hooks
         try:
             self._capture(batch.inputs, batch.targets)
         except _AsItIs:
@@ -160,7 +170,11 @@ class Graphs:
     def _instead(self, captured: Captured, given: Sequence[Any]) -> Sequence[Any]:
         """The private step in place of the captured graph; the outputs of that."""
         assert self._batch is not None
-        self.is_new, version = not captured.notes, self._version()
+        self.is_new = not captured.notes
+        version = self._version(), places_of(self._batch.parameters, given)
+        if version not in captured.notes and len(captured.notes) >= MOST:
+            self._tell()
+            raise _AsItIs
         graph, calls = captured.notes.get(version, (None, 0))
         if graph is None and calls >= BEFORE:
             if len(self._graphs) < MOST:
@@ -175,7 +189,7 @@ class Graphs:
         return outputs
 
     def _made(self, captured: Captured, given: Sequence[Any], batch: Batch, version: Hashable) -> Graph:
-        graph = Graph(self._name, captured, self._step, self._moving, given, batch, version)
+        graph = Graph(self._name, captured, self._step, self._moving, given, batch, version, self._losses_of)
         ways: list[Way] = ["traced"]
         if graph.kind in self._resumed:
             ways = [self._resumed[graph.kind]]

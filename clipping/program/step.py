@@ -10,17 +10,18 @@ import importlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from clipping.checks.second_look import Moving
+from clipping.checks.second_look import Moving, put_back
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.batches import tensors_of
 from clipping.core.dtypes import without_autocast
@@ -28,7 +29,7 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
-from clipping.program.capture import Captured
+from clipping.program.capture import DRAWS, Captured, LossesOf, NotCaptured
 from clipping.program.cuda_graph import Replayed
 
 _LOG = logging.getLogger(__name__)
@@ -64,11 +65,11 @@ class Graph:
     """The step of one captured graph.
 
     Args:
-        name, step, moving: as for `Graphs`.
+        name, step, moving, losses_of: as for `Graphs`.
         captured: forward pass and loss.
         given: its arguments.
         batch: which is among these, as parameters are.
-        version: what this library has decided.
+        version: what this library has decided, and `places_of` the parameters.
 
     Attributes:
         kind: the same for the same step in another process.
@@ -88,6 +89,7 @@ class Graph:
         given: Sequence[Any],
         batch: Batch,
         version: Hashable,
+        losses_of: LossesOf,
     ) -> None:
         if odd := [x for x in given if not isinstance(x, Tensor)]:
             raise no_graph(name, "it computes with a number of Python's", TypeError(repr(odd[0])))
@@ -96,6 +98,7 @@ class Graph:
         at = {id(x): i for i, x in enumerate(given)}
         tensors = list(tensors_of((batch.inputs, batch.targets)))
         self._own = {name: at[id(p)] for name, p in batch.parameters.items() if id(p) in at}
+        self._parameters = batch.parameters  # with those that no loss depends on, which are layers, too
         self._data = [at[id(x)] for x in tensors if id(x) in at]
         self.shapes = "; ".join(" x ".join(map(str, x.shape)) or "()" for x in tensors)
         self.device = tensors[0].device
@@ -104,6 +107,7 @@ class Graph:
         text = repr((captured.graph.code, kinds, casts, sorted(self._own), version))
         self.kind = hashlib.sha256(text.encode()).hexdigest()[:24]
         self._has_norms = True
+        self._require_same_losses(given, lambda: losses_of(batch.inputs, batch.targets))
         self._step: Run = self._traced(given)
 
     def __call__(self, given: Sequence[Tensor], parameters: Parameters) -> tuple[ClippedGradient, Sequence[Tensor]]:
@@ -115,7 +119,8 @@ class Graph:
         """
         with torch.no_grad(), without_autocast(self.device):
             outputs, norms, grads = self._parted(self._step(*(x.detach() for x in given)))
-        found = dict(zip(self._own, grads, strict=True))
+        names = {id(p): name for name, p in parameters.items()}
+        found = {names[id(given[i])]: grad for i, grad in zip(self._own.values(), grads, strict=True)}
         return ClippedGradient(with_zeros(found, parameters), norms, outputs[self._captured.losses]), outputs
 
     def take_fastest(self, ways: Iterable[Way], given: Sequence[Tensor], parameters: Parameters) -> None:
@@ -135,7 +140,7 @@ class Graph:
         def by_graph() -> ClippedGradient:
             return self(given, parameters)[0]
 
-        with self._moving.repeated(draws):
+        with self._repeated(given, draws):
             expected = _sketched(eager())
         for way in ways:
             self._step = traced
@@ -143,7 +148,7 @@ class Graph:
                 if way in ("replayed", "compiled"):
                     self._step = self._made(way, given, draws)
                 if way != "eager":
-                    with self._moving.repeated(draws):
+                    with self._repeated(given, draws):
                         self._compare(self._first_time(by_graph), expected, given)
             except (UnsupportedModel, WrongGradient) as error:
                 if way == "traced":
@@ -158,7 +163,7 @@ class Graph:
         for turn in range(TURNS if len(steps) > 1 else 0):
             for way, step in steps.items():
                 self._step = step
-                with self._moving.repeated(draws):
+                with self._repeated(given, draws):
                     start = time.perf_counter()
                     eager() if way == "eager" else by_graph()
                     _wait_for(self.device)
@@ -167,6 +172,35 @@ class Graph:
         self._step = steps[self.way]
         times = ", ".join(f"{way} in {1e3 * sorted(each)[TURNS // 2]:.1f} ms" for way, each in taken.items())
         _LOG.info("a step of %d samples runs %s (%s)", self._batch_size, self.way, times)
+
+    @contextmanager
+    def _repeated(self, given: Sequence[Tensor], draws: Draws) -> Iterator[None]:
+        """What runs inside has the random numbers that came after `draws`, and leaves model and `given` as they are."""
+        free = [x for x in given if not isinstance(x, nn.Parameter) and not x.is_inference()]
+        kept = [(x, x.detach().clone(), x._version) for x in free]
+        with self._moving.repeated(draws):
+            try:
+                yield
+            finally:
+                put_back(kept)
+
+    def _require_same_losses(self, given: Sequence[Tensor], losses: Callable[[], Tensor]) -> None:
+        """Raise for a graph whose losses are not those of the caller's code, or that code draws what no graph does.
+
+        Dynamo computes some things once (`random.shuffle`), and code may ask whether it is compiled.
+        """
+        draws = Draws()
+        with self._repeated(given, draws):
+            expected = losses().detach()
+            if draws.used_outside_of_torch():
+                raise no_graph(self._name, "it cannot be captured", NotCaptured(DRAWS))
+        with self._repeated(given, draws):
+            found = self._captured.graph(*given)[self._captured.losses].detach()
+        limit = limit_of({x.dtype for x in (expected, *given) if x.is_floating_point()}).norm
+        finite = bool(expected.isfinite().all())  # what is no number is refused by others
+        if finite and not torch.allclose(found, expected, rtol=0, atol=limit * float(expected.abs().max())):
+            error = NotCaptured("its losses are others when TorchDynamo captures it")
+            raise no_graph(self._name, "it cannot be captured", error)
 
     def _parted(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """Of what a traced step gives: outputs of the captured graph, norms, gradients."""
@@ -182,7 +216,7 @@ class Graph:
             outputs[:] = self._captured.graph(*given)
             return outputs[self._captured.losses]
 
-        mine: Any = {name: given[i] for name, i in self._own.items()}
+        mine: Any = {**self._parameters, **{name: given[i] for name, i in self._own.items()}}
         return self._step_of(losses, mine, [given[i] for i in self._data], self._batch_size), outputs
 
     def _first_time(self, run: Callable[[], ClippedGradient]) -> ClippedGradient:
@@ -215,7 +249,7 @@ class Graph:
         # gradients on a CUDA device are computed in another thread, which no tracer follows
         in_one_thread = torch.autograd.set_multithreading_enabled(False)
         try:
-            with torch.enable_grad(), in_one_thread, tracing(), self._moving.repeated(Draws()):
+            with torch.enable_grad(), in_one_thread, tracing(), self._repeated(given, Draws()):
                 tracer: Any = make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)
                 graph: GraphModule = tracer(*given)
         except UnsupportedModel:
@@ -241,10 +275,21 @@ class Graph:
                     step = inductor.compile(step, given, options={"fallback_random": True})
                 if self.device.type != "cuda":
                     return step
-                with self._moving.repeated(draws):
+                with self._repeated(given, draws):
                     return Replayed(step, given, moving=self._data)
         except Exception as error:
             raise no_graph(self._name, "it does not compile", error) from error
+
+
+def places_of(parameters: Parameters, given: Sequence[Any]) -> tuple[int | None, ...]:
+    """Where each parameter is among the arguments of a captured graph: a list of layers may be in another order.
+
+    Args:
+        parameters: by name.
+        given: the arguments.
+    """
+    at = {id(x): i for i, x in enumerate(given)}
+    return tuple(at.get(id(p)) for p in parameters.values())
 
 
 def no_graph(name: str, why: str, error: Exception) -> UnsupportedModel:

@@ -7,15 +7,18 @@ import random
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.data import TensorDataset
 
 import clipping.program.graphs
-from clipping import UnsupportedModel
+from clipping import Automatic, UnsupportedModel
 from dpbench import Misuse, PrivacyEngine
+from dpbench.engine.adjust import set_clip
 from dpbench.engine.errors import PrivacyWarning
 
 
@@ -204,11 +207,14 @@ class Odd(nn.Module):
         self.layer, self.inner = nn.Linear(5, 3), nn.Tanh()
         self.mixes, self.scale, self.count = False, 1.0, 0
         self.register_buffer("seen", torch.zeros(()))
+        self.written = torch.zeros(())
 
     def forward(self, x):
         self.seen = self.seen + 1
+        self.written += 1
         self.count += self.count < 4
-        x = self.inner(self.layer(x)) * self.scale * torch.exp(-self.seen / 9) * (2 if self.count == 3 else 1)
+        fading = torch.exp(-self.seen / 9 - self.written / 7)
+        x = self.inner(self.layer(x)) * self.scale * fading * (2 if self.count == 3 else 1)
         return x + x.mean(0, keepdim=True) if self.mixes else x
 
 
@@ -234,9 +240,13 @@ CHANGES = {
     "a module": lambda engine, losses: setattr(engine.model, "inner", nn.Softsign()),
     "a buffer": lambda engine, losses: setattr(engine.model, "seen", torch.full((), 20.0)),
     "the loss": changed_loss,
+    "a hook of all modules": lambda engine, losses: register_module_forward_hook(
+        lambda module, x, y: y * 2 if isinstance(module, nn.Tanh) else None
+    ),
     "a hook": lambda engine, losses: engine.model.layer.register_forward_hook(lambda module, x, y: y * 2),
     "a frozen parameter": lambda engine, losses: engine.model.layer.bias.requires_grad_(False),
     "the threshold": lambda engine, losses: object.__setattr__(engine.clip, "max_grad_norm", 0.05),
+    "the clipping function": lambda engine, losses: set_clip(engine, Automatic(max_grad_norm=0.5, stabiliser=1.0)),
     "the optimizer's rate": lambda engine, losses: engine._patch.optimizer.param_groups[0].update(lr=0.01),
     "weights": lambda engine, losses: engine.model.layer.weight.data.mul_(2),
     "eval of a part": lambda engine, losses: engine.model.inner.eval(),
@@ -256,10 +266,11 @@ def test_what_changes_in_python_changes_the_compiled_step(change):
         for _ in range(9):
             step(x, y)
         before = step.graphs.steps if compile else 0
-        change(engine, losses)
+        handle = change(engine, losses)
         for _ in range(5):
             step(x, y)
-        ends.append((weights(engine), engine.model.seen, engine.model.count))
+        getattr(handle, "remove", lambda: None)()  # of a hook, which may be one of all modules
+        ends.append((weights(engine), engine.model.seen, engine.model.written, engine.model.count))
         engine.detach()
     assert before > 0
     assert step.graphs.steps > before
@@ -303,39 +314,128 @@ def test_a_forward_pass_between_is_no_part_of_a_step():
     assert engine._recorder._recording is None
 
 
+SCALES = {
+    "random": lambda: 2 if random.random() < 0.5 else 1,
+    "scaled": random.random,
+    "shuffled": lambda: random.sample([1, 2, 3, 4], 4)[0],
+    "numpy": lambda: torch.from_numpy(np.random.rand(1)),
+    "asks": lambda: 2 if torch.compiler.is_compiling() else 1,
+}
+"""What no graph does as the caller's Python does it."""
+
+
 class Dropping(nn.Module):
-    """Leaves a layer out by Python's random numbers, or scales its output by a count that never ends."""
+    """Scales its output by random numbers of Python's, or by a count that never ends."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.layer, self.other, self.how, self.count = nn.Linear(5, 3), nn.Linear(3, 3), how, 0
+        self.layer, self.how, self.count = nn.Linear(5, 3), how, 0
 
     def forward(self, x):
-        x = self.layer(x)
-        if self.how == "random":
-            return self.other(x) if random.random() < 0.5 else x
+        if self.how in SCALES:
+            return self.layer(x) * SCALES[self.how]()
         self.count += 1
-        return x * (3 if self.count % 4 == 0 else 1)
+        return self.layer(x) * (3 if self.count % 4 == 0 else 1)
 
 
-@pytest.mark.parametrize("how", ["random", "counted"])
+@pytest.mark.parametrize("how", [*SCALES, "counted"])
 def test_what_has_no_graph_or_too_many_runs_eagerly(how, monkeypatch):
     monkeypatch.setattr(clipping.program.graphs, "MOST", 3)
     ends = []
     for compile in (False, "auto"):
         torch.manual_seed(3)
         random.seed(0)
-        engine, _ = make(Dropping(how), batch_size=6, sampling="shuffled")
+        np.random.seed(0)
+        engine, _ = make(Dropping(how).double(), batch_size=6, sampling="shuffled")
         step = engine.make_step(losses_of, compile=compile)
-        x, y = torch.randn(6, 5), torch.randint(3, (6,))
-        with (
-            nullcontext() if how == "random" or not compile else pytest.warns(RuntimeWarning, match="at most 3 graphs")
-        ):
+        x, y = torch.randn(6, 5).double(), torch.randint(3, (6,))
+        many = how == "counted" and compile
+        with pytest.warns(RuntimeWarning, match="at most 3 graphs") if many else nullcontext():
             for _ in range(12):
                 step(x, y)
         ends.append(weights(engine))
         engine.detach()
-    assert ("others" in step.graphs.ways) == (how == "random")
-    torch.testing.assert_close(*ends, rtol=1e-6, atol=1e-7)
-    with pytest.raises(UnsupportedModel, match="its step is no graph") if how == "random" else nullcontext():
-        make(Dropping(how), batch_size=6)[0].make_step(losses_of, compile=True)(x, y)
+    assert ("others" in step.graphs.ways) == (how in SCALES)
+    torch.testing.assert_close(*ends, rtol=0, atol=1e-12)
+    if how in SCALES:
+        engine, _ = make(Dropping(how).double(), batch_size=6, sampling="shuffled")
+        step = engine.make_step(losses_of, compile=True)
+        with pytest.raises(UnsupportedModel, match="its step is no graph, for it cannot be captured"):
+            for _ in range(4):
+                step(x, y)
+
+
+@pytest.mark.parametrize("stance", ["force_eager", "eager_on_recompile"])
+def test_what_torch_does_not_compile_runs_once(stance):
+    """Else buffers and dropout would move twice in a step."""
+    ends = []
+    for compile in (False, "auto"):
+        torch.manual_seed(3)
+        engine, _ = make(nn.Sequential(Odd(), nn.Dropout(0.5)), batch_size=6, sampling="shuffled")
+        step = engine.make_step(losses_of, compile=compile)
+        x, y = torch.randn(6, 5), torch.randint(3, (6,))
+        for _ in range(4):
+            step(x, y)
+        with torch.compiler.set_stance(stance):
+            engine.model[0].scale = 0.5
+            for _ in range(3):
+                step(x, y)
+        ends.append((weights(engine), engine.model[0].seen))
+        engine.detach()
+    assert "stance is eager" in step.graphs.ways["others"]
+    torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+class Ordered(nn.Module):
+    """Two layers of one shape, in an order that a list of Python's says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.order = [self.first, self.second]
+
+    def forward(self, x):
+        return self.order[1](torch.tanh(self.order[0](x)))[:, :3]
+
+
+def test_gradients_are_of_the_layers_that_ran():
+    ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
+    for compile in (False, True):
+        torch.manual_seed(3)
+        engine, _ = make(Ordered(), batch_size=6, sampling="shuffled")
+        step = engine.make_step(losses_of, compile=compile)
+        for turn in range(10):
+            if turn > 4:
+                engine.model.order.reverse()
+            step(x, y)
+        ends.append(weights(engine))
+        engine.detach()
+    assert step.graphs.steps > 4
+    assert torch.equal(*ends)
+
+
+class Scheduled:
+    """A clipping function that is no value: its factors change, and its sensitivity does not."""
+
+    per_layer, sensitivity, share = False, 0.5, 1.0
+
+    def factors(self, norms):
+        return (0.5 / norms).clamp(max=1.0) * self.share
+
+
+def test_a_clipping_function_that_may_change_unseen_runs_eagerly():
+    ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
+    for compile in (False, "auto"):
+        torch.manual_seed(3)
+        engine, _ = make(Odd(), batch_size=6, sampling="shuffled", clip=Scheduled())
+        step = engine.make_step(losses_of, compile=compile)
+        for turn in range(6):
+            engine.clip.share = 1 / (1 + turn)
+            step(x, y)
+        ends.append(weights(engine))
+        engine.detach()
+    assert "Scheduled is no frozen dataclass" in step.graphs.ways["others"]
+    assert torch.equal(*ends)
+    engine, _ = make(Odd(), batch_size=6, clip=Scheduled())
+    with pytest.raises(UnsupportedModel, match=r"no frozen dataclass.*compile=False"):
+        engine.make_step(losses_of, compile=True)(x, y)
