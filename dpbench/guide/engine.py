@@ -128,7 +128,8 @@ from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 PrivateTrainer(model, args, train_dataset=data, privacy=PrivacyArguments(target_epsilon=3)).train()
 ```
 
-**Lightning.** A strategy; `training_step` returns one loss a record (`dpbench.integrations.lightning`):
+**Lightning.** A strategy; `training_step` returns one loss a record (`dpbench.integrations.lightning`). With
+`PrivateStrategy(..., compile="auto")` it is part of a program, which logs what `self.log` was given:
 
 ```text
 from dpbench.integrations.lightning import PrivateStrategy

@@ -25,30 +25,30 @@ Not private: what `training_step` logs, and metrics of private records.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch import Tensor, nn
 
+from clipping.program.capture import is_captured
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
+from dpbench.engine.whole_step import Programs
 from dpbench.integrations.alone import look_at_collator
 from dpbench.integrations.turns import HeldLosses, Judge, Mean, Pieces, Turn, per_sample, to_skip
 from dpbench.trials.packages import needed
 
 with needed("lightning", __name__):
     from lightning.pytorch import Callback
-    from lightning.pytorch.callbacks import BaseFinetuning, GradientAccumulationScheduler
-    from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+    from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer.states import TrainerFn
 
+    from dpbench.integrations.lightning_refusals import refuse, refuse_loader  # needs it, too
+
 STATE = "privacy_engine"
 """In a checkpoint: the engine's state."""
-SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler, UnrepeatedDistributedSampler)
-"""What Lightning and DataLoader make by themselves."""
 
 
 class _Turns:
@@ -88,21 +88,32 @@ class _Private:
             the LightningModule itself if there are several; then `training_step` is to call `self(...)`. With a
             `BaseFinetuning`, what is frozen counts, too: it is trained later.
         pad: as of `PrivacyEngine.data_loader`.
+        compile: run steps as programs, `training_step` in them: False, "auto" or True, as of `PrivacyEngine.make_step`.
+            What it hands to `self.log` is logged when the program has run.
         options: of Lightning's strategy.
 
     Attributes:
         engine: the engine, as soon as there are data; it stays after `fit`.
+        programs: how steps run, once training has begun; `programs.graphs` is None where all are eager.
 
     Raises:
         ValueError: what cannot be private, by name, when training begins.
     """
 
     def __init__(
-        self, *args: Any, privacy: Mapping[str, Any], model: str | None = None, pad: bool | None = None, **options: Any
+        self,
+        *args: Any,
+        privacy: Mapping[str, Any],
+        model: str | None = None,
+        pad: bool | None = None,
+        compile: bool | Literal["auto"] = False,
+        **options: Any,
     ) -> None:
         super().__init__(*args, **options)
         self.engine: PrivacyEngine | None = None
-        self._privacy, self._submodule, self._pad = dict(privacy), model, pad
+        self._privacy, self._submodule, self._pad, self._compile = dict(privacy), model, pad, compile
+        self._logged: list[tuple[Any, Any]] = []  # by `training_step` within a program
+        self._output: Any = None
         self._held: HeldLosses | None = None
         self._pieces: Pieces | None = None
         self._restored: Mapping[str, Any] | None = None
@@ -111,7 +122,7 @@ class _Private:
         """As Lightning's, after what cannot be private was refused."""
         self._trainer = trainer
         if trainer.state.fn == TrainerFn.FITTING:
-            _refuse(trainer)
+            refuse(trainer)
             if not any(isinstance(callback, _Epsilon) for callback in trainer.callbacks):
                 trainer.callbacks.append(_Epsilon())
             self._hand_on_turns()
@@ -127,11 +138,24 @@ class _Private:
 
         module._on_before_batch_transfer = hand_on
 
+    def _hold_logs(self) -> None:
+        """Lightning's `log` is no part of a program: what it is given there is kept, an output of the program."""
+        module: Any = self.lightning_module  # type: ignore[attr-defined]
+        log = module.log
+
+        def kept(*args: Any, **options: Any) -> None:
+            if is_captured():
+                self._logged = [*self._logged, (args, options)]
+            else:
+                log(*args, **options)
+
+        module.log = kept
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """Of training: as many turns as an epoch has, and the engine's loader behind them; others as they are."""
         if not self._trainer.training:
             return dataloader
-        _refuse_loader(dataloader)
+        refuse_loader(dataloader)
         if self.engine is None:
             self.engine = self._made(dataloader)
         if self._restored is not None:
@@ -143,6 +167,9 @@ class _Private:
             self._held = HeldLosses(self.engine, optimizer, "training_step returns them, one a sample")
             self._judge = Judge(self.engine.model, type(self).__name__)
             self._mean = Mean(self.engine)
+            self.programs = Programs(self.engine, self._losses_of, compile=self._compile)
+            if self.programs.graphs is not None:
+                self._hold_logs()
         loader = self.engine.data_loader(
             dataloader.dataset,
             max_physical_batch_size=dataloader.batch_size,
@@ -183,8 +210,8 @@ class _Private:
                 self._held.hold(None)
                 continue
             piece = self._transferred(self._judge.batch(drawn))
-            output = super().training_step(piece, *others)  # type: ignore[misc]
-            losses = per_sample(output["loss"] if isinstance(output, Mapping) else output, piece, "training_step")
+            losses = self._losses((piece, *others))
+            output = self._output
             self._judge.judge(losses)
             self._mean.add(losses)
             if is_last:
@@ -193,6 +220,20 @@ class _Private:
                 self._held.add(losses)
         mean = torch.as_tensor(self._mean.take(), device=self.root_device)  # type: ignore[attr-defined]
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean
+
+    def _losses(self, given: tuple[Any, ...]) -> Tensor:
+        """[B], of the arguments of `training_step`, whose output is kept."""
+        self._logged = []
+        losses = None if self._judge.is_looking else self.programs.program(given, None)
+        if losses is None:
+            return self._losses_of(given)
+        for args, options in self._logged:
+            self.lightning_module.log(*args, **options)  # type: ignore[attr-defined]
+        return losses
+
+    def _losses_of(self, given: tuple[Any, ...]) -> Tensor:
+        output = self._output = super().training_step(*given)  # type: ignore[misc]
+        return per_sample(output["loss"] if isinstance(output, Mapping) else output, given[0], "training_step")
 
     def _transferred(self, piece: Any) -> Any:
         """A piece on the device, after all that Lightning does with a batch on the way."""
@@ -228,8 +269,9 @@ class _Private:
 
     def teardown(self) -> None:
         """As Lightning's; module and optimizer are ordinary ones again, and the engine keeps what was spent."""
-        self._held = self._pieces = None
-        vars(self.lightning_module).pop("_on_before_batch_transfer", None)  # type: ignore[attr-defined]
+        self._held = self._pieces = self._output = None
+        for name in ("_on_before_batch_transfer", "log"):
+            vars(self.lightning_module).pop(name, None)  # type: ignore[attr-defined]
         if self.engine is not None:
             self.engine.detach()
         super().teardown()  # type: ignore[misc]
@@ -324,66 +366,3 @@ def _called(module: nn.Module, name: str | None, thawed: bool) -> nn.Module:
         if mine and mine <= {id(p) for p in child.parameters()}:
             return child
     return module
-
-
-def _refuse(trainer: Any) -> None:
-    """Raise a ValueError for what of Lightning cannot be private."""
-    precision = str(trainer.precision)
-    found = [
-        (
-            not trainer.lightning_module.automatic_optimization,
-            "automatic_optimization=True",
-            "False",
-            "training_step returns the losses, and the strategy steps; for a loop of your own take PrivacyEngine",
-        ),
-        (
-            trainer.accumulate_grad_batches != 1,
-            "accumulate_grad_batches=1",
-            trainer.accumulate_grad_batches,
-            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
-        ),
-        (
-            any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks),
-            "no GradientAccumulationScheduler",
-            "one",
-            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
-        ),
-        (
-            trainer.gradient_clip_val is not None,
-            "gradient_clip_val=None",
-            trainer.gradient_clip_val,
-            "privacy['max_grad_norm'] clips each sample's gradient",
-        ),
-        (
-            precision.startswith("16"),
-            "precision='bf16-mixed'",
-            precision,
-            "losses cannot be scaled and then clipped",
-        ),
-        (
-            bool(trainer.overfit_batches),
-            "overfit_batches=0",
-            trainer.overfit_batches,
-            "batches are drawn from all records",
-        ),
-    ]
-    for wrong, wanted, came, why in found:
-        if wrong:
-            raise ValueError(f"expected {wanted} with a private strategy, got {came}: {why}")
-
-
-def _refuse_loader(dataloader: Any) -> None:
-    """Raise a ValueError for a train loader whose records the engine cannot draw in place of it."""
-    if not isinstance(dataloader, DataLoader) or not hasattr(dataloader.dataset, "__len__"):
-        came = type(dataloader.dataset if isinstance(dataloader, DataLoader) else dataloader).__name__
-        raise ValueError(
-            f"expected a train DataLoader of a dataset with a length, got {came}: batches are drawn from numbered "
-            "records"
-        )
-    sampler: Any = dataloader.sampler if type(dataloader.batch_sampler) is BatchSampler else dataloader.batch_sampler
-    if dataloader.drop_last or not isinstance(sampler, SAMPLERS):
-        came = "drop_last=True" if dataloader.drop_last else type(sampler).__name__
-        raise ValueError(
-            f"expected a train loader without a sampler of its own and without drop_last, got {came}: batches are "
-            "drawn as privacy['sampling'] says; leave it out"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import random
 import warnings
 
 import pytest
@@ -70,11 +71,11 @@ class Classifier(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def strategy_of(seed=3, cls=PrivateStrategy, **privacy):
+def strategy_of(seed=3, cls=PrivateStrategy, options=None, **privacy):
     known = {"batch_size": 12, "max_grad_norm": CLIP, "noise_multiplier": 0.0}
     if seed is not None:
         known["generator"] = torch.Generator().manual_seed(seed)
-    return cls(privacy={**known, **privacy})
+    return cls(privacy={**known, **privacy}, **(options or {}))
 
 
 def fit(strategy, module=None, *, loader=None, ckpt_path=None, validate=False, **options):
@@ -411,3 +412,61 @@ def test_two_processes_are_one(kind, tmp_path):
         for way in ("whole", "resumed"):
             for p, q in zip(module.parameters(), found[way], strict=True):
                 torch.testing.assert_close(p.detach(), q, rtol=0, atol=1e-12)
+
+
+class Talkative(LightningModule):
+    """Logs, hands on more than losses, drops, counts epochs; and does what no program does, if told to."""
+
+    def __init__(self, draws=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.draws = nn.Sequential(nn.Linear(6, 5), nn.Dropout(0.3), nn.Linear(5, 3)).double(), draws
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        outputs = self.net(batch[0])
+        if self.draws:
+            outputs = outputs * random.random()
+        losses = F.cross_entropy(outputs, batch[1], reduction="none") * (1 + self.current_epoch)
+        self.log("largest", losses.max())
+        self.log_dict({"epochs": float(self.current_epoch), "smallest": losses.min().item()})
+        return {"loss": losses, "outputs": outputs.detach()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.outputs.append({name: x.sum() for name, x in outputs.items()})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=LR, momentum=0.9)
+
+
+def compiled(compile, tmp_path, **module):
+    """Weights, what callbacks were handed, what was logged; and the strategy."""
+    random.seed(0)
+    strategy = strategy_of(noise_multiplier=1.0, sampling="shuffled", options={"compile": compile})
+    logger = CSVLogger(tmp_path, name=str(compile))
+    trained = Talkative(**module)
+    torch.manual_seed(5)
+    fit(strategy, trained, logger=logger, log_every_n_steps=1)
+    with open(f"{logger.log_dir}/metrics.csv") as file:
+        logged = [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
+    return [*trained.parameters(), trained.outputs, logged], strategy
+
+
+@pytest.mark.slow
+def test_compiled_steps_are_those_of_the_eager_strategy(tmp_path):
+    """What is logged in a program is an output of it."""
+    (wanted, _), (found, strategy) = (compiled(compile, tmp_path) for compile in (False, True))
+    assert strategy.programs.graphs.steps > 4
+    assert strategy.engine.steps == 15
+    assert len(found[-1]) == len(wanted[-1]) > 10
+    assert {"largest", "smallest", "epochs"} <= found[-1][0].keys()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_a_training_step_that_is_no_program_runs_eagerly_or_is_refused_by_name(tmp_path):
+    (wanted, _), (found, strategy) = (compiled(compile, tmp_path, draws=True) for compile in (False, "auto"))
+    assert strategy.programs.graphs.steps == 0
+    assert "random numbers of Python's" in strategy.programs.graphs.ways["others"]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    with pytest.raises(UnsupportedModel, match=r"it cannot be captured.*compile=False"):
+        compiled(True, tmp_path, draws=True)

@@ -1,0 +1,83 @@
+"""What of Lightning cannot be private."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+
+SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler, UnrepeatedDistributedSampler)
+"""What Lightning and DataLoader make by themselves."""
+
+
+def refuse(trainer: Any) -> None:
+    """Raise a ValueError for what of Lightning cannot be private.
+
+    Args:
+        trainer: before training.
+    """
+    precision = str(trainer.precision)
+    found = [
+        (
+            not trainer.lightning_module.automatic_optimization,
+            "automatic_optimization=True",
+            "False",
+            "training_step returns the losses, and the strategy steps; for a loop of your own take PrivacyEngine",
+        ),
+        (
+            trainer.accumulate_grad_batches != 1,
+            "accumulate_grad_batches=1",
+            trainer.accumulate_grad_batches,
+            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
+        ),
+        (
+            any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks),
+            "no GradientAccumulationScheduler",
+            "one",
+            "privacy['batch_size'] is cut into pieces of the loader's batch_size",
+        ),
+        (
+            trainer.gradient_clip_val is not None,
+            "gradient_clip_val=None",
+            trainer.gradient_clip_val,
+            "privacy['max_grad_norm'] clips each sample's gradient",
+        ),
+        (
+            precision.startswith("16"),
+            "precision='bf16-mixed'",
+            precision,
+            "losses cannot be scaled and then clipped",
+        ),
+        (
+            bool(trainer.overfit_batches),
+            "overfit_batches=0",
+            trainer.overfit_batches,
+            "batches are drawn from all records",
+        ),
+    ]
+    for wrong, wanted, came, why in found:
+        if wrong:
+            raise ValueError(f"expected {wanted} with a private strategy, got {came}: {why}")
+
+
+def refuse_loader(dataloader: Any) -> None:
+    """Raise a ValueError for a train loader whose records the engine cannot draw in place of it.
+
+    Args:
+        dataloader: of training.
+    """
+    if not isinstance(dataloader, DataLoader) or not hasattr(dataloader.dataset, "__len__"):
+        came = type(dataloader.dataset if isinstance(dataloader, DataLoader) else dataloader).__name__
+        raise ValueError(
+            f"expected a train DataLoader of a dataset with a length, got {came}: batches are drawn from numbered "
+            "records"
+        )
+    sampler: Any = dataloader.sampler if type(dataloader.batch_sampler) is BatchSampler else dataloader.batch_sampler
+    if dataloader.drop_last or not isinstance(sampler, SAMPLERS):
+        came = "drop_last=True" if dataloader.drop_last else type(sampler).__name__
+        raise ValueError(
+            f"expected a train loader without a sampler of its own and without drop_last, got {came}: batches are "
+            "drawn as privacy['sampling'] says; leave it out"
+        )
