@@ -228,7 +228,7 @@ def mixed(
         tolerance: relative to the largest number in each tensor.
     """
     for change in changes:
-        limit = _of_other_shapes(before[0], tolerance) if change.resized else tolerance
+        limit = of_other_kernels(before[0], tolerance) if change.resized else tolerance
         after = _or_none(run, change)
         if change.poison and (after is None or _only_norms(before, after, change, limit)):
             change = change._replace(poison=False)
@@ -274,7 +274,13 @@ def _explained(model: nn.Module, run: Run, before: Sequence[Tensor], change: Cha
     return False
 
 
-def _of_other_shapes(of: Tensor, tolerance: float) -> float:
+def of_other_kernels(of: Tensor, tolerance: float) -> float:
+    """The tolerance where other kernels may compute the same.
+
+    Args:
+        of: what was computed.
+        tolerance: where the same ones do.
+    """
     rounded = any(rounds_operands(of, library) for library in ("cublas", "cudnn"))
     return max(OF_OTHER_SHAPES * tolerance, OF_ROUNDED_OPERANDS if rounded else 0.0)
 

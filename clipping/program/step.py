@@ -21,10 +21,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.graph import CodeGen
 
-from clipping.checks.second_look import Moving, put_back
+from clipping.checks.second_look import TOLERANCE, Moving, of_other_kernels, put_back
 from clipping.checks.verification import WrongGradient, compare, limit_of
 from clipping.core.batches import tensors_of
-from clipping.core.dtypes import without_autocast
+from clipping.core.dtypes import coarsest, without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, Parameters, Problem, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
@@ -196,7 +196,7 @@ class Graph:
                 raise no_graph(self._name, "it cannot be captured", NotCaptured(DRAWS))
         with self._repeated(given, draws):
             found = self._captured.graph(*given)[self._captured.losses].detach()
-        limit = limit_of({x.dtype for x in (expected, *given) if x.is_floating_point()}).norm
+        limit = of_other_kernels(expected, coarsest([expected, *given], TOLERANCE))
         finite = bool(expected.isfinite().all())  # what is no number is refused by others
         if finite and not torch.allclose(found, expected, rtol=0, atol=limit * float(expected.abs().max())):
             error = NotCaptured("its losses are others when TorchDynamo captures it")
