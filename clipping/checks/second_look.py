@@ -16,6 +16,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -324,7 +325,19 @@ class Moving:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self._classes: list[type] = []
         self._frozen = [(p, p._version) for p in model.parameters() if not p.requires_grad and not p.is_inference()]
+
+    def functions(self, *, again: bool = False) -> list[FunctionType]:
+        """Those of the classes of modules: `forward` and what it calls.
+
+        Args:
+            again: modules may be of other classes than before.
+        """
+        if again or not self._classes:
+            kinds = {kind for module in self._model.modules() for kind in type(module).__mro__}
+            self._classes = list(kinds - {*nn.Module.__mro__})
+        return [x for kind in self._classes for x in vars(kind).values() if isinstance(x, FunctionType)]
 
     @contextmanager
     def repeated(self, draws: Draws) -> Iterator[None]:

@@ -43,7 +43,7 @@ GLOBAL_HOOKS = (
     modules._global_backward_hooks,
     modules._global_backward_pre_hooks,
 )
-"""Of all modules, which Dynamo's guards leave out."""
+"""Of all modules: Dynamo's guards leave them out, and functions of a module's class."""
 BEFORE, MOST = 2, 12
 """Eager steps before a graph, in which routes are planned and timed; and graphs in all."""
 
@@ -83,7 +83,8 @@ class Graphs:
         self._name, self._losses_of, self._step = name, losses_of, step
         self._version, self._timing, self._strict, self._moving = version, timing, strict, moving
         self._capture: Capture | None = None
-        self._hooks: Hashable = None
+        self._unguarded: object = None
+        self._captures = 0
         self._graphs: list[Graph] = []
         self._resumed: dict[str, Way] = {}
         self._why = ""  # steps run eagerly
@@ -130,9 +131,13 @@ class Graphs:
         self.is_new, self._found, self._batch = False, None, batch
         if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing beneath a dispatch mode
             return None
-        hooks = tuple(map(tuple, GLOBAL_HOOKS))
-        if self._capture is None or hooks != self._hooks:
-            self._capture, self._hooks = Capture(self._losses_of, self._instead, MOST), hooks
+        unguarded = self._moving.functions(), tuple(map(tuple, GLOBAL_HOOKS))
+        if self._capture is None or unguarded != self._unguarded:
+            if self._captures == MOST:
+                self._tell()
+                return None
+            self._capture, self._unguarded = Capture(self._losses_of, self._instead, MOST), unguarded
+            self._captures += 1
         try:
             self._capture(batch.inputs, batch.targets)
         except _AsItIs:
@@ -171,6 +176,8 @@ class Graphs:
         """The private step in place of the captured graph; the outputs of that."""
         assert self._batch is not None
         self.is_new = not captured.notes
+        if self.is_new:
+            self._unguarded = self._moving.functions(again=True), tuple(map(tuple, GLOBAL_HOOKS))
         version = self._version(), places_of(self._batch.parameters, given)
         if version not in captured.notes and len(captured.notes) >= MOST:
             self._tell()

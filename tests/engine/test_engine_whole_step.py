@@ -414,6 +414,34 @@ def test_gradients_are_of_the_layers_that_ran():
     assert torch.equal(*ends)
 
 
+def test_a_function_of_a_class_that_is_replaced(monkeypatch):
+    ends, x, y = [], torch.randn(6, 5), torch.randint(3, (6,))
+    for compile in (False, True):
+        torch.manual_seed(3)
+        engine, _ = make(Ordered(), batch_size=6, sampling="shuffled")
+        step = engine.make_step(losses_of, compile=compile)
+        with monkeypatch.context() as patched:
+            for turn in range(10):
+                if turn == 5:
+                    patched.setattr(Ordered, "forward", lambda self, x: 2 * self.first(x)[:, :3])
+                step(x, y)
+        ends.append(weights(engine))
+        engine.detach()
+    assert step.graphs.steps > 4
+    assert torch.equal(*ends)
+
+
+def test_hooks_that_are_others_in_each_step_are_captured_a_few_times(monkeypatch):
+    monkeypatch.setattr(clipping.program.graphs, "MOST", 2)
+    engine, _, step, x, y = own_batches()
+    with pytest.warns(RuntimeWarning, match="at most 2 graphs"):
+        for _ in range(4):
+            handle = register_module_forward_hook(lambda module, x, y: None)
+            step(x, y)
+            handle.remove()
+    assert engine.steps == 4
+
+
 class Scheduled:
     """A clipping function that is no value: its factors change, and its sensitivity does not."""
 
