@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from clipping import Backend, ClippedGradient, Flat, load_backend
 from clipping.checks.verification import WrongGradient
 from clipping.core.batches import forward
-from clipping.norms.collection import collection as norms
+from clipping.norms import collection as norms
 from clipping.numerics.gram import gram_inner, gram_product
 from clipping.numerics.per_sample import norms_and_factors
 from clipping.numerics.squares import sum_of_squares

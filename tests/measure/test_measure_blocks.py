@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.accel import chunked_conv as pieces
 from clipping.core.microbatching import InTurn
-from clipping.norms.collection import collection as norms
+from clipping.norms import collection as norms
 from clipping.rules import base
 from dpbench.measure import memory, simulate
 from dpbench.measure.bench import Memory, Step

@@ -151,7 +151,7 @@ def test_every_backend_has_a_look_of_its_own():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_variant_has_the_marker_of_its_base_and_a_shade_of_its_colour(variant):
     base, look = style.backend("bk_mixed"), style.backend(variant)
-    assert look.marker == base.marker and look.name == f"BK mixed, {variant.partition(':')[2]}"
+    assert look.marker == base.marker and look.name == variant.replace("bk_mixed:", "BK mixed, ").replace("_", " ")
     others = {style.backend(name).color for name in (*BACKENDS, *VARIANTS) if name != variant}
     assert look.color not in others and look.color != "#000000"
     hues = [colorsys.rgb_to_hsv(*to_rgb(color))[0] for color in (base.color, look.color)]
