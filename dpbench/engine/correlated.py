@@ -122,7 +122,7 @@ class Correlated(Noise):
 
     def state_dict(self) -> dict[str, Any]:
         past = {where: (step, rows.clone()) for where, (step, rows) in self._past.items()}
-        state = {"past": past, "most": self._most, "ahead": self._ahead}
+        state = {"past": past, "most": self._most, "ahead": self._ahead, "weights": list(self.weights(0))}
         return {**self._mark, "source": self.source.state_dict(), **state}
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
@@ -131,6 +131,8 @@ class Correlated(Noise):
         """
         if any(state.get(name) != value for name, value in self._mark.items()):
             raise ValueError(OTHER_KIND)
+        if (replay or self.repeatable) and state["weights"] != list(self.weights(0)):  # one stream has one sensitivity
+            raise ValueError("expected a checkpoint of as many planned steps: of others the noise has other weights")
         self.source.load_state_dict(state["source"], replay=replay)
         self._forget()
         if replay or self.repeatable:

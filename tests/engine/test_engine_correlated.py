@@ -134,6 +134,8 @@ def test_a_stream_goes_on_where_nothing_happens_and_by_replay(kind):
         Secure().load_state_dict(seed.state_dict())
     with pytest.raises(ValueError, match="the same kind of noise"):
         Banded(Secure(), BANDS + 1, 20).load_state_dict(state, replay=True)
+    with pytest.raises(ValueError, match=r"planned steps|the same kind"):
+        stream(kind, Secure(), 2).load_state_dict(state, replay=True)
     with pytest.raises(ValueError, match="the same kind of noise"):
         Buffered(Secure(), best(1, 20, 20)).load_state_dict(state, replay=True)
 
