@@ -1,1 +1,1 @@
-"""The definition: what a clipped sum is, one sample at a time, and the types that everything else speaks in."""
+"""The reference definition of a clipped sum, and the types that all other modules use."""

@@ -1,4 +1,4 @@
-"""Batches as tensors in nested containers: their size, their parts, and a model's losses of them."""
+"""Batches of tensors in nested containers: batch size, mapping, forward pass and losses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from clipping.core.types import LossFunction
 
 
 def losses_of(model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, batch_size: int) -> Tensor:
-    """Forward pass: ℓ [B], with a graph.
+    """Run a forward pass and return the losses ℓ [B], with their graph.
 
     Args:
-        model: what `forward` calls.
+        model: the module.
         loss_fn: (outputs, targets) -> [B].
         inputs: a tensor, a tuple or a dict; every tensor [B, ...].
-        targets: handed to the loss.
+        targets: passed to the loss.
         batch_size: B.
 
     Raises:
-        ValueError: a loss of any other shape. [B, 1] would broadcast against the factors [B] into [B, B].
+        ValueError: the loss has another shape. [B, 1] would broadcast against the factors [B] to [B, B].
     """
     losses = loss_fn(forward(model, inputs), targets)
     if tuple(losses.shape) != (batch_size,):
@@ -49,15 +49,15 @@ def forward(model: nn.Module, inputs: Any) -> Any:
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same containers with `function` of each tensor; what is no tensor stays as it is.
+    """Apply `function` to every tensor in nested containers; other values stay as they are.
 
     Args:
-        function: from a tensor to what takes its place.
+        function: maps a tensor to its replacement.
         tree: tensors in nested mappings, sequences, named tuples and dataclasses.
     """
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, MutableMapping):  # UserDict and BatchEncoding among them, which keep what else they hold
+    if isinstance(tree, MutableMapping):  # includes UserDict and BatchEncoding; the copy keeps their other attributes
         found = copy.copy(tree)
         for key, value in tree.items():
             found[key] = map_tensors(function, value)
@@ -74,7 +74,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Every tensor of nested containers, in the order in which `map_tensors` comes to them.
+    """Yield every tensor of nested containers, in the order of `map_tensors`.
 
     Args:
         tree: tensors in nested mappings, sequences, named tuples and dataclasses.
@@ -93,10 +93,10 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 
 def leading_dimension(*trees: Any) -> int:
-    """The batch size B that every tensor in `trees` has as its first dimension.
+    """Return the batch size B, the first dimension of every tensor in `trees`.
 
     Raises:
-        ValueError: no tensor, a scalar, or two tensors that disagree.
+        ValueError: `trees` holds no tensor, a scalar, or tensors whose first dimensions differ.
     """
     shapes = [list(x.shape) for x in tensors_of(trees)]
     if not shapes:

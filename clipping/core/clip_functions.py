@@ -1,7 +1,7 @@
-"""Clipping functions: from per-sample norms to per-sample factors, apart from the way the norms were found.
+"""Clipping functions: from per-sample gradient norms to per-sample factors.
 
-A clipping function states its own sensitivity: the most by which the sum Σ_i c_i g_i can move, in L2 norm, when one
-sample is added or removed. Noise is scaled by it.
+A clipping function states its sensitivity: the largest change in L2 norm of Σ_i c_i g_i when one sample is added or
+removed. The noise is proportional to it.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from clipping.core.dtypes import smallest
 
 
 def floor(dtype: torch.dtype) -> float:
-    """The norm below which a function that divides by it leaves a gradient out: 2^-60 in float32, 2^-508 in float64.
+    """The norm below which functions that divide by it return 0: 2^-60 in float32, 2^-508 in float64.
 
-    A norm is the root of a sum of squares, and below 2^-126 a square is no normal number.
+    A norm is the root of a sum of squares, and squares below 2^-126 are subnormal in float32.
 
     Args:
-        dtype: of the norms.
+        dtype: dtype of the norms.
     """
     return 8 * math.sqrt(torch.finfo(dtype).tiny)
 
 
 @runtime_checkable
 class ClipFunction(Protocol):
-    """What a backend asks of a clipping function."""
+    """The interface of a clipping function."""
 
     @property
     def sensitivity(self) -> float:
@@ -38,20 +38,20 @@ class ClipFunction(Protocol):
 
     @property
     def per_layer(self) -> bool:
-        """Whether each parameter has factors of its own."""
+        """True if each parameter has its own factors."""
         ...
 
     def factors(self, norms: Tensor) -> Tensor:
-        """Factors of the same shape and dtype: norms [B] of the whole gradient, or [L, B] of its layers.
+        """Return factors of the same shape and dtype as `norms`.
 
         Args:
-            norms: at least 0; inf and NaN occur.
+            norms: [B] of the whole gradient, or [L, B] of its layers; at least 0. inf and NaN occur.
         """
         ...
 
 
 class _Flat:
-    """What the functions of the whole gradient's norm share: C, the stabiliser, and sensitivity C."""
+    """Shared by the functions of one threshold: C, the stabiliser, and the sensitivity C."""
 
     per_layer = False
     max_grad_norm: float
@@ -106,11 +106,10 @@ class Automatic(_Flat):
 
     With γ = `stabiliser` = 0 this is AUTO-V; AUTO-S has γ > 0 (0.01 in the paper), which keeps small gradients small.
 
-    Formal guarantees: ‖c_i g_i‖ = C‖g_i‖ / (‖g_i‖ + γ) ≤ C, hence `sensitivity` = C. C must be finite: there is no
-    ordinary training among these.
+    Formal guarantees: ‖c_i g_i‖ = C‖g_i‖ / (‖g_i‖ + γ) ≤ C, hence `sensitivity` = C. C must be finite.
 
     =================  ==========================================================================================
-    ‖g_i‖ < `floor`    the factor is 0 if γ = 0: the squares of so small a norm have no digits (8.7e-19 in float32)
+    ‖g_i‖ < `floor`    the factor is 0 if γ = 0: squares of such small norms are subnormal (8.7e-19 in float32)
     ‖g_i‖ = inf        the factor is 0
     ‖g_i‖ = NaN        the factor is NaN
     C = 0              every factor is 0
@@ -126,7 +125,7 @@ class Automatic(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: Tensor) -> Tensor:
-        """C / (‖g_i‖ + γ) for each norm; 0 where that is below `floor`.
+        """C / (‖g_i‖ + γ) for each norm; 0 where ‖g_i‖ + γ is below `floor`.
 
         Args:
             norms: [B], of float32 or wider.
@@ -151,7 +150,7 @@ class GlobalBound(_Flat):
 
     Args:
         max_grad_norm: C ≥ 0, finite.
-        bound: Z > 0, above which a sample is dropped.
+        bound: Z > 0; samples with a larger norm are dropped.
     """
 
     max_grad_norm: float
@@ -166,7 +165,7 @@ class GlobalBound(_Flat):
             raise ValueError("expected a finite max_grad_norm, got inf")
 
     def factors(self, norms: Tensor) -> Tensor:
-        """C/Z for each norm that is at most Z with the stabiliser added; 0 for the others.
+        """C/Z where norm + stabiliser ≤ Z, else 0.
 
         Args:
             norms: [B], of float32 or wider.
@@ -198,7 +197,7 @@ class PerLayer(_Flat):
         """min(1, C/√L / (‖g_{l,i}‖ + stabiliser)) for each norm, [L, B].
 
         Args:
-            norms: [L, B], of float32 or wider, a row for each layer.
+            norms: [L, B], of float32 or wider, one row a layer.
         """
         return _at_most(norms, self.max_grad_norm / math.sqrt(max(1, norms.shape[0])), self.stabiliser)
 
@@ -212,23 +211,23 @@ def _at_most(norms: Tensor, threshold: float, stabiliser: float) -> Tensor:
 
 
 def _quotient(threshold: float, norms: Tensor) -> Tensor:
-    """threshold / norms, rounded so that the product with the norm is at most the threshold but for one rounding."""
-    # number / tensor multiplies by a rounded reciprocal: a norm of exactly C would not get the factor 1
+    """threshold / norms, rounded such that factor · norm exceeds the threshold by at most one rounding."""
+    # number / tensor multiplies by a rounded reciprocal: a norm of exactly C would not get factor 1
     factors = torch.full_like(norms, threshold) / norms
-    # a subnormal factor has few digits left, and may be too large by a half: 0 is within any threshold
+    # a subnormal factor has few digits and may be too large by half; 0 is always safe
     return torch.where(factors < torch.finfo(norms.dtype).tiny, torch.zeros_like(factors), factors)
 
 
 def factors_by_name(
     layers: Tensor, names: list[str], clip: ClipFunction, parameters: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """From the norms of each layer [L, B] to those of the whole gradient [B], and the factors [B] of each layer.
+    """Return the norms [B] of the whole gradient, and the factors [B] of each layer by name.
 
     Args:
-        layers: of the gradients that are summed.
-        names: of the layers.
+        layers: norms [L, B] of each layer.
+        names: names of the L layers.
         clip: the clipping function.
-        parameters: how many numbers a gradient has: some may have been too small to be squared.
+        parameters: number of entries of one gradient; it bounds what entries too small to be squared add to a norm.
     """
     norms = torch.linalg.vector_norm(layers, dim=0)
     lost = math.sqrt(parameters) * smallest(layers.dtype)

@@ -1,8 +1,8 @@
-"""Formats of numbers: of norms and sums, and those in which a graph computed, by which rounding explains a difference.
+"""Dtypes of norms, of sums, and of the computation behind a tensor.
 
-Parameters do not say it: under autocast they are of float32 and the products of bfloat16, wherever autocast was entered
-(by the caller, or inside the model); and a model may cast for itself. The graph does: each of its nodes knows the dtype
-of what it gave.
+The dtypes of parameters do not tell the precision of a computation: autocast, entered by the caller or by the model,
+runs float32 parameters in bfloat16, and a model may cast by itself. Each node of the graph records the dtype of its
+output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def formats(*tensors: Tensor) -> set[torch.dtype]:
-    """The floating dtypes of tensors, and of all that was computed for them, as far as their graphs reach."""
+    """Return the floating dtypes of `tensors` and of every node in their graphs."""
     found = {x.dtype for x in tensors if x.is_floating_point()}
     stack: list[Any] = [x.grad_fn for x in tensors if x.grad_fn is not None]
     seen = {None, *stack}
@@ -35,11 +35,11 @@ def formats(*tensors: Tensor) -> set[torch.dtype]:
 
 
 def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float]) -> float:
-    """What rounding explains: the largest tolerance of the formats of `tensors`, and of autocast where it is on.
+    """Return the largest tolerance among the dtypes of `tensors`, and of autocast if it is enabled.
 
     Args:
-        tensors: results, with their graphs if they have any.
-        tolerances: relative, by dtype; that of float32 for a dtype that is not among them.
+        tensors: results, with their graphs if any.
+        tolerances: relative tolerance by dtype; a missing dtype uses that of float32.
     """
     given = list(tensors)
     found = formats(*given)
@@ -50,10 +50,10 @@ def coarsest(tensors: Iterable[Tensor], tolerances: Mapping[torch.dtype, float])
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Norms are not to be cast down, if the caller is in autocast for the sake of the model.
+    """Disable the caller's autocast while norms are computed, so that they are not cast down.
 
     Args:
-        device: where norms are formed.
+        device: device of the norms.
     """
     if _has_autocast(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -65,16 +65,16 @@ _NOTHING = nullcontext()
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of sums: float32 for half precision, of which a sum of thousands has no digits left; else the same.
+    """The dtype of a sum: float32 for half precision, which would lose all digits; else `dtype`.
 
     Args:
-        dtype: of what is added up.
+        dtype: dtype of the summands.
     """
     return torch.float32 if dtype in HALF else dtype
 
 
 def norm_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Norms are accumulated in float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits.
+    """The dtype of norms, float32 or wider: squares of float16 overflow at 256, bfloat16 keeps 8 bits.
 
     Args:
         dtype: of the gradients.
@@ -83,7 +83,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def smallest(dtype: torch.dtype) -> float:
-    """Entries below it have squares that are not normal numbers: 2^-63 for float32.
+    """The smallest entry whose square is a normal number: 2^-63 for float32.
 
     Args:
         dtype: of the gradients.

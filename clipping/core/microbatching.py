@@ -1,9 +1,8 @@
-"""A batch in blocks of samples, one after the other, so that what is made of it at once stays within a workspace.
+"""Process a batch in blocks of samples, so that temporaries fit a workspace.
 
-All such loops are one of two: `each` keeps what is made of every block, `added` adds it up. Blocks differ in size by
-one sample at the most, the last is one of the largest, and what earlier ones leave is there by then: nothing needs more
-memory than the last. So a simulation of the memory, which computes nothing, lets the last stand for all
-(`taken_by`), and takes no longer for a batch of thousands.
+All such loops call `each`, which keeps the result of every block, or `added`, which sums them. Block sizes differ by
+at most one, the last block is one of the largest, and the results of earlier blocks are allocated by then: the last
+block has the peak memory. A simulation of the memory therefore runs only the last one (`taken_by`).
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ from torch import Tensor
 from clipping.core.dtypes import wide_dtype
 
 Parts = tuple[Tensor, ...]
-"""What is kept of a block: tensors [b, ...]."""
+"""The result of a block: tensors [b, ...]."""
 
 
 def blocks(batch_size: int, bytes_per_sample: int, available: int) -> list[slice]:
-    """Cut a batch into blocks of samples that stay within `available` bytes, or of one sample.
+    """Split a batch into blocks of at most `available` bytes, and at least one sample.
 
     Args:
         batch_size: B.
-        bytes_per_sample: what each sample of a block takes.
-        available: bytes that a block may take.
+        bytes_per_sample: bytes for each sample of a block.
+        available: bytes for one block.
     """
     most = max(1, available // max(1, bytes_per_sample))
     return in_parts(batch_size, max(1, -(-batch_size // most)))
 
 
 def in_parts(batch_size: int, count: int) -> list[slice]:
-    """Cut a batch into `count` blocks that differ in size by one at the most; the last is one of the largest.
+    """Split a batch into `count` blocks whose sizes differ by at most one; the last is one of the largest.
 
     Args:
         batch_size: B.
-        count: of blocks, 1 to B.
+        count: number of blocks, 1 to B.
     """
     return [slice(i * batch_size // count, (i + 1) * batch_size // count) for i in range(count)]
 
 
 def sum_dtype(part: Tensor) -> torch.dtype:
-    """Of a sum of such parts: float64, so that neither how many there are nor their order matters; MPS has none.
+    """The dtype to accumulate in: float64, so that number and order of parts do not matter; MPS has no float64.
 
     Args:
-        part: one of what is added up.
+        part: one of the summands.
     """
     if part.device.type == "mps":
         return wide_dtype(part.dtype)
@@ -54,10 +53,10 @@ def sum_dtype(part: Tensor) -> torch.dtype:
 
 
 class InTurn:
-    """How the blocks of a batch are gone through: one after the other. Nothing else of a block outlives it."""
+    """Runs blocks one after the other. Only a block's result outlives it."""
 
     def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-        """What `of_block` makes of each block; several may be joined to one.
+        """Return the result of `of_block` for each block; a subclass may join several.
 
         Args:
             of_block: from the samples of a block to its tensors.
@@ -66,7 +65,7 @@ class InTurn:
         return [of_block(block) for block in blocks]
 
     def added(self, of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-        """The sum of what `of_block` makes of each block, of the same shape each.
+        """Return the sum of `of_block` over the blocks; all results have one shape.
 
         Args:
             of_block: from the samples of a block to a tensor.
@@ -83,7 +82,7 @@ class InTurn:
 
 
 def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
-    """See `InTurn`.
+    """Call `InTurn.each` of the present way.
 
     Args:
         of_block: from the samples of a block to its tensors.
@@ -93,7 +92,7 @@ def each(of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]
 
 
 def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """See `InTurn`: several blocks are added up in float64, and leave in float32 or wider.
+    """Call `InTurn.added` of the present way: accumulates in float64, returns float32 or wider.
 
     Args:
         of_block: from the samples of a block to a tensor.
@@ -103,7 +102,7 @@ def added(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
 
 
 def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Tensor:
-    """What `of_block` makes of all blocks, [B, ...].
+    """Return the results of `of_block` for all blocks, concatenated: [B, ...].
 
     Args:
         of_block: from the samples of a block, b of them, to a tensor [b, ...].
@@ -115,10 +114,10 @@ def concatenated(of_block: Callable[[slice], Tensor], blocks: list[slice]) -> Te
 
 @contextmanager
 def taken_by(way: InTurn) -> Iterator[None]:
-    """Within it, blocks are gone through by another way, in all threads.
+    """Context in which `way` runs all blocks, in every thread.
 
     Args:
-        way: what goes through them.
+        way: runs the blocks.
     """
     global _way
     before, _way = _way, way

@@ -1,4 +1,4 @@
-"""The parameters of a model, which every step asks for."""
+"""A fast `model.named_parameters()` for every step."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from torch import nn
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """`dict(model.named_parameters())` in one walk, for a step of a small model: it takes half the time.
+    """`dict(model.named_parameters())` in one walk.
 
-    (torch's own generators hand each name up through every module that is around it.)
+    torch's nested generators pass each name through every enclosing module, which costs a small model's step time.
 
     Args:
-        model: any module; one whose class has a `named_parameters` of its own is asked for them.
+        model: any module. If its class overrides `named_parameters`, the override is called.
     """
     if type(model).named_parameters is not nn.Module.named_parameters:
         return dict(model.named_parameters())
@@ -20,7 +20,7 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
     def walk(module: nn.Module, prefix: str) -> None:
         seen.add(module)
-        if module._parameters:  # most modules have none, and most have no module within
+        if module._parameters:  # most modules have no parameters, and most have no children
             for name, p in module._parameters.items():
                 if p is not None and id(p) not in seen:
                     seen.add(id(p))

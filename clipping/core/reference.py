@@ -1,4 +1,4 @@
-"""The definition of the answer: Σ_i c_i g_i, one sample at a time, added up in float64."""
+"""The reference result: Σ_i c_i g_i, one sample at a time, accumulated in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clipping.core.microbatching import Parts, each, sum_dtype
 from clipping.core.types import ClippedGradient, LossFunction, Parameters
 
 WIDENED = 2**22
-"""Entries of a gradient that are added at once, in float64."""
+"""Entries of a gradient to accumulate in float64 in one operation."""
 
 
 def definition(
@@ -29,12 +29,12 @@ def definition(
     together: int = 1,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> ClippedGradient:
-    """What a backend must give, from one sample at a time; of means where it clips those.
+    """The result that every backend must return, computed one sample at a time.
 
     Args:
         model, loss_fn, inputs, targets, clip: as for every backend.
-        together: samples in a mean.
-        around: entered for each sample's run.
+        together: samples whose mean gradient is clipped as one.
+        around: context manager to enter around each sample's run.
     """
     each_clip = clip if together == 1 else Flat(max_grad_norm=float("inf"))
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -60,13 +60,13 @@ def one_by_one(
     clip: ClipFunction,
     together: int = 1,
 ) -> ClippedGradient:
-    """Σ_i c_i g_i: forward and backward for one sample after the other, or for `together` of them, of their mean.
+    """Σ_i c_i g_i by a forward and a backward pass for each sample, or for each mean of `together` samples.
 
     Args:
-        model: what `clipping.core.batches.forward` calls.
+        model: the module, called by `clipping.core.batches.forward`.
         loss_fn: (outputs, targets) -> [B].
         parameters: name -> trainable parameter.
-        inputs, targets: of the batch; every tensor [B, ...].
+        inputs, targets: the batch; every tensor [B, ...].
         clip: norms [B] -> factors [B].
         together: M samples whose mean gradient is clipped as one.
     """
@@ -85,12 +85,12 @@ def one_by_one(
 
 
 def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: int) -> ClippedGradient:
-    """Σ_k c_k ḡ_k, with ḡ_k the mean of `together` samples in a row.
+    """Σ_k c_k ḡ_k, where ḡ_k is the mean of `together` consecutive samples.
 
     Args:
-        samples: unclipped batches of one.
-        clip: of the means' norms.
-        together: samples in a mean.
+        samples: unclipped results of batches of one.
+        clip: clips the norms of the means.
+        together: samples whose mean gradient is clipped as one.
     """
     names, sums = list(samples[0].grads), Sums(samples[0].grads)
     losses = torch.cat([sample.losses for sample in samples])
@@ -103,10 +103,10 @@ def of_means(samples: Sequence[ClippedGradient], clip: ClipFunction, together: i
 
 
 class Sums:
-    """Clipped gradients, added up one at a time in float64.
+    """Accumulates clipped gradients in float64.
 
     Args:
-        parameters: of which the gradients are.
+        parameters: name -> parameter.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -117,7 +117,7 @@ class Sums:
         }
 
     def add(self, grads: dict[str, torch.Tensor], clip: ClipFunction, like: torch.Tensor) -> torch.Tensor:
-        """Add one gradient, clipped; its norm before clipping, [1], of the device of `like`.
+        """Clip and add one gradient; return its norm [1] before clipping.
 
         Args:
             grads: parameter name -> gradient, of the parameter's shape; every parameter has one.
@@ -137,17 +137,17 @@ class Sums:
         return norm
 
     def rounded(self) -> dict[str, torch.Tensor]:
-        """The sums, in float32 or as wide as the parameters; used up."""
+        """Return the sums in float32 or the parameters' wider dtype, and free the accumulators."""
         return {name: self._totals.pop(name).to(self._wide[name]) for name in list(self._totals)}
 
 
 def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = False) -> dict[str, torch.Tensor]:
-    """∂loss/∂θ for the parameters that it depends on; `.grad` is neither read nor written.
+    """∂loss/∂θ for each parameter in the graph; does not touch `.grad`.
 
     Args:
         loss: a scalar.
         parameters: name -> parameter.
-        keep_graph: for another backward pass.
+        keep_graph: keep the graph for another backward pass.
     """
     if not parameters or not loss.requires_grad:
         return {}
@@ -156,7 +156,7 @@ def gradients(loss: torch.Tensor, parameters: Parameters, *, keep_graph: bool = 
 
 
 def with_zeros(grads: dict[str, torch.Tensor], parameters: Parameters) -> dict[str, torch.Tensor]:
-    """`grads` in the order of `parameters`, zeros where the loss did not depend on one.
+    """Return `grads` in the order of `parameters`, with zeros where the loss does not depend on one.
 
     Args:
         grads: parameter name -> gradient, of the parameter's shape.

@@ -1,4 +1,4 @@
-"""What goes into a clipping backend and comes out of it: the loss, the clipped gradient, the reasons of a refusal."""
+"""Types of clipping backends: loss function, clipped gradient, unsupported model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ClippedGradient:
     """The result of one call.
 
     Attributes:
-        grads: parameter name -> Σ_i c_i g_i, of the parameter's shape; no noise, no division by B. A parameter that
-            the loss does not depend on has zeros. A tied parameter appears once, under its first name.
-        norms: [B] ‖g_i‖ before clipping, float32 or wider; None from `nonprivate`, which knows none.
+        grads: parameter name -> Σ_i c_i g_i, of the parameter's shape; without noise or division by B. Zeros if the
+            loss does not depend on the parameter. A tied parameter appears once, under its first name.
+        norms: [B] ‖g_i‖ before clipping, float32 or wider; None from `nonprivate`.
         losses: [B] ℓ_i, detached.
     """
 
@@ -31,7 +31,7 @@ class ClippedGradient:
 
 
 class Problem(NamedTuple):
-    """One reason why a model is refused: where, why, and what would help."""
+    """Why a backend refuses a model: the module, the reason, and a remedy."""
 
     module: str
     reason: str
@@ -39,10 +39,10 @@ class Problem(NamedTuple):
 
 
 class UnsupportedModel(Exception):
-    """A backend cannot treat this model exactly, and says so before a wrong number leaves it.
+    """Raised when a backend cannot clip this model exactly.
 
     Attributes:
-        problems: every module concerned, with reason and remedy.
+        problems: one entry for each module at fault.
     """
 
     def __init__(self, backend: str, problems: Iterable[Problem]) -> None:
@@ -52,15 +52,15 @@ class UnsupportedModel(Exception):
 
 
 class Clips(Protocol):
-    """A backend (`clipping.backends.base.Backend`) as those see it who call it to compare."""
+    """The part of a backend (`clipping.backends.base.Backend`) that comparisons use."""
 
     @property
     def name(self) -> str:
-        """As `load_backend` takes it."""
+        """The name that `load_backend` accepts."""
 
     @property
     def private(self) -> bool:
-        """Whether it clips; ordinary training does not."""
+        """True if it clips; False for ordinary training."""
 
     @property
     def together(self) -> int:

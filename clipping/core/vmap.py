@@ -1,4 +1,4 @@
-"""All per-sample gradients at once: torch.func.vmap over torch.func.grad (what functorch was)."""
+"""All per-sample gradients at once, by torch.func.vmap over torch.func.grad."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from clipping.core.types import LossFunction
 
 
 def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[dict[str, Tensor], Tensor]]:
-    """(parameters, inputs, targets) -> ∂ℓ_i/∂θ of each sample, name -> [B, *shape], and the losses [B].
+    """Return a function (parameters, inputs, targets) -> (∂ℓ_i/∂θ by name, [B, *shape]; losses [B]).
 
     Args:
-        model: what `clipping.core.batches.forward` calls.
+        model: the module, called by `clipping.core.batches.forward`.
         loss_fn: (outputs, targets) -> [B].
     """
     caller = _Caller(model)
@@ -36,7 +36,7 @@ def per_sample(model: nn.Module, loss_fn: LossFunction) -> Callable[..., tuple[d
 
 
 class _Caller(nn.Module):
-    """functional_call takes positional arguments; this hands it inputs of any of the three forms."""
+    """Wraps a model so that `functional_call` accepts inputs in a tensor, a tuple or a dict."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
