@@ -1,1 +1,1 @@
-"""Sums, products and norms of many samples at once, and how far they are rounded."""
+"""Batched sums, products and norms, and bounds on their rounding errors."""

@@ -1,11 +1,10 @@
-"""A sum over a batch in portions that are all formed at once: for a GPU, to which each operation is a launch.
+"""Sum over a batch in portions that one operation forms together, for GPUs.
 
-Portions of a sum are added up in float64 (see `clipping.numerics.rounding_bounds`), and there are dozens of them in a
-large batch. One after the other each takes a few launches. Here one operation forms many, and one adds them up. What is
-formed at once takes memory: so a batch whose portions are large goes in blocks.
+Portions of a sum are accumulated in float64 (see `clipping.numerics.rounding_bounds`), and a large batch has dozens.
+One after the other, each costs a few kernel launches. Here one operation forms many portions, and one adds them. This
+takes more memory, so batches with large portions are split into blocks.
 
-On a CPU, where memory counts and a call does not, portions are formed one after the other
-(`clipping.core.microbatching.added`).
+A CPU forms portions one after the other (`clipping.core.microbatching.added`): memory matters there, launches do not.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from clipping.numerics import kernels
 from clipping.numerics.products import full_precision
 
 Form = Callable[[slice, int], Tensor]
-"""(samples, count) -> [count, *shape]: the sums of `count` portions of these samples, equally many in each."""
+"""(samples, count) -> [count, *shape]: the sums of `count` portions of these samples, all of one size."""
 
 
 def at_once(x: Tensor) -> bool:
-    """Whether portions of a sum over x are formed together: to begin an operation costs its device much.
+    """True if portions of a sum over x should be formed together: each launch on its device is expensive.
 
     Args:
         x: an operand of the sum.
@@ -38,14 +37,14 @@ def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tens
     """The sum over a batch in portions of at most `most` samples: [*shape], in float32 or wider.
 
     Args:
-        form: forms the sums of some portions; which samples are in which portion is its own choice.
+        form: forms the sums of some portions; it may assign samples to portions in any way.
         batch_size: B.
-        most: samples of a portion, at most.
+        most: largest number of samples in a portion.
         together: samples whose portions may be formed at once.
     """
     first, *others = of_one_size(batch_size, most, together)
     parts = form(*first)
-    # of other sizes there is what is left over, perhaps
+    # only the remainder can have another size
     if len(others) < 2 and parts.dtype == torch.float32 and kernels.fused.runs(parts):
         return kernels.fused.added(parts.contiguous(), *(form(*each).contiguous() for each in others))
     total = parts.sum(0, dtype=sum_dtype(parts))
@@ -56,14 +55,14 @@ def added_at_once(form: Form, batch_size: int, most: int, together: int) -> Tens
 
 
 def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, int]]:
-    """Blocks of samples, with a number of portions each: all of one size, but for what is left over, a portion itself.
+    """Return blocks of samples with their number of portions; all portions have one size, except a remainder.
 
-    Their size is a power of two. So one record more makes what is left over larger by one, and leaves all others as
-    they were: of records that are alike all portions are rounded alike, and these errors do not move with the batch.
+    The size is a power of two, so adding a record changes only the remainder. For equal records, all portions are
+    rounded equally, and their errors do not change with the batch.
 
     Args:
         batch_size: B.
-        most: samples of a portion, at most.
+        most: largest number of samples in a portion.
         together: samples whose portions may be formed at once.
     """
     size = 1 << (max(1, min(most, together)).bit_length() - 1)
@@ -74,12 +73,12 @@ def of_one_size(batch_size: int, most: int, together: int) -> list[tuple[slice, 
 
 
 def weighted_at_once(factors: Tensor, rows: Tensor, most: int) -> Tensor:
-    """Σ_i c_i rows_i of [B] and [B, n], of one dtype, in portions of at most `most` rows: [n].
+    """Σ_i c_i rows_i, [n], in portions of at most `most` rows.
 
     Args:
-        factors: c [B].
+        factors: c [B], of the dtype of `rows`.
         rows: [B, n].
-        most: rows of a portion, at most.
+        most: largest number of rows in a portion.
     """
 
     def form(samples: slice, count: int) -> Tensor:

@@ -1,20 +1,20 @@
-"""What a convolution allocates and lets go of while it runs, on a CPU.
+"""Predict the memory that a convolution allocates on a CPU.
 
-oneDNN computes in a layout of its own, channels in blocks of 16, or of 8 without AVX-512. Hence each operand is copied
-into that layout first, and the result out of it afterwards; copies of the operands are gone by then. With ' for a copy,
+oneDNN computes in its own layout, with channels in blocks of 16, or of 8 without AVX-512. It copies the operands to
+that layout, frees these copies, and then copies the result back. With ' for a copy,
 
     forward           max(x' + w' + y', y' + y)
     input gradient    max(y' + w' + x', x' + x), but max(y' + w' + x', x' + 2x) with a stride
     weight gradient   max(y' + x' + w' + s', w' + w)
 
-where an operand is not copied that the kernel reads as it lies: an input of less than a block, groups of a number of
-channels that its blocks do not fit. Weight gradients of these groups go by patches of one sample in each thread, and
-so do those of kernels larger than their image without AVX-512; through patches of the whole batch goes everything where
-oneDNN is not used: one small sample, or float64. s' are the weights of each further thread, where threads share the
-positions of an image: each reads less of it, and all add up what they found.
+An operand that the kernel reads as it lies is not copied: an input of less than a block, or groups whose number of
+channels does not fit the blocks. Weight gradients of such groups use the patches of one sample in each thread, as do
+those of kernels larger than their image without AVX-512. Where oneDNN is not used (one small sample, or float64),
+everything uses the patches of the whole batch. s' is one copy of the weight for each further thread, where threads
+share the positions of an image: each reads a part of it, and the partial results are summed.
 
-All found by the profiler's memory timeline (torch 2.14 and 2.15, AVX-512 and AVX2, 1 or 2 threads), and meant to be
-right within a few percent of an operation. cuDNN's workspaces are others, and are not predicted.
+The rules were found by the profiler's memory timeline (torch 2.14 and 2.15, AVX-512 and AVX2, 1 or 2 threads). They
+are meant to be right within a few percent of an operation. cuDNN's workspaces differ, and are not predicted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import NamedTuple
 import torch
 
 BLOCK = 8 if torch.backends.cpu.get_cpu_capability() == "AVX2" else 16
-"""Channels to a block of the layout: as many as a vector has numbers."""
+"""Channels in a block of the layout: as many as a vector register holds numbers."""
 FEW = 16
-"""Samples, below which one thread multiplies by 1x1 kernels without oneDNN (ATen's `use_mkldnn`)."""
+"""Below this number of samples, one thread multiplies 1x1 kernels without oneDNN (ATen's `use_mkldnn`)."""
 SMALL = 20480
-"""Entries of a single sample from which on it is worth a conversion (ATen's `use_mkldnn`)."""
+"""Entries of a single sample above which the conversion pays (ATen's `use_mkldnn`)."""
 SHARED, SHARED_1X1 = 5, 12
-"""Times its weights, what the smaller image must be for threads to share positions: from 3.6 to 7, and from 8 to 16."""
+"""Threads share positions if the smaller image exceeds this many times the weights (3.6 to 7, and 8 to 16)."""
 
 
 class Convolution(NamedTuple):
-    """Shapes, stride, groups and dtype; bytes at once are those of its temporaries and results together."""
+    """A convolution's shapes, stride, groups and dtype. Bytes count its temporaries and results together."""
 
     x: Sequence[int]
     weight: Sequence[int]
@@ -84,7 +84,7 @@ class Convolution(NamedTuple):
         return max(y + x + weight + summed, weight + result)
 
     def gradients(self, of_input: bool, of_weight: bool) -> int:
-        """Bytes at once, of one gradient after the other.
+        """Peak bytes of one gradient after the other.
 
         Args:
             of_input, of_weight: which of them are formed.
@@ -102,7 +102,7 @@ class Convolution(NamedTuple):
         return (self._bytes(self.x) if of_input else 0) + (self._bytes(self.weight) if of_weight else 0)
 
     def _is_blocked(self) -> bool:
-        """oneDNN computes it: ATen's choice."""
+        """True if ATen chooses oneDNN."""
         if self.dtype == torch.float64 or not torch.backends.mkldnn.is_available():
             return False
         sides = list(self.weight[2:])[-2:]
@@ -112,16 +112,16 @@ class Convolution(NamedTuple):
         return self.groups > 1 or min(sides) > 3 or self.x[0] > 1 or math.prod(self.x) > SMALL
 
     def _has_larger_kernel(self) -> bool:
-        """A kernel has more rows than its image: AVX2's code for weight gradients takes none such."""
+        """True if the kernel has more rows than its image; AVX2's weight gradients do not support this."""
         return any(kernel > size for kernel, size in zip(self.weight[2:-1], self.x[2:-1], strict=True))
 
     def _fits(self, multiple: int) -> bool:
-        """The channels of a group are so many times a number, or one each."""
+        """True if the channels of a group are multiples of `multiple`, or one each."""
         each, outputs = self.weight[1], self.weight[0] // self.groups
         return (each % multiple == 0 and outputs % multiple == 0) or (each == outputs == 1 and multiple == 4)
 
     def _copy(self, shape: Sequence[int], least: int = BLOCK) -> int:
-        """In blocks of channels, the last one filled up; or in one of `least` if that holds them all."""
+        """Bytes in blocks of channels, the last one padded; or in one block of `least` if that holds them all."""
         block = least if shape[1] <= least else BLOCK
         return self._bytes([shape[0], -(-shape[1] // block) * block, *shape[2:]])
 

@@ -1,4 +1,4 @@
-"""Gradients that are no numbers: no factor clips them, and none of the others' could be told from such a sum."""
+"""Reject NaN or infinite gradients, which no factor can clip."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from clipping.core.types import ClippedGradient
 
 NAMED = 8
-"""Records that an error names at the most."""
+"""The most records that an error names."""
 
 
 def require_numbers(found: ClippedGradient) -> None:
-    """Refuse a sum that a record has made NaN or infinite; a norm that overflowed has factor 0, and harms nobody.
+    """Reject a sum that a record has made NaN or infinite. A norm that overflowed has factor 0, and is harmless.
 
-    On a CPU alone: elsewhere to look would be to wait for the device, and the sum shows it.
+    Only on a CPU: on other devices the check would wait for the device, and the sum itself shows NaN.
 
     Args:
         found: a backend's result.

@@ -1,4 +1,4 @@
-"""Gram matrices of many samples at once, by torch's own operations."""
+"""Batched Gram matrices by torch's operations."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from clipping.numerics.products import products
 from clipping.numerics.squares import sum_of_squares
 
 HALVED = 160
-"""Positions from which on the symmetry of a Gram matrix is used: smaller blocks cost more than they save."""
+"""Number of positions above which to use a Gram matrix's symmetry: smaller blocks cost more than they save."""
 
 ROWS = 128
-"""Of a block of a Gram matrix in which it is used, where there are enough of them; more where they are many."""
+"""Rows of a block of a symmetric Gram matrix; more where there are many rows."""
 
 
 def part(x: Tensor, rows: slice, dim: int = 0) -> Tensor:
-    """Some rows of x; x itself, and no view, if they are all of them: in a small step each view counts.
+    """Return some rows of x; x itself rather than a view if they are all rows, since views cost time in a small step.
 
     Args:
         x: any tensor.
-        rows: which of them; what lies beyond the last row is not asked for.
-        dim: along which.
+        rows: which rows; the slice may extend beyond the last row.
+        dim: dimension of the rows.
     """
     if rows.start == 0 and rows.stop >= x.shape[dim]:
         return x
@@ -38,7 +38,7 @@ def gram_product(a: Tensor, g: Tensor, available: int, others: Sequence[Tensor] 
         a: [n, T, d].
         g: [n, T, p].
         available: bytes that Gram matrices may take.
-        others: further g, of any p, whose norms with the same a are added.
+        others: further g, of any p; their norms with the same a are added.
 
     Returns:
         [n], float32 or wider.
@@ -57,14 +57,14 @@ def gram_inner(
 ) -> Tensor:
     """Σ_{t,s} other_{t,s} (g_t · g_s) with a symmetric other, blocked over rows t.
 
-    A block needs the columns up to its own only, those before it counted twice: half of the work where blocks are
-    many. They are of `ROWS` rows or more, or of fewer where T² entries are more than is available.
+    A block computes only the columns up to its own, and counts those before it twice: half of the work where blocks are
+    many. It has `ROWS` rows or more, or fewer where T² entries exceed the available bytes.
 
     Args:
         g: [n, T, p].
         other: a block of the other Gram matrix: (rows, columns) -> [n, rows, columns].
         available: bytes that Gram matrices may take.
-        others: further g, whose Gram matrices are added to that of the first.
+        others: further g; their Gram matrices are added to that of the first.
 
     Returns:
         [n], float32 or wider.
@@ -88,11 +88,11 @@ def gram_inner(
 
 
 def within(found: Callable[[slice], Tensor], rows: int, columns: Tensor, available: int) -> Tensor:
-    """Σ of the entries of a matrix [n, rows, S], found in blocks of rows that stay within `available` bytes, [n].
+    """Sum the entries of a matrix [n, rows, S], [n], in blocks of rows of at most `available` bytes.
 
     Args:
-        found: rows -> their part of the matrix.
-        rows: how many there are.
+        found: maps rows to their part of the matrix.
+        rows: number of rows.
         columns: [n, S, *], the other factor.
         available: bytes that two such matrices may take.
     """

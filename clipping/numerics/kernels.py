@@ -1,7 +1,7 @@
-"""What `clipping.accel` provides to the modules beneath it: `cpu`, `cuda`, `fused`, `chunked_conv` and `overwriting`.
+"""Import the kernels of `clipping.accel` at first use: `cpu`, `cuda`, `fused`, `chunked_conv`, `overwriting`.
 
-Each is looked up when it is first used. Where it is missing (the folder can be deleted) an object stands in that
-supports nothing, so that torch's own operations run: slower, or in more memory, and as exact.
+The folder can be deleted. A stand-in that supports nothing then takes a module's place, so that torch's own
+operations run: slower or in more memory, and just as exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PLACES = ("cpu", "cuda", "fused", "chunked_conv", "overwriting")
 
 
 class Missing:
-    """Supports nothing: whatever it is asked, it says no."""
+    """Stands in for a missing module: every call returns False."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         if name.startswith("__"):
@@ -23,15 +23,15 @@ class Missing:
         return lambda *args, **kwargs: False
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The operation as it is.
+        """Run the operation unchanged.
 
         Args:
-            func, args, kwargs: the operation, and what it is called with.
+            func, args, kwargs: the operation and its arguments.
         """
         return func(*args, **kwargs)
 
     def from_losses(self) -> AbstractContextManager[None]:
-        """In here nothing is written over."""
+        """Context in which nothing is overwritten."""
         return nullcontext()
 
     of_any_size = from_losses

@@ -1,4 +1,4 @@
-"""From per-sample gradients to their clipped sum: norms [B], factors [B], Σ_i c_i g_i."""
+"""Norms, factors and the clipped sum of per-sample gradients."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from clipping.numerics.rounding_bounds import portion
 from clipping.numerics.squares import sum_of_squares
 
 WIDENED = 2**22
-"""Entries of gradients that are copied to a wider dtype at once."""
+"""Entries of gradients to copy to a wider dtype at once."""
 
 
 def norms_and_factors(
     grads: dict[str, Tensor], names: Iterable[str], clip: ClipFunction, like: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Norms [B] over all parameters together, and the factors [B] of each of `names`.
+    """Return the norms [B] over all parameters together, and the factors [B] of each of `names`.
 
     Args:
-        grads: per-sample gradients [B, *shape]; a parameter without one has gradient zero, and counts as a layer.
+        grads: per-sample gradients [B, *shape]; a parameter without one has gradient zero, and still counts as a layer.
         names: every trainable parameter.
         clip: the clipping function.
-        like: any tensor [B] of the device and dtype.
+        like: any tensor [B] of the same device and dtype.
     """
     zero = torch.zeros(like.shape[0], dtype=norm_dtype(like.dtype), device=like.device)
     layers = {name: zero if name not in grads else sum_of_squares(grads[name]).sqrt().to(zero.dtype) for name in names}

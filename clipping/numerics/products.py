@@ -1,9 +1,8 @@
-"""Products of matrices, on a CPU by the library that takes less time there.
+"""Matrix products; on a CPU, by the faster of MKL and oneDNN.
 
-torch multiplies float32 matrices by MKL, which keeps its widest instructions for processors of its own maker: on others
-it runs at half of what they can. oneDNN, by which torch convolves, does not; but it takes longer to begin, and
-multiplies one pair of matrices at a time. So small products are MKL's everywhere, and from a size on that is measured
-once, if there is one, they are oneDNN's.
+torch multiplies float32 matrices by MKL, which does not use the widest vector instructions on processors other than
+Intel's. oneDNN, torch's library for convolutions, does; but it starts more slowly and multiplies one pair of matrices
+at a time. So small products use MKL, and products above a size that is measured once, if there is one, use oneDNN.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from clipping.core.dtypes import HALF, wide_dtype
 
 SIDES = (384, 320, 256, 200, 160, 128)
-"""Of the square matrices that both libraries are timed on."""
+"""Sides of the square matrices to time both libraries on."""
 COUNT = 4
-"""How many of them: as many as a small block of samples."""
+"""Number of matrices, about a small block of samples."""
 FASTER = 0.8
-"""Of the other's time, what oneDNN may take at the most."""
+"""oneDNN is chosen if its time is at most this share of MKL's."""
 TURNS = 9
-"""Of both libraries. Where MKL is at its best, one disturbed moment must not hand every product to the other."""
+"""Rounds of timing both libraries. One disturbed moment must not send every product to the slower one."""
 
 
 def products(x: Tensor, y: Tensor) -> Tensor:
-    """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Of any strides, but x is best contiguous.
+    """x_i y_iᵀ for each i: [n, M, K] and [n, N, K] to [n, M, N]. Any strides; x is best contiguous.
 
-    Of half precision in float32, with nothing rounded but the additions; of float32 never by TF32.
+    Half precision is multiplied exactly and accumulated in float32. float32 never uses TF32.
 
     Args:
         x: [n, M, K].
@@ -43,7 +42,7 @@ def products(x: Tensor, y: Tensor) -> Tensor:
     if x.dtype in HALF or y.dtype in HALF:
         if x.is_cuda and x.dtype == y.dtype:
             return torch.bmm(x, y.transpose(1, 2), out_dtype=torch.float32)
-        x, y = x.float(), y.float()  # of two dtypes where a parameter is used under autocast and outside of it
+        x, y = x.float(), y.float()  # the dtypes differ where a parameter is used both under autocast and outside of it
     if x.is_cuda and x.dtype == torch.float32:
         with full_precision():
             return torch.bmm(x, y.transpose(1, 2))
@@ -58,9 +57,9 @@ def products(x: Tensor, y: Tensor) -> Tensor:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """xᵀ y: [K, M] and [K, N] to [M, N], or for each of many; one in float32, the other perhaps in half precision.
+    """xᵀ y: [K, M] and [K, N] to [M, N], or a batch of such. One operand is float32, the other may be half precision.
 
-    On CUDA one of bfloat16 is multiplied by the two halves of the other's digits: so tensor cores do it, in float32.
+    With one bfloat16 operand on CUDA, the other is split into two bfloat16 halves, so that tensor cores can multiply.
 
     Args:
         x: [K, M], or [n, K, M].
@@ -80,7 +79,7 @@ def product(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _halves(x: Tensor) -> list[Tensor]:
-    """In bfloat16: itself, or what it is rounded to and what was cut off, 16 bits together."""
+    """Split x into bfloat16 parts: x itself, or its rounded value and the remainder, 16 bits together."""
     if x.dtype == torch.bfloat16:
         return [x]
     upper = x.to(torch.bfloat16)
@@ -89,10 +88,10 @@ def _halves(x: Tensor) -> list[Tensor]:
 
 @contextmanager
 def full_precision(*, convolutions: bool = False) -> Iterator[None]:
-    """Products of float32 on CUDA are not rounded to TF32 within it, whatever the caller allows.
+    """Context in which float32 products on CUDA do not use TF32, whatever the caller allows.
 
     Args:
-        convolutions: nor are convolutions.
+        convolutions: also for convolutions.
     """
     switches: Any = torch.backends
     parts = [switches.cuda.matmul, *([switches.cudnn.conv] if convolutions else [])]
@@ -107,11 +106,11 @@ def full_precision(*, convolutions: bool = False) -> Iterator[None]:
 
 
 def by_onednn(x: Tensor, multiplications: int) -> bool:
-    """Whether oneDNN takes a product of x of so many. If both operands are strided, it copies the smaller one first.
+    """True if oneDNN should compute a product of x. It copies the smaller operand if both are strided.
 
     Args:
         x: the first operand.
-        multiplications: that the product takes.
+        multiplications: number of multiplications in the product.
     """
     if not x.is_cpu or x.dtype != torch.float32 or isinstance(x, FakeTensor):
         return False
@@ -119,7 +118,7 @@ def by_onednn(x: Tensor, multiplications: int) -> bool:
 
 
 def onednn_from(threads: int) -> float:
-    """Multiplications from which on a product is faster by oneDNN with so many threads; infinite if it never is.
+    """Number of multiplications above which oneDNN is faster with this many threads; infinite if never.
 
     Args:
         threads: of a CPU operation.
@@ -130,11 +129,11 @@ def onednn_from(threads: int) -> float:
 
 
 def take_onednn_from(threads: int, multiplications: float) -> None:
-    """Let this process multiply as another one did, which has timed it.
+    """Adopt the threshold that another process has measured.
 
     Args:
         threads: of a CPU operation.
-        multiplications: from which on oneDNN is faster; infinite for never.
+        multiplications: oneDNN is faster from here on; infinite for never.
     """
     _FROM[threads] = multiplications
 
@@ -156,7 +155,7 @@ def _timed_from() -> float:
 
 
 def _ratio(run: Callable[[], object], other: Callable[[], object]) -> float:
-    """The median of the one's time by the other's, run in turn, after a turn that does not count."""
+    """Median ratio of the two functions' times, run in turn after one warm-up round."""
     ratios = []
     for _ in range(1 + TURNS):
         start = time.perf_counter()
@@ -168,10 +167,10 @@ def _ratio(run: Callable[[], object], other: Callable[[], object]) -> float:
 
 
 def _onednn(x: Tensor, y: Tensor) -> Tensor:
-    """x yᵀ, by the operation that a compiled model's linear layers call; perhaps a transposed view.
+    """x yᵀ, by the operation of a compiled model's linear layers; the result may be a transposed view.
 
-    It copies its first operand unless that is contiguous, so that may rather be y. Its second one must be dense: a
-    part of a matrix would be multiplied by a reference implementation, a thousand times slower.
+    It copies a non-contiguous first operand, so the smaller one goes first. The second operand must be dense: for a
+    part of a matrix a far slower reference implementation would run.
     """
     if not x.is_contiguous() and y.shape[0] * (x.shape[0] + x.shape[1]) < x.numel():
         return _onednn(y, x).t()

@@ -1,4 +1,4 @@
-"""The random numbers of a forward pass, the same once more: for the same batch, or for each of its samples alone."""
+"""Replay the random numbers of a forward pass, for the same batch or for each of its samples alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ DROPPED = {
     F.multi_head_attention_forward: (10,),
     **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), (5, 6)),  # padded and packed
 }
-"""Operations that drop inside, where samples may not come first, and which argument, a float, says how much."""
+"""Operations with internal dropout, where samples may not come first, and the position of its float argument."""
 
 
 class Draws:
-    """The state of all random generators (torch's on each device, numpy's, Python's) when this was made."""
+    """A snapshot of all random generators: torch's on each device, numpy's and Python's."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -32,7 +32,7 @@ class Draws:
         self._python = random.getstate()
 
     def restore(self) -> None:
-        """Give all generators the state that they had when this was made."""
+        """Restore all generators to the snapshot."""
         torch.set_rng_state(self._cpu)
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
@@ -42,7 +42,7 @@ class Draws:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """What is run inside draws from this state on; afterwards the generators are as they were before."""
+        """Context that draws from the snapshot; restores the generators' present states on exit."""
         now = Draws()
         self.restore()
         try:
@@ -51,19 +51,19 @@ class Draws:
             now.restore()
 
     def used_outside_of_torch(self) -> bool:
-        """Has anything been drawn by numpy or Python since?"""
+        """True if numpy or Python has drawn anything since the snapshot."""
         same = not self._numpy or all(map(_equal, self._numpy, _numpy().get_state()))
         return not same or self._python != random.getstate()
 
 
 class SameForEach(TorchDispatchMode):
-    """Each sample draws the same numbers, in whatever batch it is: so that one alone can be compared with two.
+    """Make each sample draw the same numbers in any batch, so that one sample can be compared alone and in a batch.
 
-    Seen are the operations beneath autograd, whoever calls them. One that draws runs for one sample after the other,
-    each time from the same seed, which is the number of the operation in this run.
+    Acts on the operations beneath autograd. A random operation runs for one sample after the other, each time from the
+    same seed: the number of the operation in this run.
 
     Args:
-        batch_size: B; tensors whose first dimension it divides have as many rows for each sample.
+        batch_size: B; a tensor whose first dimension is a multiple of B has as many rows for each sample.
     """
 
     def __init__(self, batch_size: int) -> None:
@@ -92,7 +92,7 @@ class SameForEach(TorchDispatchMode):
         for i in range(samples):
             mine = {k: x[i * (len(x) // samples) : (i + 1) * (len(x) // samples)] for k, x in rows.items()}
             parts.append(self._seeded(func, given | mine))
-        if func._schema.returns[0].alias_info is not None:  # parts of a tensor that is there
+        if func._schema.returns[0].alias_info is not None:  # an operation in place: the parts were views of this tensor
             return given["self"]
         if isinstance(parts[0], Tensor):
             return torch.cat(parts)
@@ -104,7 +104,7 @@ class SameForEach(TorchDispatchMode):
 
 
 class WithoutDropping(TorchFunctionMode):
-    """Fused attention and recurrence drop nothing."""
+    """Disables dropout inside fused attention and recurrence."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -118,7 +118,7 @@ class WithoutDropping(TorchFunctionMode):
 
 @contextmanager
 def same_for_each(batch_size: int) -> Iterator[Draws]:
-    """`SameForEach`, and the seeds of numpy and Python set for a run; all generators are as before afterwards.
+    """Run with `SameForEach` and fixed numpy and Python seeds; restores all generators on exit.
 
     Args:
         batch_size: B.
@@ -136,7 +136,7 @@ def same_for_each(batch_size: int) -> Iterator[Draws]:
 
 
 def _numpy() -> Any:
-    """numpy.random, if anybody has imported it."""
+    """numpy.random if numpy is imported, else None."""
     return getattr(sys.modules.get("numpy"), "random", None)
 
 
@@ -145,9 +145,9 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _drops_nothing(func: Any, given: dict[str, Any]) -> bool:
-    """Of fused attention and recurrence: what drops nothing draws nothing, and runs as it is.
+    """True if fused attention or recurrence has dropout 0: it draws nothing, and can run unchanged.
 
-    On a GPU some of its results have no row for each sample, the state of a generator among them.
+    On a GPU some of its results, such as a generator's state, have no row for each sample.
     """
     dropped = [argument for argument in func._schema.arguments if argument.name in ("dropout_p", "dropout")]
     return any(given.get(argument.name, argument.default_value) == 0 for argument in dropped)

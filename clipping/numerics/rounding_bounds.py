@@ -1,67 +1,67 @@
-"""How far rounding may carry a record beyond its clipping threshold, and what is added to its norm so that it does not.
+"""Bound what rounding adds to a record's sensitivity, and raise its norm by it.
 
-DP-SGD needs ‖S(D ∪ x) - S(D)‖ ≤ C of the sums that are *computed*. A record's norm and its share of the sum are formed
-by different operations of finite precision, and where large terms cancel both may be rounding and nothing else. What
-tells how large the terms were is the **reach** of a use of a parameter, with rows a_t of its input and g_t of its
-output's gradient:
+DP-SGD needs ‖S(D ∪ x) - S(D)‖ ≤ C for the sums that are *computed*. Different operations of finite precision compute a
+record's norm and its share of the sum; where large terms cancel, both may be nothing but rounding error. The size of
+the terms is bounded by the **reach** of a use of a parameter. For rows a_t of its input and g_t of its output's
+gradient:
 
     U = Σ_t ‖a_t‖ ‖g_t‖ ≥ ‖Σ_t g_t a_tᵀ‖.
 
-With u the unit roundoff of what is accumulated in (2^-24 for float32), a dot product of n terms that is added up in
-lanes is off by about ¼ √n u times the sum of the sizes of its terms, if each addition rounds at random (Higham and
-Mary 2019, *A new approach to probabilistic rounding error analysis*; a constant of 1 is there for what is not). So
+Let u be the unit roundoff of the accumulation dtype (2^-24 for float32). If each addition rounds at random, the error
+of a dot product of n terms, summed in lanes, is about ¼ √n u times the sum of the terms' sizes (Higham and
+Mary 2019, *A new approach to probabilistic rounding error analysis*; a constant of 1 covers the other additions). So
 
-    a squared norm by Gram matrices of rows of n features is off by at most    γ_N U²,   γ_N = (4 + ½ √n) u
-    a product over T positions, instantiated or within the sum, by at most     γ_G U,    γ_G = (4 + √T) u
-    a second backward pass adds up g_t in another order, where a GPU does so
-    by atomic additions: off in its last digits:                               γ_G + 32 u in place of γ_G
+    a squared norm by Gram matrices of rows of n features has error at most    γ_N U²,   γ_N = (4 + ½ √n) u
+    a product over T positions, instantiated or within the sum, at most        γ_G U,    γ_G = (4 + √T) u
+    a second backward pass, where a GPU sums g_t
+    in another order by atomic additions:                                      γ_G + 32 u in place of γ_G
 
-and the factors are made of
+and the factors are computed from
 
     n̂ = max( √(Σ N + Σ γ_N U²) + √(Σ (γ_G U)²),  √(Σ U²) / ρ )
 
-over the uses, N the computed squared norm: c = clip(n̂) times the record's share of the computed sum is at most C. For
-an ordinary record U/‖g‖ is about √T or less (11 at T = 128, 32 at T = 1024), and n̂ exceeds the norm by less than
-1e-3; for one that cancels the bound is loose, and it is clipped harder, which costs nobody else anything. Where the
-instantiated gradient is kept, norm and sum come of one tensor, and nothing is added; and where a weight was made of
-parameters (standardised, normed, cast), of one that is formed and pulled back twice, by the same operations.
+over the uses, where N is the computed squared norm. Then c = clip(n̂) times the record's share of the computed sum is
+at most C. An ordinary record has U/‖g‖ of about √T or less (11 at T = 128, 32 at T = 1024), and n̂ exceeds its norm by
+less than 1e-3. For a record whose terms cancel, the bound is loose and the record is clipped harder; other records are
+not affected. Where the instantiated gradient is kept, norm and sum use one tensor, and nothing is added. The same holds
+for a weight made of parameters (standardised, normed, cast): its gradient is formed and pulled back twice by the same
+operations.
 
-**Operands.** A product may round its operands, too, before they are multiplied: by TF32 to 11 bits, u_o = 2^-11. Which
-does is that product's own: a linear layer's sum is cuBLAS', a convolution's cuDNN's, each with a switch (torch allows
-TF32 in cuDNN by default); norms are formed in full precision, but for gradients that a convolution instantiates. Then
+**Operands.** A product may also round its operands before it multiplies them: TF32 keeps 11 bits, u_o = 2^-11. This
+depends on the product: a linear layer's sum uses cuBLAS and a convolution's cuDNN, each with its own switch (torch
+allows TF32 in cuDNN by default). Norms use full precision, except for gradients that a convolution instantiates. Then
 Σ_t (g_t + δg_t)(a_t + δa_t)ᵀ is summed in place of G = Σ_t g_t a_tᵀ, and with R² = Σ_t ‖a_t‖² ‖g_t‖²
 
-    in the worst case it is off by at most       2 u_o U
+    in the worst case the error is at most       2 u_o U
     if each entry rounds at random, uniformly
     and independently of the others:             ‖G + ΔG‖ ≤ ‖G‖ + κ u_o R, κ = 6
 
-with probability 1 - 1e-12. For across G the error's length is about u_o R √(2/3), and adds to that of G in squares; and
-along G its standard deviation is at most the same, as ⟨G, ΔG⟩ = Σ_tj δg_tj (G a_t)_j + Σ_tk δa_tk (Gᵀ g_t)_k, where
-|(G a_t)_j| ≤ ‖G‖ ‖a_t‖. An ordinary record has R of about ‖G‖, one that cancels more. So 2 κ u_o (6e-3) is stated as
-part of η, and n̂ is raised where κ u_o R is more than that share of it: n̂ ≥ (√(Σ N) + √(Σ (κ u_o R)²)) / (1 + 2 κ u_o).
-Ordinary records keep their factors, to the last bit. Gradients that a convolution instantiated, and did not keep, have
-errors of their own in the norm: √2 κ. Of bfloat16 operands nothing is rounded but the factor's product, in 16 bits
-(`clipping.numerics.products`): 2^-16 U, as part of γ_G U. Products of float64 are rounded by no switch.
+with probability 1 - 1e-12: the part of the error orthogonal to G has length about u_o R √(2/3), and adds to G in
+squares. The part along G has at most this standard deviation, as ⟨G, ΔG⟩ = Σ_tj δg_tj (G a_t)_j + Σ_tk δa_tk (Gᵀ g_t)_k
+and |(G a_t)_j| ≤ ‖G‖ ‖a_t‖. An ordinary record has R of about ‖G‖; a record whose terms cancel has more. So η includes
+2 κ u_o (6e-3), and n̂ is raised where κ u_o R exceeds that share: n̂ ≥ (√(Σ N) + √(Σ (κ u_o R)²)) / (1 + 2 κ u_o).
+Ordinary records keep their factors to the last bit. Gradients that a convolution instantiates without keeping them
+also have such errors in the norm: √2 κ. With bfloat16 operands only the product with the factor is rounded, to 16 bits
+(`clipping.numerics.products`): 2^-16 U, as part of γ_G U. No switch rounds products of float64.
 
-**The others** are to keep their factors: so routes do not depend on how many records there are (`chosen_for` of a tape
-backend), and what is stated holds for two batches that go by the same ones. A plan that is timed changes them once, in
-its second step. Nor may a record's own numbers depend on its neighbours: the products of a forward and of a backward
-pass are taken to round a row alike in batches of B and B + 1, which MKL, oneDNN and cuDNN were seen to do for most
-shapes, and promise for none; and a batch that is padded to its longest record has other shapes with it than without.
+**Other records** must keep their factors. So routes do not depend on the number of records (`chosen_for` of a tape
+backend), and the bound holds for two batches on the same routes. A timed plan changes routes once, in its second step.
+A record's own numbers must not depend on its neighbours either: we assume that the products of a forward and of a
+backward pass round a row equally in batches of B and B + 1. MKL, oneDNN and cuDNN did so for most shapes tested, and
+guarantee it for none; a batch padded to its longest record has other shapes with that record than without.
 
-**The others' roundings** change with the record, which moves them to other places in a product of K = B·T terms. They
-are bounded through what each may put into the sum: c U ≤ ρ C, with ρ = max(40, 1.25 √T) (the second part of n̂; ordinary
-records do not reach it), and b C for the b records of a portion, for portions of a sum are added up in float64:
+**Rounding errors of other records** change with the record, which moves their terms in a product of K = B·T terms.
+They are bounded by what each record may add to the sum: c U ≤ ρ C, with ρ = max(40, 1.25 √T) (the second part of n̂;
+ordinary records do not reach it), and b C for the b records of a portion, as portions are accumulated in float64:
 
-    η ≤ u √(B T) (b + ρ/2) / 4            if each addition rounds at random: the sum's error in its Frobenius norm is
-                                          of so many independent ones, and exceeds this with probability below 1e-12
-    η ≤ u B T (b + ρ) + u ρ (T + n)       in the worst case, that of the record's own norm included
+    η ≤ u √(B T) (b + ρ/2) / 4            if each addition rounds at random: the Frobenius norm of the sum's error
+                                          combines B T independent errors; it exceeds this with probability < 1e-12
+    η ≤ u B T (b + ρ) + u ρ (T + n)       in the worst case, including the record's own norm
 
-and the sum's last rounding, from float64, adds up to u B, where the B gradients are all alike.
+The sum's last rounding, from float64, adds up to u B, where the B gradients are all alike.
 
-Where n̂ is no number something has overflowed, and the record's factor is 0: it adds nothing to the sum, or what is no
-number there either, which is refused. Entries too small to be squared (below `smallest`) are added to n̂ as if each
-were that large.
+Where n̂ is NaN or infinite, something has overflowed, and the record's factor is 0: it adds zero to the sum, or NaN,
+which is rejected. Entries too small to be squared (below `smallest`) count in n̂ as if each were that large.
 """
 
 from __future__ import annotations
@@ -76,34 +76,34 @@ from clipping.core.dtypes import norm_dtype, smallest
 from clipping.numerics import kernels
 
 FEATURES, PRODUCT, SECOND_PASS = 0.5, 1.0, 32.0
-"""Of u: what is measured beside √n, √T, and what a second backward pass differs by."""
+"""In units of u: the measured factors of √n and √T, and the difference of a second backward pass."""
 CAP, CAP_OF_LAYER = (40.0, 1.25), (64.0, 2.0)
-"""ρ: how many times its threshold the terms of one record may measure, at least, and for each √T. Terms cancel more in
-one layer than in the whole gradient."""
+"""ρ: the size of one record's terms over its threshold: the minimum, and the factor of √T. Terms cancel more in one
+layer than in the whole gradient."""
 OWN = 64.0
-"""Of u, relative to a norm: what it and its factor are rounded by where nothing cancels."""
+"""In units of u, relative to a norm: the rounding of a norm and its factor where nothing cancels."""
 UNKNOWN = 8.0
-"""U/‖g‖ of a use of which only the gradient is known."""
+"""U/‖g‖ assumed for a use whose gradient alone is known."""
 HALVES = 2.0**-16
-"""What two bfloat16 numbers keep of one in float32."""
+"""Relative error of a float32 number split into two bfloat16 numbers."""
 TF32 = 2.0**-11
-"""u_o of its 11 bits."""
+"""u_o of TF32, which keeps 11 bits."""
 OPERANDS = 6.0
 """κ: 7 standard deviations of √(2/3)."""
 ALLOWANCE = 2 * OPERANDS * TF32
-"""η of operands that are rounded to TF32."""
+"""η of operands rounded to TF32."""
 PORTION = 2e4
-"""b √(B T) of a portion of a sum in float32: then b u √(B T) / 4 is 3e-4. With three times as much, records in an order
-that rounds all of them up exceed what is stated for roundings at random."""
+"""b √(B T) of a float32 portion of a sum: then b u √(B T) / 4 is 3e-4. At three times this, records ordered such that
+all round up exceed the bound for random rounding."""
 
 
 class Reach(NamedTuple):
-    """Of one use, for each record.
+    """The reach of one use, for each record.
 
     Attributes:
         terms: U [B].
-        lost: [B] what of it is due to entries that may have been too small to be squared.
-        apart: R² [B], or a number that is larger.
+        lost: [B] the bound on terms from entries that may have been too small to be squared.
+        apart: R² [B], or an upper bound.
     """
 
     terms: Tensor
@@ -112,21 +112,21 @@ class Reach(NamedTuple):
 
     @classmethod
     def of_columns(cls, found: Tensor) -> Reach:
-        """From a kernel.
+        """Build from a kernel's output.
 
         Args:
-            found: [B, 2], U and what was lost: R is at most U, and no processor whose kernel this is rounds operands.
-                Or [B, 3], with R² beside them.
+            found: [B, 2] with U and `lost`, from a processor that does not round operands: R is at most U.
+                Or [B, 3], with R² as well.
         """
         terms, lost, *apart = found.unbind(-1)
         return cls(terms, lost, apart[0] if apart else terms.square())
 
     def of_groups(self, groups: int, repeated: float = 1.0) -> Reach:
-        """Of groups that have outputs of their own, [B · groups], together.
+        """Combine groups with separate outputs, [B · groups] to [B].
 
         Args:
-            groups: of each sample.
-            repeated: how often each is there.
+            groups: groups of each sample.
+            repeated: how often each group occurs.
         """
         if groups == 1 and repeated == 1:
             return self
@@ -138,8 +138,8 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
     """Σ_t ‖a_t‖ ‖g_t‖ from the norms of rows.
 
     Args:
-        a: [b, T] of inputs; or [b, 1], of all positions alike.
-        g: [b, T] of gradients.
+        a: [b, T], norms of input rows; or [b, 1] if all positions have the same norm.
+        g: [b, T], norms of gradient rows.
         inputs, outputs: entries of each row.
     """
     beside_inputs, beside_outputs = of_lost(g.dtype, inputs, outputs)
@@ -152,11 +152,12 @@ def of_rows(a: Tensor, g: Tensor, inputs: int, outputs: int) -> Reach:
 
 
 def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float]:
-    """What an input row's norm is multiplied by, and a gradient row's, for what the other row may have lost: each of
-    so many entries was smaller than can be squared. What both lost is beneath notice.
+    """Return the factors of an input row's and of a gradient row's norm that bound what the other row has lost.
+
+    Each entry of that row may be too small to be squared. Products of two such entries are negligible.
 
     Args:
-        dtype: of the rows.
+        dtype: dtype of the rows.
         inputs, outputs: d and p, the entries of an input row and of a gradient row.
     """
     least = smallest(dtype)
@@ -164,11 +165,11 @@ def of_lost(dtype: torch.dtype, inputs: int, outputs: int) -> tuple[float, float
 
 
 def all_alike(terms: Tensor, entries: int) -> Reach:
-    """Of terms [b, ...] that are added up to `entries` numbers each: √T times the norm of all, which is U or more.
+    """Reach of terms summed to `entries` numbers each: √T times their norm, an upper bound of U.
 
     Args:
         terms: [b, ...].
-        entries: of one sample's gradient.
+        entries: number of entries of one sample's gradient.
     """
     norms = row_norms(terms.flatten(1))
     most = norms * math.sqrt(max(1, math.prod(terms.shape[1:]) // max(1, entries)))
@@ -180,16 +181,16 @@ def row_norms(x: Tensor, dim: int = -1) -> Tensor:
 
     Args:
         x: of any shape.
-        dim: along which.
+        dim: dimension to reduce.
     """
     if dim == 1 and x.dim() > 2 and x.numel() and kernels.cpu.in_one_piece(x):
         return kernels.cpu.column_norms(x)
-    # counted from the front: to torch 2.11 without values the last dimension, where it has one entry, stays
+    # a positive dim: torch 2.11 keeps a last dimension of one entry for tensors without values
     return torch.linalg.vector_norm(x, dim=dim % x.dim(), dtype=norm_dtype(x.dtype))
 
 
 def unit(dtype: torch.dtype) -> float:
-    """u of what products of `dtype` are accumulated in.
+    """u of the dtype in which products of `dtype` are accumulated.
 
     Args:
         dtype: of the operands.
@@ -201,7 +202,7 @@ def of_gram(features: int, dtype: torch.dtype) -> float:
     """γ_N, relative to U².
 
     Args:
-        features: products that one entry of both Gram matrices takes.
+        features: number of products in one entry of both Gram matrices.
         dtype: of the operands.
     """
     return (4 + FEATURES * math.sqrt(features)) * unit(dtype)
@@ -213,17 +214,17 @@ def of_product(positions: int, dtype: torch.dtype, second_pass: bool) -> float:
     Args:
         positions: T.
         dtype: of the operands.
-        second_pass: whether the sum is formed from tensors of a second backward pass.
+        second_pass: True if the sum uses tensors of a second backward pass.
     """
     return (4 + PRODUCT * math.sqrt(positions) + (SECOND_PASS if second_pass else 0)) * unit(dtype)
 
 
 def rounds_operands(of: Tensor, library: str) -> bool:
-    """Whether a product of such operands, in float32, may round them to TF32.
+    """True if a float32 product of such operands may round them to TF32.
 
     Args:
         of: an operand.
-        library: cudnn for a convolution, cublas for a product of matrices.
+        library: "cudnn" for a convolution, "cublas" for a matrix product.
     """
     if not of.is_cuda or torch.finfo(of.dtype).bits > 32 or (of.dtype == torch.bfloat16 and library == "cublas"):
         return False
@@ -233,18 +234,18 @@ def rounds_operands(of: Tensor, library: str) -> bool:
 
 
 def cap(positions: int, *, of_layer: bool = False) -> float:
-    """ρ, where uses have at most so many positions; `of_layer` for per-layer clipping.
+    """ρ for uses of at most this many positions.
 
     Args:
-        positions: T, of the use that has most.
-        of_layer: per layer.
+        positions: the largest T of any use.
+        of_layer: True for per-layer clipping.
     """
     least, each = CAP_OF_LAYER if of_layer else CAP
     return max(least, each * math.sqrt(positions))
 
 
 def portion(samples: int, positions: int, dtype: torch.dtype) -> int:
-    """b: samples whose share of a sum may be formed at once, before it is added to the rest in float64.
+    """b: number of samples whose share of a sum is formed in one portion, before accumulation in float64.
 
     Args:
         samples: B.
@@ -265,23 +266,23 @@ def excess(
     of_layers: bool = False,
     operands: bool = False,
 ) -> tuple[float, float]:
-    """η: what one record may move the computed sum by beyond its threshold, as a share of it.
+    """η: by how much one record may move the computed sum beyond its threshold, relative to it.
 
-    The last rounding of a sum of B gradients, from float64, is among it: of B u where all are alike and both sums lie
-    just beside what is rounded the other way, which has nothing to do with how portions were rounded. So are 64 u for
-    a record's own norm (a sum of thousands of squares at once), its root and factor.
+    It includes the last rounding of a sum of B gradients, from float64: B u where all are alike and both sums lie
+    next to a rounding boundary, independent of the portions' rounding. It also includes 64 u for a record's own norm
+    (a sum of thousands of squares), its root and factor.
 
     Args:
         batch_size: B.
-        positions: T, the most of a use; 0 if gradients are summed one by one.
-        features: of the longest rows that are multiplied with one another.
-        together: b, samples whose share of the sum is formed at once.
-        dtype: of what is summed.
-        of_layers: of per-layer clipping.
-        operands: those of some products are rounded to TF32.
+        positions: largest T of a use; 0 if gradients are summed one by one.
+        features: length of the longest rows that are multiplied with each other.
+        together: b, samples in a portion.
+        dtype: dtype of the summands.
+        of_layers: True for per-layer clipping.
+        operands: True if some products round their operands to TF32.
 
     Returns:
-        If each addition rounds at random, and in the worst case.
+        η if each addition rounds at random, and η in the worst case.
     """
     u, terms, most = unit(dtype), batch_size * positions, cap(positions, of_layer=of_layers)
     others = math.sqrt(terms) * (together + most / 2) / 4
@@ -291,12 +292,12 @@ def excess(
 
 
 class Doubt:
-    """What rounding may have hidden of each record's norm, over all uses of parameters.
+    """Bounds each record's norm, with the rounding errors of all uses of parameters.
 
     Args:
-        like: [B], of the dtype of norms.
-        parameters: how many numbers a gradient has.
-        of_layer: it is one layer's.
+        like: [B], any tensor of the norms' dtype.
+        parameters: number of entries of a gradient.
+        of_layer: True if the gradient is one layer's.
     """
 
     def __init__(self, like: Tensor, parameters: int, *, of_layer: bool = False) -> None:
@@ -316,16 +317,16 @@ class Doubt:
         of: Tensor | None = None,
         library: str = "",
     ) -> None:
-        """Of a use whose norm is not that of the tensor which is summed.
+        """Add a use whose norm was not computed from the tensor that is summed.
 
         Args:
-            reach: of all records.
-            features: the most that were multiplied with one another in a dot product of rows.
+            reach: reach of all records.
+            features: length of the longest dot product of rows.
             positions: T.
-            gram: the norm came of Gram matrices.
-            second_pass: the sum is another backward pass's.
-            of: a tensor of the dtype and device of what the sum is a product of.
-            library: whose product that is; "" if it is none.
+            gram: True if Gram matrices gave the norm.
+            second_pass: True if the sum uses another backward pass.
+            of: a tensor with the dtype and device of the sum's operands.
+            library: library of that product; "" for none.
         """
         dtype = self._like.dtype
         of_squares = of_gram(features, dtype) if gram else 0.0
@@ -341,7 +342,7 @@ class Doubt:
         """n̂ [B] from the computed squared norms [B].
 
         Args:
-            squares: ‖g_i‖², perhaps a rounding below zero.
+            squares: ‖g_i‖²; rounding may make it slightly negative.
         """
         squares = squares.clamp(min=0)
         if not self._uses:
@@ -358,5 +359,5 @@ class Doubt:
         if any(of_operands):
             rounded = torch.stack(torch._foreach_mul(apart, [rate**2 for rate in of_operands])).sum(0)
             found = torch.maximum(found, (squares.sqrt() + rounded.sqrt_()).div_(1 + ALLOWANCE))
-        # an overflow: infinities subtracted from one another, or times 0. What is no number itself stays so in the sum
+        # overflow (inf - inf or 0 · inf) gives factor 0; a NaN in the gradient still shows in the sum
         return found.nan_to_num_(math.inf, math.inf)

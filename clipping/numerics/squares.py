@@ -1,4 +1,4 @@
-"""Squared norms of many samples at once."""
+"""Batched squared norms."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from clipping.core.dtypes import norm_dtype
 from clipping.numerics import kernels
 
 SUMMED = 4096
-"""Entries that are squared and added up at once."""
+"""Entries to square and add in one operation."""
 
 
 def sum_of_squares(x: Tensor) -> Tensor:
-    """[b, ...] to [b], accumulated in float32 or wider, in parts: one long sum of float32 loses four digits.
+    """Squared norms, [b, ...] to [b], in float32 or wider; in parts, as one long float32 sum loses four digits.
 
     Args:
         x: [b, ...], of any floating dtype.

@@ -1,8 +1,8 @@
-"""Kernels in a step that is traced to a graph: each is one operation of it, `dpbench::kernel`, and runs with it.
+"""Make kernels traceable: each becomes one graph operation, `dpbench::kernel`, that runs with the graph.
 
-A tracer follows torch's operations, and sees nothing of what a kernel does to the memory of its results: the graph
-would lack it, and read numbers that nobody wrote. So while a step is traced a kernel is not run but noted: its name,
-its tensors and, as text, its other arguments.
+A tracer follows torch's operations. It does not see a kernel write its results, so the graph would omit the kernel and
+read uninitialised memory. While a step is traced, a kernel is therefore not run but recorded: its name, its tensors,
+and its other arguments as text.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _tracing = False
 
 
 def is_traced() -> bool:
-    """Is a step traced? Then tensors have no numbers that anything could be decided by, and still will have them."""
+    """True while a step is traced: tensors have no values then, and nothing may depend on them."""
     return _tracing
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """Within it a step is traced, in all threads."""
+    """Context in which a step is traced, in all threads."""
     global _tracing
     before, _tracing = _tracing, True
     try:
@@ -40,10 +40,10 @@ def tracing() -> Iterator[None]:
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """A kernel that can be traced: a function of a module.
+    """Decorate a kernel, a function of a module, so that it can be traced.
 
     Args:
-        function: of tensors, numbers and texts, in nested lists and tuples; to new tensors.
+        function: takes tensors, numbers and strings, in nested lists and tuples; returns new tensors.
     """
     name, alone = f"{function.__module__}:{function.__name__}", function.__annotations__["return"] == "Tensor"
 
@@ -61,7 +61,7 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _noted(given: Any, tensors: list[Tensor]) -> Any:
-    """The same arguments with each tensor moved to the list: {its place}."""
+    """Move each tensor to the list, and replace it by {its index}."""
     if isinstance(given, Tensor):
         tensors.append(given)
         return {len(tensors) - 1}
@@ -73,7 +73,7 @@ def _noted(given: Any, tensors: list[Tensor]) -> Any:
 
 
 def _given(noted: Any, tensors: Sequence[Tensor]) -> Any:
-    """The arguments that `_noted` was given."""
+    """Inverse of `_noted`."""
     if isinstance(noted, set):
         return tensors[next(iter(noted))]
     if isinstance(noted, dict):

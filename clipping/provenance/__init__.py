@@ -1,1 +1,1 @@
-"""What the tensors of a forward pass are made of: parameters, and rows of samples."""
+"""Track tensors made of parameters, and the sample that each row of an activation belongs to."""

@@ -1,8 +1,8 @@
-"""Operations on tensors whose rows are copies of one another, made of parameters: on one row, they are done once.
+"""Run an operation once for operands whose rows are copies of one row made of parameters.
 
-An attention's score of positions is the same for every sample, and a model may expand it to the batch before it is
-used (ConViT). Each of B rows is then a function f of the parameters alone, and the gradient of sample i is J_fᵀ of row
-i's gradient, for the one row that f makes. Through the graph of all B rows it is the same, at B times the price.
+An attention's position score is the same for every sample, and a model may expand it to the batch before use (ConViT).
+Each of the B rows is then the same function f of the parameters, and the gradient of sample i is J_fᵀ applied to row
+i's gradient, for one row. The graph of all B rows gives the same result at B times the cost.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _NAMES = (
 ROWWISE = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in _NAMES} - {None}
 ROWWISE |= {F.linear, F.layer_norm, F.rms_norm, torch.rms_norm, F.softmax, F.log_softmax}
 ROWWISE |= {F.gelu, F.silu, F.softplus, F.relu, F.leaky_relu, F.elu}
-"""Operations that treat each row by itself, if what they make of one row has the shape of a row of the output."""
+"""Operations that treat each row independently, if their result for one row has the shape of an output row."""
 ALONG = {torch.softmax, torch.Tensor.softmax, torch.log_softmax, torch.Tensor.log_softmax, F.softmax, F.log_softmax}
-"""Of them, those along one dimension, their second argument: rowwise if that is not the rows' own."""
+"""Those with a dimension as second argument; they are rowwise unless it is the rows' own dimension."""
 
 
 def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[int, Tensor]) -> Tensor | None:
-    """What `func` makes of one row, [1, ...], if the rows of its output [B, ...] are copies of it; else None.
+    """Return `func` of one row, [1, ...], if the rows of its output [B, ...] are copies of it; else None.
 
     Args:
-        func, args, kwargs: the operation, and what it was called with: parameters, what was made of them, constants.
-        output: what it gave.
-        rows: by the identity of an operand that is made of parameters, what its rows are copies of.
+        func, args, kwargs: the operation and its arguments: parameters, tensors made of parameters, constants.
+        output: its output.
+        rows: id of an operand made of parameters -> the row that its rows are copies of.
     """
     count = len(output) if output.dim() > 1 else 1
     in_place = any(output is x for x in (*args, *kwargs.values()))
@@ -63,7 +63,7 @@ def done_once(func: Any, args: Any, kwargs: Any, output: Tensor, rows: Mapping[i
         return None
     made = None
     with suppress(RuntimeError, TypeError, IndexError), saved_tensors_hooks(torch.Tensor.detach, _same):
-        made = func(*replaced, **named)  # a checkpoint that counts what is saved is not to count this
+        made = func(*replaced, **named)  # saves no tensor that a checkpoint would count
     return made if isinstance(made, Tensor) and made.shape == (1, *output.shape[1:]) else None
 
 

@@ -1,13 +1,12 @@
-"""Tensors made of parameters alone: views, slices, casts, concatenations, whole reparametrisations.
+"""Sources: tensors made of parameters alone, and the pullback of their gradients to the parameters.
 
-Let D = f(θ) be such a tensor, the same for every sample. The per-sample gradient of θ is J_fᵀ applied to the per-sample
-gradient of D, whatever f is: one batched vector-Jacobian product through the graph that autograd recorded from θ to D.
-Where f only rearranges entries (a view, a transpose), it preserves norms, and D's norm is θ's. Where it only copies
-entries (a table read at fixed indices, a concatenation), J_fᵀ adds up those of D that are copies of one entry of θ: f
-applied to the numbers of θ's entries says which, and no graph is gone through.
+Let D = f(θ) be such a tensor (a view, a slice, a cast, a concatenation, a reparametrisation), the same for every
+sample. The per-sample gradient of θ is J_fᵀ applied to that of D: one batched vector-Jacobian product through the graph
+from θ to D. If f only rearranges entries (a view, a transpose), both gradients have the same norm. If f only copies
+entries (a table read at fixed indices, a concatenation), J_fᵀ sums the gradients of the copies of each entry of θ.
+Applying f to the indices of θ's entries shows which are copies, without the graph.
 
-A tensor that is changed in place is another D from then on. What was read of it before goes back by the place in the
-graph that it had then.
+A tensor changed in place is another D from then on. Earlier reads are pulled back from its previous place in the graph.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ TRANSPOSITIONS = {
     torch.Tensor.unsqueeze,
     torch.unsqueeze,
 }
-"""Operations that put each dimension where their arguments say, and change nothing else."""
+"""Operations that only permute or insert dimensions, as their arguments say."""
 
 REARRANGEMENTS = TRANSPOSITIONS | {
     torch.Tensor.view,
@@ -53,7 +52,7 @@ REARRANGEMENTS = TRANSPOSITIONS | {
     torch.Tensor.clone,
     torch.clone,
 }
-"""Operations on one tensor under which the norm of its gradient is the norm of the result's."""
+"""Operations on one tensor that preserve the norm of its gradient."""
 
 READS = {torch.Tensor.__getitem__, torch.Tensor.index_select, torch.index_select}
 """Operations on one tensor whose other operands are indices."""
@@ -73,7 +72,7 @@ COPIES = (
         torch.stack,
     }
 )
-"""Operations each entry of whose result is an entry of an operand, whatever that is."""
+"""Operations that copy each entry of the result from an entry of an operand."""
 
 PIECES = {
     torch.Tensor.__getitem__,
@@ -89,10 +88,10 @@ PIECES = {
 """Operations whose results may be parts of an operand."""
 
 EXPANSIONS = {torch.Tensor.expand, torch.Tensor.broadcast_to, torch.broadcast_to, torch.Tensor.repeat}
-"""Operations whose rows along a new or singleton first dimension are copies of one another."""
+"""Operations that copy rows along a new or singleton first dimension."""
 
 KEEPS: set[Any] = {torch.Tensor.clone, torch.clone, torch.Tensor.contiguous}
-"""Operations whose rows are those of what they are given."""
+"""Operations that keep the rows of their operand."""
 
 
 CONSTANTS = {
@@ -108,22 +107,22 @@ CONSTANTS = {
     torch.rand_like,
     torch.randn_like,
 }
-"""Operations that read their operand's shape, type and device, but none of its values."""
+"""Operations that read an operand's shape, dtype and device, but not its values."""
 
 
 def mark_data(x: Tensor, samples: Any = 0) -> Tensor:
-    """Say that a tensor depends on the batch; the mark goes with it.
+    """Mark a tensor as dependent on the batch.
 
     Args:
         x: the tensor.
-        samples: the dimension that holds them, or the `clipping.provenance.row_owners.Rows` that are theirs.
+        samples: the dimension of the samples, or the `clipping.provenance.row_owners.Rows` of its rows.
     """
     x._depends_on_data = samples  # type: ignore[attr-defined]
     return x
 
 
 def samples_of(x: Tensor) -> Any:
-    """Where an activation has its samples, as it was marked: by a dimension, the first one if nothing is known.
+    """Return the mark of an activation: the dimension or rows of its samples; the first dimension without a mark.
 
     Args:
         x: an activation.
@@ -132,7 +131,7 @@ def samples_of(x: Tensor) -> Any:
 
 
 def is_marked(x: Tensor) -> bool:
-    """Known to depend on the batch.
+    """True if the tensor is marked as dependent on the batch.
 
     Args:
         x: any tensor.
@@ -141,7 +140,7 @@ def is_marked(x: Tensor) -> bool:
 
 
 def depends_on_data(x: Tensor) -> bool:
-    """Marked, or differentiable, if it is not made of parameters alone.
+    """True if the tensor is marked or requires a gradient; call it only for tensors not made of parameters alone.
 
     Args:
         x: any tensor.
@@ -150,7 +149,7 @@ def depends_on_data(x: Tensor) -> bool:
 
 
 def forget_data(x: Tensor | None) -> None:
-    """Take the mark off again.
+    """Remove the mark.
 
     Args:
         x: any tensor, or None.
@@ -164,15 +163,15 @@ class Source:
     """A tensor that depends on parameters alone.
 
     Attributes:
-        tensor: the parameter itself, or what became of it; held, so that its identity stays its own.
-        parameters: the trainable parameters that it is made of, by name.
-        rearranged: its entries are those of one parameter, or of a part that nothing else reads, each exactly once.
-        row: the source whose copies its rows are, if it or what it is made of was expanded along the first dimension.
-        lookup: (ids, table, padding_idx) if its rows were read from an embedding at ids that do not depend on data.
-        copied: (operation, args, kwargs, its operands that are sources) if it did no more than copy their entries.
-        version: of the tensor as it was made.
-        node, output_nr: its place in the graph then; None for a parameter.
-        part: (start, stop) of the entries of one parameter that it has, rearranged, if these are consecutive.
+        tensor: the parameter or the tensor made of parameters; the reference keeps its id unique.
+        parameters: name -> trainable parameter that it is made of.
+        rearranged: True if it holds each entry of one parameter, or of a part that nothing else reads, exactly once.
+        row: the source that its rows are copies of, if it was expanded along the first dimension, or an operand was.
+        lookup: (ids, table, padding_idx) if its rows were read from an embedding at ids independent of the data.
+        copied: (operation, args, kwargs, source operands) if the operation only copied entries.
+        version: version counter of the tensor when it was made.
+        node, output_nr: its place in the graph at that time; None for a parameter.
+        part: (start, stop) of its entries in one parameter, rearranged, if they are consecutive.
     """
 
     tensor: Tensor
@@ -188,11 +187,11 @@ class Source:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether the tensor is a parameter itself, and not made of any."""
+        """True if the tensor is a parameter."""
         return self.node is None
 
     def pull_back_one(self, gradient: Tensor) -> dict[str, Tensor]:
-        """A gradient [*shape of tensor] to those of each parameter, [*shape of parameter].
+        """Pull a gradient [*shape of tensor] back to each parameter, [*shape of parameter].
 
         Args:
             gradient: of the tensor.
@@ -204,10 +203,10 @@ class Source:
         return {name: found[0] for name, found in self.pull_back(gradient[None]).items()}
 
     def add_to(self, grads: dict[str, Tensor], gradient: Tensor) -> None:
-        """Add to those of each parameter what a gradient [*shape of tensor] is to them.
+        """Pull a gradient [*shape of tensor] back and add it to the gradient of each parameter.
 
         Args:
-            grads: parameter name -> gradient, which is changed in place or replaced.
+            grads: parameter name -> gradient; changed in place or replaced.
             gradient: of the tensor.
         """
         if self.part is None or not self.tensor.is_contiguous() or not self.tensor._is_view():
@@ -221,10 +220,10 @@ class Source:
         grads[name].view(-1)[start:stop] += gradient.reshape(-1)
 
     def pull_back(self, gradients: Tensor) -> dict[str, Tensor]:
-        """Per-sample gradients [b, *shape of tensor] to those of each parameter, [b, *shape of parameter].
+        """Pull per-sample gradients [b, *shape of tensor] back to each parameter, [b, *shape of parameter].
 
         Args:
-            gradients: of the tensor, one a sample.
+            gradients: per-sample gradients of the tensor.
         """
         if self.is_parameter:
             return {name: gradients.reshape(-1, *p.shape) for name, p in self.parameters.items()}
@@ -247,7 +246,7 @@ class Source:
                 return {name: g for name, g in zip(self.parameters, found, strict=True) if g is not None}
             except torch.OutOfMemoryError:
                 raise
-            except RuntimeError:  # an operation that vmap does not know, on sparse tensors say
+            except RuntimeError:  # vmap does not support an operation, for example on sparse tensors
                 pass
         each = [self._pulled_back(g) for g in gradients]  # a batch of one need not go through vmap
         pairs = zip(self.parameters, zip(*each, strict=True), strict=True)
@@ -265,11 +264,11 @@ class Source:
         )
 
     def _numbers(self, starts: dict[int, int], constant: int) -> Tensor | None:
-        """Of which entry of the parameters each entry of the tensor is a copy; None if they were not only copied.
+        """Return the index of the parameter entry that each entry is a copy of; None if they are not only copied.
 
         Args:
-            starts: identity of a parameter -> the number of its first entry.
-            constant: the number of what is no entry of theirs.
+            starts: id of a parameter -> the index of its first entry.
+            constant: the index for entries of no parameter.
         """
         if self.is_parameter:
             start, size = starts[id(self.tensor)], self.tensor.numel()
@@ -292,7 +291,7 @@ class Source:
 
 
 def parameter_source(name: str, parameter: Tensor) -> Source:
-    """A parameter, as it is.
+    """Return the source of a parameter.
 
     Args:
         name: the parameter's name.
@@ -302,11 +301,11 @@ def parameter_source(name: str, parameter: Tensor) -> Source:
 
 
 def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Source]) -> Source:
-    """The source that `func` made of `origins` (at least one) and of nothing that depends on data.
+    """Return the source that `func` made of `origins` (at least one) and no tensor that depends on data.
 
     Args:
-        func, args, kwargs: the operation, and what it was called with.
-        output: what it gave.
+        func, args, kwargs: the operation and its arguments.
+        output: its output.
         origins: sources of its operands.
     """
     parameters = {name: p for origin in origins for name, p in origin.parameters.items()}
@@ -321,7 +320,7 @@ def derive(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Sour
 
 
 def _part(whole: Source, piece: Tensor) -> tuple[int, int] | None:
-    """Which entries of a contiguous parameter a piece of it has, if they are consecutive."""
+    """Return the range of entries that a piece has of a contiguous parameter, or None if not consecutive."""
     p = whole.tensor
     if not (whole.is_parameter and piece._base is p and p.is_contiguous() and piece.is_contiguous()):
         return None
@@ -330,10 +329,10 @@ def _part(whole: Source, piece: Tensor) -> tuple[int, int] | None:
 
 
 def mark_disjoint(readings: list[Source]) -> bool:
-    """Whether all that is read of a parameter are parts of it that do not overlap: then each has a norm of its own.
+    """True if all reads of a parameter are disjoint parts, so that each has its own norm. Marks them as rearranged.
 
     Args:
-        readings: the sources of all its uses.
+        readings: the sources of all uses of the parameter.
     """
     parts = sorted(source.part for source in readings if source.part is not None and len(source.parameters) == 1)
     if len(parts) < len(readings) or any(a[1] > b[0] for a, b in pairwise(parts)):
@@ -344,21 +343,21 @@ def mark_disjoint(readings: list[Source]) -> bool:
 
 
 def _row(func: Any, first: Source, output: Tensor) -> Source | None:
-    """The source whose copies the rows of `output` are, each broadcast to a row's shape."""
+    """Return the source that the rows of `output` are copies of, each broadcast to a row's shape."""
     if func in KEEPS:
         return first.row
     if func not in EXPANSIONS:
         return None
     shape, new = first.tensor.shape, output.dim() - first.tensor.dim()
     if not all(size in (1, wanted) for size, wanted in zip(shape, output.shape[new:], strict=True)):
-        return None  # repeated, and not broadcast
+        return None  # repeated rather than broadcast
     if new or shape[0] == 1:
         return first
     return first.row
 
 
 def _row_made(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[Source]) -> Source | None:
-    """The source that `func` makes of one row, if its operands' rows are copies of one another."""
+    """Return the source that `func` makes of one row, if its operands' rows are copies of one another."""
     rows = {id(origin.tensor): origin.row for origin in origins if origin.row is not None}
     made = done_once(func, args, kwargs, output, {key: row.tensor for key, row in rows.items()})
     if made is None:
@@ -371,15 +370,15 @@ def _row_made(func: Any, args: Any, kwargs: Any, output: Tensor, origins: list[S
 
 
 def remade(tensor: Tensor, known: dict[int, Source], uses: set[Any]) -> Source | None:
-    """The source that a tensor is after it was changed in place, by the graph that leads to it.
+    """Return the source of a tensor that was changed in place, from its graph.
 
     Args:
         tensor: differentiable.
-        known: sources by the identity of their tensors, the parameters among them.
-        uses: nodes of the graph that operations on data made.
+        known: id of a tensor -> its source, parameters included.
+        uses: graph nodes made by operations on data.
 
     Returns:
-        None if it holds data as well.
+        None if the tensor also depends on data.
     """
     parameters: dict[str, Tensor] = {}
     stack, seen = [tensor.grad_fn], set()

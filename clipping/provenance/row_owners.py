@@ -1,9 +1,8 @@
-"""Which sample each row of an activation belongs to, where it is not B·k rows with k consecutive ones to a sample.
+"""Track which sample owns each row of an activation, where rows are not B·k with k consecutive ones a sample.
 
-Experts read the tokens that are routed to them, loops take one sample after another, jagged sequences lie end to end.
-Their rows are followed from where they leave the batch: each operation that moves rows moves the numbers of their
-samples in the same way, and each other one is taken to leave rows where they are (which
-`clipping.checks.sample_independence` looks at).
+Experts read the tokens routed to them, loops take one sample after another, jagged sequences lie end to end. Rows are
+tracked from where they leave the batch's order: an operation that moves rows also moves the indices of their samples.
+Other operations are assumed to keep rows in place, which `clipping.checks.sample_independence` verifies.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from clipping.provenance.static_values import require_numbers, with_numbers
 
 NOBODY = -1
-"""The owner of a row that no sample has written to."""
+"""The owner of a row that no sample has written."""
 
 
 class Rows:
     """The owners of an activation's rows.
 
     Args:
-        owners: the number of the sample, for each index of the activation's leading dimensions; a scalar if all of it
-            is one sample's.
+        owners: the sample's index for each index of the activation's leading dimensions; a scalar if one sample owns
+            all of it.
         batch_size: B.
-        unknown: the operation after which owners are not known any more; "" where they are.
+        unknown: the operation that lost track of the owners; "" if they are known.
     """
 
     def __init__(self, owners: Tensor, batch_size: int, unknown: str = "") -> None:
@@ -38,15 +37,15 @@ class Rows:
 
     @cached_property
     def simplest(self) -> int | Rows:
-        """The dimension that holds the samples, if one does, k consecutive rows to each; else the fewest dimensions.
+        """The dimension of the samples, if it has k consecutive rows for each; else rows in the fewest dimensions.
 
-        Reads numbers from the device, once.
+        Reads values from the device, once.
         """
         owners = self.owners
         if self.unknown:
             return self
         require_numbers(owners)
-        if isinstance(owners, FakeTensor):  # without numbers: rows that are as many as they should be are in order
+        if isinstance(owners, FakeTensor):  # without values, rows are in order if their count is right
             return self if owners.dim() != 1 or owners.shape[0] % self.batch_size else 0
         with with_numbers():
             return self._simplest(owners)
@@ -61,7 +60,7 @@ class Rows:
 
     @cached_property
     def padded(self) -> Tensor:
-        """[B, L]: the rows of each sample, filled up with the number of rows; L is at least 1."""
+        """[B, L]: the rows of each sample, padded with the number of rows; L is at least 1."""
         with with_numbers():
             return padded(self.owners, self.batch_size)
 
@@ -74,23 +73,23 @@ class Rows:
 
 
 def in_order(count: int, batch_size: int, device: torch.device) -> Tensor:
-    """[count]: the owners of as many rows, consecutive ones for each sample.
+    """Return the owners [count] of rows in order, consecutive for each sample.
 
     Args:
-        count: of rows, a multiple of the batch size.
+        count: number of rows, a multiple of the batch size.
         batch_size: B.
-        device: where they are to be.
+        device: device of the result.
     """
     with with_numbers():
         return torch.arange(count, device=device) // (count // batch_size)
 
 
 def padded(owners: Tensor, count: int) -> Tensor:
-    """The rows of each of so many owners, [count, L], filled up with len(owners); L is at least 1.
+    """Return the rows of each owner, [count, L], padded with len(owners); L is at least 1.
 
     Args:
-        owners: [n], the owner of each row; `NOBODY` is left out.
-        count: how many owners there are.
+        owners: [n], the owner of each row; rows of `NOBODY` are left out.
+        count: number of owners.
     """
     rows = len(owners)
     ordered, order = owners.sort(stable=True)
@@ -104,14 +103,14 @@ def padded(owners: Tensor, count: int) -> Tensor:
 
 
 def taken(x: Tensor, index: Tensor, *, filled: bool = False) -> Tensor:
-    """Rows of x by an index [count, L] of `padded`, [count, L, ...]; zeros where it is filled up, if `filled`.
+    """Gather rows of x by an index [count, L] of `padded`: [count, L, ...].
 
-    Elsewhere the first row stands there, which is multiplied by zeros.
+    Padding reads zeros if `filled`, else the first row, which the caller multiplies by zeros.
 
     Args:
         x: [n, ...].
-        index: [count, L], numbers of rows; n where it is filled up.
-        filled: put zeros there.
+        index: [count, L], row indices; n for padding.
+        filled: fill padding with zeros.
     """
     inside = index < x.shape[0]
     if not x.shape[0]:
@@ -121,7 +120,7 @@ def taken(x: Tensor, index: Tensor, *, filled: bool = False) -> Tensor:
 
 
 def _alike(owners: Tensor, dim: int) -> bool:
-    """Whether all along a dimension belong to one owner, or to nobody."""
+    """True if all entries along a dimension have one owner, or none."""
     if owners.shape[dim] <= 1:
         return True
     highest = owners.amax(dim, keepdim=True)

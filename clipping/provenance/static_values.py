@@ -1,9 +1,9 @@
-"""What is known of a step while it is traced, in which tensors have no numbers: those that shapes alone decide.
+"""Values of a traced step that depend on shapes alone, although its tensors have no values.
 
-Whose the rows of an activation are is computed beside the step (`clipping.provenance.row_owners`), of numbers that come
-of shapes and of those in the step's own index tensors. The former are there while a step is traced, too, if they are
-computed outside of it (`with_numbers`); and so are those of an `arange`, and of what only rearranges one (`note`). All
-others depend on the batch: another one would have rows in another order, and the graph would not be its step.
+The owners of rows are computed beside the step (`clipping.provenance.row_owners`), from shapes and from the step's own
+index tensors. Values from shapes are available during tracing if they are computed outside of it (`with_numbers`). So
+are those of an `arange`, and of operations that only rearrange one (`note`). All others depend on the batch: another
+batch would have rows in another order, and could not reuse the graph.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ REARRANGE = {
     torch.unsqueeze,
 }
 _known = WeakTensorKeyDictionary()
-"""A tensor of a traced step -> its numbers, and its version then: what writes into it may make others of them."""
+"""Tensor of a traced step -> its values, and its version at that time: a write may change them."""
 
 
 @contextmanager
 def with_numbers() -> Iterator[None]:
-    """What is computed within it is no part of a step that is traced, and has numbers if its operands do."""
+    """Context outside the traced step: results have values if their operands do."""
     if not is_traced():
         yield
         return
@@ -44,11 +44,11 @@ def with_numbers() -> Iterator[None]:
 
 
 def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:
-    """Remember the numbers of what an operation of a traced step gave, if they are those of every batch.
+    """Record the values of a traced operation's output, if they are the same for every batch.
 
     Args:
-        func, args, kwargs: the operation, and what it was called with; no operand depends on the batch.
-        output: what it gave.
+        func, args, kwargs: the operation and its arguments; no operand depends on the batch.
+        output: its output.
     """
     if func is torch.arange and not any(isinstance(x, Tensor) for x in (*args, *kwargs.values())):
         given = args
@@ -64,10 +64,10 @@ def note(func: Any, args: Any, kwargs: Any, output: Any) -> None:
 
 
 def numbers_of(x: Tensor) -> Tensor | None:
-    """A tensor that has the numbers of x; None if they depend on the batch, and there is none.
+    """Return a tensor with the values of x, or None if they depend on the batch.
 
     Args:
-        x: of a step.
+        x: a tensor of the step.
     """
     if not isinstance(x, FakeTensor) or not is_traced():
         return x
@@ -76,10 +76,13 @@ def numbers_of(x: Tensor) -> Tensor | None:
 
 
 def require_numbers(owners: Tensor) -> None:
-    """Raise a RuntimeError where whose rows are where would be decided by numbers of one batch.
+    """Require owners of rows to have values.
 
     Args:
-        owners: of rows.
+        owners: owners of rows.
+
+    Raises:
+        RuntimeError: a traced step would depend on the values of one batch.
     """
     if is_traced() and isinstance(owners, FakeTensor):
         raise RuntimeError("rows have left the batch's order, and whose they are is known by numbers alone")
