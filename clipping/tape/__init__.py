@@ -1,1 +1,1 @@
-"""The tape: every use of a trainable parameter in a forward pass, recorded at the level of operations."""
+"""The tape: records every operation of a forward pass that uses a trainable parameter."""

@@ -1,7 +1,7 @@
-"""Tensors made of parameters as activations: a copy for each row of the batch, whose own gradient is per sample.
+"""Turn tensors made of parameters into activations: one copy for each row, whose gradient is per sample.
 
-What is done to an activation needs no rule, and what changes it in place does not come between: its gradient is asked
-for itself.
+Operations on an activation need no rule. The backward pass requests the activation's own gradient, so later changes in
+place do not matter.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from clipping.rules.base import Gradient, Spec
 from clipping.rules.elementwise import Broadcast, Copies
 
 COPIES = 16
-"""Of a vector that are joined at once: each costs Python's time."""
+"""Copies of a vector to join at once; each costs Python time."""
 
 Note = Callable[[Source, Gradient, Spec, Tensor], None]
-"""(what was copied, its gradient, output, the copies): the tape takes note of a use."""
+"""(source, its gradient, output, copies): records a use on the tape."""
 
 
 class Activations:
-    """Makes activations of sources.
+    """Makes activations from sources.
 
     Args:
-        sources: by the identity of their tensors; the tape's own.
+        sources: id of a tensor -> its source, as the tape keeps them.
         note: called for each activation.
-        place: called with what has a row for each row of the batch; gives it back, and notes whose these are.
+        place: called with a tensor of one row for each row of the batch; marks its rows and returns it.
     """
 
     def __init__(self, sources: dict[int, Source], note: Note, place: Callable[[Tensor], Tensor]) -> None:
         self._sources, self._note, self._place = sources, note, place
 
     def source(self, x: Any) -> Source | None:
-        """What a tensor is that is made of parameters alone; None for all else.
+        """Return the source of a tensor made of parameters alone, else None.
 
         Args:
             x: any object.
@@ -44,19 +44,19 @@ class Activations:
         return self._sources.get(id(x))
 
     def let_go(self, x: Tensor) -> None:
-        """It depends on data from now on; what it was made of is still read.
+        """Stop treating a tensor as a source, as it now depends on data. Its origins are still read.
 
         Args:
-            x: the tensor of a source.
+            x: tensor of a source.
         """
         source = self._sources.pop(id(x))
         self._sources[id(source)] = source
 
     def each(self, tensor: Tensor, rows: int) -> Tensor:
-        """[rows · n]: a tensor of n entries, made of parameters, with a copy for each row of the batch.
+        """Copy a tensor of n entries, made of parameters, for each row of the batch: [rows · n].
 
         Args:
-            tensor: of the parameters, n entries.
+            tensor: made of parameters, n entries.
             rows: of the batch.
         """
         copies = _Repeated.apply(tensor, rows)
@@ -67,7 +67,7 @@ class Activations:
         return copies
 
     def copies(self, source: Source, rows: int) -> Tensor:
-        """[rows, *shape of the source]: a copy for each row of the batch.
+        """Copy a source for each row of the batch: [rows, *shape of the source].
 
         Args:
             source: made of parameters.
@@ -76,7 +76,7 @@ class Activations:
         return self._place(self.each(source.tensor, rows).view(rows, *source.tensor.shape))
 
     def own(self, source: Source) -> Tensor:
-        """The tensor of a source that has a row for each row of the batch: itself, as an activation.
+        """Return the tensor of a source that already has one row for each row of the batch, as an activation.
 
         Args:
             source: made of parameters, [rows, ...].
@@ -93,7 +93,7 @@ class Activations:
 
 
 class _Repeated(torch.autograd.Function):
-    """[rows · n] of a tensor of n entries; its gradient is one sum over the rows, not one addition for each."""
+    """Repeats a tensor of n entries to [rows · n]; its gradient is one sum over the rows."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, rows: int) -> Tensor:
@@ -102,7 +102,7 @@ class _Repeated(torch.autograd.Function):
         if not copies.is_cpu:
             return copies.repeat(rows)  # one launch
         parts: list[Tensor] = []
-        while rows >= COPIES:  # in less time than by `repeat`, or `expand` and `reshape`
+        while rows >= COPIES:  # faster than `repeat`, or `expand` and `reshape`
             rows, rest = divmod(rows, COPIES)
             parts = [copies] * rest + parts
             copies = torch.cat([copies] * COPIES)

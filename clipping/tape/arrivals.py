@@ -1,13 +1,13 @@
-"""The backward pass of a tape: for activation gradients alone, and each use's must arrive exactly once.
+"""Run the backward pass for activation gradients alone, and check that each use's gradient arrives exactly once.
 
-It must have something to differentiate by. Where an operation's own input needs no gradient (the first layer, an
-embedding), its output is tied to a zero scalar, the anchor: the gradient with respect to the anchors runs through every
-use and computes no weight gradient. (autograd asks each node only for the inputs that lie on the way.) What is made of
-parameters alone, a copy for each sample, is asked for itself; so is a leaf that the model made, a hidden state that it
-said requires a gradient.
+The backward pass needs something to differentiate with respect to. If an operation's own input needs no gradient (the
+first layer, an embedding), its output is tied to a zero scalar, the anchor. The gradient with respect to the anchors
+runs through every use and computes no weight gradient, as autograd computes only the inputs on the path. Copies of
+tensors made of parameters are requested themselves, as are leaves that the model made (a hidden state that requires a
+gradient).
 
-A use gets a hook before the node of the graph that its output comes from, which is handed the gradient of the output as
-it was before any in-place change: there module hooks and custom functions fail on an in-place ReLU.
+Each use has a hook before the node that its output comes from. The hook receives the output's gradient before any
+in-place change. Module hooks and custom functions fail there on an in-place ReLU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ Arrival = Callable[[Use, Tensor], None]
 
 
 class Arrivals:
-    """Of the gradients of the uses of one forward pass.
+    """Tracks the gradients of the uses of one forward pass.
 
     Attributes:
-        by_hand: called when a gradient arrives in a backward pass that is not run here.
-        graph: the number of the losses' graph; see `clipping.tape.graph`.
+        by_hand: called when a gradient arrives in a backward pass that `run` did not start.
+        graph: number of the losses' graph; see `clipping.tape.graph`.
     """
 
     def __init__(self) -> None:
@@ -49,36 +49,35 @@ class Arrivals:
         self._arrival: Arrival | None = None
 
     def anchor(self, device: torch.device) -> Tensor:
-        """A zero scalar to tie outputs to.
+        """Return a zero scalar to tie outputs to.
 
         Args:
-            device: of the outputs.
+            device: device of the outputs.
         """
         if device not in self._anchors:
             self._anchors[device] = torch.zeros((), device=device, requires_grad=True)
         return self._anchors[device]
 
     def hook(self, use: Use, noted: Noted) -> None:
-        """The gradient of this use is to arrive.
+        """Register a hook for the gradient of a use.
 
         Args:
-            use: whose gradient it is.
-            noted: where the gradient is to be had.
+            use: the use.
+            noted: where its gradient arrives.
         """
         if noted.copies is not None:
             self._copies.append((use, noted.copies))
         if noted.copies is None or self.by_hand is not None:
-            with suppress(RuntimeError):  # of a node that is gone, to torch 2.11: no gradient reaches it
+            with suppress(RuntimeError):  # torch 2.11: the node is freed, and no gradient reaches it
                 self._hooks.append(noted.node.register_prehook(partial(self._hooked, use, noted.at)))
 
     def expect(self, uses: list[Use], leaves: list[Tensor], graph: int) -> None:
-        """What the graph of the losses has: uses, the gradient of each of which must arrive exactly once; leaves that
-        are no parameters, and which uses may be led to by alone; and its number.
+        """State the uses and leaves in the graph of the losses. Each use's gradient must arrive exactly once.
 
         Args:
-            uses: in the graph of the losses.
-            leaves: of that graph, no parameters.
-            graph: its number.
+            uses: uses in the graph of the losses.
+            leaves: leaves of the graph that are not parameters; some uses may be reachable only through them.
+            graph: number of the graph.
         """
         anchors = {id(anchor) for anchor in self._anchors.values()}
         self._leaves = [leaf for leaf in leaves if id(leaf) not in anchors]
@@ -86,12 +85,12 @@ class Arrivals:
         self.graph = graph
 
     def run(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool = True) -> None:
-        """Backward of Σ_i ℓ_i: `arrival(use, g)` for each use whose gradient arrives. The hooks stay.
+        """Backpropagate Σ_i ℓ_i, and call `arrival(use, g)` for each use whose gradient arrives. Keeps the hooks.
 
         Args:
             losses: ℓ [B], with their graph.
-            arrival: called as arrival(use, g), g of the shape of the use's output.
-            retain_graph: for another backward pass.
+            arrival: called with a use and the gradient g, of the shape of the use's output.
+            retain_graph: keep the graph for another backward pass.
         """
         self._arrival = arrival
         self._arrived.clear()
@@ -108,10 +107,10 @@ class Arrivals:
             self._arrival = None
 
     def require_complete(self) -> None:
-        """After `run`.
+        """Check after `run` that all gradients have arrived.
 
         Raises:
-            Refused: a use that was expected and whose gradient has not arrived once.
+            Refused: the gradient of an expected use has not arrived exactly once.
         """
         expected = self._expected
         if expected is None:
@@ -125,7 +124,7 @@ class Arrivals:
                 )
 
     def close(self) -> None:
-        """Take the hooks off, and let go of what leads to them."""
+        """Remove the hooks, and free the references to the graph."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -137,7 +136,7 @@ class Arrivals:
         self._arrive(use, g if g is None or g.shape == use.output.shape else g.reshape(use.output.shape))
 
     def _arrive(self, use: Use, g: Tensor | None) -> None:
-        """None: a gradient that is zero."""
+        """Record an arrival; g is None for a zero gradient."""
         if self._arrival is not None:
             self._arrived[use] += 1
             if g is not None:
@@ -148,7 +147,7 @@ class Arrivals:
 
 
 class Anchored(torch.autograd.Function):
-    """Identity on its first argument, in place, so that it costs nothing; the zero scalar's gradient is none at all."""
+    """Identity in place on its first argument; the anchor's gradient is None."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -161,7 +160,7 @@ class Anchored(torch.autograd.Function):
 
 
 class AnchoredCopy(torch.autograd.Function):
-    """The same with a copy of its first argument."""
+    """`Anchored` with a copy of its first argument."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Which dimension of an activation holds the samples, for models that work on sequences first, [T, B, d].
+"""Track which dimension of an activation holds the samples, for models that use sequences first, [T, B, d].
 
-The batch starts as the first dimension. A transposition moves it; an operation that leaves its size alone leaves it
-where it is. All else is taken to have it first again: an assumption, which the first batch's verification tests.
+The batch starts as the first dimension. A transposition moves it; an operation that keeps its size keeps its position.
+After any other operation the first dimension is assumed, which the first batch's verification tests.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from torch import Tensor
 from clipping.provenance.derived_parameters import TRANSPOSITIONS, samples_of
 
 PERMUTATIONS = TRANSPOSITIONS | {torch.Tensor.unbind, torch.unbind}
-"""Operations that say by their arguments alone where each dimension goes."""
+"""Operations that only permute dimensions, as their arguments say."""
 
 VIEWS = {torch.Tensor.view, torch.Tensor.reshape, torch.reshape, torch.Tensor.flatten, torch.flatten}
 VIEWS |= {torch.Tensor.unflatten}
-"""Operations that give the same entries in the same order other dimensions."""
+"""Operations that keep the order of entries and change the dimensions."""
 
 ELEMENTWISE = {torch.add, torch.Tensor.add, torch.sub, torch.Tensor.sub, torch.mul, torch.Tensor.mul}
 CATENATIONS = {torch.cat, torch.concat}
 POSITIONWISE = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}
 MOVABLE = ELEMENTWISE | CATENATIONS | POSITIONWISE
-"""Operations that do the same whichever of the leading dimensions holds the samples."""
+"""Operations that do not depend on which leading dimension holds the samples."""
 
 
 def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], output: Tensor, batch_size: int) -> int:
-    """Where the samples are in the output of an operation on `data`.
+    """Return the dimension of the samples in the output of an operation on `data`.
 
     Args:
-        func, args, kwargs: the operation, and what it was called with.
+        func, args, kwargs: the operation and its arguments.
         data: its operands that depend on the batch, at least one.
-        output: what it gave.
+        output: its output.
         batch_size: B.
     """
     if func in PERMUTATIONS:
         permutation = func, samples_of(data[0]), data[0].dim(), args[1:], tuple(kwargs.items())
         try:
             return _permuted(*permutation)
-        except TypeError:  # a list among the arguments: not hashable
+        except TypeError:  # an argument is a list, which is not hashable
             return _permuted.__wrapped__(*permutation)
     if func in VIEWS:
         x = data[0]
@@ -50,7 +50,7 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
             return _viewed(x.shape, output.shape, at, batch_size)
     for x in data:
         at = samples_of(x)
-        if not at or not isinstance(at, int):  # or an index of rows, whose owners say nothing of this output's
+        if not at or not isinstance(at, int):  # or an index of rows; its owners are not the output's
             continue
         if output.dim() == x.dim() and output.shape[at] % batch_size == 0:  # heads may be folded in
             return at
@@ -60,9 +60,9 @@ def dimension_after(func: Any, args: Any, kwargs: Any, data: list[Tensor], outpu
 
 
 def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> int:
-    """Where dimension `at` is in a view: after as many entries as before, but for dimensions of one index."""
+    """Find dimension `at` in a view: the dimension after as many entries, ignoring dimensions of size 1."""
     if batch_size == 1:
-        return 0  # all rows are one sample's, and a dimension of one index cannot be found again
+        return 0  # one sample has all rows, and a dimension of size 1 cannot be tracked
     count, entries = 1, before[:at].numel()
     for dim, size in enumerate(after):
         if count == entries and size % batch_size == 0:
@@ -73,19 +73,19 @@ def _viewed(before: torch.Size, after: torch.Size, at: int, batch_size: int) -> 
 
 @functools.cache
 def _permuted(func: Any, before: int, dims: int, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> int:
-    """Where dimension `before` is after a permutation; the first, if it is no longer one."""
-    probe = torch.empty([2 + i for i in range(dims)], device="meta")  # each dimension by its size
+    """Find dimension `before` after a permutation; the first if it no longer is one dimension."""
+    probe = torch.empty([2 + i for i in range(dims)], device="meta")  # each dimension has its own size
     found = func(probe, *args, **dict(kwargs))
     sizes = list((found if isinstance(found, Tensor) else found[0]).shape)
     return sizes.index(2 + before) if 2 + before in sizes else 0
 
 
 def samples_first(func: Any, args: Any, kwargs: Any, at: int, data: list[Tensor]) -> tuple[Any, Any]:
-    """The arguments of a movable operation with dimension `at` of its activations brought to the front.
+    """Return the arguments of a movable operation with dimension `at` of its activations moved to the front.
 
     Args:
         func, args, kwargs: the operation.
-        at: where the samples are.
+        at: dimension of the samples.
         data: the activations.
     """
     activations, dims = {id(x) for x in data}, max(x.dim() for x in data)

@@ -1,9 +1,9 @@
-"""What activation checkpointing computes once more in a backward pass: by the same handlers as in the forward pass.
+"""Recompute checkpointed activations by the same handlers as in the forward pass.
 
-Autograd compares what the two of them save, and a handler may run another operation than the model wrote: group norm
-with a scale for each sample is one norm of a batch of one.
+Autograd compares the tensors saved by the forward pass and by the recomputation, and a handler may run another
+operation than the model wrote: group norm with a scale for each sample runs as one norm of a batch of one.
 
-And what will be computed once more need not be held for a norm meanwhile (`LetGo`).
+Inputs of uses that will be recomputed need not be kept for a norm meanwhile (`LetGo`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Gradient, Rule
 
 hooks_of_saving: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
-"""Those that autograd has for the tensors it saves, as within a checkpoint; None where there are none."""
+"""Returns autograd's hooks for saved tensors, as a checkpoint sets them; None if there are none."""
 
 Handled = Callable[[Any, Any, Any, Any], Any]
 """(function, types, arguments, keyword arguments) -> its output: `__torch_function__` of a tape."""
 
 
 class Replay(TorchFunctionMode):
-    """The operations of a recomputation, `handled`, and the backward passes in which it happens."""
+    """Runs recomputed operations by `handled`, in every backward pass within it."""
 
     def __init__(self, handled: Handled) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class Replay(TorchFunctionMode):
         if hooks_of_saving(True) is not None:
             return self._handled(func, types, args, kwargs)
         if func is not torch.autograd.grad or kwargs.get("grad_outputs") is not None:
-            return func(*args, **kwargs)  # of norms and sums, not of the model
+            return func(*args, **kwargs)  # an operation of norms and sums, not of the model
         with self:
             outputs, inputs = args
             return _of_scalar(outputs, inputs, kwargs["retain_graph"], kwargs["allow_unused"])
 
 
 def _of_scalar(outputs: Any, inputs: tuple[Any, ...], retain_graph: bool, allow_unused: bool) -> Any:
-    """`torch.autograd.grad`, which would ask the mode what to do; the engine takes it along, to every thread."""
+    """`torch.autograd.grad` without dispatch to the mode; the engine carries the mode to all its threads."""
     (output,) = (outputs,) if isinstance(outputs, Tensor) else outputs
     engine: Any = torch.autograd.Variable._execution_engine
     ones = (torch.ones_like(output),)
@@ -55,19 +55,19 @@ def _of_scalar(outputs: Any, inputs: tuple[Any, ...], retain_graph: bool, allow_
 
 
 OfSources = list[tuple[Source, Gradient]]
-"""For each source what its rule is made of."""
+"""For each source, the arguments of its rule."""
 SMALL = 1024
-"""Entries of a tensor that is not worth a ticket."""
+"""Tensors with fewer entries are kept."""
 
 
 class LetGo:
-    """Inputs of uses within checkpoints: let go of, and found anew before the gradient of the use arrives.
+    """Frees inputs of uses within checkpoints, and recovers them before the gradient of the use arrives.
 
-    A use leaves a ticket among the tensors that autograd saves there, in the forward pass and when it is computed once
-    more. To ask for the ticket has the part computed, and what comes back is the number of the second one.
+    A use saves a ticket with autograd, in the forward pass and in the recomputation. Unpacking the ticket runs the
+    recomputation, and returns the number of the second ticket.
 
     Args:
-        on: whether anything is let go of.
+        on: whether to free inputs.
     """
 
     def __init__(self, on: bool) -> None:
@@ -75,12 +75,12 @@ class LetGo:
         self._found: dict[int, OfSources] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything was let go of."""
+        """True if any input was freed."""
         return self._count > 0
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """In here, what is computed once more is asked for, and not for the gradients of the parameters alone."""
+        """Context in which recomputation is requested by a ticket, and not only for the parameters' gradients."""
         self._asked = True
         try:
             yield
@@ -89,9 +89,9 @@ class LetGo:
             self._found.clear()
 
     def taken(self, mine: OfSources) -> tuple[OfSources, Callable[[], OfSources] | None]:
-        """What to hold on to instead of `mine`, and what gives that back in a backward pass, if it is let go of.
+        """Return what to keep instead of `mine`, and a function that recovers it in a backward pass if it was freed.
 
-        It is called in both passes, with the same shapes: all that a checkpoint saves must be saved twice.
+        Called in both passes with the same shapes: a checkpoint's tensors must all be saved twice.
 
         Args:
             mine: sources, and the gradients of an operation with respect to them.
@@ -103,8 +103,8 @@ class LetGo:
         pack, unpack = hooks
         self._count += 1
         if self._asked and "_recomputation_hook" in pack.__qualname__:
-            self._found[self._count] = _each(mine, Tensor.detach)  # or all of the part would be held by its graph
-        ticket = pack(torch.empty_strided((0,), (self._count,)))  # no entry, and a number nobody else looks at
+            self._found[self._count] = _each(mine, Tensor.detach)  # its graph would keep the whole checkpoint alive
+        ticket = pack(torch.empty_strided((0,), (self._count,)))  # no entries; the stride is the ticket's number
         return _each(mine, _stand_in), lambda: self._found.pop(unpack(ticket).stride(0))
 
 
@@ -120,15 +120,15 @@ def _each(mine: OfSources, made: Callable[[Tensor], Tensor]) -> OfSources:
 
 
 def _stand_in(x: Tensor) -> Tensor:
-    """Of its shape, dtype and device, in the memory of one entry."""
+    """Return a tensor of the same shape, dtype and device with the memory of one entry."""
     return x.new_empty(()).expand(x.shape)
 
 
 def with_numbers(rule: Rule) -> Rule:
-    """The rule of a use whose input was let go of, on random numbers in its place: to be timed.
+    """Return the rule of a use with its freed input replaced by random numbers, to be timed.
 
     Args:
-        rule: of the use.
+        rule: rule of the use.
     """
     filled = copy.copy(rule)
     for name, value in vars(rule).items():

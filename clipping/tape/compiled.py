@@ -1,8 +1,8 @@
-"""Code in a model that is hidden from what records operations as they are called: compiled, or run again later.
+"""Detect code that hides operations from the tape: compiled modules and some kinds of checkpointing.
 
-torch.compile hands a graph of its own to its compiler, and while a TorchFunctionMode such as the tape is active it
-either runs the module uncompiled (torch 2.11) or fails with an error about its own internals (torch 2.15). Both are
-refused before, or named after: the first would pass off the time of an uncompiled model as that of a compiled one.
+torch.compile passes its own graph to its compiler. While a TorchFunctionMode such as the tape is active, it either
+runs the module uncompiled (torch 2.11) or fails with an internal error (torch 2.15). The first case is refused in
+advance, as it would report the time of an uncompiled model as that of a compiled one; the second is explained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REMEDY = "hand over the model as it was before torch.compile (its _orig_mod); co
 
 
 def compiled_modules(model: nn.Module) -> Iterator[Problem]:
-    """A problem for each module that torch.compile or Module.compile has compiled.
+    """Yield a problem for each module compiled by torch.compile or Module.compile.
 
     Args:
         model: any module.
@@ -36,9 +36,9 @@ def compiled_modules(model: nn.Module) -> Iterator[Problem]:
 
 
 def called_from_compiled_code() -> Problem | None:
-    """The problem of a forward pass within a function or a wrapper that torch.compile has made; None if it is in none.
+    """Return the problem of a forward pass called from code compiled by torch.compile, or None.
 
-    Whatever Python runs there torch.compile takes apart, what records operations included.
+    torch.compile rewrites all Python that runs there, the tape included.
     """
     frame = sys._getframe()
     while (caller := frame.f_back) is not None:
@@ -49,10 +49,10 @@ def called_from_compiled_code() -> Problem | None:
 
 
 def compiled_code(error: Exception) -> Problem | None:
-    """The problem behind an error of torch.compile's, from a compiled function in a forward pass; None for others.
+    """Return the problem behind an error of torch.compile in a forward pass; None for other errors.
 
     Args:
-        error: what a forward pass raised.
+        error: raised by a forward pass.
     """
     if not any(c.__name__ == "TorchDynamoException" for c in type(error).__mro__):
         return None
@@ -62,10 +62,10 @@ def compiled_code(error: Exception) -> Problem | None:
 
 
 def reentrant_checkpoint(error: Exception) -> Problem | None:
-    """The problem behind an error of torch's checkpointing that runs a backward pass within one; None for others.
+    """Return the problem behind an error of checkpointing with a nested backward pass; None for other errors.
 
     Args:
-        error: what a pass raised.
+        error: raised by a pass.
     """
     if "use_reentrant=True" not in str(error):
         return None
@@ -74,10 +74,10 @@ def reentrant_checkpoint(error: Exception) -> Problem | None:
 
 
 def selective_checkpoint(error: Exception) -> Problem | None:
-    """The problem behind an error of torch's checkpointing that keeps some results for one backward pass only.
+    """Return the problem behind an error of selective checkpointing, which serves one backward pass; else None.
 
     Args:
-        error: that a backward pass has raised.
+        error: raised by a backward pass.
     """
     if "selective activation checkpoint" not in str(error):
         return None
@@ -85,6 +85,6 @@ def selective_checkpoint(error: Exception) -> Problem | None:
     return Problem("model", reason, "checkpoint without context_fn, or use microbatch")
 
 
-# by name: importing torch._dynamo takes seconds, and nothing is compiled unless somebody has imported it
+# by name: importing torch._dynamo takes seconds, and only code that imports it can compile anything
 _COMPILER = "torch._dynamo.eval_frame"
 _WRAPPER = f"{_COMPILER}.OptimizedModule"

@@ -1,10 +1,9 @@
-"""The graph that autograd recorded of the losses: does it read anything of the parameters that the tape did not see?
+"""Find parameters that the losses' graph reads without the tape having seen it.
 
-The nodes that a use made have the numbers from `Use.first` up to `Use.last`. An edge into a parameter, or into a tensor
-made of parameters alone, is a read, and must come from such a node; and what such nodes give must be taken from the
-use's output alone (not from a weight that they transposed, as a derivative of a derivative does; nor from what the
-output is a view of). Else a share would be missing from the norm. This is looked for in every call, since any call may
-take another path than the last one did: a step takes hundreds of times as long.
+A use's nodes have the numbers from `Use.first` up to `Use.last`. An edge into a parameter, or into a tensor made of
+parameters alone, is a read, and must come from such a node. The results of these nodes may leave through the use's
+output alone: not through a weight that they transposed (as in a second derivative), nor through the base of an output
+that is a view. Otherwise the norm would lack a share. Every call is checked, as any call may take another path.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from clipping.numerics import kernels
 from clipping.tape.record import Tape
 
 _NODES: Any = torch._C._functions
-"""The types of autograd's nodes. They are not read off a node: none can be made while gradients are disabled."""
+"""Types of autograd's nodes, listed by name: with gradients disabled, no node can be made to read its type."""
 _LEAF: Any = _NODES.AccumulateGrad
-"""Of a leaf."""
+"""Node type of a leaf."""
 _CAST: Any = _NODES.ToCopyBackward0
-"""Of one parameter: autocast makes it once, and keeps it for later calls."""
+"""Node type of a parameter's cast, which autocast makes once and caches."""
 
 
 def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Problem]:
-    """Parameters that the loss's graph reads where the tape saw no use of them.
+    """Return problems for parameters that the loss's graph reads where the tape saw no use.
 
-    The tape is told which of its uses are in this graph: so many gradients must arrive. (A use of a forward pass that
-    came to nothing is not.) And it is told the number of the graph, which is that of other graphs of the same nodes.
-    Activation functions are told whether the gradient that they are handed is theirs alone.
+    Tells the tape which of its uses are in this graph, and so how many gradients must arrive; a use whose result the
+    loss does not depend on is not. Also tells it the graph's number, which other graphs of the same nodes share, and
+    tells activation functions whether they own the gradient that they receive.
 
     Args:
         losses: ℓ [B], with their graph.
-        tape: of the forward pass.
+        tape: tape of the forward pass.
         parameters: name -> trainable parameter.
 
     Raises:
-        RuntimeError: autograd's own, of an input that was changed in place since.
+        RuntimeError: autograd's error for an input that was changed in place since.
     """
-    used = [source for use in tape.uses for source, _ in use.rules]  # some were changed in place since
+    used = [source for use in tape.uses for source, _ in use.rules]  # includes sources changed in place since
     sources = {*tape.sources(), *used}
     inside = set(nodes([source.node for source in sources if source.node is not None]))
     known = {id(p): name for name, p in parameters.items()}
     for source in sources:
-        if id(source.tensor) not in known and source.is_parameter:  # it stood in for one
+        if id(source.tensor) not in known and source.is_parameter:  # it replaced a parameter
             known[id(source.tensor)] = next(iter(source.parameters))
     maker = {number: use for use in tape.uses for number in range(use.first, use.last)}
     unseen: list[str] = []
@@ -103,18 +102,19 @@ def unrecorded(losses: Tensor, tape: Tape, parameters: Parameters) -> list[Probl
 
 
 def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Problem]:
-    """Parameters that the losses' graph reads by nodes of an earlier number: in a forward pass that went before.
+    """Return problems for parameters that the losses' graph reads in an earlier forward pass, by nodes of lower
+    numbers.
 
     Args:
         losses: [B], with their graph.
-        number: of the first node that the recorded pass can have made.
-        parameters: the trainable ones, by name.
+        number: number of the first node that the recorded pass may have made.
+        parameters: name -> trainable parameter.
     """
     known = {id(p): name for name, p in parameters.items()}
     stale = [
         known[id(child.variable)]
         for node in nodes([losses.grad_fn])
-        if node._sequence_nr() < number and type(node) not in (_LEAF, _CAST)  # autocast keeps its casts
+        if node._sequence_nr() < number and type(node) not in (_LEAF, _CAST)  # autocast caches its casts
         for child, _ in node.next_functions
         if type(child) is _LEAF and id(child.variable) in known
     ]
@@ -127,9 +127,9 @@ def read_before(losses: Tensor, number: int, parameters: Parameters) -> list[Pro
 
 
 def _require_unchanged(node: Any) -> None:
-    """Of a node that no backward pass runs here, since an anchor is tied to what it gives: ask for what it has saved.
+    """Access a node's saved tensors, so that autograd checks them for in-place changes.
 
-    autograd looks then whether that was changed in place since, as it would in a backward pass.
+    No backward pass runs this node, as its output is tied to an anchor.
     """
     kind: Any = type(node)
     for name in _saved(kind):
@@ -142,7 +142,7 @@ def _saved(kind: type) -> list[str]:
 
 
 def _names(node: Any, known: dict[int, str], tape: Tape) -> list[str]:
-    """Of the parameters below a node."""
+    """Return the names of the parameters below a node."""
     leaves = (each.variable for each in nodes([node]) if type(each) is _LEAF)
     found = (known.get(id(leaf)) or tape.name_of(leaf) for leaf in leaves)
     return [name for name in found if name]
@@ -154,10 +154,10 @@ def _is_parameter(cast: Any, known: dict[int, str]) -> bool:
 
 
 def nodes(roots: list[Any]) -> Iterator[Any]:
-    """The nodes of the graph below some roots, each once.
+    """Yield the nodes of the graph below some roots, each once.
 
     Args:
-        roots: nodes of autograd's, or None.
+        roots: autograd nodes, or None.
     """
     seen: set[Any] = {None}
     stack = list(roots)

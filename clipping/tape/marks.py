@@ -1,4 +1,4 @@
-"""Which tensors of a forward pass depend on data: what operations on the batch made, and what they wrote into."""
+"""Mark the tensors of a forward pass that depend on data: made from the batch, or written to from it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from clipping.tape.moves import GATHERS, MOVES, VIEWS, of_later_dimension
 from clipping.tape.writes import WRITES
 
 UNUSUAL = CONSTANTS | LIKE | CHANGES | MIXING
-"""Operations whose output is not made of the values of all operands, or that write into one, or mix samples."""
+"""Operations that ignore the values of some operands, write into one, or mix samples."""
 
 
 class Marks:
-    """Marks what depends on data, and takes the marks off again.
+    """Marks tensors that depend on data, and removes the marks.
 
     Args:
         batch_size: B.
-        mixes: told of operations that may mix samples.
+        mixes: called for operations that may mix samples.
     """
 
     def __init__(self, batch_size: int, mixes: Callable[[Any, Any, Any], None]) -> None:
@@ -43,14 +43,14 @@ class Marks:
         self._marked: list[weakref.ref[Tensor]] = []
         self._in_order = True
         self.order: Rows | None = None
-        """Of the rows of the use at hand; None if they are in the samples'."""
+        """Rows of the current use; None if they are in the samples' order."""
 
     def mark(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> Any:
-        """Mark what an operation made of `data`, and give it back.
+        """Mark and return the output of an operation on `data`.
 
         Args:
-            func, args, kwargs: the operation, and what it was called with.
-            output: what it gave.
+            func, args, kwargs: the operation and its arguments.
+            output: its output.
             data: its operands that depend on the batch.
         """
         if not data and is_traced():
@@ -65,23 +65,23 @@ class Marks:
                 with with_numbers():
                     at = of_later_dimension(Mover(func, args, kwargs, made, data, self._batch_size))
                 self._in_order &= not isinstance(at, Rows)
-            if (at or not made.requires_grad) and not is_marked(made):  # else its gradient is mark enough
+            if (at or not made.requires_grad) and not is_marked(made):  # else requires_grad suffices
                 self._marked.append(weakref.ref(mark_data(made, at)))
         return output
 
     def put(self, x: Tensor, place: Place) -> Tensor:
-        """Mark a tensor as one whose samples are there, and give it back.
+        """Mark and return a tensor with its samples at `place`.
 
         Args:
             x: the tensor.
-            place: the dimension of its samples, or the owners of its rows.
+            place: dimension of its samples, or owners of its rows.
         """
         self._in_order &= not isinstance(place, Rows)
         self._marked.append(weakref.ref(mark_data(x, place)))
         return x
 
     def placed(self, copies: Tensor) -> Tensor:
-        """Mark what has a row for each row of the use at hand as having their order, and give it back.
+        """Mark and return a tensor of one row for each row of the current use, in the same order.
 
         Args:
             copies: [rows, ...].
@@ -89,7 +89,7 @@ class Marks:
         return copies if self.order is None else self.put(copies, self.order)
 
     def _moved(self, func: Any, args: Any, kwargs: Any, output: Any, data: list[Tensor]) -> bool:
-        """Mark what an operation made of rows that are not in the samples' order any more; False if they are."""
+        """Mark the output of an operation on rows out of the samples' order; return False if in order."""
         irregular = not self._in_order and any(isinstance(samples_of(x), Rows) for x in data)
         if func in CONSTANTS or not (irregular or func in GATHERS):
             return False
@@ -108,30 +108,30 @@ class Marks:
         places: list[Place] = moved if isinstance(moved, list) else [moved] * len(made)
         for x, place in zip(made, places, strict=True):
             if irregular and isinstance(place, Rows):
-                place = place.simplest  # numbers are read only where rows have left their order
+                place = place.simplest  # reads values only where rows have left their order
             self.put(x, place)
         return True
 
     def forget(self) -> None:
-        """Take the marks from what outlives the forward pass (a buffer that it updated)."""
+        """Remove marks from tensors that outlive the forward pass (a buffer that it updated)."""
         for reference in self._marked:
             forget_data(reference())
         self._marked.clear()
 
     def _is_made_of(self, func: Any, args: Any, kwargs: Any, data: list[Tensor]) -> bool:
-        """Of an unusual operation: whether its output holds values of the data."""
+        """True if the output of an unusual operation holds values of the data."""
         if func in MIXING:
             self._mixes(func, args, kwargs)
         target = args[0] if args else None
         if func in CHANGES and isinstance(target, Tensor):
-            for changed in (target, target._base):  # `x[:, 0] = y` gives nothing back, and x may be part of a tensor
+            for changed in (target, target._base):  # `x[:, 0] = y` returns nothing, and x may be a view
                 if changed is not None and not depends_on_data(changed):
                     self._marked.append(weakref.ref(mark_data(changed)))
         return func not in CONSTANTS and (func not in LIKE or any(x is target for x in data))
 
 
 def tensors(args: Any, kwargs: Any) -> list[Tensor]:
-    """Tensors among the arguments, and in tuples and lists among them.
+    """Return the tensors among arguments, and in tuples and lists among them.
 
     Args:
         args: arguments, in nested tuples and lists.

@@ -1,4 +1,4 @@
-"""One operation, and the samples that the rows of what it reads belong to: `clipping.tape.moves` has what each does."""
+"""One operation, and the owners of its operands' rows; `clipping.tape.moves` has the operations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from clipping.provenance.row_owners import NOBODY, Rows, in_order
 from clipping.provenance.static_values import require_numbers
 
 Place = int | Rows
-"""Where an activation has its samples: in a dimension, or in rows of any order."""
+"""Place of an activation's samples: a dimension, or rows in any order."""
 Moved = Place | list[Place] | None
-"""Of the output, or of each of several; None: this call leaves rows where they are."""
+"""Place of the output, or of each output; None if this call keeps rows in place."""
 
 
 class Mover:
-    """One operation, and what it does to rows.
+    """One operation, and its effect on rows.
 
     Args:
-        func, args, kwargs, output: the operation and what it gave.
-        data: its operands that depend on the batch; what is made of parameters is nobody's.
+        func, args, kwargs, output: the operation, its arguments and its output.
+        data: its operands that depend on the batch; tensors made of parameters have no owner.
         batch_size: B.
     """
 
@@ -33,11 +33,11 @@ class Mover:
         self.data, self.batch_size = data, batch_size
 
     def owners(self, x: Tensor, dims: int) -> Tensor | None:
-        """Of x, for at least so many leading dimensions; None if they are not known.
+        """Return the owners of x for at least `dims` leading dimensions; None if unknown.
 
         Args:
             x: an operand.
-            dims: how many dimensions the owners must be known for.
+            dims: number of dimensions.
         """
         place = samples_of(x)
         if isinstance(place, Rows):
@@ -57,25 +57,25 @@ class Mover:
         return found
 
     def rows(self, owners: Tensor) -> Rows:
-        """`Rows` of these owners, in this batch.
+        """Return `Rows` of these owners, in this batch.
 
         Args:
-            owners: the number of the sample, or `NOBODY`, for each row.
+            owners: index of the sample, or `NOBODY`, for each row.
         """
         return Rows(owners, self.batch_size)
 
     def unknown(self) -> Rows:
-        """Rows whose owners are not known after this operation."""
+        """Return rows that have unknown owners after this operation."""
         return Rows(
             torch.full((), NOBODY, device="cpu"), self.batch_size, getattr(self.func, "__name__", str(self.func))
         )
 
     def inherited(self, data: Sequence[Tensor], output: Tensor) -> Place:
-        """Of an operation that leaves rows where they are: those of the operand whose rows the output has.
+        """Return the place of the operand that has the output's rows, for an operation that keeps rows in place.
 
         Args:
             data: the operands that depend on the batch.
-            output: of the operation.
+            output: output of the operation.
         """
         places = [place for x in data if isinstance(place := samples_of(x), Rows)]
         known = [place for place in places if not place.unknown]
@@ -90,11 +90,11 @@ class Mover:
         return self.unknown() if known else places[0] if places else 0
 
     def option(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument of the operation.
+        """Return an argument of the operation.
 
         Args:
-            position: among the positional arguments.
-            name: as a keyword.
-            default: where it was not given.
+            position: position among the positional arguments.
+            name: name as a keyword.
+            default: value if it was not given.
         """
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else default)

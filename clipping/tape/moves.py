@@ -1,8 +1,8 @@
-"""How operations move the rows of activations, and with them the numbers of the samples that they belong to.
+"""Track how operations move the rows of activations, and the owners of these rows with them.
 
-An operation that only moves entries does the same to the numbers. Of the batch itself, and of what has its rows in
-order, only the few operations of `GATHERS` are looked at; the others once rows have left that order. Those that write
-rows into a tensor are in `clipping.tape.writes`.
+An operation that only moves entries is applied to the owners as well. While rows are in order, only the few operations
+of `GATHERS` are tracked; once rows have left that order, the others are, too. `clipping.tape.writes` has operations
+that write rows into a tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _read(it: Mover) -> Moved:
 
 
 def _with_numbers(entries: Sequence[Any], owners: Tensor) -> tuple[Any, ...]:
-    """The same entries of an index, for owners; where all along a dimension are the same, any numbers will do."""
+    """Return an index for owners; where all along a dimension are the same, any numbers will do."""
     found: list[Any] = []
     dim = 0
     for entry in entries:
@@ -66,7 +66,7 @@ def _same_along(owners: Tensor, dim: int) -> bool:
 
 
 def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
-    """Where dimension `place` is after an index of integers and slices; None if that reads some of it."""
+    """Find dimension `place` after an index of integers and slices; None if the index reads only part of it."""
     dim, after = 0, place
     for entry in entries:
         if entry is None:
@@ -82,13 +82,13 @@ def _left(entries: Sequence[Any], place: int, dims: int) -> int | None:
 
 
 def _is_stack(x: Tensor) -> bool:
-    """Made of tensors with a row a sample, or of the states of layers: its first dimension is not the samples."""
+    """True for a stack of tensors of one row a sample, or of layer states: dimension 0 is not the samples'."""
     name = type(x.grad_fn).__name__
     return name.startswith(("Stack", "Unsqueeze")) or (x.output_nr > 0 and ("Rnn" in name or "RNN" in name))
 
 
 def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
-    """An operation that moves what is along the dimension that this argument names."""
+    """Make a move along the dimension that an argument names."""
 
     def moved(it: Mover) -> Moved:
         x, dim = it.args[0], it.option(position, "dim", default)
@@ -116,7 +116,7 @@ def _along(position: int, default: int | None = 0) -> Callable[[Mover], Moved]:
 
 
 def _gathered(it: Mover) -> Moved:
-    """x.gather(0, index) and take_along_dim: each entry from a row of its own."""
+    """x.gather(0, index) and take_along_dim: each entry comes from its own row."""
     x, *others = it.args
     place, dim = samples_of(x), it.option(2 if it.func in TAKEN else 1, "dim")
     if not isinstance(dim, int) or (dim % max(1, x.dim()) != place and not isinstance(place, Rows)):
@@ -139,13 +139,13 @@ def _joined(it: Mover) -> Moved:
     dims = max(x.dim() for x in tensors) + stacked
     dim %= max(1, dims)
     if not stacked:
-        tensors = [x for x in tensors if x.dim() == dims]  # what has one dimension and no entries joins nothing
+        tensors = [x for x in tensors if x.dim() == dims]  # an empty tensor of one dimension adds nothing to cat
     places = [samples_of(x) for x in tensors]
     irregular = any(isinstance(place, Rows) for place in places)
     if not irregular:
         at = max(places)
         if stacked and it.batch_size == 1:
-            return None  # all is the one sample's, wherever it stands
+            return None  # one sample has all rows
         if stacked:
             return at + 1 if dim <= at else at
         if dim != at:
@@ -176,7 +176,7 @@ def _repeated(it: Mover) -> Moved:
 
 
 def _viewed(it: Mover) -> Moved:
-    """The same entries in the same order, in other dimensions."""
+    """view and its like: the same entries in the same order."""
     x = it.args[0]
     place = samples_of(x)
     if not isinstance(place, Rows) or place.unknown or not isinstance(it.output, Tensor):
@@ -185,10 +185,10 @@ def _viewed(it: Mover) -> Moved:
 
 
 def of_later_dimension(it: Mover) -> Place:
-    """Of a view of an activation whose samples come after positions, which may become one dimension with them.
+    """Place of a view of an activation with samples after positions; the view may merge both dimensions.
 
     Args:
-        it: the view, and what it was made of.
+        it: the view and its operand.
     """
     owners = it.owners(it.args[0], 0) if isinstance(it.output, Tensor) else None
     return 0 if owners is None else _in_other_dimensions(it, owners).simplest
@@ -212,7 +212,7 @@ def _permuted(it: Mover) -> Moved:
     place = samples_of(x)
     if not isinstance(place, Rows) or place.unknown:
         return place if isinstance(place, Rows) else None
-    if not place.owners.dim():  # one sample's, of which a first dimension makes a batch of one
+    if not place.owners.dim():  # one sample has all rows: a new first dimension is a batch of one
         first = it.func in UNSQUEEZES and it.option(1, "dim") in (0, -1 - x.dim())
         return it.rows(place.owners[None]) if first else place
     owners = it.owners(x, x.dim())
@@ -221,7 +221,7 @@ def _permuted(it: Mover) -> Moved:
 
 
 def _reduced(it: Mover) -> Moved:
-    """A sum, a mean or the like: over some dimensions, or over all."""
+    """Reductions such as sum and mean, over some or all dimensions."""
     x, dims = it.args[0], it.option(1, "dim")
     place = samples_of(x)
     if not isinstance(place, Rows) or place.unknown:
@@ -237,7 +237,7 @@ def _reduced(it: Mover) -> Moved:
 
 
 def _positions(it: Mover) -> Moved:
-    """where and nonzero of a mask: numbers of positions."""
+    """where and nonzero of a mask: indices of positions."""
     mask = it.args[0]
     if len(it.args) > 1 or it.kwargs:
         return it.inherited([x for x in it.args if isinstance(x, Tensor)], it.output)
@@ -249,7 +249,7 @@ def _positions(it: Mover) -> Moved:
 
 
 def _ordered(it: Mover) -> Moved:
-    """sort, argsort and topk of one number a row."""
+    """sort, argsort and topk of one value a row."""
     x = it.args[0]
     if x.dim() != 1:
         return samples_of(x) or None
@@ -262,15 +262,15 @@ def _ordered(it: Mover) -> Moved:
 
 
 def _recurrent(it: Mover) -> Moved:
-    """Sequences, packed or not, and the last states [layers, B, H]."""
+    """Recurrent layers: sequences, packed or not, and last states [layers, B, H]."""
     x, states = it.args[0], len(it.output) - 1
     place, packed = samples_of(x), not it.args[1][0].is_floating_point()
-    if is_marked(it.output[0]):  # its parameters train, and it was followed through its parts
+    if is_marked(it.output[0]):  # its parameters are trainable, and its parts were tracked
         at = samples_of(it.output[0])
         return [samples_of(y) for y in it.output] if packed or isinstance(place, Rows) else [at, *[1] * states]
     if not isinstance(place, Rows):
         return [place, *[1] * states]
-    dims = 1 if packed else 2  # and perhaps one for the features
+    dims = 1 if packed else 2  # and one for the features, if any
     owners = it.owners(x, dims)
     if owners is None:
         return it.unknown()
@@ -288,7 +288,7 @@ def _padded_up(it: Mover) -> Moved:
 
 
 def _packed(it: Mover) -> Moved:
-    """Sequences of different lengths, step by step, and how many there are at each."""
+    """pack_padded_sequence: sequences of different lengths step by step, and the batch size of each step."""
     x, lengths, batch_first = it.args
     owners = it.owners(x, 2)
     if owners is None:
@@ -299,7 +299,7 @@ def _packed(it: Mover) -> Moved:
 
 
 def _padded(it: Mover) -> Moved:
-    """And back, with how long they are."""
+    """pad_packed_sequence: padded sequences and their lengths."""
     x, sizes, batch_first, _, steps = it.args
     owners = it.owners(x, 1)
     if owners is None:
@@ -331,7 +331,7 @@ GATHERS: dict[Any, Callable[[Mover], Moved]] = {
     torch._pack_padded_sequence: _packed,
     torch._pad_packed_sequence: _padded,
 }
-"""Operations that may take rows out of their order."""
+"""Operations that may reorder rows that are in order."""
 
 MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(PERMUTATIONS, _permuted),
@@ -342,4 +342,4 @@ MOVES: dict[Any, Callable[[Mover], Moved]] = {
     **dict.fromkeys(methods("nonzero", "where"), _positions),
     torch.Tensor.expand: _repeated,
 }
-"""And those that move rows that have left it."""
+"""Operations that move rows that are out of order."""

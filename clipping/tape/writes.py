@@ -1,7 +1,7 @@
-"""How operations write rows into tensors: what is written to has, from then on, the owners of what was written.
+"""Track operations that write rows into tensors: the target takes the owners of the values.
 
-Rows are followed where the target's, the values' or the index's have left the samples' order. All others are in order
-afterwards, too: an assumption, which the first batch's verification tests.
+Rows are tracked where the target's, the values' or the index's are out of the samples' order. Otherwise the result is
+assumed to be in order, which the first batch's verification tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _by_index(it: Mover) -> Moved:
 
 
 def _scattered(it: Mover) -> Moved:
-    """x.scatter_add(0, index, values) and its like, with one index for each row, expanded over what a row holds."""
+    """x.scatter_add(0, index, values) and its like, with one index for each row, expanded over the row."""
     target, dim, index, values = (it.option(i, n) for i, n in enumerate(("input", "dim", "index", "src")))
     if dim % max(1, target.dim()):
         return _beside(it, target, index, values)
@@ -52,7 +52,7 @@ def _scattered(it: Mover) -> Moved:
 
 
 def _beside(it: Mover, *operands: Any) -> Moved:
-    """Along another dimension than the rows': these stay what they are in the operands that have them."""
+    """Writes along another dimension: operands keep the owners of their rows."""
     data = _irregular(*operands)
     return it.inherited(data, operands[0]) if data else None
 
@@ -62,9 +62,9 @@ def _irregular(*operands: Any) -> list[Tensor]:
 
 
 def _written(it: Mover, target: Tensor, index: tuple[Any, ...], values: Any) -> Moved:
-    """Owners of a target's rows after values are put at an index, or added to what is there.
+    """Return the owners of a target's rows after values are written, or added, at an index.
 
-    Where values are nobody's (a number, a count of ones), rows are their index's, and else stay what they are.
+    If values have no owner (a number, a count of ones), the rows take the index's owners, or else keep theirs.
     """
     if not _irregular(target, *index, values):
         return None
@@ -91,12 +91,12 @@ def _written(it: Mover, target: Tensor, index: tuple[Any, ...], values: Any) -> 
 
 
 def _broadcast(owners: Tensor, there: Tensor, more: int) -> Tensor | None:
-    """Owners of values' leading dimensions as they are broadcast to where values go; None if that is not known.
+    """Broadcast the owners of values to the place of the write; None if unknown.
 
     Args:
-        owners: of the values.
-        there: what has the shape of the owners at the index.
-        more: dimensions of a row, less those of the values.
+        owners: owners of the values.
+        there: tensor of the shape of the owners at the index.
+        more: dimensions of a row minus those of the values.
     """
     if not owners.dim():
         return owners.expand(there.shape)
