@@ -1,21 +1,21 @@
-"""The tape: every use of a trainable parameter in a forward pass, found at the level of operations.
+"""Record every use of a trainable parameter in a forward pass, at the level of operations.
 
-Modules are the wrong unit: one weight may be used twice, by a function, or outside the module that owns it. A
-TorchFunctionMode sees each operation, whoever calls it, and sorts it by what it reads:
+Modules are the wrong unit: a weight may be used twice, by a function, or outside the module that owns it. A
+TorchFunctionMode sees each operation, whoever calls it, and sorts it by its operands:
 
     nothing of parameters               runs as it is; the result depends on data if an operand does
     parameters, and nothing of data     runs as it is; the result is a `Source`: a slice, a cast, an expanded token
     both                                a *use*: run by its handler, which gives the rule of its gradient
 
-Of a use the forward pass notes only what its rules will be made of; those of all uses are made in one go when the tape
-is left. (Python that runs once between two large operations finds its caches taken, and costs several times what it
-does in a row.)
+The forward pass records only the arguments of each use's rules. The rules of all uses are made together when the tape
+exits, as Python code that runs once between two large operations finds cold caches and costs several times as much.
 
-How the gradients of the uses come in a backward pass says `clipping.tape.arrivals`.
+`clipping.tape.arrivals` runs the backward pass in which the gradients of the uses arrive.
 
-What is assumed, and looked at by `clipping.checks.sample_independence`: an output with B·k rows has k consecutive ones
-to a sample. Refused, with the reason: an output without such rows, a parameter read behind the tape's back (a custom
-autograd function, a compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive exactly once.
+An output with B·k rows is assumed to have k consecutive rows a sample; `clipping.checks.sample_independence` verifies
+this. The tape refuses, with the reason, an output without such rows, a parameter read that the tape does not see (by a
+custom autograd function or a compiled module: see `clipping.tape.graph`), and a use whose gradient does not arrive
+exactly once.
 """
 
 from __future__ import annotations
@@ -49,28 +49,29 @@ from clipping.tape.unbatched import as_rows, whose
 from clipping.tape.uses import Noted, Use, count_parts, given
 
 _next_number = torch.autograd._get_sequence_nr
-"""Of the next node that this thread makes."""
+"""Returns the number of the next node that this thread makes."""
 in_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
-"""None outside of vmap, grad, jvp and the like, in which a row need not be a sample's."""
+"""Returns None outside of vmap, grad, jvp and the like; inside them a row need not be a sample's."""
 Naming = Callable[[Tensor], str | None]
 
 
 class Tape(TorchFunctionMode):
-    """Records the uses of `parameters` while it is active.
+    """Records the uses of `parameters` while active.
 
     Args:
         parameters: the trainable parameters by name.
-        batch: inputs and targets; what is computed from them depends on data.
+        batch: inputs and targets; tensors computed from them depend on data.
         batch_size: B.
-        stand_in: the name of the parameter whose place a tensor takes (`clipping.distributed.spread`), or None; or no
-            such.
-        lets_go: inputs of uses within checkpoints are let go of until they are computed once more.
+        stand_in: returns the name of the parameter that a tensor replaces (`clipping.distributed.spread`), or None; or
+            None without replacements.
+        lets_go: free inputs of uses within checkpoints until they are recomputed.
 
     Attributes:
-        uses: in the order of the forward pass; complete when the tape is no longer active.
+        uses: in the order of the forward pass; complete when the tape has exited.
         counts: parameter name -> number of uses.
-        problems: what has no exact rule; the forward pass goes on, so that all of it is listed.
-        arrivals, let_go, hooked: of the uses' gradients; what was let go of; whether hooks save what operations keep.
+        problems: operations without an exact rule; the forward pass goes on, so that all are listed.
+        arrivals, let_go, hooked: the uses' gradients; the freed inputs; whether hooks save the tensors that operations
+            keep.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Tape(TorchFunctionMode):
         self.hooked = self._replays = False
         self.let_go = LetGo(lets_go)
         self._noted: list[Noted] = []
-        me = weakref.proxy(self)  # no circle: what a tape holds on to is let go of with it, at once
+        me = weakref.proxy(self)  # no reference cycle: a tape's memory is freed with it, at once
         self._marks = Marks(batch_size, lambda *called: me._mixes(*called))
         self._mark = self._marks.mark
         self._composite: Any = None
@@ -159,7 +160,7 @@ class Tape(TorchFunctionMode):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Backward passes in here compute what was checkpointed once more by handlers; nothing is noted again."""
+        """Context in which backward passes recompute checkpoints by handlers, and record nothing again."""
         if not self.hooked:
             yield
             return
@@ -174,7 +175,7 @@ class Tape(TorchFunctionMode):
             self._sources.update(known)
 
     def _settle(self) -> None:
-        """Make the rules of what a forward pass noted, and hook its uses."""
+        """Make the rules of the recorded uses, and hook the uses."""
         noted, self._noted = self._noted, []
         for each in noted:
             try:
@@ -191,16 +192,17 @@ class Tape(TorchFunctionMode):
             count_parts(self.uses, self.counts)
 
     def backward(self, losses: Tensor, arrival: Arrival, *, retain_graph: bool, last: bool = True) -> None:
-        """Backward of Σ_i ℓ_i for activation gradients only: `arrival(use, g)` for each use that the loss depends on.
+        """Backpropagate Σ_i ℓ_i to activations only, and call `arrival(use, g)` for each use in the graph.
 
-        After the last one hooks and rules are gone; the graph too, unless `retain_graph` keeps it for a second pass.
+        The last backward pass frees the hooks and rules, and the graph unless `retain_graph` keeps it for a second
+        pass.
 
         Args:
-            losses, arrival, retain_graph: as those of `Arrivals.run`.
-            last: no other backward pass is to come.
+            losses, arrival, retain_graph: as in `Arrivals.run`.
+            last: no other backward pass follows.
 
         Raises:
-            Refused: a use that was expected and whose gradient has not arrived, or one that has arrived twice.
+            Refused: the gradient of an expected use has not arrived, or has arrived twice.
         """
 
         def arrived(use: Use, g: Tensor) -> None:
@@ -211,10 +213,10 @@ class Tape(TorchFunctionMode):
                 if rule.share is not None:
                     rule.share.input_only = True
             if last:
-                use.rules = []  # and with them the operation's input, unless somebody keeps it
+                use.rules = []  # frees the operation's input, unless something else refers to it
 
         if not self._replays:
-            self._sources.clear()  # what no use refers to (rows read from an embedding, say) need not last any longer
+            self._sources.clear()  # frees sources without a use, such as rows read from an embedding
         try:
             with self.let_go.asked():
                 self.arrivals.run(losses, arrived, retain_graph=retain_graph)
@@ -226,21 +228,21 @@ class Tape(TorchFunctionMode):
         self.arrivals.require_complete()
 
     def sources(self) -> list[Source]:
-        """Every tensor made of parameters alone, the parameters among them."""
+        """All tensors made of parameters alone, including the parameters."""
         return list(self._sources.values())
 
     def name_of(self, leaf: Any) -> str:
-        """Of a parameter of a sharded model that was read when the tape did not see it; "" for all else.
+        """Return the name of a sharded model's parameter that was read unseen by the tape; "" for other leaves.
 
         Args:
-            leaf: of the losses' graph.
+            leaf: leaf of the losses' graph.
         """
         if self._stand_in is None or not isinstance(leaf, torch.nn.Parameter):
             return ""
         return self._stand_in(leaf) or "a parameter of the sharded model"
 
     def close(self) -> None:
-        """Take the hooks off, and the marks from what outlives the forward pass (a buffer that it updated)."""
+        """Remove the hooks, and the marks of tensors that outlive the forward pass (a buffer that it updated)."""
         self.arrivals.close()
         self._noted.clear()
         self._marks.forget()
@@ -260,7 +262,7 @@ class Tape(TorchFunctionMode):
                     raise Refused("sparse and nested tensors have no rule", "pad them, or use microbatch")
             if func in HANDLERS:
                 output, gradients = HANDLERS[func](*args, **kwargs)
-                if output.is_complex():  # for which the formulas lack conjugations
+                if output.is_complex():  # the formulas lack conjugations
                     output, gradients = fallback(
                         func, args, kwargs, output, [source.tensor for source in sources], data
                     )
@@ -269,8 +271,8 @@ class Tape(TorchFunctionMode):
             mine = self._mine(gradients, sources)
         except Exception as error:
             if self._replays:
-                raise  # a checkpoint has all that it wants
-            output = func(*args, **kwargs)  # raises the model's own error, if it is one
+                raise  # a checkpoint has all tensors that it needs
+            output = func(*args, **kwargs)  # raises the model's own error, if any
             refused = as_refused(error)
             if refused is not error or any(x.requires_grad for x in tensors((output,), {})):
                 self._refuse(func, sources, refused)
@@ -282,7 +284,7 @@ class Tape(TorchFunctionMode):
             return output
         made = first, _next_number()
         if not any(x.requires_grad for x in data):
-            # what the operation itself may have saved is not to be touched, nor what shares its memory with others
+            # must not change what the operation may have saved, nor tensors that share memory with others
             anchored = Anchored if func in HANDLERS and not output._is_view() else AnchoredCopy
             output = anchored.apply(output, self.arrivals.anchor(output.device))
         spec = Spec(output.shape, output.dtype)
@@ -294,7 +296,7 @@ class Tape(TorchFunctionMode):
         return output
 
     def _reads_data(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether those operands of a composite are activations that must be; if not, it is not for us."""
+        """True if the operands of a composite that must be activations are; otherwise it is not handled here."""
         names = OF_DATA.get(func, ())
         operands = [*args[: len(names)], *(kwargs[name] for name in names if name in kwargs)]
         return all(depends_on_data(x) and id(x) not in self._sources for x in operands)
@@ -324,16 +326,16 @@ class Tape(TorchFunctionMode):
     ) -> tuple[Any, Sequence[Gradient]]:
         output = func(*args, **kwargs)
         if not any(x.requires_grad for x in tensors((output,), {})):
-            return output, []  # nothing differentiable: a shape, a comparison
-        if isinstance(output, Tensor) and output._is_view():  # changed in place, it would get another node
+            return output, []  # not differentiable: a shape, a comparison
+        if isinstance(output, Tensor) and output._is_view():  # a view changed in place would get another node
             output = output.clone()
         return fallback(func, args, kwargs, output, [source.tensor for source in sources], data)
 
     def _mine(self, gradients: Sequence[Gradient], sources: list[Source]) -> list[tuple[Source, Gradient]]:
-        """The gradients of what is ours; what the others hold on to is let go of.
+        """Return the gradients of this tape's sources; frees what the others hold.
 
         Raises:
-            Refused: a source without one: it was the input and not the weight.
+            Refused: a source has no gradient, as it was the input and not the weight.
         """
         known = self._sources
         mine = [(known[id(gradient[0])], gradient) for gradient in gradients if id(gradient[0]) in known]
@@ -343,20 +345,20 @@ class Tape(TorchFunctionMode):
 
     def _derive(self, func: Any, output: Any, sources: list[Source], args: Any, kwargs: Any) -> Any:
         for made in tensors((output,), {}):
-            if made.requires_grad and id(made) not in self._sources:  # `to` may give back what it was given
+            if made.requires_grad and id(made) not in self._sources:  # `to` may return its operand
                 source = derive(func, args, kwargs, made, sources)
                 if func is F.embedding and id(args[1]) in self._sources:
                     source.lookup = (args[0], self._sources[id(args[1])], kwargs.get("padding_idx"))
                 self._sources[id(made)] = source
         target = args[0] if args else None
-        if output is None or output is target:  # perhaps changed in place, and with it what it is a view of
+        if output is None or output is target:  # perhaps changed in place, together with its base
             for changed in (target, target._base) if isinstance(target, Tensor) else ():
                 if changed is not None and changed.requires_grad:
                     self._renewed(changed)
         return output
 
     def _renewed(self, tensor: Tensor) -> Source | None:
-        """What a tensor is after it was changed in place: a source, or None if it depends on data now."""
+        """Return the source of a tensor changed in place, or None if it now depends on data."""
         source = self._sources.pop(id(tensor), None)
         if source is not None and (source.version == tensor._version or source.is_parameter):
             source.version = tensor._version
@@ -367,7 +369,7 @@ class Tape(TorchFunctionMode):
         return source
 
     def _note(self, source: Source, gradient: Gradient, output: Spec, copies: Tensor) -> None:
-        """A use whose output's gradient is asked for itself."""
+        """Record a use whose output's gradient is requested itself."""
         if self._replays:
             return
         node = copies.grad_fn
@@ -378,7 +380,7 @@ class Tape(TorchFunctionMode):
         self._noted.append(Noted(self._composite, output, node, *at, mine, made, copies, self._marks.order))
 
     def _mixes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Refuse an operation for what it does to data, unless this call of it is harmless."""
+        """Refuse an operation that mixes samples, unless this call is harmless."""
         try:
             if self._batch_size > 1:
                 REWRITTEN[func](self._activations, func, *args, **kwargs)

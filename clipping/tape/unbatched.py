@@ -1,6 +1,6 @@
-"""Uses of parameters by activations whose rows are in several dimensions, or in none: one sample without its batch.
+"""Uses by activations that have rows in several dimensions, or one sample without a batch dimension.
 
-They are run on the same numbers with rows in the first dimension, for which there are rules.
+They run on the same values with the rows in the first dimension, for which there are rules.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from clipping.rules.rewritten import LIKE, methods
 from clipping.tape.batch_dimension import ELEMENTWISE
 
 OF_ROWS = {F.linear, F.embedding, F.layer_norm, F.rms_norm, torch.rms_norm, torch.matmul, torch.Tensor.matmul}
-"""Operations on the last dimension or two, whatever is before."""
+"""Operations on the last one or two dimensions."""
 OF_FEATURES = OF_ROWS - {F.embedding}
 ALONG_FEATURES = {F.linear, F.layer_norm, F.rms_norm, torch.rms_norm}
-"""Operations that read all along the last dimension of an activation."""
+"""Operations that read the whole last dimension of an activation."""
 OF_WHOLE = OF_ROWS | {F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d}
-"""Operations that do the same without a batch."""
+"""Operations that also work without a batch dimension."""
 BROADCAST = ELEMENTWISE | methods("div", "true_divide", "pow", "maximum", "minimum", "where", "lerp", "addcmul")
-"""Operations entry by entry."""
+"""Elementwise operations."""
 OTHERWISE = LIKE | {torch.Tensor.to, F.embedding_bag, torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
-"""Operations whose output has other rows, or that are run as their parts."""
+"""Operations whose output has other rows, or that run as their parts."""
 ASSIGNS = methods("index_put", "index_put_") | {torch.Tensor.__setitem__}
 """Operations that write into their first operand at an index, the second."""
 GATHER = "gather and scatter rows by x[index], index_add_ or cat, or use microbatch"
@@ -37,26 +37,26 @@ REMEDY = "apply it to a batch, as x[i : i + 1], or use microbatch"
 
 
 def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tuple[int, Rows | None]:
-    """The dimension of a use's activations that holds the samples; or their rows, if it is not as simple as that.
+    """Return the dimension of a use's activations that holds the samples, or else their rows.
 
     Args:
-        func, args: the operation, and what it was called with.
+        func, args: the operation and its arguments.
         data: its operands that depend on the batch.
         batch_size: B.
 
     Raises:
-        Refused: it is not known which samples their rows belong to.
+        Refused: the owners of the rows are unknown.
     """
     at = 0
     rows: list[Rows] = []
     for x in data:
         if func in ASSIGNS and x is not args[0] and not takes_all(args[1]):
-            continue  # some rows are written, whosever: all of the target's are not theirs
+            continue  # writes some rows; the target's other rows may have other owners
         place = samples_of(x)
         if isinstance(place, Rows):
             numbers = not (x.is_floating_point() or x.is_complex())
             if func in OTHERWISE or (numbers and (not x.dim() or any(y.is_floating_point() for y in data))):
-                continue  # the number of an expert, say, or where its rows end: they belong to no sample
+                continue  # belongs to no sample: an expert's index, or where its rows end
             place = place.simplest
             if isinstance(place, Rows):
                 if place.unknown:
@@ -77,15 +77,15 @@ def whose(func: Any, args: Any, data: Sequence[Tensor], batch_size: int) -> tupl
 
 
 def as_rows(func: Any, args: Any, kwargs: Any, rows: Rows, data: Sequence[Tensor]) -> Any:
-    """The output of a use whose activations have rows in several dimensions, or in none.
+    """Run a use whose activations have rows in several dimensions, or in none.
 
     Args:
-        func, args, kwargs: the operation, and what it was called with.
-        rows: of its activations.
+        func, args, kwargs: the operation and its arguments.
+        rows: rows of its activations.
         data: its operands that depend on the batch.
 
     Raises:
-        Refused: an operation that is not known to treat them one by one.
+        Refused: the operation may not treat rows independently.
     """
     dims = rows.owners.dim()
     ours = {id(x) for x in data if dims == 0 or x.shape[:dims] == rows.owners.shape}

@@ -1,4 +1,4 @@
-"""A use: one operation on tensors made of parameters, as the forward pass notes it and as it is settled afterwards."""
+"""Uses: operations on tensors made of parameters, as recorded in the forward pass and as settled afterwards."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Use:
     """One operation on sources.
 
     Attributes:
-        operation: its name, or that of the function that it is a part of.
-        rules: for each source the rule of its gradient.
-        output: shape and dtype of its output, and so of g.
-        node: the number of the node that gives its output, in the order in which the forward pass made them.
-        first, last: the nodes that the operation made have the numbers from `first` up to `last`, which is not one.
-        view: the number of the output's node where the output is a view of all that `node` gives; else that of `node`.
-        rows: whose the rows of its output are; None if they are B·k, k consecutive ones to a sample.
-        again: makes the rules once more, where what they are made of was let go of; see `clipping.tape.checkpointing`.
+        operation: its name, or the name of the function that it is a part of.
+        rules: each source with the rule of its gradient.
+        output: shape and dtype of its output and of g.
+        node: number of the node of its output, in the order in which the forward pass made nodes.
+        first, last: the operation's nodes have numbers from `first` to `last`, exclusive.
+        view: number of the output's own node if the output is a view of everything that `node` returns; else as `node`.
+        rows: owners of the output's rows; None if rows are B·k with k consecutive ones a sample.
+        again: makes the rules again after their inputs were freed; see `clipping.tape.checkpointing`.
     """
 
     operation: str
@@ -44,7 +44,7 @@ class Use:
     again: Callable[[], list[tuple[Source, Rule]]] | None = None
 
     def restored(self) -> list[tuple[Source, Rule]]:
-        """Its rules, with what was let go of, in a backward pass."""
+        """Return its rules with freed inputs recovered, in a backward pass."""
         if self.again is None:
             return self.rules
         found = self.again()
@@ -54,14 +54,14 @@ class Use:
 
     @property
     def owners(self) -> Tensor | None:
-        """The sample that each row of the output belongs to, [rows], -1 for none; None as for `rows`."""
+        """Owner of each row of the output, [rows], -1 for none; None as for `rows`."""
         return None if self.rows is None else self.rows.owners
 
     def largest(self, g: Tensor, batch_size: int) -> Tensor:
-        """The largest magnitude in the output's gradient g, of each sample, [B].
+        """Return each sample's largest magnitude in the output's gradient, [B].
 
         Args:
-            g: of the output, [B·k, ...].
+            g: gradient of the output, [B·k, ...].
             batch_size: B.
         """
         by_sample = g.reshape(batch_size, -1) if self.rows is None else taken(g, self.rows.padded, filled=True)
@@ -69,19 +69,19 @@ class Use:
 
 
 class Noted(NamedTuple):
-    """A use as the forward pass leaves it: no rule is made yet.
+    """A use as recorded in the forward pass, without rules.
 
     Attributes:
         operation: the function.
         output: shape and dtype of its output.
-        node, at: of the graph, and which of its outputs this is.
-        number: of the node, which may be gone when the forward pass has ended.
-        view: as of the use.
-        gradients: for each source what its rule is made of.
-        made: `first` and `last` of the use.
-        copies: the output, if its gradient is to be asked for itself.
-        order: the rows of the output, if they are not in the samples' order.
-        again: gives `gradients` anew, if those here are not whole.
+        node, at: its node in the graph, and the index among the node's outputs.
+        number: number of the node, which may be freed when the forward pass ends.
+        view: as in `Use`.
+        gradients: each source with the arguments of its rule.
+        made: `first` and `last` as in `Use`.
+        copies: the output, if its gradient is requested itself.
+        order: rows of the output, if they are not in the samples' order.
+        again: returns complete `gradients` if the inputs of these were freed.
     """
 
     operation: Any
@@ -97,13 +97,13 @@ class Noted(NamedTuple):
     again: Callable[[], list[tuple[Source, Gradient]]] | None = None
 
     def settled(self, batch_size: int) -> Use:
-        """With its rules, per sample.
+        """Return the use with its per-sample rules.
 
         Args:
             batch_size: B.
 
         Raises:
-            Refused: rows that are not the batch's.
+            Refused: the output's rows are not the batch's.
         """
         rules = self._rules(batch_size, self.gradients)
         use = Use(title(self.operation), rules, self.output, self.number, *self.made, self.view, self.order)
@@ -133,13 +133,13 @@ class Noted(NamedTuple):
 
 
 def given(output: Tensor, first: int) -> Tensor:
-    """What an operation made: its output, or what that is a view of, if it is all of it.
+    """Return an operation's output, or the base that the output is a view of, if it views all of it.
 
-    A view that is changed in place gets another node, and what it is a view of goes through the same one as before.
+    A view changed in place gets another node, while its base passes through the same one as before.
 
     Args:
-        output: of the operation.
-        first: the number of the first node that it made.
+        output: output of the operation.
+        first: number of the first node that it made.
     """
     base = output._base
     if base is None or base.grad_fn is None or base.numel() != output.numel():
@@ -149,10 +149,10 @@ def given(output: Tensor, first: int) -> Tensor:
 
 
 def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule]:
-    """A source that was made of rows, traced back to what they were made of.
+    """Trace a source made of rows back to the tensor of these rows.
 
-    A row for each row of the output (an expanded token), or rows read from an embedding, for each sample or for all of
-    them alike (positions).
+    The source has one row for each row of the output (an expanded token), or rows read from an embedding, for each
+    sample or for all alike (positions).
     """
     shape = source.tensor.shape
     if rule.aligned and source.row is not None:
@@ -168,11 +168,11 @@ def _by_row(source: Source, rule: Broadcast, output: Spec) -> tuple[Source, Rule
 
 
 def count_parts(uses: list[Use], counts: Counter[str]) -> None:
-    """Uses of disjoint parts of a parameter (experts) are one use of it.
+    """Count uses of disjoint parts of a parameter (experts) as one use.
 
     Args:
-        uses: of the forward pass.
-        counts: parameter name -> how many uses it has; changed in place.
+        uses: uses of the forward pass.
+        counts: parameter name -> number of uses; changed in place.
     """
     sources = [source for use in uses for source, _ in use.rules]
     for name in {name for source in sources if source.part is not None for name in source.parameters}:
