@@ -1,1 +1,1 @@
-"""The per-sample gradients of each operation that reads a parameter, and the ways to their norms and sums."""
+"""Rules: the per-sample gradient, norm and clipped sum of each operation that reads a parameter."""

@@ -1,4 +1,4 @@
-"""Parameters that are written among data, and data into tensors made of parameters: by a copy of them for each row."""
+"""Writes of parameters into data, and of data into tensors made of parameters: on one copy for each row."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from clipping.rules.base import Refused
 
 
 class Rows(Protocol):
-    """What a tape knows and does here.
+    """The part of a tape that rewrites of operations use.
 
     Methods take:
-        x, source, rows: a tensor or any other object, what a tensor is made of, how many copies.
+        x, source, rows: any object, a tensor's source, the number of copies.
     """
 
     def source(self, x: Any) -> Source | None:
-        """What a tensor is that is made of parameters alone; None for all else."""
+        """Return the source of a tensor made of parameters alone, else None."""
 
     def copies(self, source: Source, rows: int) -> Tensor:
-        """[rows, *shape of source]: a copy of it for each row."""
+        """Copy a source for each row: [rows, *shape of source]."""
 
     def own(self, source: Source) -> Tensor:
-        """The tensor of a source, which has a row for each row of the batch, as an activation."""
+        """Return the tensor of a source that has one row for each row of the batch, as an activation."""
 
     def let_go(self, x: Tensor) -> None:
-        """It depends on data from now on."""
+        """Stop treating a tensor as a source, as it now depends on data."""
 
 
 Instead = Callable[[], Any] | None
 Rewriting = Callable[..., Instead]
-"""(rows, operation, its arguments) -> what to run instead, for the tape to see; None if this call may stay as it is."""
+"""(rows, operation, arguments) -> a function to run instead under the tape; None to run the call unchanged."""
 
 FREEZE = "freeze it, or use microbatch or vmap"
 INTO_PARAMETERS = "writes data into a tensor made of parameters", "join them by torch.cat or torch.where"
 
 
 def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwargs: Any) -> Instead:
-    """target += D and its like, where all that follows is broadcast to the target's shape.
+    """target += D and its like; the other operands are broadcast to the target's shape.
 
     Args:
-        rows: what the tape knows.
-        func, target: the operation, and what it changes; what else it takes follows.
+        rows: the tape.
+        func, target: the operation and the tensor that it changes; the other arguments follow.
     """
     if func is torch.Tensor.add_ and rows.source(target) is None and not target._is_view():
-        return None  # it has a rule, which copies nothing
+        return None  # its rule needs no copies
     others = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     aligned = any(x.dim() == target.dim() > 0 and len(x) == len(target) for x in others if rows.source(x) is None)
 
@@ -62,14 +62,14 @@ def broadcast_in_place(rows: Rows, func: Any, target: Tensor, *args: Any, **kwar
 
 
 def assigned(rows: Rows, func: Any, target: Tensor, index: Any, value: Any) -> Instead:
-    """target[index] = value. The index must take all samples, in order, or say by numbers or masks what it takes.
+    """target[index] = value. The index must select all samples in order, or use indices or masks.
 
     Args:
-        rows: what the tape knows.
-        func, target, index, value: the operation, and what it was called with.
+        rows: the tape.
+        func, target, index, value: the operation and its arguments.
 
     Raises:
-        Refused: samples are not in the first dimension, or a slice takes some of them.
+        Refused: samples are not in the first dimension, or a slice selects only some of them.
     """
     entries = index if isinstance(index, tuple) else (index,)
     whole = takes_all(index) and len(entries) <= target.dim()
@@ -93,11 +93,11 @@ def put(rows: Rows, func: Any, input: Tensor, indices: Any, values: Tensor, accu
     """input.index_put(indices, values).
 
     Args:
-        rows: what the tape knows.
-        func, input, indices, values, accumulate: the operation, and what it was called with.
+        rows: the tape.
+        func, input, indices, values, accumulate: the operation and its arguments.
 
     Raises:
-        Refused: samples are not in the first dimension, or data go into a parameter itself.
+        Refused: samples are not in the first dimension, or data is written into a parameter itself.
     """
     target, source, entries = rows.source(input), rows.source(values), tuple(indices)
     if target is None and source is None:
@@ -119,7 +119,7 @@ def _require_first(*operands: Any) -> None:
 
 
 def width(entry: Any) -> int:
-    """Dimensions that an entry of an index reads.
+    """Return the number of dimensions that an entry of an index reads.
 
     Args:
         entry: an integer, a slice, None, a list or a tensor.
@@ -134,17 +134,17 @@ def _is_mask(entry: Any) -> bool:
 
 
 def takes_all(index: Any) -> bool:
-    """Whether an index takes all rows, in their order.
+    """True if an index selects all rows in order.
 
     Args:
-        index: of a tensor; or a tuple of its entries.
+        index: index of a tensor, or a tuple of entries.
     """
     first = index[0] if isinstance(index, tuple) and index else index
     return first is Ellipsis or (isinstance(first, slice) and first == slice(None))
 
 
 def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
-    """A target that is made of parameters becomes a copy of them for each row, which data may be written to."""
+    """Replace a target made of parameters by one copy for each row, so that data may be written to it."""
     source = rows.source(target)
     if source is None:
         return
@@ -152,11 +152,11 @@ def _as_activation(rows: Rows, target: Tensor, aligned: bool) -> None:
         raise Refused(*INTO_PARAMETERS)
     activation = rows.own(source)
     rows.let_go(target)
-    target.detach_().copy_(activation)  # what it was made of is read no more
+    target.detach_().copy_(activation)  # its origins are no longer read
 
 
 def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:
-    """The source as an activation that is broadcast to `shape`, whose first dimension is the rows."""
+    """Return the source as an activation broadcast to `shape`, with rows in the first dimension."""
     x = source.tensor
     if shape and x.dim() == len(shape) and shape[0] == len(x):
         return rows.own(source)
@@ -166,7 +166,7 @@ def _for_each_row(rows: Rows, source: Source, shape: torch.Size) -> Tensor:
 
 
 def _beside(rows: Rows, source: Source, index: tuple[Any, ...], shape: torch.Size) -> Tensor:
-    """A copy for each row of a target, at whose index it is read as the target is written."""
+    """Copy a source for each row of a target; the target's index applies to it."""
     entry = shape[sum(map(width, index)) :]
     source = source if source.row is None else source.row
     x = source.tensor
@@ -177,6 +177,6 @@ def _beside(rows: Rows, source: Source, index: tuple[Any, ...], shape: torch.Siz
 
 
 def _spread(copies: Tensor, inner: Sequence[int], dims: int) -> Tensor:
-    """[rows, *] of what was copied to [rows, 1, ..., 1, *inner] of so many dimensions."""
+    """Reshape copies [rows, *] to [rows, 1, ..., 1, *inner] of `dims` dimensions."""
     found = copies.reshape(copies.shape[0], *[1] * (dims - 1 - len(inner)), *inner)
     return mark_data(found, samples_of(copies)) if is_marked(copies) else found

@@ -1,15 +1,15 @@
-"""One use of one parameter, and the per-sample gradient that it contributes.
+"""Rules: the per-sample gradient that one use of one parameter contributes.
 
-Every parameter enters an operation in one of a few ways; for each there is a `Rule`. A rule is made in the forward
-pass, keeps what it needs of the operation's input, and is handed the gradient g of the operation's output in the
-backward pass. Layouts: B samples first; T positions, d inputs, p outputs per group, as in arXiv:2205.10683 §4.
+Every parameter enters an operation in one of a few ways, and each has a `Rule`. The forward pass makes the rule, which
+keeps what it needs of the operation's input. In the backward pass it receives the gradient g of the operation's output.
+Layouts: B samples first; T positions, d inputs, p outputs per group, as in arXiv:2205.10683 §4.
 
     instantiate    the per-sample gradient itself, [B, *shape]:          time 2BTpd,       space Bpd
     ghost          its squared norm from two Gram matrices, [B]:         time 2BT²(p + d), space 2BT²
 
-For each there may be several *ways* of computing it, all exact; which is fastest depends on shape and device. A
-`Route` says which of it all is taken. Both go through the batch in blocks of samples that stay within
-`Rule.workspace` bytes (or one sample's need, if that is more).
+Each may have several *ways* to compute it, all exact; the fastest depends on shape and device. A `Route` states the
+choice. Both process the batch in blocks of samples of at most `Rule.workspace` bytes (or of one sample, if it needs
+more).
 """
 
 from __future__ import annotations
@@ -32,32 +32,31 @@ from clipping.numerics.rounding_bounds import Reach, of_rows, row_norms
 from clipping.numerics.squares import sum_of_squares
 
 WORKSPACE = {"cpu": 16 * 2**20, "cuda": 64 * 2**20}
-"""Bytes that one norm, or a copy for a sum, may always use beside the operation's own input and output gradient: on a
-CPU what its caches hold, on a GPU what keeps it busy, or more (`SHARE`)."""
+"""Bytes that one norm, or a copy for a sum, may always use besides the operation's own input and output gradient. They
+fit a CPU's caches, and keep a GPU busy, which may use more (`SHARE`)."""
 SHARE = 128
-"""Of a GPU's memory, what is always there for it: blocks of 64 MiB are a thousand launches in a large batch."""
+"""The share of a GPU's memory that is always available: blocks of 64 MiB are a thousand launches in a large batch."""
 
 
 @functools.cache
 def share_of_gpu(index: int) -> int:
-    """Bytes of a GPU's workspace; 0 of one that is not here, a fake tensor's.
+    """Bytes of a GPU's workspace; 0 for a missing GPU (of a fake tensor).
 
     Args:
-        index: the device's number.
+        index: index of the device.
     """
     return torch.cuda.get_device_properties(index).total_memory // SHARE if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)
 class Route:
-    """How the norm of one use is found, and what is kept of it for the sum.
+    """How to compute the norm of one use, and what to keep for the sum.
 
     Attributes:
-        ghost: by Gram matrices, else from the instantiated gradient.
-        way: one of the rule's ways of doing so; "" is the one that its formulas prefer.
-        block: samples at a time; 0 is as many as the workspace holds.
-        kept: the instantiated gradients are kept until the factors are known, in place of the input and the output's
-            gradient.
+        ghost: True for Gram matrices, False for the instantiated gradient.
+        way: one of the rule's ways; "" for the one that its formulas prefer.
+        block: samples at a time; 0 for as many as the workspace holds.
+        kept: keep the instantiated gradients until the factors are known, instead of the input and output gradient.
     """
 
     ghost: bool = False
@@ -67,22 +66,22 @@ class Route:
 
 
 class Spec(NamedTuple):
-    """Shape and dtype of a tensor: all that the formulas read of an output's gradient that is not there yet."""
+    """Shape and dtype of a tensor, enough for formulas on an output's gradient before it exists."""
 
     shape: torch.Size
     dtype: torch.dtype
 
     def numel(self) -> int:
-        """Entries, as of a tensor."""
+        """Number of entries, as `Tensor.numel`."""
         return self.shape.numel()
 
     def element_size(self) -> int:
-        """Bytes of an entry, as of a tensor."""
+        """Bytes of an entry, as `Tensor.element_size`."""
         return self.dtype.itemsize
 
 
 class Work(NamedTuple):
-    """What one sample takes by some way: multiplications, bytes written or read besides, bytes of workspace."""
+    """The cost of one sample: multiplications, other bytes read or written, bytes of workspace."""
 
     multiplications: float
     traffic: float
@@ -90,33 +89,33 @@ class Work(NamedTuple):
 
 
 RATES = {"cpu": (1e11, 2e10), "cuda": (1.5e13, 2e12)}
-"""Rough multiplications and bytes a second of a kind of device: only their ratio matters, and timings override it."""
+"""Rough multiplications and bytes a second of each kind of device. Only ratios matter, and timings override them."""
 
 GRAM_KERNEL, NORM_KERNEL = "gram kernel", "norm kernel"
-"""Ways of `clipping.accel`, for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
+"""Ways of `clipping.accel` for CUDA: by Gram tiles, and by tiles of the per-sample gradient."""
 COMPILED = "compiled"
-"""The way of `clipping.accel.cpu`: by Gram tiles, too."""
+"""The way of `clipping.accel.cpu`, also by Gram tiles."""
 KERNELS = (GRAM_KERNEL, NORM_KERNEL, COMPILED)
-"""All of these: ways that not every machine has. The first step never takes one, unless nothing will ever be timed."""
+"""Ways that not every machine has. The first step uses them only if nothing will ever be timed."""
 
 
 Gradient = tuple[Any, ...]
-"""(parameter or None, the class of its rule, and what else that is made with): a rule that is not made yet. It holds on
-to no more of the forward pass than the rule will."""
+"""(parameter or None, class of the rule, further arguments): a rule not made yet. It keeps no more of the forward pass
+alive than the rule will."""
 
 
 def made(gradient: Gradient) -> Rule:
-    """The rule that it stands for.
+    """Make the rule.
 
     Args:
-        gradient: (parameter, kind of rule, what else the rule is made of).
+        gradient: (parameter, class of the rule, further arguments).
     """
     parameter, kind, *made_of = gradient
     return kind(parameter, *made_of)
 
 
 class Refused(Exception):
-    """This configuration of an operation has no exact rule."""
+    """Raised for a configuration of an operation that has no exact rule."""
 
     def __init__(self, reason: str, remedy: str) -> None:
         super().__init__(reason)
@@ -124,22 +123,22 @@ class Refused(Exception):
 
 
 def title(operation: Any) -> str:
-    """What people call it.
+    """Return the usual name of an operation.
 
     Args:
-        operation: a function of torch's.
+        operation: a torch function.
     """
     return getattr(operation, "__name__", str(operation))
 
 
 def as_refused(error: Exception) -> Refused:
-    """The refusal that an error stands for which came of recording an operation, or of its gradient.
+    """Convert an error raised while recording an operation or its gradient to a refusal.
 
     Args:
-        error: what was raised.
+        error: the error.
 
     Raises:
-        Exception: the error itself, if it is about memory.
+        Exception: the error itself, if it is an out-of-memory error.
     """
     if isinstance(error, Refused):
         return error
@@ -153,34 +152,34 @@ class Rule(ABC):
     """The gradient of one parameter through one operation.
 
     Attributes:
-        parameter: the parameter, or the tensor made of parameters, that the operation read.
+        parameter: the parameter, or tensor made of parameters, that the operation read.
         positions, inputs, outputs, groups: T, d, p and the number of independent groups of the weight's linear form
-            (0 where there is none).
+            (0 without one).
 
     Methods take:
-        g, samples: the output's gradient, [B·fold, ...], and which samples of the batch. Of a `Spec` shape and dtype.
-        way, block: one of `ghosts` or `instantiations`; samples at once. "" and 0: what the formulas prefer.
-        other, other_g, others: other uses, and the gradients of their outputs.
-        route, factors, ghost, kept: as decided; c [B]; by Gram matrices; the sum is formed from kept gradients.
-        fold, count: rows to a sample; how many samples.
+        g, samples: the output's gradient, [B·fold, ...] (or its `Spec`), and a slice of the batch.
+        way, block: one of `ghosts` or `instantiations`; samples at once. "" and 0 are the formulas' choice.
+        other, other_g, others: other uses, and their outputs' gradients.
+        route, factors, ghost, kept: the chosen route; c [B]; by Gram matrices; kept gradients form the sum.
+        fold, count: rows for each sample; number of samples.
     """
 
     ghosts: tuple[str, ...] = ()
-    """Ways of finding the norm without the gradient in memory, by Gram matrices for most; none where there is none."""
+    """Ways to compute the norm without the gradient in memory, mostly by Gram matrices; may be empty."""
     instantiations: tuple[str, ...] = ("direct",)
-    """Ways of forming the per-sample gradient."""
+    """Ways to form the per-sample gradient."""
     is_fallback = False
     aligned = False
-    """The tensor has a row for each row of the output, and each meets its own."""
-    library = ""  # whose product forms Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
+    """True if the tensor has one row for each row of the output, which uses it."""
+    library = ""  # library of the product Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
     fold = 1
-    """Rows of the output to a sample: more than one where windows or tokens were folded into the batch."""
+    """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
     route = Route()
-    """What was decided for this use, before the backward pass."""
+    """The route chosen for this use before the backward pass."""
     chosen_for = 0
-    """Samples that routes are chosen for; 0 for as many as there are. See `clipping.backends.tape`."""
+    """Number of samples to choose routes for; 0 for the batch size. See `clipping.backends.tape`."""
     share: Any = None
-    """Told that only the gradient of the operation's input is wanted, if it can make use of that."""
+    """Called if only the gradient of the operation's input is needed, if the operation can use that."""
 
     def __init__(self, parameter: Tensor, positions: int = 0, inputs: int = 0, outputs: int = 0, groups: int = 1):
         self.parameter = parameter
@@ -188,35 +187,35 @@ class Rule(ABC):
 
     @abstractmethod
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
-        """Per-sample gradients [b, *shape] of the `samples` of a batch, from the output's gradient g [B, ...]."""
+        """Return the per-sample gradients [b, *shape] of some samples, from the output's gradient g [B, ...]."""
 
     def regroup(self, fold: int) -> Rule:
-        """The rule for an output of B·fold rows, `fold` consecutive ones to a sample."""
+        """Return the rule for an output of B·fold rows, `fold` consecutive ones for each sample."""
         return Regrouped(self, fold)
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
-        """<this use's per-sample gradient, the other's> [B] of the same parameter, or None if there is no short way."""
+        """Inner products [B] of two uses' per-sample gradients of the same parameter, or None without a short way."""
         return None
 
     def reach(self, g: Tensor) -> Reach | None:
-        """How large the terms are that the gradient is summed from (`numerics.rounding_bounds`); None if not known."""
+        """Size of the terms that the gradient sums (`numerics.rounding_bounds`); None if unknown."""
         return None
 
     def features(self) -> int:
-        """Of the longest rows that are multiplied with one another in a Gram matrix."""
+        """Length of the longest rows multiplied in a Gram matrix."""
         return max(self.inputs, self.outputs)
 
     def _reach_of_rows(self, g: Tensor, of_block: Callable[[slice], Reach], size: int) -> Reach:
-        """In blocks of samples, of which each takes so many bytes."""
+        """Compute the reach in blocks of samples of `size` bytes each."""
         found = each(lambda samples: of_block(samples), blocks(self.samples(g), size, self.workspace(g)))
         return Reach(*(map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0]))
 
     def companions(self, g: Tensor) -> Hashable:
-        """The same for uses, of different parameters, whose squared norms are found faster together: see there."""
+        """Return equal keys for uses of different parameters whose squared norms are faster to compute together."""
         return id(self)
 
     def squared_norms(self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()) -> Tensor:
-        """‖per-sample gradient‖² [B], float32 or wider; by Gram matrices, perhaps a rounding below zero.
+        """‖per-sample gradient‖² [B], float32 or wider; rounding may make it slightly negative by Gram matrices.
 
         With `others`, its companions and their output gradients, the sum of all their squared norms.
         """
@@ -232,7 +231,7 @@ class Rule(ABC):
     def squares_and_reach(
         self, g: Tensor, route: Route, others: Sequence[tuple[Rule, Tensor]] = ()
     ) -> tuple[Tensor, list[Reach]]:
-        """`squared_norms`, and the reach of each where it is found with them; none where it is to be asked for."""
+        """`squared_norms`, and the reach of each use if it is computed along with them."""
         return self.squared_norms(g, route, others), []
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
@@ -245,7 +244,7 @@ class Rule(ABC):
         return added(weighted, self.blocks(g, way))
 
     def instantiate_all(self, g: Tensor) -> Tensor:
-        """Per-sample gradients [B, *shape], in the way and the blocks of the route if it names an instantiating one."""
+        """Per-sample gradients [B, *shape], by the way and in the blocks of the route if it instantiates them."""
         way = "" if self.route.ghost else self.route.way
         several = self.blocks(g, way, self.route.block) if way else [slice(0, self.samples(g))]
         return concatenated(lambda samples: self.instantiate(g, samples, way), several)
@@ -255,56 +254,56 @@ class Rule(ABC):
         return None
 
     def shapes(self) -> tuple[object, ...]:
-        """What the work of a sample depends on beside the output."""
+        """Return all shapes besides the output's that a sample's cost depends on."""
         return tuple(self.parameter.shape), self.positions, self.inputs, self.outputs, self.groups
 
     def offer_kernels(self, *ways: str) -> None:
-        """Triton's kernels as further ways of the norm, where they run: they write neither Grams nor gradients."""
+        """Add Triton's kernels as ways of the norm, where they run: they write neither Gram matrices nor gradients."""
         if kernels.cuda.supported(self.parameter):
             self.ghosts = (*self.ghosts, *ways)
 
     def offer_compiled(self) -> None:
-        """The kernel for CPUs as a further way of the norm, where there is a library and anything to multiply."""
+        """Add the CPU kernel as a way of the norm, if its library is available and there is anything to multiply."""
         if self.positions > 1 and kernels.cpu.supported(self.parameter):
             self.ghosts = (*self.ghosts, COMPILED)
 
     def samples(self, g: Tensor | Spec) -> int:
-        """B, from the output's gradient."""
+        """Return B from the output's gradient."""
         return g.shape[0] // self.fold
 
     def output_rows(self, count: int) -> int:
-        """Rows of the output that so many samples have."""
+        """Return the number of output rows of this many samples."""
         return count * self.fold
 
     def rows(self, samples: slice) -> slice:
-        """Where the rows of these samples are in the output."""
+        """Return the output rows of these samples."""
         return slice(samples.start * self.fold, samples.stop * self.fold)
 
     def blocks(self, g: Tensor | Spec, way: str, block: int = 0) -> list[slice]:
-        """The batch in blocks of at most `block` samples, or of what the workspace holds."""
+        """Split the batch into blocks of at most `block` samples, or of what the workspace holds."""
         available = block if block else int(self.workspace(g) // max(1, self.work(g, way).workspace))
         return blocks(self.samples(g), 1, available)
 
     def workspace(self, g: Tensor | Spec) -> int:
-        """Bytes that a norm may use: a quarter of the output's gradient, so that large batches need no more blocks."""
+        """Bytes that a norm may use: a quarter of the output's gradient or more, so that block counts stay bounded."""
         return max(self.room(), g.numel() * g.element_size() // 4)
 
     def room(self) -> int:
-        """Bytes that a norm may use whatever the batch."""
+        """Bytes that a norm may use for any batch size."""
         least = WORKSPACE.get((device := self.parameter.device).type, WORKSPACE["cuda"])
         return max(least, share_of_gpu(device.index or 0)) if device.type == "cuda" else least
 
     def planned(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples that routes are chosen for, and bytes of each one's part of the output's gradient."""
+        """Number of samples to choose routes for, and bytes of each one's part of the output's gradient."""
         return self.chosen_for or self.samples(g), g.numel() * g.element_size() // max(1, self.samples(g))
 
     def is_kept(self, g: Tensor | Spec) -> bool:
-        """Whether the instantiated gradients of the whole batch take no more than what would be kept instead."""
+        """True if the instantiated gradients of the whole batch need no more memory than the tensors they replace."""
         count, each = self.planned(g)
         return count * self.instantiated_bytes(g) <= max(self.room(), count * each)
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
-        """What one sample's norm takes by `way`; of g only shape and dtype are read."""
+        """Return the cost of one sample's norm by `way`."""
         entries, size = self.parameter.numel(), g.element_size()
         if way in self.ghosts:
             pairs = self.positions**2 * self.groups
@@ -317,27 +316,27 @@ class Rule(ABC):
         return Work(max(1, self.positions) * entries, 2 * entries * size, entries * size)
 
     def norm_bytes(self, g: Tensor | Spec, way: str, block: int) -> int:
-        """Bytes that the norms of a block of samples take at once, instantiated gradients among them."""
+        """Bytes that the norms of a block of samples need at once, instantiated gradients included."""
         bytes_ = int(block * self.work(g, way).workspace)
-        return min(bytes_, self.workspace(g)) if way in self.ghosts else bytes_  # large Gram matrices come in blocks
+        return min(bytes_, self.workspace(g)) if way in self.ghosts else bytes_  # large Gram matrices use blocks
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
-        """Bytes that `weighted` takes beside (a, g) and the sum: one of them is scaled, if there is an input."""
+        """Bytes that `weighted` needs besides (a, g) and the sum: it scales one of them, if there is an input."""
         return 0 if self.held_input() is None else g.numel() * g.element_size()
 
     def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
-        """The way that the formulas prefer; a kernel is never taken before it was timed."""
+        """Return the way that the formulas prefer; kernels must be timed first."""
         ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]
         return ways[0] if len(ways) == 1 else min(ways, key=lambda way: self.seconds(g, way))
 
     def seconds(self, g: Tensor | Spec, way: str) -> float:
-        """Seconds of one sample's norm by `way`, predicted from its work and rough rates of the kind of device."""
+        """Predict the seconds of one sample's norm by `way`, from its cost and rough rates of the device kind."""
         work = self.work(g, way)
         multiplying, moving = RATES.get(self.parameter.device.type, RATES["cuda"])
         return work.multiplications / multiplying + work.traffic / moving
 
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
-        """Seconds of one sample's share of the clipped sum, from kept gradients or by a weight gradient."""
+        """Predict the seconds of one sample's share of the clipped sum, from kept gradients or by a weight gradient."""
         multiplying, moving = RATES.get(self.parameter.device.type, RATES["cuda"])
         if kept:
             return self.parameter.numel() * g.element_size() / moving
@@ -358,7 +357,7 @@ class Rule(ABC):
 
 
 class Regrouped(Rule):
-    """A rule whose rows are `fold` to a sample: instantiated for each row, then summed over each sample's."""
+    """A rule with `fold` rows for each sample: instantiates for each row, then sums over each sample's rows."""
 
     def __init__(self, rule: Rule, fold: int) -> None:
         super().__init__(rule.parameter, rule.positions * fold, rule.inputs, rule.outputs, rule.groups)
@@ -382,7 +381,7 @@ class Bias(Rule):
 
     Args:
         parameter: [p].
-        channel: the dimension of the output that the bias runs along; negative counts from the end.
+        channel: dimension of the output that the bias applies to; negative counts from the end.
     """
 
     def __init__(self, parameter: Tensor, channel: int) -> None:

@@ -1,4 +1,4 @@
-"""Functions of torch that are several operations in one: run as their parts, so that the tape sees each of them."""
+"""Composite torch functions, run as their parts, so that the tape sees each operation."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ def multi_head_attention_forward(
         context = F.scaled_dot_product_attention(q, k, v, mask, dropout_p if training else 0.0, causal)
         attention = None
     out = F.linear(context.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias)
-    return out.transpose(0, 1).contiguous(), attention  # in torch's layout: dropout draws as entries lie in memory
+    return out.transpose(0, 1).contiguous(), attention  # in torch's layout: dropout draws in memory order
 
 
 def _merged_mask(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """One additive mask [B or 1, heads or 1, T, S] of a float or boolean attention mask and a padding mask [B, S]."""
+    """Merge a float or boolean attention mask and a padding mask [B, S] to an additive [B or 1, heads or 1, T, S]."""
     merged = None
     if attn_mask is not None:
         additive = _additive(attn_mask, q)
@@ -101,9 +101,9 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention whose mask is made of parameters (a relative position bias).
+    """torch.nn.functional.scaled_dot_product_attention with a mask made of parameters (a relative position bias).
 
-    A fused kernel gives no gradient of its mask, so that torch itself takes this way then.
+    Fused kernels compute no gradient of the mask; torch, too, uses this path then.
     """
     if attn_mask is None:
         return NotImplemented

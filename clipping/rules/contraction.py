@@ -1,14 +1,14 @@
-"""A weight W of any number of dimensions in an einsum with one activation a, samples first: y = einsum("b..,..->b..").
+"""einsum of an activation a, samples first, and a weight W of any number of dimensions: y = einsum("b..,..->b..").
 
-Each letter of W says what it is to the product, as in a linear layer with groups:
+Each letter of W has a role in the product, as in a linear layer with groups:
 
-    in a and y      a group: each has a product of its own
+    in a and y      a group: each has its own product
     in a alone      an input, d
     in y alone      an output, p
-    in neither      summed over: its entries have one gradient
+    in neither      summed over: all its entries have the same gradient
 
-and those of a and y that W does not have are positions, T. So the per-sample gradient is G products gᵀa, and its
-squared norm the sum of theirs.
+Letters of a and y that are not in W are positions, T. The per-sample gradient is G products gᵀa, and its squared norm
+is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Contraction(Bilinear):
     """W in y = einsum("a,w->y").
 
     Args:
-        weight: of the letters `w`.
-        x: the activation, of the letters `a`, of which the first is the samples'.
+        weight: tensor with the letters `w`.
+        x: activation with the letters `a`; the first letter is the samples'.
         letters: a, w and y, each a string without repeated letters; y begins as a does.
     """
 
@@ -133,14 +133,14 @@ class Contraction(Bilinear):
 
 
 def parsed(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
-    """The letters of each operand and of the output; those for "..." in capitals that it does not use.
+    """Return the letters of each operand and of the output, with unused capitals in place of "...".
 
     Args:
-        equation: as `torch.einsum` has it.
+        equation: as in `torch.einsum`.
         operands: two tensors.
 
     Raises:
-        Refused: a repeated letter in one operand.
+        Refused: an operand repeats a letter.
     """
     left, arrow, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -160,13 +160,13 @@ def parsed(equation: str, operands: Sequence[Tensor]) -> tuple[list[str], str]:
 
 
 def einsum(equation: Any, *operands: Any) -> tuple[Tensor, Sequence[Gradient]]:
-    """torch.einsum of an activation and a weight, in either order, whose first letter are the samples."""
+    """torch.einsum of an activation and a weight, in either order; the activation's first letter is the samples'."""
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     if not isinstance(equation, str) or len(flat) != 2:
         raise Refused("einsum has a rule for an equation and two operands only", REMEDY)
     terms, y = parsed(equation, flat)
     output = torch.einsum(equation, *flat)
-    output = output.clone() if output._is_view() else output  # changed in place, it would get another node
+    output = output.clone() if output._is_view() else output  # a view changed in place would get another node
     gradients = []
     for mine, other in ((0, 1), (1, 0)):
         a, w = terms[other], terms[mine]
@@ -179,6 +179,6 @@ def einsum(equation: Any, *operands: Any) -> tuple[Tensor, Sequence[Gradient]]:
 
 
 def _broadcast(x: Tensor, weight: Tensor, a: str, w: str) -> list[int]:
-    """Sizes of letters that are 1 in one operand, and more in the other."""
+    """Return the sizes of letters that have size 1 in one operand and more in the other."""
     other = dict(zip(w, weight.shape, strict=True))
     return [min(n, other[c]) for c, n in zip(a, x.shape, strict=True) if c in other and other[c] != n]

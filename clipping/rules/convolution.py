@@ -1,10 +1,10 @@
 """Convolutions in one, two and three dimensions, with stride, padding, dilation and groups.
 
-With the patches of the padded input, A [B, groups, T, d] where T = ∏ output size and d = C/groups · ∏ kernel size, a
+With the patches of the padded input, A [B, groups, T, d], where T = ∏ output size and d = C/groups · ∏ kernel size, a
 convolution is a linear layer in each group: y = A Wᵀ, W [groups, p, d]. (arXiv:2205.10683, equation 2.5)
 
-The per-sample gradient is formed without patches: with the batch folded into the groups, the library's own kernel for
-the weight gradient of a convolution returns one gradient a sample. (Rochette et al. 2019, arXiv:1912.06015)
+The per-sample gradient needs no patches: with the batch folded into the groups, the library's kernel for the weight
+gradient of a convolution returns one gradient for each sample. (Rochette et al. 2019, arXiv:1912.06015)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from clipping.rules.pixel_gram import (
 from clipping.rules.weight import Bilinear
 
 MOST_PIXELS = 1024
-"""Of an image for the compiled way, which holds the whole Gram matrix of one sample's pixels, on each thread."""
+"""Most pixels of an image for the compiled way; each thread holds the whole Gram matrix of one sample's pixels."""
 
 
 class ConvolutionWeight(Bilinear):
@@ -48,11 +48,11 @@ class ConvolutionWeight(Bilinear):
 
     Args:
         weight: [p·groups, C/groups, *kernel].
-        x: [B, C, *size], padded already wherever the padding is not the same on both sides (`work` takes a `Spec`).
+        x: [B, C, *size], already padded if the padding differs between the two sides (`work` accepts a `Spec`).
         output_size: spatial size of the output.
         stride, padding, dilation: one number a spatial dimension.
         groups: as in torch.nn.Conv2d.
-        share: with the node of the graph that this is the convolution of, if that listens.
+        share: called with the node of the convolution, if the node listens.
     """
 
     ghosts: tuple[str, ...] = ("pixels", "patches")
@@ -79,7 +79,7 @@ class ConvolutionWeight(Bilinear):
         )
         self.x, self.stride, self.padding, self.dilation, self.share = x, stride, padding, dilation, share
         self.kernel = list(weight.shape[2:])
-        if self._is_pointwise():  # its patches are its pixels
+        if self._is_pointwise():  # patches are pixels
             self.ghosts, self.instantiations = ("patches",), ("unfold",)
             self.offer_kernels(GRAM_KERNEL)
         elif weight.shape[1] == 1 and self.outputs == 1:  # depthwise: a Gram matrix of one channel is an outer product
@@ -92,7 +92,7 @@ class ConvolutionWeight(Bilinear):
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         x, g = self.operands(g, samples)
         count = x.shape[0]
-        if way != "unfold":  # which multiplies by products that are wide themselves
+        if way != "unfold":  # "unfold" uses products that accumulate in a wide dtype themselves
             x, g = x.to(wide_dtype(g.dtype)), g.to(wide_dtype(g.dtype))
         if way == "shifts":
             return self._by_shifts(x, g)
@@ -106,7 +106,7 @@ class ConvolutionWeight(Bilinear):
         return self._weight_gradient(folded_x, folded_g, count).view(count, *self.parameter.shape)
 
     def _by_shifts(self, x: Tensor, g: Tensor) -> Tensor:
-        """Depthwise, [b, C, 1, *kernel]: for each kernel offset the sum of g · x where they meet."""
+        """Depthwise, [b, C, 1, *kernel]: for each kernel offset the sum of g · x where both exist."""
         found = g.new_zeros(*g.shape[:2], 1, *self.kernel)
         for remainders, offsets in phases(self._geometry()):
             phase = every(x, remainders, self.stride)
@@ -124,7 +124,7 @@ class ConvolutionWeight(Bilinear):
         return found
 
     def _by_pairs(self, x: Tensor, g: Tensor) -> Tensor:
-        """Depthwise, of small images: all products g_t x_n, then for each kernel offset those that it joins."""
+        """Depthwise, for small images: all products g_t x_n, then for each kernel offset the sum of its pairs."""
         pixels = x[0, 0].numel()
         each = torch.eye(pixels, dtype=x.dtype, device=x.device).view(pixels, 1, *x.shape[2:])
         # [n, offset, t]: 1 where t reads n
@@ -133,7 +133,7 @@ class ConvolutionWeight(Bilinear):
         return (products.flatten(1) @ joins.permute(2, 0, 1).flatten(0, 1)).view(*g.shape[:2], 1, *self.kernel)
 
     def reach(self, g: Tensor) -> Reach:
-        """From the norms of pixels: those of the patches are their sums over the kernel's offsets."""
+        """Reach from norms of pixels; the squared norm of a patch is their sum over the kernel's offsets."""
 
         def of_block(samples: slice) -> Reach:
             x, of = self.operands(g, samples)
@@ -172,12 +172,12 @@ class ConvolutionWeight(Bilinear):
         return way == COMPILED or (way == "pixels" and self._whole(g))
 
     def _with_reach(self, x: Tensor, g: Tensor, way: str) -> Tensor:
-        """[b·groups, 1 + k]: squared norms, and what `Reach.of_columns` takes."""
+        """[b·groups, 1 + k]: squared norms, and the columns for `Reach.of_columns`."""
         found = compiled_norms if way == COMPILED else pixel_norms
         return found(self._grouped(x), self._grouped(g), self._geometry(), self._least(g))
 
     def _whole(self, g: Tensor | Spec) -> bool:
-        """Whether Gram matrices of pixels are formed as a whole, and go to the kernel for GPUs."""
+        """True if whole Gram matrices of pixels are formed for the GPU kernel."""
         fits = self._pairs(g) * norm_dtype(g.dtype).itemsize <= self.room()
         return fits and len(self.kernel) <= 2 and kernels.fused.runs(self.parameter) and g.dtype in kernels.cuda.DTYPES
 
@@ -195,7 +195,7 @@ class ConvolutionWeight(Bilinear):
         return self.gradients(x, g, 1)[0]
 
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
-        """Portions folded into the groups: sample i is in portion i mod `count`, so that this is a view."""
+        """Fold portions into the groups: sample i is in portion i mod `count`, so that this is a view."""
         x, g = (y.to(wide_dtype(y.dtype)) for y in (x, g))
         if count > 1:
             x, g = (y.reshape(len(y) // count, count * y.shape[1], *y.shape[2:]) for y in (x, g))
@@ -205,7 +205,7 @@ class ConvolutionWeight(Bilinear):
         return max(self._each(g))
 
     def _each(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Bytes of one sample's input and output gradient."""
+        """Bytes of one sample's input, and of its output gradient."""
         size = g.element_size()
         return math.prod(self.x.shape[1:]) * size, math.prod(g.shape[1:]) * size
 
@@ -214,7 +214,7 @@ class ConvolutionWeight(Bilinear):
         return x if x.dtype == g.dtype else x.to(g.dtype), g
 
     def _weight_gradient(self, x: Tensor, g: Tensor, fold: int) -> Tensor:
-        """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times as many groups."""
+        """The library's weight gradient, [fold · outputs, ...], of a convolution with `fold` times the groups."""
         weight = self.parameter
         if fold == 1 and self._by_rows(len(g)):
             a, g = (y.transpose(1, 2).flatten(0, 1) for y in self._positions(x, g))
@@ -236,7 +236,7 @@ class ConvolutionWeight(Bilinear):
         )[1]
 
     def _by_rows(self, samples: int) -> bool:
-        """Whether few pixels meet in a large weight, which a CPU's library would lay out anew for a convolution."""
+        """True for few pixels and a large weight, which a CPU's library would copy to another layout."""
         few = samples * self.positions * (self.inputs + self.outputs) <= self.inputs * self.outputs
         return few and self.parameter.device.type == "cpu" and self._reads_one_pixel()
 
@@ -251,14 +251,14 @@ class ConvolutionWeight(Bilinear):
         unfolded = 0 if self._is_pointwise() else self.positions * self.inputs * self.groups
         if way == "unfold":
             return work._replace(traffic=work.traffic + 3 * unfolded * size, workspace=work.workspace + unfolded * size)
-        if way == "shifts":  # nothing is multiplied where image and shifted kernel do not meet
+        if way == "shifts":  # only where image and shifted kernel overlap
             moved = math.prod(min(k, 2 * n - 1) for k, n in zip(self.kernel, self.x.shape[2:], strict=True))
             touched = 3 * moved * self.positions * self.groups
             return Work(0.0, touched * size, work.workspace + self.positions * self.groups * size)
         if way == "pairs":
             pairs = self.positions * math.prod(self.x.shape[2:]) * self.groups
             return Work(pairs * self.inputs, 2 * pairs * size, work.workspace + pairs * size)
-        if way == "grouped":  # many small products, where the ordinary weight gradient has one: dots if depthwise
+        if way == "grouped":  # many small products instead of one weight gradient: dot products if depthwise
             slower = 30 if "shifts" in self.instantiations else 1.5
             return work._replace(multiplications=slower * work.multiplications)
         wide = norm_dtype(g.dtype).itemsize
@@ -276,7 +276,7 @@ class ConvolutionWeight(Bilinear):
         grams = sum(1 for _ in phases(self._geometry()))
         pairs, shifts = self.positions**2 * self.groups, sum(self.kernel)
         multiplications = pairs * self.outputs + grams * phase * channels
-        if way == COMPILED:  # of half of the pairs
+        if way == COMPILED:  # half of the pairs
             return Work(multiplications / 2, math.prod(self.kernel) * pairs / 2 * wide, size)
         return Work(
             multiplications,
@@ -305,7 +305,7 @@ class ConvolutionWeight(Bilinear):
         return taken + self._convolution(g, samples).weight_gradient() - self.instantiated_bytes(g)
 
     def _convolution(self, g: Tensor | Spec, rows: int, fold: int = 1) -> Convolution:
-        """Of some samples, or with `fold` samples folded into the groups."""
+        """The convolution of some samples, or with `fold` samples folded into the groups."""
         outputs, *kernel = self.parameter.shape
         x, y = ([rows, fold * shape[1], *shape[2:]] for shape in (self.x.shape, g.shape))
         return Convolution(x, (fold * outputs, *kernel), y, self.stride, fold * self.groups, g.dtype)
@@ -352,14 +352,14 @@ def convolution(
 ) -> tuple[Tensor, Sequence[Gradient]]:
     """torch.nn.functional.conv1d, conv2d and conv3d, and the gradients of their parameters.
 
-    The other padding modes of torch.nn.Conv2d pad the input first and come here as padding 0.
+    For other padding modes torch.nn.Conv2d pads the input first and calls this with padding 0.
     """
     spatial = weight.dim() - 2
     strides, dilations = of_each(stride, spatial), of_each(dilation, spatial)
     if isinstance(padding, str):
         totals = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilations, weight.shape[2:], strict=True)]
         pads = [total // 2 for total in totals]
-        if any(total % 2 for total in totals):  # even kernels: one more on the right
+        if any(total % 2 for total in totals):  # even kernels pad one more on the right
             sides = [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
             input, pads = F.pad(input, sides), [0] * spatial
     else:
@@ -375,9 +375,9 @@ def convolution(
 
 
 def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
-    """A weight of which only the shape is read (the input's gradient alone needs its values), in g's memory if it fits.
+    """Return a dense weight of this shape with arbitrary values, in g's memory if it fits.
 
-    The library asks for a dense one.
+    The library requires one, but reads its values only for the input gradient.
     """
     strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     if g.untyped_storage().nbytes() < math.prod(shape) * g.element_size():
@@ -386,11 +386,11 @@ def _of_any_values(g: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def of_each(value: int | tuple[int, ...], spatial: int) -> list[int]:
-    """One number a spatial dimension.
+    """Return one number for each spatial dimension.
 
     Args:
-        value: one number for all, or one for each.
-        spatial: how many dimensions there are.
+        value: one number for all, or one for each dimension.
+        spatial: number of spatial dimensions.
     """
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values

@@ -1,7 +1,7 @@
-"""Addition and multiplication of an activation and a tensor D made of parameters, with broadcasting; concatenation.
+"""Addition, multiplication and concatenation of an activation and a tensor D made of parameters, with broadcasting.
 
-y = x + D: the gradient of D is g, summed over the dimensions that D was broadcast along, but for the samples.
-y = x · D: the same of g · x. Rows of the output are samples; a D with a row for each of them meets each in its own row.
+y = x + D: the gradient of D is g, summed over the dimensions that D was broadcast along, except the samples'.
+y = x · D: the same with g · x. Output rows are samples; each row of D, if it has as many, meets its own output row.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Broadcast(Rule):
     Args:
         parameter: D, broadcast to the output's shape.
         output: that shape, [n, ...].
-        factor: what g is multiplied by (for a product, the other factor); None is 1.
-        dim, start: where in the output D stands if it was concatenated along `dim` and not broadcast.
+        factor: multiplies g (for a product, the other factor); None is 1.
+        dim, start: position of D in the output if it was concatenated along `dim` rather than broadcast.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Broadcast(Rule):
 
     @property
     def is_sum(self) -> bool:
-        """y = x + D, and nothing else."""
+        """True for a plain sum y = x + D."""
         return self.factor is None and self.dim == 0
 
     def row(self, tensor: Tensor) -> Broadcast:
-        """The same rule for the tensor whose copies D's rows are.
+        """Return the rule for the tensor that D's rows are copies of.
 
         Args:
-            tensor: of the shape that all rows have.
+            tensor: one row, of the shape of all.
         """
         self.parameter, self.aligned = tensor, False
         return self
@@ -77,7 +77,7 @@ class Broadcast(Rule):
         return placed
 
     def _terms(self, g: Tensor, samples: slice) -> Tensor:
-        """What is summed over the dimensions that D was broadcast along."""
+        """Return the terms to sum over the dimensions that D was broadcast along."""
         g = part(g, samples)
         if self.dim:
             g = g.narrow(self.dim, self.start, self.length)
@@ -91,7 +91,7 @@ class Broadcast(Rule):
 
 
 class Copies(Rule):
-    """D copied for each row of the batch, and the output is those copies: the gradient is g itself."""
+    """D copied for each row of the batch; the output is these copies, and the gradient is g itself."""
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         return part(g, samples)

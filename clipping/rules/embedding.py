@@ -1,4 +1,4 @@
-"""Embedding: W [V, p] read at ids [B, *], a linear layer whose inputs are one-hot: a_t · a_s = [id_t = id_s]."""
+"""Embedding: W [V, p] read at ids [B, *]; a linear layer with one-hot inputs, a_t · a_s = [id_t = id_s]."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from clipping.rules.linear import LinearWeight
 class EmbeddingWeight(Rule):
     """∂/∂W of one sample adds g_t to row id_t; positions that read the padding row add nothing.
 
-    Its norm needs the rows that were read, and no other: positions sorted by id, those of one id added up, the squares
-    of what results. (The ghost norm of arXiv:2110.05679, §4.2, Σ_{t,s} [id_t = id_s] (g_t · g_s), has the same value
-    and takes T² comparisons.)
+    Its norm needs only the rows that were read: sort positions by id, add up those of one id, and sum the squares.
+    (The ghost norm of arXiv:2110.05679, §4.2, Σ_{t,s} [id_t = id_s] (g_t · g_s), has the same value and takes T²
+    comparisons.)
     """
 
     ghosts: tuple[str, ...] = ("sorted",)
-    """`scale` [B, T], of a bag, says how often each position's row was added to the one output of its sample."""
+    """`scale` [B, T], for a bag: the weight of each position's row in the one output of its sample."""
 
     def __init__(
         self, weight: Tensor, ids: Tensor, padding_idx: int | None = None, scale: Tensor | None = None
@@ -69,7 +69,7 @@ class EmbeddingWeight(Rule):
         return added(summed, blocks(count, 1, portion(count, max(1, self.positions), factors.dtype)))
 
     def summing_bytes(self, g: Tensor | Spec) -> int:
-        return g.numel() * norm_dtype(g.dtype).itemsize  # of g, scaled
+        return g.numel() * norm_dtype(g.dtype).itemsize  # a scaled copy of g
 
     def work(self, g: Tensor | Spec, way: str) -> Work:
         rows = self.positions * self.outputs
@@ -81,7 +81,7 @@ class EmbeddingWeight(Rule):
     def summing_seconds(self, g: Tensor | Spec, *, kept: bool) -> float:
         if kept:
             return super().summing_seconds(g, kept=True)
-        return super().summing_seconds(g, kept=False) / self.inputs  # rows are added, nothing is multiplied
+        return super().summing_seconds(g, kept=False) / self.inputs  # adds rows, without multiplications
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         ids, g = self._positions(g, samples)
@@ -89,14 +89,14 @@ class EmbeddingWeight(Rule):
             return kernels.cuda.embedding_gram_norm(ids, g)
         ordered, order = ids.sort(1)
         rank = torch.zeros_like(ordered)
-        rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # of each position's id among those of its sample
+        rank[:, 1:] = (ordered[:, 1:] != ordered[:, :-1]).cumsum(1)  # rank of each position's id in its sample
         at = torch.zeros_like(rank).scatter_(1, order, rank)
         return sum_of_squares(_added_up(g, at, g.shape[1]).flatten(1))
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
-        """With a linear layer that has the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].
+        """Inner product with a linear layer of the same weight (a tied head): Σ_{t,s} (g_t · a_s) h_s[id_t].
 
-        Its gradient is Σ_s h_s a_sᵀ, [V, p]; this one's has g_t in row id_t.
+        The layer's gradient is Σ_s h_s a_sᵀ, [V, p]; the embedding's has g_t in row id_t.
         """
         everyone = slice(0, self.samples(g))
         ids, g = self._positions(g, everyone)
@@ -131,10 +131,10 @@ class EmbeddingWeight(Rule):
 
 
 def _added_up(g: Tensor, at: Tensor, rows: int) -> Tensor:
-    """g [n, T, p], each position added to row `at` [n, T] of its sample: [n, rows, p], float32 or wider."""
+    """Add each position of g [n, T, p] to row `at` [n, T] of its sample: [n, rows, p], float32 or wider."""
     count, _, outputs = g.shape
     total = torch.zeros(count * rows, outputs, dtype=norm_dtype(g.dtype), device=g.device)
-    places = at + rows * torch.arange(count, device=g.device)[:, None]  # whole rows are added, not number by number
+    places = at + rows * torch.arange(count, device=g.device)[:, None]  # adds whole rows, not single numbers
     return total.index_add_(0, places.flatten(), g.to(total.dtype).flatten(0, 1)).view(count, rows, outputs)
 
 
@@ -151,7 +151,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> tuple[Tensor, Sequence[Gradient]]:
-    """torch.nn.functional.embedding_bag as the sum that it stands for: ids [B, T], or [N] and offsets [B]."""
+    """torch.nn.functional.embedding_bag in modes sum and mean: ids [B, T], or [N] and offsets [B]."""
     _refuse_options(max_norm, scale_grad_by_freq, sparse)
     output = F.embedding_bag(
         input,
@@ -184,7 +184,7 @@ def embedding_bag_of_largest(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """torch.nn.functional.embedding_bag in mode max, by its parts: what is read, and the largest of each feature."""
+    """torch.nn.functional.embedding_bag in mode max, as an embedding and a maximum of each feature."""
     if mode != "max":
         return NotImplemented
     _refuse_options(max_norm, scale_grad_by_freq, sparse)
@@ -201,7 +201,7 @@ def embedding_bag_of_largest(
 
 
 def _padded(ids: Tensor, scale: Tensor, offsets: Tensor, include_last_offset: bool) -> tuple[Tensor, Tensor]:
-    """Bags of different sizes, one after the other in ids [N], as rows [B, longest]; what is filled up has scale 0."""
+    """Pad bags of different sizes, ids [N], to rows [B, longest]; padding has scale 0."""
     ends = offsets[1:] if include_last_offset else F.pad(offsets[1:], (0, 1), value=ids.shape[0])
     starts = offsets[:-1] if include_last_offset else offsets
     lengths = ends - starts

@@ -1,7 +1,7 @@
-"""Any other operation: its own vector-Jacobian product, one sample at a time, by torch.func.vmap.
+"""Any other operation: its vector-Jacobian product for one sample at a time, by torch.func.vmap.
 
-No formula is assumed, but that row i of the output depends on row i of every operand that depends on data. (The first
-batch's verification holds it to that.)
+No formula is assumed. Row i of the output must depend on row i alone of every operand that depends on data, which the
+first batch's verification checks.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class VmapRule(Rule):
             raise Refused(f"{title(self.func)}: {refused.reason}", refused.remedy) from error
 
     def _with_rows(self, g: Tensor) -> list[Tensor]:
-        """The operands with one row a sample: the data, and what else the operation needs a row of.
+        """Return the operands with one row a sample: the data, and constants that the operation needs row by row.
 
         A constant with as many rows as the batch may belong to it (a state of zeros) or not (as many positions as
-        samples). It does not if the first row of the data alone gives one row of the output with all of the constant.
+        samples). It does not if the first row of the data and the whole constant give one row of the output.
         """
         known = {id(x) for x in (*self.data, self.parameter)}
         others = [x for x in operands((self.args, self.kwargs)) if id(x) not in known and x.shape[:1] == g.shape[:1]]
@@ -74,11 +74,11 @@ class VmapRule(Rule):
 
 
 def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
-    """Replace tensors, in arguments and in lists among them, by what stands for them; others are constants.
+    """Replace tensors in nested arguments; others are constants.
 
     Args:
         tree: arguments, in nested tuples, lists and dicts.
-        values: id of a tensor -> what stands for it.
+        values: id of a tensor -> its replacement.
     """
     if isinstance(tree, Tensor):
         return values.get(id(tree), tree.detach())
@@ -90,7 +90,7 @@ def substitute(tree: Any, values: dict[int, Tensor]) -> Any:
 
 
 def operands(tree: Any) -> Iterator[Tensor]:
-    """Tensors among arguments, and in lists and dicts among them.
+    """Yield the tensors among arguments, and in lists and dicts among them.
 
     Args:
         tree: arguments, in nested tuples, lists and dicts.
@@ -105,11 +105,11 @@ def operands(tree: Any) -> Iterator[Tensor]:
 def fallback(
     func: Any, args: Any, kwargs: Any, output: Any, made_of_parameters: list[Tensor], data: list[Tensor]
 ) -> tuple[Tensor, Sequence[Gradient]]:
-    """A `VmapRule` for each operand made of parameters.
+    """Return a `VmapRule` for each operand made of parameters.
 
     Args:
-        func, args, kwargs: the operation, and what it was called with.
-        output: what it gave.
+        func, args, kwargs: the operation and its arguments.
+        output: its output.
         made_of_parameters: its operands that are made of parameters alone.
         data: its operands that depend on the batch.
 

@@ -1,8 +1,8 @@
-"""Rules for rows that are not in the samples' order: gathered by experts, of a loop's one sample, of jagged sequences.
+"""Rules for rows out of the samples' order: routed to experts, of a loop's one sample, or of jagged sequences.
 
-A weight's rows are put side by side for each sample, filled up with zeros, which add nothing to any product; norms and
-gradients are then those of ordinary layers with so many positions. Their clipped sum needs no order: each row is
-scaled by its own sample's factor. Of any other rule the gradients of rows are added up by sample.
+A weight's rows are gathered for each sample and padded with zeros, which do not change any product. Norms and gradients
+are then those of ordinary layers with as many positions. The clipped sum needs no order: each row is scaled by its
+sample's factor. For any other rule, the gradients of rows are added up by sample.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from clipping.rules.linear import LinearWeight
 
 
 def gathered(rule: Rule, rows: Rows) -> Rule:
-    """The rule of rows whose samples are given, from the one of as many samples as rows.
+    """Return the rule for rows with the given owners, from the rule for as many samples as rows.
 
     Args:
-        rule: as if each row were a sample.
-        rows: whose they are.
+        rule: a rule that treats each row as a sample.
+        rows: the owners of the rows.
     """
     if not len(rows.owners):
         return Nothing(rule.parameter, rows)
@@ -38,18 +38,18 @@ def gathered(rule: Rule, rows: Rows) -> Rule:
 
 
 def of_rows(factors: Tensor, rows: Rows) -> Tensor:
-    """Factors of samples [B] to those of their rows [n]; 0 for rows of nobody.
+    """Map factors of samples [B] to factors of rows [n]; 0 for rows without an owner.
 
     Args:
         factors: c [B].
-        rows: n of them, in one dimension.
+        rows: n rows in one dimension.
     """
     owners = rows.owners
     return torch.where(owners >= 0, factors[owners.clamp(min=0)], torch.zeros_like(factors[:1]))
 
 
 class Nothing(Rule):
-    """No rows: an expert that nothing was routed to."""
+    """The rule of no rows: an expert that received no token."""
 
     def __init__(self, parameter: Tensor, rows: Rows) -> None:
         super().__init__(parameter)
@@ -63,11 +63,11 @@ class Nothing(Rule):
 
 
 class AddedUp(Rule):
-    """Any rule: the gradients of rows, added up by sample.
+    """Any rule, with the gradients of rows added up by sample.
 
     Args:
-        rule: of as many samples as there are rows.
-        rows: whose they are.
+        rule: a rule of as many samples as rows.
+        rows: the owners of the rows.
     """
 
     def __init__(self, rule: Rule, rows: Rows) -> None:
@@ -125,7 +125,7 @@ class GatheredLinear(LinearWeight):
         if self.positions == 1 < longest:
             self.positions = longest
             self.offer_compiled()
-        self.positions = 1 << (longest - 1).bit_length()  # of one size in most steps: plans are made by it
+        self.positions = 1 << (longest - 1).bit_length()  # the same in most steps, as plans depend on it
 
     def samples(self, g: Tensor | Spec) -> int:
         return self.order.batch_size
@@ -144,7 +144,7 @@ class GatheredLinear(LinearWeight):
 
 
 class GatheredEmbedding(EmbeddingWeight):
-    """An embedding, with what the rows of each sample read as its positions."""
+    """An embedding, with the ids of each sample's rows as its positions."""
 
     def __init__(self, rule: EmbeddingWeight, rows: Rows) -> None:
         super().__init__(rule.parameter, rule.ids, rule.padding_idx, rule.scale)
@@ -164,5 +164,5 @@ class GatheredEmbedding(EmbeddingWeight):
 
     def _positions(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
         index = self.order.padded[samples]
-        ids, g = super()._positions(g, slice(0, len(g)))  # of each row
+        ids, g = super()._positions(g, slice(0, len(g)))  # one for each row
         return taken(ids, index).flatten(1), taken(g, index, filled=True).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""A product in groups: rows of a, sorted by expert, each multiplied by the matrix of its own, W [E, d, p]."""
+"""Grouped matrix products: rows of a, sorted by expert, times the expert's matrix, W [E, d, p]."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from clipping.rules.base import Gradient, Refused, Rule, Spec
 
 
 class GroupedWeight(Rule):
-    """∂/∂W_e of one sample is Σ_t a_tᵀ g_t over its rows t that expert e takes.
+    """∂/∂W_e of one sample is Σ_t a_tᵀ g_t over its rows t of expert e.
 
-    A sample's squared norm is the sum of those of its experts: rows of one sample and expert are put side by side.
+    A sample's squared norm is the sum over its experts. Rows of one sample and expert are gathered side by side.
 
     Args:
         weight: [E, d, p].
         a: [n, d], sorted by expert.
-        ends: [E], where the rows of each expert end; rows after the last belong to none.
+        ends: [E], end of each expert's rows; rows after the last belong to none.
     """
 
     ghosts = ("gram",)
@@ -42,7 +42,7 @@ class GroupedWeight(Rule):
         return self.of_rows(Rows(in_order(len(self.a), len(self.a) // fold, self.a.device), len(self.a) // fold))
 
     def of_rows(self, rows: Rows) -> Rule:
-        """The rule for rows of these samples.
+        """Return the rule for rows of these samples.
 
         Args:
             rows: whose they are, in one dimension.
@@ -63,7 +63,7 @@ class GroupedWeight(Rule):
 
     @cached_property
     def _segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of each sample and expert that have rows: the sample, the expert, and which rows they are, filled up."""
+        """For each pair of a sample and an expert with rows: the sample, the expert, and the padded row indices."""
         experts = torch.searchsorted(self.ends, torch.arange(len(self.a), device=self.a.device), right=True)
         keys = torch.where((experts < self.groups) & (self.owners >= 0), self.owners * self.groups + experts, -1)
         there, segment = keys.unique(return_inverse=True)
@@ -110,7 +110,7 @@ class GroupedWeight(Rule):
 def grouped_mm(
     mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> tuple[Tensor, Sequence[Gradient]]:
-    """torch.nn.functional.grouped_mm of rows [n, d], which `offs` cuts into groups, and a matrix for each of these."""
+    """torch.nn.functional.grouped_mm of rows [n, d], split into groups by `offs`, and one matrix for each group."""
     if mat_a.dim() != 2 or mat_b.dim() != 3 or offs is None or bias is not None:
         raise Refused("grouped_mm has a rule for rows [n, d] in groups times [E, d, p], without a bias", "use matmul")
     options = {} if out_dtype is None else {"out_dtype": out_dtype}
@@ -118,4 +118,4 @@ def grouped_mm(
 
 
 GROUPED: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm
-"""The operation, by the name that this version of torch has for it."""
+"""The operation, under its name in this version of torch."""

@@ -1,9 +1,9 @@
-"""Operation -> handler: runs the operation and says what gradient each of its parameters will get.
+"""Tables of handlers: each runs an operation and returns the gradients of its parameters.
 
 A handler takes the operation's own arguments and returns (output, gradients), or raises `Refused`. A composite is a
-function of torch that is run as its parts, unless it returns NotImplemented; one that is run with a copy of each
-parameter for each sample takes `Tape.each` first, which makes and records them. What is in no table goes to the
-fallback, which assumes no formula.
+torch function that runs as its parts, unless it returns NotImplemented. Handlers that need a copy of each parameter for
+each sample take `Tape.each` first, which makes and records the copies. Operations in no table use the fallback, which
+assumes no formula.
 """
 
 from __future__ import annotations
@@ -95,4 +95,4 @@ OF_DATA = {
     F.group_norm: ("input",),
     F.instance_norm: ("input",),
 }
-"""Composites whose first operands, by name, must be activations: what is made of parameters alone is not for them."""
+"""Composites that require activations as first operands, by name; they do not handle tensors made of parameters."""

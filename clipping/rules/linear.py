@@ -1,4 +1,4 @@
-"""y = a Wᵀ + b on any number of dimensions: W [p, d], a [B, *, d], y [B, *, p]; everything between is positions."""
+"""Linear layers y = a Wᵀ + b: W [p, d], a [B, *, d], y [B, *, p]; dimensions between are positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinearWeight(Bilinear):
     Args:
         weight: [p, d], or [d, p] if `transposed`.
         a: [n, *, d].
-        fold: rows of a and g to a sample.
+        fold: rows of a and g for each sample.
     """
 
     ghosts = ("gram",)
@@ -87,7 +87,7 @@ class LinearWeight(Bilinear):
     def summing_bytes(self, g: Tensor | Spec) -> int:
         samples, beside = self.portion(g)
         each = self.positions * self.inputs * self.outputs
-        copies = 2 if by_onednn(self.a, samples * each) else 1  # scaled, and then copied
+        copies = 2 if by_onednn(self.a, samples * each) else 1  # a scaled copy, and oneDNN's copy
         return copies * samples * self.copied(g) + beside
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
@@ -105,7 +105,7 @@ class LinearWeight(Bilinear):
         return self._ghosts_together(g, samples, way, ())
 
     def companions(self, g: Tensor) -> Hashable:
-        """Layers of one input (a query, a key and a value): its Gram matrix is formed once."""
+        """Layers with the same input (a query, a key and a value) share its Gram matrix."""
         if not self.route.ghost or self.route.way in (GRAM_KERNEL, NORM_KERNEL):
             return super().companions(g)
         return id(self.a), self.fold, g.dtype, self.samples(g), self.route.way
@@ -119,12 +119,12 @@ class LinearWeight(Bilinear):
     def _together_with(
         self, others: Sequence[tuple[Rule, Tensor]], g: Tensor, samples: slice
     ) -> tuple[Tensor, list[Tensor]]:
-        """The input of all of them, and each one's gradient, as `operands` has them."""
+        """Return the shared input and each one's gradient, as in `operands`."""
         a, g = self.operands(g, samples)
         return a, [g, *(rule.operands(h, samples)[1] for rule, h in others if isinstance(rule, LinearWeight))]
 
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """a [b, T, d] and g [b, T, p], of g's dtype: under autocast the input may be wider than what was multiplied."""
+        """a [b, T, d] and g [b, T, p], of g's dtype; under autocast the layer's own input may be wider."""
         rows = self.rows(samples)
         a, g = part(self.a, rows), part(g, rows)
         a = a if a.dtype == g.dtype else a.to(g.dtype)
@@ -138,8 +138,8 @@ def cross_gram(a: Tensor, g: Tensor, b: Tensor, h: Tensor, available: int) -> Te
     """<gᵀa, hᵀb> = Σ_{t,s} (a_t · b_s)(g_t · h_s): a [n, T, d], g [n, T, p], b [n, S, d], h [n, S, p] to [n].
 
     Args:
-        a, g: of one use.
-        b, h: of the other.
+        a, g: input and output gradient of one use.
+        b, h: those of the other use.
         available: bytes that Gram matrices may take.
     """
     a, g, b, h = (x.to(g.dtype) for x in (a, g, b, h))
