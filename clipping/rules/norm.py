@@ -1,8 +1,8 @@
 """Layer, group, instance and RMS norm: y = γ x̂ + β with x̂ = (x - mean)·rstd, statistics of one sample only.
 
-The per-sample gradient of γ is Σ_t g x̂, that of β is Σ_t g. Group and instance norm are so run that the kernel's own
-backward pass forms them. For layer norm the mean and rstd that the forward kernel computed anyway are kept, so that x̂
-is not computed a second time by a normalisation.
+The per-sample gradient of γ is Σ_t g x̂, that of β is Σ_t g. Group and instance norm run such that the kernel's own
+backward pass computes them. For layer norm we keep the mean and rstd of the forward kernel, so that x̂ needs no second
+normalisation.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from clipping.rules.base import Gradient, Refused, Rule
 
 
 class _Scale(Rule):
-    """γ of a normalisation: Σ over positions of g x̂, in blocks of samples, for g x̂ is as large as the activation."""
+    """γ of a normalisation: Σ over positions of g x̂, in blocks of samples, as g x̂ is as large as the activation."""
 
     @abstractmethod
     def normalised(self, at: slice, dtype: torch.dtype) -> Tensor:
-        """x̂ of some samples, in a tensor of its own."""
+        """Return x̂ of some samples in a fresh tensor."""
 
     def sizes(self, at: slice, dtype: torch.dtype) -> Tensor:
-        """What x̂ is the difference of, in a tensor of its own."""
+        """Return the size of the terms whose difference is x̂, in a fresh tensor."""
         return self.normalised(at, dtype)
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
@@ -56,11 +56,11 @@ class _Scale(Rule):
 
 
 class LayerNormWeight(_Scale):
-    """γ [*normalized], x̂ from the statistics that the forward kernel kept."""
+    """γ [*normalized]; x̂ from the statistics of the forward kernel."""
 
     def __init__(self, weight: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> None:
         super().__init__(weight)
-        self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # which know the node that is to know this rule
+        self.x, self.mean, self.rstd = x, mean.detach(), rstd.detach()  # avoids a reference cycle with the node
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:
         given = x, mean, rstd, of = tuple(part(each, samples) for each in (self.x, self.mean, self.rstd, g))
@@ -81,12 +81,12 @@ class LayerNormWeight(_Scale):
 
 
 class RecomputedNormWeight(_Scale):
-    """γ of a normalisation whose kernel keeps no statistics: x̂ = normalise(x) once more.
+    """γ of a normalisation whose kernel keeps no statistics: recomputes x̂ = normalise(x).
 
     Args:
         weight: γ.
         x: the input.
-        normalise: x -> x̂, sample by sample.
+        normalise: x -> x̂, for each sample independently.
     """
 
     def __init__(self, weight: Tensor, x: Tensor, normalise: Callable[[Tensor], Tensor]) -> None:
@@ -126,7 +126,7 @@ class _LayerNormBias(Rule):
 
 
 Each = Callable[[Tensor, int], Tensor]
-"""(vector [C], n) -> [n·C], of which each C entries belong to a row of the batch: `Tape.each`."""
+"""(vector [C], n) -> [n·C], with C entries for each row of the batch: `Tape.each`."""
 
 
 def group_norm(
@@ -137,31 +137,33 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.group_norm, as that of one sample with B·C channels in B·G groups.
+    """torch.nn.functional.group_norm, run as that of one sample with B·C channels in B·G groups.
 
-    To normalise is the same, and no slower. But each sample has channels of its own, and so a γ and a β of its own,
-    whose gradients the kernel forms anyway: the per-sample ones, for which it need not be gone over g and x once more.
+    The result is the same, and no slower. Each sample then has its own channels, and so its own γ and β. The kernel
+    computes their gradients anyway, which are the per-sample ones: no second pass over g and x is needed.
     """
     batch, channels = input.shape[:2]
     scale, shift = (None if p is None else each(p, batch) for p in (weight, bias))
 
     def normalised(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-        """Of some samples, as if they were one."""
+        """Normalise some samples as if they were one."""
         folded = x.reshape(1, -1, *x.shape[2:])
         return _as_own(torch.group_norm(folded, len(x) * num_groups, scale, shift, eps), x)
 
     counts = [samples.stop - samples.start for samples in blocks(batch, num_groups, most_groups(input))]
     if len(counts) == 1:
         return normalised(input, scale, shift)
-    # by split, whose backward joins the portions once: a view of each would have zeros for the whole batch added to it
+    # split joins the portions once in its backward pass; views would each add zeros for the whole batch
     of_channels = [count * channels for count in counts]
     own = ([None] * len(counts) if p is None else p.split(of_channels) for p in (scale, shift))
     return torch.cat([normalised(*each) for each in zip(input.split(counts), *own, strict=True)])
 
 
 def most_groups(x: Tensor) -> int:
-    """Groups in one call: CUDA's backward kernel has one block of threads for each, in the second dimension of its grid
-    (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which ends at 65,535.
+    """Return the largest number of groups in one call.
+
+    CUDA's backward kernel uses one thread block for each group, in the second dimension of its grid
+    (`dim3(N, G)` in aten/src/ATen/native/cuda/group_norm_kernel.cu), which is limited to 65,535.
 
     Args:
         x: the operation's input.
@@ -188,7 +190,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """torch.nn.functional.instance_norm, as torch has it: a batch norm of one sample with B·C channels."""
+    """torch.nn.functional.instance_norm, as torch runs it: a batch norm of one sample with B·C channels."""
     if use_input_stats and running_mean is not None:
         raise Refused("running statistics are made of the batch and are not private", "track_running_stats=False")
     batch, channels = input.shape[:2]
@@ -199,9 +201,9 @@ def instance_norm(
 
 
 def _as_own(folded: Tensor, x: Tensor) -> Tensor:
-    """In the shape of x, as a tensor of its own: a ReLU may work in place on it, as on what a norm returns elsewhere.
+    """Reshape to the shape of x as a tensor that is not a view, so that a ReLU may change it in place.
 
-    On a view autograd follows an in-place operation by copying the whole gradient. That it is no view is true for those
-    who see it: nobody else has `folded`, and no norm's backward pass reads its own output.
+    For in-place operations on a view, autograd copies the whole gradient. Hiding the view is safe: nothing else refers
+    to `folded`, and no norm's backward pass reads its own output.
     """
     return torch.ops.aten._unsafe_view(folded, x.shape)

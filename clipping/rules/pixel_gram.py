@@ -1,18 +1,17 @@
-"""The Gram matrix of a convolution's patches without the patches.
+"""Compute the Gram matrix of a convolution's patches without forming the patches.
 
-Let a_t be the patch that output position t reads: entry (c, k) is x[c, s·t + dk − P] for channel c, kernel offset k,
-stride s, dilation d, padding P, and zero outside of x. Then
+Let a_t be the patch of output position t. Its entry (c, k) is x[c, s·t + dk − P] for channel c, kernel offset k,
+stride s, dilation d and padding P, and zero outside of x. Then
 
     a_t · a_u = Σ_k Σ_c x[c, st + dk − P] x[c, su + dk − P] = Σ_k X[st + dk − P, su + dk − P],
 
-a sum of diagonal shifts of the *pixel* Gram matrix X = xᵀx, in which shifts outside of the image add nothing. With a
-stride, st + dk − P = s(t + o) + r for one remainder r and one offset o: only pixels of the same remainder meet, and
-the matrix falls into s matrices in each dimension, one for each phase x[r::s]. Per sample, with N pixels and K kernel
-offsets in one group, this takes Σ_r (N/s²)²·C + KT² multiplications and additions in place of T²·C·K, and no copy of
-x is unfolded.
+a sum of diagonal shifts of the *pixel* Gram matrix X = xᵀx, where shifts outside of the image add nothing. With a
+stride, st + dk − P = s(t + o) + r for one remainder r and one offset o. Only pixels of the same remainder meet, so the
+matrix splits into s matrices in each dimension, one for each phase x[r::s]. With N pixels and K kernel offsets in one
+group, one sample takes Σ_r (N/s²)²·C + KT² multiplications and additions instead of T²·C·K, and no unfolded copy of x.
 
-The offsets of a phase are all combinations of those in each dimension, so that the shifts are added up one dimension
-after the other: the passes over T² entries are Σ of the kernel's sides, not their product.
+The offsets of a phase are all combinations of those in each dimension, so shifts are summed one dimension after the
+other: the number of passes over T² entries is the sum of the kernel's sides, not their product.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from clipping.numerics.gram import part
 from clipping.numerics.products import products
 
 HALVED = 256
-"""Positions from which on the symmetry is used: the margins of small blocks cost more than it saves."""
+"""Number of positions above which to use the symmetry: the margins of small blocks cost more than they save."""
 
 
 class Geometry(NamedTuple):
-    """Of a convolution; each a list with one number a spatial dimension."""
+    """Geometry of a convolution; each field has one number for each spatial dimension."""
 
     kernel: list[int]
     stride: list[int]
@@ -45,7 +44,7 @@ class Geometry(NamedTuple):
 
 
 def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, list[list[int]]]:
-    """A convolution in one dimension (kernel, stride, padding, dilation) as one of images of one row; else as it is.
+    """Turn a convolution in one dimension into one of images of one row; others stay as they are.
 
     Args:
         x: [n, C, *size].
@@ -59,7 +58,7 @@ def in_two_dimensions(x: Tensor, g: Tensor, options: Sequence[Sequence[int]]) ->
 
 
 def phases(geometry: Geometry) -> Iterator[tuple[tuple[int, ...], tuple[list[int], ...]]]:
-    """(remainder r, the offsets o that belong to it) in each spatial dimension, for every combination of remainders.
+    """Yield (remainder r, its offsets o) in each spatial dimension, for every combination of remainders.
 
     Args:
         geometry: of the convolution.
@@ -89,9 +88,7 @@ def every(x: Tensor, remainders: Sequence[int], stride: Sequence[int]) -> Tensor
 
 
 def patches(x: Tensor, geometry: Geometry) -> Tensor:
-    """What each position reads of [n, C, *size], unfolded: a view [n, C, *kernel, *output size] of the padded x.
-
-    Positions come last, where memory runs on.
+    """Unfold [n, C, *size]: a view [n, C, *kernel, *output size] of the padded x, with positions contiguous and last.
 
     Args:
         x: [n, C, *size].
@@ -106,7 +103,7 @@ def patches(x: Tensor, geometry: Geometry) -> Tensor:
 
 
 def compiled_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, float]) -> Tensor:
-    """`pixel_norms` by the kernel for CPUs, of any number of samples.
+    """`pixel_norms` by the CPU kernel, for any number of samples.
 
     Args:
         x, g, geometry, least: as in `pixel_norms`.
@@ -120,8 +117,8 @@ def compiled_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float,
 def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int) -> Tensor:
     """‖Σ_t g_t a_tᵀ‖² = Σ_{t,u} (a_t · a_u)(g_t · g_u) of a convolution of one group, without its patches.
 
-    Blocked over the first spatial dimension of the output, in halves, or more blocks where all pairs of positions are
-    more than is available: a block of rows meets each block up to its own, those before it counted twice.
+    Computed in blocks of the output's first spatial dimension: halves, or more blocks where all pairs of positions
+    exceed the available bytes. A block of rows meets each block up to its own; those before it count twice.
 
     Args:
         x: [n, C, *size], the input.
@@ -133,7 +130,7 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
         [n], float32 or wider.
     """
     dtype = norm_dtype(g.dtype)
-    kept = g.dtype if g.is_cuda and g.dtype in HALF else dtype  # there products of half precision are float32 as it is
+    kept = g.dtype if g.is_cuda and g.dtype in HALF else dtype  # on CUDA, products of half precision return float32
     x, g = x.to(kept), g.to(kept)
     count, _, rows, *_ = g.shape
     a_row = g[0, 0, 0].numel()
@@ -150,12 +147,12 @@ def pixel_gram_product(x: Tensor, g: Tensor, geometry: Geometry, available: int)
 
 
 def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -> int:
-    """Entries of the Gram matrices of one sample that `pixel_norms` makes.
+    """Return the number of entries of one sample's Gram matrices in `pixel_norms`.
 
     Args:
         geometry: of the convolution.
-        size: of an image, in pixels.
-        output_size: of the output, in positions.
+        size: size of an image, in pixels.
+        output_size: size of the output, in positions.
     """
     counts = [len(found) for found in _remainders(geometry)]
     phases = [1 if count == 1 else stride for count, stride in zip(counts, geometry.stride, strict=True)]
@@ -164,16 +161,17 @@ def pairs(geometry: Geometry, size: Sequence[int], output_size: Sequence[int]) -
 
 
 def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, float]) -> Tensor:
-    """`pixel_gram_product` by whole Gram matrices and the kernel for GPUs, and what a reach is made of.
+    """`pixel_gram_product` by whole Gram matrices and the GPU kernel, and the columns of a reach.
 
-    In one or two dimensions, where `kernels.fused.runs`: each Gram matrix of pixels is one product of all phases.
+    For one or two dimensions, where `kernels.fused.runs`. Each Gram matrix of pixels is one product of all phases.
 
     Args:
         x, g, geometry: as in `pixel_gram_product`.
         least: see `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
-        [n, 4], float32 or wider: squared norms, and what `clipping.numerics.rounding_bounds.Reach.of_columns` takes.
+        [n, 4], float32 or wider: squared norms, and the columns for
+        `clipping.numerics.rounding_bounds.Reach.of_columns`.
     """
     x, g, options = in_two_dimensions(x, g, geometry)
     geometry, phases = Geometry(*options), [1, 1]
@@ -197,28 +195,28 @@ def pixel_norms(x: Tensor, g: Tensor, geometry: Geometry, least: tuple[float, fl
 
 
 def reach_of_pixels(x: Tensor, g: Tensor, geometry: Geometry, width: int, least: tuple[float, float]) -> Tensor:
-    """From norms of pixels [n, *size] and of the output's gradient [n, T], by the kernel for GPUs.
+    """Reach from norms of pixels [n, *size] and of the output's gradient [n, T], by the GPU kernel.
 
     Args:
         x, g: the norms.
         geometry: of a convolution in one or two dimensions.
-        width: the last of the output's sizes.
+        width: last size of the output.
         least: see `clipping.numerics.rounding_bounds.of_lost`.
 
     Returns:
-        [n, 3] float32: what `clipping.numerics.rounding_bounds.Reach.of_columns` takes.
+        [n, 3] float32: the columns for `clipping.numerics.rounding_bounds.Reach.of_columns`.
     """
     images, _, options = in_two_dimensions(x.unsqueeze(1), x.unsqueeze(1), geometry)
     return kernels.fused.reach(images[:, 0], g, least, options, width)
 
 
 def _remainders(geometry: Geometry) -> list[set[int]]:
-    """Which phases of each dimension a kernel reads."""
+    """Return the phases of each dimension that the kernel reads."""
     return [{(d * k - p) % s for k in range(size)} for size, s, p, d in zip(*geometry, strict=True)]
 
 
 def _product(x: Tensor, g: Tensor, geometry: Geometry, here: slice, there: slice) -> Tensor:
-    """The part of the sum in which t is in the rows `here` and u in the rows `there` of the output."""
+    """Return the part of the sum with t in the rows `here` and u in the rows `there` of the output."""
     count, others = g.shape[0], g.shape[3:]
     outputs = _between(part(g, here, 2), part(g, there, 2))
     inputs: Tensor | None = None
@@ -254,13 +252,13 @@ Span = tuple[int, int, int]
 
 
 def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span) -> Tensor:
-    """Σ_o gram[.., y + o, .., z + o, ..] along one spatial dimension of t and of u; nothing where it is outside.
+    """Σ_o gram[.., y + o, .., z + o, ..] along one spatial dimension of t and of u; zero outside.
 
     Args:
         gram: [n, *size, *size].
         dim: the spatial dimension.
         offsets: o.
-        left, right: of t and u: the first y, the one after the last, and which y + o is the first row of `gram`.
+        left, right: spans of t and u: first y, end y, and the y + o of the first row of `gram`.
 
     Returns:
         Contiguous.
@@ -270,7 +268,7 @@ def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span
     for d, (begin, end, _) in zip(dims, (left, right), strict=True):
         shape[d] = end - begin
     total: Tensor | None = None
-    for o in sorted(offsets, key=abs):  # the one that meets all of it first: it need not be added to zeros
+    for o in sorted(offsets, key=abs):  # the offset that covers everything comes first: it is not added to zeros
         size, of, into = shape.copy(), [0, 0], [0, 0]
         for i, (d, (begin, end, first)) in enumerate(zip(dims, (left, right), strict=True)):
             low = max(begin, first - o)
@@ -289,7 +287,7 @@ def _shifted(gram: Tensor, dim: int, offsets: list[int], left: Span, right: Span
 
 
 def _window(x: Tensor, size: list[int], dims: tuple[int, int], starts: list[int]) -> Tensor:
-    """The part of x of this size that begins at `starts` of two dimensions: one view, where `narrow` would take two."""
+    """Return the part of x of this size from `starts` in two dimensions: one view, where `narrow` takes two."""
     if list(x.shape) == size:
         return x
     strides = x.stride()

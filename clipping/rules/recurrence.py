@@ -1,9 +1,9 @@
-"""The steps of a recurrent layer as one node, so that its recurrent weight is used once, over all of them.
+"""Run the steps of a recurrent layer as one autograd node, which uses the recurrent weight once over all steps.
 
-Step t reads h_{t-1} by a linear layer. Unrolled, that is one use of the weight for each step, and some ten nodes of
-autograd's. Here the steps are run without a graph; then one linear layer reads all of h_0 ... h_{T-1}. What it gives is
-not needed, but its gradient is: the node behind it hands it that of each step's gates, δ_t, by backpropagation through
-time, and so the per-sample gradient of the weight is Σ_t δ_t h_{t-1}ᵀ, that of any linear layer over T positions.
+Step t applies a linear layer to h_{t-1}. Unrolled, this is one use of the weight and some ten autograd nodes a step.
+Here the steps run without a graph; then one linear layer reads all of h_0 ... h_{T-1}. Only its gradient is needed, not
+its output: its node receives the gradient δ_t of each step's gates by backpropagation through time. So the per-sample
+gradient of the weight is Σ_t δ_t h_{t-1}ᵀ, as for any linear layer over T positions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ class Cell(NamedTuple):
     """One step of a recurrent layer.
 
     Attributes:
-        run: (gates from the input [B, gH], from the hidden state [B, gH], state [B, H]) -> (what it gives, state).
-        slopes: (the same of all steps [B, T, ·], the states after each) -> what `back` multiplies by, each [B, T, ·].
-        back: (those of one step, the gradients [B, H] of what it gives and of its state) -> those of both its gates and
-            of the state before.
+        run: (gates from the input [B, gH], gates from the hidden state [B, gH], state [B, H]) -> (output, new state).
+        slopes: (the same for all steps [B, T, ·], the states after each) -> the factors that `back` uses, each [B, T,
+            ·].
+        back: (factors of one step, gradients [B, H] of its output and of its state) -> gradients of both its gates and
+            of the previous state.
     """
 
     run: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -35,14 +36,14 @@ class Cell(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer in one direction.
+    """A recurrent layer in one direction.
 
     Attributes:
-        cell: its kind.
-        weight, bias: of the hidden state, [gH, P] and [gH].
-        projection: [P, H] of LSTMs that have one.
-        reverse: the last step is the first.
-        inside: [B, T], False where a sequence has ended, and the state stays; None where none has.
+        cell: its cell.
+        weight, bias: recurrent weight [gH, P] and bias [gH].
+        projection: [P, H] of an LSTM with projection, else None.
+        reverse: run the last step first.
+        inside: [B, T], False where a sequence has ended and its state stays; None if no sequence ends early.
     """
 
     cell: Cell
@@ -54,15 +55,15 @@ class Layer(NamedTuple):
 
 
 def recurrence(layer: Layer, from_input: Tensor, hidden: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All steps: the hidden states, [T, B, P] in memory as torch has them, and the last hidden state and state.
+    """Run all steps; return the hidden states, [T, B, P] in memory as in torch, and the last hidden state and state.
 
     Args:
-        layer: what is run.
+        layer: the layer.
         from_input: gates, [B, T, gH].
-        hidden, state: to begin with, [B, P] and [B, H].
+        hidden, state: initial values, [B, P] and [B, H].
     """
     samples = samples_of(from_input)
-    # a state that is learned is read here, where the tape sees it
+    # the tape sees here that a learned state is read
     hidden, state = (
         x + mark_data(torch.zeros_like(x, requires_grad=False), samples) if x.requires_grad else x
         for x in (hidden, state)
@@ -77,7 +78,7 @@ def recurrence(layer: Layer, from_input: Tensor, hidden: Tensor, state: Tensor) 
 
 
 class _Ran(NamedTuple):
-    """What each step read and, if it is projected, what its cell gave, [B, T, ·]; slopes; what the layer gives."""
+    """Each step's input and, if projected, its cell's output, [B, T, ·]; slopes; the layer's output."""
 
     read: Tensor
     given: Tensor | None
@@ -111,14 +112,14 @@ def _run(layer: Layer, from_input: Tensor, h: Tensor, s: Tensor) -> _Ran:
 
 
 def _cast(weight: Tensor) -> Tensor:
-    """Once, and not in each step, where autocast would."""
+    """Cast once, where autocast would cast in each step."""
     kind = weight.device.type
     wanted = weight.dtype != torch.float64 and torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return weight.to(torch.get_autocast_dtype(kind)) if wanted else weight
 
 
 class _Recurrence(torch.autograd.Function):
-    """What was run, as a function of its gates, of what is projected if anything is, and of the first states."""
+    """The finished run as a function of its gates, of the projected output if any, and of the first states."""
 
     @staticmethod
     def forward(
@@ -229,7 +230,7 @@ def _relu_slopes(x: Tensor, h: Tensor, before: Tensor, after: Tensor) -> tuple[T
 
 
 def _plain_back(slope: Tensor, given: Tensor, state: Tensor) -> tuple[Tensor, ...]:
-    """Of a cell whose state is what it gives, and which does not read the one before."""
+    """`back` of a cell that returns its state as output and does not read the previous state otherwise."""
     both = (given + state) * slope
     return both, both, torch.zeros_like(state)
 

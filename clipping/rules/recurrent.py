@@ -1,7 +1,7 @@
-"""LSTM, GRU and plain RNN, and their cells: torch's kernels give no gradient for each step.
+"""LSTM, GRU, plain RNN and their cells, step by step, as torch's kernels return no gradient for each step.
 
-A layer is linear layers over all of its steps (`clipping.rules.recurrence`); a cell is one step that the tape sees, and
-the uses of several add up before the norm. A packed sequence is padded: where it has ended the state stays as it was.
+A layer runs as linear layers over all steps (`clipping.rules.recurrence`). A cell is one step, which the tape sees, and
+the uses of several steps add up before the norm. A packed sequence is padded; after its end the state stays.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def _stepped(
 
 
 def _as_rows_of(x: Tensor, state: Tensor) -> Tensor:
-    """A state [B, H] with the rows of x [B, ...]: zeros to begin with have them, too."""
+    """Expand a state [B, H] to the rows of x [B, ...]; initial zeros have them, too."""
     return mark_data(state, samples_of(state if depends_on_data(state) else x))
 
 
 def _sequence(cell: Cell, input: Tensor, hx: Any, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Of sequences [T, B, d] or [B, T, d]; or packed, [N, d], with the batch size of each step in the place of hx."""
+    """Run sequences [T, B, d] or [B, T, d]; or packed [N, d], with each step's batch size in place of hx."""
     if isinstance(hx, Tensor) and not hx.is_floating_point():
         return _packed(cell, input, hx, *args)
     hidden, state = (hx, hx) if isinstance(hx, Tensor) else hx
@@ -88,7 +88,7 @@ def _sequence(cell: Cell, input: Tensor, hx: Any, *args: Any) -> tuple[Tensor, T
 def _packed(
     cell: Cell, data: Tensor, sizes: Tensor, hx: Any, params: Any, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same of a packed sequence: data [N, d] and sizes [T]; the output is packed."""
+    """Run a packed sequence, data [N, d] and sizes [T]; the output is packed."""
     given = (hx, hx) if isinstance(hx, Tensor) else hx
     if any(x.requires_grad or bool(x.any()) for x in given):
         raise Refused("a packed sequence with a state to begin with has no rule", "pad the sequences, mask the loss")
@@ -114,10 +114,10 @@ def _unrolled(
     batch_first: bool,
     inside: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All layers and directions; state [layers · directions, B, H], hidden as well, or with proj_size in place of H.
+    """Run all layers and directions; state [layers · directions, B, H], hidden likewise, or with proj_size for H.
 
     Args:
-        inside: [B, T], False where a sequence has ended; None where none has.
+        inside: [B, T], False where a sequence has ended; None if no sequence ends early.
     """
     if input.dim() != 3:
         raise Refused("a recurrent layer without a batch dimension has no rule", "give it a batch")
@@ -143,6 +143,6 @@ def _unrolled(
         out = torch.cat(outputs, dim=2) if directions == 2 else outputs[0]
         if dropout and train and layer < num_layers - 1:
             out = F.dropout(out, dropout, train)
-        # steps first in memory, as torch has them: dropout draws in that order
+        # steps first in memory, as in torch: dropout draws in that order
         x = mark_data(out.transpose(0, 1), samples_of(h))
     return x if batch_first else x.transpose(0, 1), torch.stack(last_hidden), torch.stack(last_state)
