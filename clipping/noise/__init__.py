@@ -1,1 +1,1 @@
-"""Noise from a cipher, added to sums: in C, by Triton, or by torch's operations."""
+"""Noise from the ChaCha20 cipher, added to sums: in C, by Triton, or by torch's operations."""

@@ -1,20 +1,20 @@
-"""Normals from the cipher ChaCha20, added to sums and rounded: in C on CPUs, by Triton or torch's operations elsewhere.
+"""Normals from the cipher ChaCha20, added to sums and rounded: in C on CPUs, else by Triton or torch's operations.
 
-    words           the cipher's blocks, ChaCha20 of RFC 8439 (Nir and Langley 2018): 20 rounds, a key of 256 bits
-    normals         N(0, 1) of them
-    noisy           totals + N(0, deviation²), rounded to multiples of a power of two: of many tensors at once
-    add_to_flat     the same to tensors that lie in one, in place
+    words           blocks of ChaCha20, RFC 8439 (Nir and Langley 2018): 20 rounds, a key of 256 bits
+    normals         N(0, 1) from these words
+    noisy           totals + N(0, deviation²) of many tensors at once, rounded to multiples of a power of two
+    add_to_flat     the same in place, for tensors stored in one flat tensor
 
-**A normal** is one of two that Box and Muller (1958) make of 128 bits, in float64: √(-2 ln u) of 63 bits, cos and sin
-of an angle of 64. The largest is 9.4, which real normals pass with probability 6e-21. Coordinate i is a function of
-(key, nonce, i) alone: block 16⌊i/128⌋ + {0..15} of the cipher. So it is the same on any number of threads, and however
-many tensors are drawn for at once.
+**A normal** is one of two from 128 bits by Box and Muller (1958), in float64: √(-2 ln u) uses 63 bits, the cos and sin
+of an angle 64. The largest is 9.4, which real normals exceed with probability 6e-21. Coordinate i is a function of
+(key, nonce, i) alone: of the cipher's blocks 16⌊i/128⌋ + {0..15}. So it does not depend on the number of threads or
+tensors.
 
-**All ways** read the same words of the cipher, and their normals differ by the last bits of float64; after rounding to
-2^-20 of the deviation one in some hundred million is another. The kernel in C (`noise.c`, compiled as
-`clipping.accel.cpu` says) is branch-free, and fuses all of it in one pass over all sums, on all threads. On a GPU one
-launch of a Triton program (`noise_program`) does so. Elsewhere integer operations of torch do the same on the device
-itself, chunk by chunk; nothing is drawn on the host for it, except for devices without float64 (MPS).
+**All implementations** read the same words, and their normals differ in the last bits of float64; after rounding to
+2^-20 of the deviation, about one in some hundred million differs. The C kernel (`noise.c`, compiled as
+`clipping.accel.cpu` describes) is branch-free and does everything in one pass over all sums, on all threads. On a GPU
+one launch of a Triton program does so. Elsewhere integer operations of torch do the same on the device, chunk by chunk;
+the host draws nothing, except for devices without float64 (MPS).
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from torch._subclasses.fake_tensor import FakeTensor
 from clipping.numerics import kernels
 
 BLOCKS, WORDS, NORMALS = 16, 16, 128
-"""Of a group: blocks of the cipher, words of 32 bits in each, normals made of them all."""
+"""Per group: blocks of the cipher, 32-bit words in each, normals made from all of them."""
 LONGEST = 2**32 // BLOCKS * NORMALS
-"""Coordinates for which one nonce has blocks: the counter of RFC 8439 has 32 bits."""
+"""Coordinates that one nonce has blocks for: the counter of RFC 8439 has 32 bits."""
 CONSTANT = struct.unpack("<4I", b"expand 32-byte k")
 
 _CHUNK, _LARGE = 2**17, 2**22
-"""Normals drawn at once by torch's operations: on a CPU what they work on stays in a cache."""
+"""Normals to draw at once by torch's operations, so that temporaries fit a CPU's cache."""
 _LANES = 128
-"""Pairs of the cipher's blocks that a Triton program takes, one a thread."""
+"""Pairs of cipher blocks in a Triton program, one a thread."""
 
 
 class Segments:
-    """Where tensors lie in a flat one: each begins at a multiple of 128 entries, so that no group is of two of them.
+    """Positions of tensors in a flat one. Each begins at a multiple of 128 entries, so that no group spans two of them.
 
     Args:
-        counts: entries of each.
-        labels: the last word of each one's nonce; all different, or two of them had the same noise.
+        counts: number of entries of each tensor.
+        labels: last nonce word of each tensor; they must differ, or two tensors would get the same noise.
 
     Attributes:
-        starts: where each begins.
-        length: of the flat tensor, what lies between them included.
+        starts: first entry of each tensor.
+        length: number of entries of the flat tensor, gaps included.
     """
 
     def __init__(self, counts: Sequence[int], labels: Sequence[int]) -> None:
@@ -69,19 +69,19 @@ class Segments:
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def parts(self, flat: Tensor) -> list[Tensor]:
-        """Each one's entries [count], views of `flat`.
+        """Return each tensor's entries [count], views of `flat`.
 
         Args:
-            flat: noise of all, [128 · groups].
+            flat: noise of all tensors, [128 · groups].
         """
         rows = flat.split([groups * NORMALS for groups in self._groups])
         return [row[:count] for row, count in zip(rows, self.counts, strict=True)]
 
     def tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Of each group of 128 entries: the label of its tensor, and its number in that; int32, made once a device.
+        """Return, for each group of 128 entries, its tensor's label and its index there; int32, cached for each device.
 
         Args:
-            device: where they are to be.
+            device: device of the tables.
         """
         if device in self._tables:
             return self._tables[device]
@@ -107,23 +107,24 @@ def noisy(
     in_place: bool = False,
     divisor: float = 1.0,
 ) -> list[Tensor]:
-    """(`totals` + N(0, deviation²)) / divisor in each coordinate; the noisy sum is formed in float64 and rounded to
-    multiples of `grid`, before it is divided.
+    """(`totals` + N(0, deviation²)) / divisor in each coordinate.
+
+    The noisy sum is computed in float64 and rounded to multiples of `grid` before the division.
 
     Args:
         totals: of any shapes, strides, dtypes and devices.
         deviation: > 0.
         grid: a power of two.
         key: 32 bytes.
-        nonces: of each total three numbers of 32 bits: with this key, no other draw has the same.
-        in_place: write results over those totals that are float32 or wider and in one piece; else none is changed.
-        divisor: > 0; on a CPU it takes no pass of its own.
+        nonces: three 32-bit numbers for each total; no other draw with this key may use the same.
+        in_place: overwrite totals that are float32 or wider and contiguous; if False, no total is changed.
+        divisor: > 0; on a CPU it needs no separate pass.
 
     Returns:
-        As `totals`, each in one piece, float32 or wider.
+        As `totals`, each contiguous, float32 or wider.
 
     Raises:
-        ValueError: a key or a nonce of another size, or more coordinates than a nonce has blocks for.
+        ValueError: a key or nonce has a wrong size, or a total has more coordinates than a nonce has blocks for.
     """
     wide, found = _operands(totals, key, nonces, in_place)
     kinds: dict[tuple[torch.device, torch.dtype, tuple[int, ...]], list[int]] = {}
@@ -148,16 +149,15 @@ def noisy(
 def add_to_flat(
     flat: Tensor, segments: Segments, deviation: float, grid: float, key: bytes, nonce: Sequence[int]
 ) -> None:
-    """In place: as `noisy` of each tensor that lies in `flat`, with the nonce (*nonce, its label).
+    """Apply `noisy` in place to each tensor in `flat`, with the nonce (*nonce, label).
 
-    On a CUDA device with Triton this is one launch, however many tensors there are.
+    On a CUDA device with Triton this is one launch for any number of tensors.
 
     Args:
-        flat: [segments.length], in one piece, float32 or float64. What lies between the tensors gets numbers that are
-            no noise of any.
-        segments: where they lie.
+        flat: [segments.length], contiguous, float32 or float64. Gaps between the tensors get arbitrary numbers.
+        segments: positions of the tensors.
         deviation, grid, key: as in `noisy`.
-        nonce: the first two words.
+        nonce: the first two words of the nonces.
     """
     groups = segments.length // NORMALS
     if not groups:
@@ -180,9 +180,10 @@ def add_to_flat(
 
 @functools.cache
 def _agrees(device: torch.device) -> bool:
-    """Does the Triton program run on this device, and draw what torch's operations do? Looked at once, and said if not.
+    """True if the Triton program runs on this device and draws the same as torch's operations. Tested once; warns if
+    not.
 
-    (Triton needs a C compiler to launch, and noise that is none would be seen by nobody.)
+    (Triton needs a C compiler to launch, and wrong noise would go unnoticed.)
     """
     state = _state(bytes(range(32)), 0, (1, 2, 0))
     labels, numbers = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([3, -4], [0, 2**28 - 1]))

@@ -1,12 +1,12 @@
-"""Operations on data and tensors made of parameters that are run as others, which have rules.
+"""Rewrite operations on data and tensors made of parameters as operations that have rules.
 
-    what reads of its second operand only shape and type     of a shape: `p.expand_as(x)` is made of p alone
+    reads only the shape and type of its second operand      of a shape: `p.expand_as(x)` is made of p alone
     a matrix on the left of the data, W x                    (xᵀ Wᵀ)ᵀ
-    what meets the rows of its operands one by one           on a copy of the parameters for each row
-    what changes a tensor in place                           on a copy of the parameters for each row
+    combines its operands row by row                         on a copy of the parameters for each row
+    changes a tensor in place                                on a copy of the parameters for each row
 
-A copy for each row is an activation like any other: what is done to it needs no rule, and its own gradient is the
-per-sample gradient of what was copied. It is asked for itself, so that nothing done in place afterwards comes between.
+A copy for each row is an activation: operations on it need no rule, and its gradient is the per-sample gradient of the
+copied tensor. The backward pass requests that gradient itself, so later changes in place do not matter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _broadcast_tensors(rows: Rows, func: Any, *tensors: Any) -> Instead:
 
 
 def _matmul(rows: Rows, func: Any, input: Tensor, other: Tensor) -> Instead:
-    """W x with W [p, d] and x [*, d, n]; a vector in place of a matrix; or a stack of matrices for each row."""
+    """W x with W [p, d] and x [*, d, n]; a vector instead of a matrix; or a stack of one matrix for each row."""
     if rows.source(input) is not None and rows.source(other) is None and input.dim() == 2 and other.dim() > 1:
         return lambda: torch.matmul(other.transpose(-1, -2), input.t()).transpose(-1, -2)
     if rows.source(other) is not None and other.dim() == 1 < input.dim():
@@ -72,7 +72,7 @@ def _baddbmm(
 
 
 def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
-    """A product with a stack of matrices that all rows share, or that is on the left of the data."""
+    """A product with a stack of matrices shared by all rows, or on the left of the data."""
     dims = max(input.dim(), other.dim())
     plain = rows.source(other) is not None and other.dim() == 2 and input.dim() > 1
     if plain or min(input.dim(), other.dim()) < 2 or dims > 10 or rows.source(input) is rows.source(other):
@@ -81,7 +81,7 @@ def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
     shape = torch.broadcast_shapes(input.shape[:-2], other.shape[:-2])
 
     def letters(x: Tensor) -> tuple[Tensor, str]:
-        """Without the dimensions that are broadcast."""
+        """Drop the broadcast dimensions."""
         mine = stack[len(stack) - x.dim() + 2 :]
         kept = [i for i, c in enumerate(mine) if x.shape[i] == shape[stack.index(c)]]
         x = x.squeeze([i for i in range(len(mine)) if i not in kept]) if len(kept) < len(mine) else x
@@ -95,7 +95,7 @@ def _stacked(rows: Rows, input: Tensor, other: Tensor) -> Instead:
 
 
 def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
-    """With samples first, in the data and in the output; or with a row of the weight for each sample as activations."""
+    """einsum with samples first in data and output; or with a weight's row for each sample as activations."""
     flat = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     if not isinstance(equation, str) or not all(isinstance(x, Tensor) for x in flat):
         return None
@@ -113,7 +113,7 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
         return None
     weights = [x for x, term in zip(flat, terms, strict=True) if rows.source(x) is not None]
     paired = [i for i, (x, term) in enumerate(zip(flat, terms, strict=True)) if rows.source(x) and letter in term]
-    if paired:  # with a row for each sample, which comes first
+    if paired:  # a row for each sample, in the first dimension
         firsts = {i: terms[i].index(letter) for i in paired}
         named = [letter + t.replace(letter, "") if i in paired else t for i, t in enumerate(terms)]
         if any(firsts.values()):
@@ -121,7 +121,7 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
             return lambda: torch.einsum(moved, *(x.movedim(firsts.get(i, 0), 0) for i, x in enumerate(flat)))
         own = {i: rows.own(source) for i in paired if (source := rows.source(flat[i])) is not None}
         return lambda: torch.einsum(equation, *(own.get(i, x) for i, x in enumerate(flat)))
-    if len(flat) > 2 and len(weights) == 1:  # what the data make of each other first
+    if len(flat) > 2 and len(weights) == 1:  # contract the data with each other first
         (i,) = [i for i, x in enumerate(flat) if x is weights[0]]
         others = [j for j in range(len(flat)) if j != i]
         kept = "".join(dict.fromkeys(c for j in others for c in terms[j] if c in result + terms[i]))
@@ -142,7 +142,7 @@ def _einsum(rows: Rows, func: Any, equation: Any, *operands: Any) -> Instead:
 
 
 def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
-    """With what is made of parameters, and has as many rows as the data, as activations."""
+    """Treat tensors made of parameters with as many rows as the data as activations."""
     operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
     data = [x for x in operands if rows.source(x) is None]
     if any(isinstance(place := samples_of(x), int) and place for x in data):
@@ -152,7 +152,7 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
     if func in STACKS and dims < 3:
         return None
     if not isinstance(dim, int) or dim in (0, -dims) or (func in CHANGES and rows.source(args[0]) is not None):
-        return None  # rows are not paired with rows, or it is not the data that is changed
+        return None  # rows are not paired, or the operation does not change the data
     found = {}
     for x in operands:
         source = rows.source(x)
@@ -170,12 +170,12 @@ def _paired(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
 
 
 def _bilinear(rows: Rows, func: Any, input1: Tensor, input2: Tensor, *params: Any, **kwargs: Any) -> Instead:
-    """Its inputs meet row by row; the weight's rows are outputs, however many."""
+    """Bilinear inputs are paired row by row; the weight's rows are outputs."""
     return _paired(rows, lambda *inputs: func(*inputs, *params, **kwargs), input1, input2)
 
 
 def _joined(rows: Rows, func: Any, tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Instead:
-    """Stacked or joined along another dimension than the rows'."""
+    """cat or stack along another dimension than the rows'."""
     dim = next(iter((*args, *kwargs.values())), 1 if func in (torch.hstack, torch.column_stack, torch.dstack) else 0)
     dims, count = max(x.dim() for x in tensors), tensors[0].shape[:1]
     if dim in (0, -dims - (func is torch.stack)) or dims < 2 or any(x.shape[:1] != count for x in tensors):
@@ -192,7 +192,7 @@ def _masked_scatter(rows: Rows, func: Any, input: Tensor, mask: Tensor, source: 
 
 
 def _cell(rows: Rows, func: Any, input: Tensor, hx: Any, *params: Any) -> Instead:
-    """One step of a recurrent layer from a learned state, of which each row has a copy."""
+    """One step of a recurrent layer from a learned state, copied for each row."""
 
     def own(state: Tensor) -> Tensor:
         source = rows.source(state)
@@ -206,7 +206,7 @@ def _cell(rows: Rows, func: Any, input: Tensor, hx: Any, *params: Any) -> Instea
 
 
 def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
-    """Refused where it normalises over several rows of data."""
+    """Refuse batch norm over several rows of data."""
     input = kwargs["input"] if "input" in kwargs else args[0]
     training = kwargs["training"] if "training" in kwargs else any(args[5:6])
     if training and rows.source(input) is None and input.shape[0] > 1:
@@ -218,7 +218,7 @@ def _batch_norm(rows: Rows, func: Any, *args: Any, **kwargs: Any) -> Instead:
 
 
 def _read(rows: Rows, func: Any, x: Tensor, index: Any) -> Instead:
-    """x[index], with an index that depends on data: a part of x, or a row of a table for each row of the index."""
+    """x[index] with an index that depends on data: a part of x, or a table row for each row of the index."""
     entries = index if isinstance(index, tuple) else (index,)
     if rows.source(x) is None or not entries:
         return None
@@ -240,7 +240,7 @@ def _index_select(rows: Rows, func: Any, input: Tensor, dim: int, index: Tensor)
 
 
 def _looked_up(x: Tensor, ids: Tensor) -> Instead:
-    """x[ids] as an embedding of ids, which may count from the end."""
+    """x[ids] as an embedding of ids; negative ids count from the end."""
     ids, count = ids.long(), len(x)
 
     def instead() -> Tensor:
@@ -251,22 +251,22 @@ def _looked_up(x: Tensor, ids: Tensor) -> Instead:
 
 
 def methods(*names: str) -> set[Any]:
-    """The operations of these names, as functions of torch and as methods."""
+    """Return the operations of these names, both torch functions and methods."""
     found = {getattr(where, name, None) for where in (torch, torch.Tensor) for name in names}
     return found - {None}
 
 
 LIKE = methods("expand_as", "view_as", "reshape_as", "type_as", "to")
-"""Operations that read of their second operand only what it looks like; `to` may be one."""
+"""Operations that read only the shape and type of their second operand; `to` may be one."""
 BROADCAST_IN_PLACE = methods(
     *("add_", "sub_", "subtract_", "mul_", "multiply_", "div_", "divide_", "true_divide_", "copy_", "pow_"),
     *("lerp_", "addcmul_", "addcdiv_", "clamp_", "clip_", "clamp_min_", "clamp_max_", "atan2_", "hypot_"),
 )
 ALONG = methods("scatter", "scatter_add", "scatter_reduce", "gather", "index_add", "index_copy")
 ALONG |= methods("scatter_", "scatter_add_", "index_add_", "index_copy_")
-"""Operations that move entries along one dimension, their second argument."""
+"""Operations that move entries along the dimension in their second argument."""
 STACKS = methods("bmm", "baddbmm", "cdist") | {torch.linalg.solve}
-"""Operations on stacks of matrices: one matrix has no row for each sample."""
+"""Operations on stacks of matrices; a single matrix has no row for each sample."""
 PAIRED = methods("where", "complex", "lerp", "addcmul", "addcdiv", "atan2", "hypot", "pow", "div")
 PAIRED |= methods("maximum", "minimum", "true_divide", "fmax", "fmin", "logaddexp", "xlogy", "polar", "fmod")
 PAIRED |= methods("remainder", "copysign") | {torch.linalg.cross, F.scaled_dot_product_attention, F.grid_sample}
@@ -274,7 +274,7 @@ PAIRED |= ALONG | STACKS
 JOINED = {torch.stack, torch.hstack, torch.column_stack, torch.dstack, torch.concatenate}
 
 MIXING = {F.batch_norm, torch.batch_norm, torch.native_batch_norm}
-"""Operations that are refused for what they do to data, whether parameters take part or not."""
+"""Operations that are refused for mixing samples, with or without parameters."""
 
 REWRITTEN: dict[Any, Rewriting] = {
     **dict.fromkeys(LIKE, _like),
@@ -296,8 +296,8 @@ REWRITTEN: dict[Any, Rewriting] = {
     torch.Tensor.__getitem__: _read,
     **dict.fromkeys(methods("index_select"), _index_select),
 }
-"""Asked for each operation that reads data and what is made of parameters."""
+"""Rewrites, called for each operation that reads data and tensors made of parameters."""
 
 CHANGES = {getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name[-1] == "_" != name[-2]}
 CHANGES |= {torch.Tensor.__setitem__}
-"""Operations whose first operand depends afterwards on all that they read."""
+"""Operations that write into their first operand, which then depends on all operands."""

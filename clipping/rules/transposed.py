@@ -1,4 +1,4 @@
-"""Transposed convolutions, in one, two and three dimensions: the adjoints of convolutions, by whose rule they go."""
+"""Transposed convolutions in one to three dimensions, by the rule of the adjoint convolution."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from clipping.rules.convolution import ConvolutionWeight, of_each
 
 
 class TransposedConvolutionWeight(ConvolutionWeight):
-    """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the convolution which it is the adjoint of.
+    """∂/∂W of a transposed convolution, [C, p, *kernel]: that of the adjoint convolution.
 
-    The roles change: the output's gradient is what is unfolded, the input is what multiplies the patches.
+    The roles swap: patches are of the output's gradient, and the input multiplies them.
     """
 
     def instantiate(self, g: Tensor, samples: slice, way: str = "") -> Tensor:

@@ -1,4 +1,4 @@
-"""A weight that meets the operation's input in a product: its share of the clipped sum, in portions of the batch."""
+"""Rules of weights that multiply the operation's input: the clipped sum, in portions of the batch."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from clipping.rules.base import Rule, Spec
 
 
 class Bilinear(Rule):
-    """A weight: linear in the operation's input and in its output's gradient, so that the factors go to the smaller.
+    """A weight whose gradient is linear in the input and in the output's gradient; the factors scale the smaller one.
 
-    A scaled copy is as large as that, and the library may make further ones. So the sum is formed in portions of the
-    batch, one after the other, where copies are large: a step's memory is fullest when its sums begin.
+    The scaled copy is as large as that tensor, and the library may make further copies. Where copies are large, the sum
+    is formed in portions of the batch, one after the other: memory peaks when a step's sums begin.
 
     Methods take:
-        x: the input of some samples, as `operands` gives it.
-        g: the gradient of the output, [B·fold, ...]; with x, of the same samples as `operands` gives it.
-        samples: which of the batch.
-        count: of the portions.
+        x: input of some samples, as from `operands`.
+        g: gradient of the output, [B·fold, ...]; together with x, of the same samples as from `operands`.
+        samples: slice of the batch.
+        count: number of portions.
     """
 
     library = "cublas"
 
     @abstractmethod
     def operands(self, g: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """The input and the output's gradient of some samples, of g's dtype, samples first, in as many dimensions."""
+        """Return input and output gradient of some samples, in g's dtype, samples first, in equally many dimensions."""
 
     @abstractmethod
     def gradient(self, x: Tensor, g: Tensor) -> Tensor:
-        """Σ_i g_i of such operands, of which one may be wider, of the shape of `parameter`; in float32 or wider."""
+        """Σ_i g_i of such operands, one possibly wider; of the shape of `parameter`, in float32 or wider."""
 
     @abstractmethod
     def copied(self, g: Tensor | Spec) -> int:
-        """Bytes of the largest copy that one sample's share of the sum takes."""
+        """Bytes of the largest copy for one sample's share of the sum."""
 
     @abstractmethod
     def gradients(self, x: Tensor, g: Tensor, count: int) -> Tensor:
-        """The same of `count` portions of equally many samples, which are in what order it likes: [count, *shape]."""
+        """`gradient` of `count` equal portions, samples in any order: [count, *shape]."""
 
     def weighted(self, g: Tensor, factors: Tensor) -> Tensor:
         factors = factors.to(wide_dtype(g.dtype))
@@ -57,13 +57,13 @@ class Bilinear(Rule):
         return added(lambda samples: self.gradient(*self._scaled(g, factors, samples)), self._portions(g))
 
     def _scaled(self, g: Tensor, factors: Tensor, samples: slice) -> tuple[Tensor, Tensor]:
-        """In half precision the scaled copy is wide: one that is scaled there has lost digits by which terms cancel."""
+        """Scale one operand. For half precision the copy is wide: rounding it would lose the digits that cancel."""
         x, g = self.operands(g, samples)
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
 
     def portion(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples that are copied at once; bytes of the sum that portions are added to, and of those themselves."""
+        """Samples to copy at once; bytes of the sum that portions are added to, and of the portions."""
         wide, most = self.parameter.numel() * torch.float64.itemsize, self._most(g)
         if at_once(self.parameter) and self.samples(g) > most:
             divided = of_one_size(self.samples(g), most, self._together(g))
@@ -73,15 +73,15 @@ class Bilinear(Rule):
         return max(portion.stop - portion.start for portion in portions), wide if len(portions) > 1 else 0
 
     def _most(self, g: Tensor | Spec) -> int:
-        """Samples of a portion: see `clipping.numerics.rounding_bounds`."""
+        """Samples in a portion: see `clipping.numerics.rounding_bounds`."""
         return portion(self.samples(g), max(1, self.positions), norm_dtype(g.dtype))
 
     def _together(self, g: Tensor | Spec) -> int:
-        """Samples whose portions are formed at once: neither these nor the copies are larger than there is room."""
+        """Samples to form portions of at once, limited by the memory for portions and copies."""
         room, each = max(self.room(), 4 * self.instantiated_bytes(g)), self.instantiated_bytes(g)
         return min(room // max(1, self.copied(g)), self._most(g) * max(1, room // max(1, 2 * each)))
 
     def _portions(self, g: Tensor | Spec) -> list[slice]:
-        """Of more bytes than the weight itself has, or adding up would show."""
+        """Portions larger than the weight itself, so that adding them up takes little time."""
         samples, room = self.samples(g), max(self.room(), 4 * self.instantiated_bytes(g))
         return blocks(samples, 1, min(self._most(g), max(1, room // max(1, self.copied(g)))))
