@@ -1,9 +1,9 @@
-"""The kernels in C as shared libraries: compiled once on a machine, and checked before each use. Imports no torch.
+"""Compile the C kernels to shared libraries once on a machine, and check them before each use. Imports no torch.
 
-A library lies in the folder of `clipping.cache`, in a file that is named after all that it was made of. Behind what the
-compiler wrote come a line that says by which compiler, and the SHA-256 of all before it, so that a file that is empty,
-cut off or changed is known as such, and compiled anew. It is written aside and renamed: whoever is killed, or compiles
-the same at the same time, leaves a whole file or none. What others could have written is refused.
+A library lies in the folder of `clipping.cache`, in a file named after everything that it was made from. A line with
+the compiler and the SHA-256 of all bytes before it follow the compiler's output, so that an empty, truncated or
+changed file is detected and compiled again. It is written to a temporary file and renamed: a killed or concurrent
+compilation leaves a whole file or none. A file that other users could have written is refused.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from clipping import cache
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
 REALS: Mapping[str, int] = {"float": 4, "double": 8}
-"""The types of C that libraries are made for -> bytes."""
+"""C types that libraries are compiled for -> bytes."""
 SECONDS = 60
-"""A compiler that takes longer is not waited for."""
+"""Seconds after which to stop waiting for the compiler."""
 _MARK = b"\ndpbench "
 _DIGITS = 64
 _ASIDE = ".compile-"
 
 
 class NoLibrary(Exception):
-    """There is none, and why, in a line.
+    """Raised without a library, with the reason in one line.
 
-    `expected`: a machine that simply has no compiler, or was told to keep nothing; anything else is worth a warning.
+    `expected` is True if the machine has no compiler, or was told to keep no files; anything else deserves a warning.
     """
 
     def __init__(self, reason: str, expected: bool = False) -> None:
@@ -50,7 +50,7 @@ class NoLibrary(Exception):
 
 @dataclass(frozen=True)
 class Library:
-    """One that is loaded: the SHA-256 of what the compiler wrote, and the compiler that wrote it."""
+    """A loaded library: the SHA-256 of the compiler's output, and the compiler."""
 
     kernels: ctypes.CDLL
     digest: str
@@ -58,13 +58,13 @@ class Library:
 
 
 def load(real: str) -> Library:
-    """The kernels for a type of `REALS`, compiled if need be. Found once in a process.
+    """Load the kernels for a type of `REALS`, compiling them if necessary. Cached for the process.
 
     Args:
-        real: the name of the numbers' type in C, out of `REALS`.
+        real: C type of the numbers, a key of `REALS`.
 
     Raises:
-        NoLibrary: there is no compiler that makes it, or no folder to keep it that others may not change.
+        NoLibrary: no compiler makes it, or there is no folder that other users cannot change.
     """
     found = _load(real)
     if isinstance(found, NoLibrary):
@@ -73,7 +73,7 @@ def load(real: str) -> Library:
 
 
 def describe() -> dict[str, dict[str, str]]:
-    """What is loaded here: type of C -> its "compiler" and "digest", or the "reason" why there is none."""
+    """Return C type -> "compiler" and "digest" of the loaded library, or the "reason" why there is none."""
     found = {real: _load(real) for real in REALS}
     return {
         real: {"reason": str(each)}
@@ -84,13 +84,13 @@ def describe() -> dict[str, dict[str, str]]:
 
 
 def version() -> str | None:
-    """By which compiler the libraries here were made; None if there are none. Two versions are not measured alike."""
+    """Return the compiler of the libraries, or None; measurements with different compilers are not comparable."""
     made = [each.get("compiler", "none") for each in describe().values()]
     return None if set(made) == {"none"} else " / ".join(dict.fromkeys(made))
 
 
 def trouble() -> str | None:
-    """Why there are no libraries although a person may expect them, in a line; None if all is as it should be."""
+    """Return in one line why an expected library is missing, or None."""
     missing = [each for each in map(_load, REALS) if isinstance(each, NoLibrary) and not each.expected]
     return f"no kernels in C, torch's own operations remain: {missing[0]}" if missing else None
 
@@ -136,10 +136,10 @@ def _folder() -> Path | None:
 
 
 def _compiler() -> list[str]:
-    """The command of $CC, or cc.
+    """Return the command in $CC, or cc.
 
     Raises:
-        NoLibrary: it cannot be read as words of a shell, or there is no such program.
+        NoLibrary: it is not valid shell syntax, or there is no such program.
     """
     named = os.environ.get("CC")
     try:
@@ -156,10 +156,10 @@ def _compiler() -> list[str]:
 
 
 def _whole(path: Path) -> tuple[str, str] | None:
-    """(digest, compiler) of a library that is as it was written; None if it is not, or there is none.
+    """Return (digest, compiler) of an intact library; None if it is damaged or missing.
 
     Raises:
-        OSError: it cannot be read, or somebody else could have written it.
+        OSError: it cannot be read, or another user could have written it.
     """
     try:
         data = cache.read(path)
@@ -175,13 +175,13 @@ def _whole(path: Path) -> tuple[str, str] | None:
 
 
 def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
-    """Whole or not at all, whoever else compiles it at the same time."""
+    """Compile atomically, also if other processes compile at the same time."""
     quietly: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": SECONDS}
     version = subprocess.run([*compiler, "--version"], **quietly).stdout
     said = version.decode(errors="replace").strip().splitlines() or compiler
     label = " ".join([said[0], *compiler[1:]])  # a flag in CC makes another library
-    for left in path.parent.glob(f"{_ASIDE}*"):  # by somebody who was killed
-        with contextlib.suppress(FileNotFoundError):  # or who has just ended
+    for left in path.parent.glob(f"{_ASIDE}*"):  # left by a killed process
+        with contextlib.suppress(FileNotFoundError):  # or one that has just ended
             if time.time() - left.lstat().st_mtime > 3 * SECONDS:
                 shutil.rmtree(left, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_ASIDE) as aside:
@@ -192,7 +192,7 @@ def _compile(compiler: list[str], arguments: list[str], path: Path) -> None:
 
 
 def _processor() -> str:
-    """What it can do: a home may be shared by machines of one name and other processors."""
+    """Return the processor's features: machines with other processors may share a home folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

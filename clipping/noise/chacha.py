@@ -204,7 +204,7 @@ def _agrees(device: torch.device) -> bool:
 
 
 def _launch(flat: Tensor, labels: Tensor, numbers: Tensor, scale: Sequence[float], state: Sequence[int]) -> None:
-    """The Triton program, once. `state`: of the cipher, of which blocks and labels are the tables'."""
+    """Launch the Triton program once. The cipher's `state` takes its block and label from the tables."""
     if isinstance(flat, FakeTensor):
         return
     program = importlib.import_module("clipping.noise.chacha_program").noisy
@@ -224,7 +224,7 @@ def _compiled(
     nonces: Sequence[Sequence[int]],
     divisor: float,
 ) -> None:
-    """One call of a kernel in C for all of them: [n] totals and where the results go, of one dtype."""
+    """Call a C kernel once for all [n] totals and results, of one dtype."""
     if not totals or isinstance(totals[0], FakeTensor):
         return
     counts = [x.numel() for x in totals]
@@ -247,7 +247,7 @@ def _compiled(
 def _operands(
     totals: Sequence[Tensor], key: bytes, nonces: Sequence[Sequence[int]], in_place: bool, device: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Totals as a kernel reads them, in one piece and float32 or wider, and where the results go."""
+    """Return totals as the kernel reads them, contiguous and float32 or wider, and the tensors for the results."""
     if len(totals) != len(nonces):
         raise ValueError(f"expected a nonce for each of {len(totals)} totals, got {len(nonces)}")
     _require_blocks(max(map(Tensor.numel, totals), default=0))
@@ -268,20 +268,20 @@ def _require_blocks(count: int) -> None:
 
 
 def normals(key: bytes, nonce: Sequence[int], group: int, groups: int, device: torch.device | str) -> Tensor:
-    """[128 · groups] normals, float64, in torch's operations on `device`: those from coordinate 128 · group on.
+    """Return [128 · groups] float64 normals by torch's operations, from coordinate 128 · group on.
 
     Args:
         key: of the cipher, 32 bytes.
         nonce: of the cipher, words of 32 bits.
         group: the first group of 128 coordinates.
-        groups: how many.
+        groups: number of groups.
         device: where they are made.
     """
     return _normals(words(key, nonce, group * BLOCKS, groups * BLOCKS, device))
 
 
 def _normals(found: Tensor) -> Tensor:
-    """[128 · groups], of the cipher's words [16, 16 · groups]."""
+    """[128 · groups] normals from the cipher's words [16, 16 · groups]."""
     bits = found.view(torch.int64)
     groups = bits.shape[1] // (BLOCKS // 2)
     size, angle = bits.view(2, WORDS // 2, groups, BLOCKS // 2)
@@ -296,20 +296,20 @@ def _normals(found: Tensor) -> Tensor:
 
 
 def words(key: bytes, nonce: Sequence[int], block: int, blocks: int, device: torch.device | str) -> Tensor:
-    """[16, blocks]: the words of the cipher's blocks from number `block` on, as int32, in torch's operations.
+    """Return the words of the cipher's blocks from number `block` on, [16, blocks] int32, by torch's operations.
 
     Args:
         key: of the cipher, 32 bytes.
         nonce: of the cipher, words of 32 bits.
         block: the number of the first.
-        blocks: how many.
+        blocks: number of blocks.
         device: where they are made.
     """
     return _ciphered(_filled(_state(key, block, nonce), torch.arange(block, block + blocks, device=device)))
 
 
 def _words(state: Sequence[int], labels: Tensor, numbers: Tensor) -> Tensor:
-    """[16, 16 · groups]: those of groups of several nonces: of each the last word, and its number with that."""
+    """[16, 16 · groups]: words of groups of several nonces, by the last word and the group's number for each."""
     within = torch.arange(BLOCKS, device=numbers.device)
     filled = _filled(state, (numbers.long()[:, None] * BLOCKS + within).view(-1))
     filled[15] = labels[:, None].expand(-1, BLOCKS).reshape(-1)
@@ -317,7 +317,7 @@ def _words(state: Sequence[int], labels: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _filled(state: Sequence[int], counts: Tensor) -> Tensor:
-    """[16, blocks] int32: the state of the cipher before its rounds, with these numbers of blocks."""
+    """[16, blocks] int32: the cipher's state before its rounds, with these block numbers."""
     filled = torch.empty(WORDS, len(counts), dtype=torch.int32, device=counts.device)
     for word, value in enumerate(state):
         filled[word].fill_(_signed(value))
@@ -326,7 +326,7 @@ def _filled(state: Sequence[int], counts: Tensor) -> Tensor:
 
 
 def _ciphered(state: Tensor) -> Tensor:
-    """[16, blocks]: 20 rounds, and the state once more."""
+    """[16, blocks]: 20 rounds, plus the initial state."""
     blocks = state.shape[1]
     a, b, c, d = (rows.clone() for rows in state.view(4, 4, blocks))
     for turn in (0, 1) * 10:
@@ -337,7 +337,7 @@ def _ciphered(state: Tensor) -> Tensor:
             z ^= x
             high = z << bits
             z >>= 32 - bits
-            z &= (1 << bits) - 1  # int32 is shifted with its sign
+            z &= (1 << bits) - 1  # int32 shifts keep the sign
             z |= high
         if turn:
             b, c, d = b.roll(1, 0), c.roll(2, 0), d.roll(3, 0)
@@ -345,12 +345,12 @@ def _ciphered(state: Tensor) -> Tensor:
 
 
 def compiled_words(key: bytes, nonce: Sequence[int], block: int) -> Tensor:
-    """[sets, 16, 16]: `words` of as many sets of 16 blocks as the kernel makes at once; needs one (`cpu.supported`).
+    """[sets, 16, 16]: `words` of as many sets of 16 blocks as the kernel makes at once; requires `cpu.supported`.
 
     Args:
         key: of the cipher, 32 bytes.
         nonce: of the cipher, words of 32 bits.
-        block: the number of the first; after 2³² - 1 comes 0.
+        block: number of the first block; 2³² - 1 is followed by 0.
     """
     cipher = _loaded(torch.float32).cipher_words
     out = torch.empty(cipher(None, None), WORDS, BLOCKS, dtype=torch.int32, device="cpu")
@@ -378,7 +378,7 @@ def _wrapped(x: Tensor) -> Tensor:
 
 
 def _bits(number: float) -> int:
-    """A float64 as an integer: Triton would hand its program a float32."""
+    """Return the bits of a float64 as an integer: Triton would pass a float32."""
     found: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return found
 

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found, import-untyped, misc"
-"""The Triton program behind `clipping.noise.chacha`, which alone imports this module: it needs Triton.
+"""The Triton program of `clipping.noise.chacha`, which alone imports this module, as it needs Triton.
 
-A lane has two neighbouring blocks of the cipher, 32 words: the eight pairs of normals that are made of them. No lane
-reads what another has written, so that any number of them gives the same bits.
+A lane has two neighbouring blocks of the cipher, 32 words, and makes eight pairs of normals from them. No lane reads
+another's results, so that any number of lanes gives the same bits.
 """
 
 import triton
@@ -36,8 +36,8 @@ def noisy(
 ):
     """flat [128 · groups] + N(0, deviation²), rounded to multiples of grid, in place.
 
-    labels, numbers: of each group, the last word of the nonce, and its number among those of one nonce. deviation, grid
-    and finer (1 / grid) are the bits of float64. k0 to k7, step and process: words of the key and of the nonce.
+    labels, numbers: for each group, the last word of the nonce, and the group's number within that nonce. deviation,
+    grid and finer (1 / grid) are the bits of float64. k0 to k7, step and process: words of the key and the nonce.
     """
     lane = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     group, pair = lane // 8, (lane % 8).to(tl.int32)
@@ -61,7 +61,7 @@ def noisy(
 
 @triton.jit
 def cipher(key, block, step, process, label):
-    """The 16 words of the blocks with these numbers: RFC 8439, section 2.3.
+    """Return the 16 words of the blocks with these numbers: RFC 8439, section 2.3.
 
     Args:
         key: its eight words.
@@ -110,26 +110,26 @@ def _turned(x, BITS: tl.constexpr):
 
 @triton.jit
 def _word(number, zero):
-    """An int32 of the host's as words of 32 bits, one a lane."""
+    """Turn an int32 from the host into 32-bit words, one a lane."""
     return (zero.to(tl.int32, bitcast=True) + number).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _real(bits, lane):
-    """The float64 of these bits, in each lane."""
+    """Return the float64 of these bits, in each lane."""
     return ((lane & 0) + bits).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _add(place, inside, low, high, turn_low, turn_high, scale):
-    """Box and Muller's two normals of 128 bits, added at `place` and 8 entries on."""
+    """Add Box and Muller's two normals from 128 bits, at `place` and 8 entries further."""
     deviation, grid, finer = scale
     size = low.to(tl.uint64) | (high.to(tl.uint64) << 32)
     angle = (turn_low.to(tl.uint64) | (turn_high.to(tl.uint64) << 32)).to(tl.int64, bitcast=True)
     uniform = ((size >> 1).to(tl.int64, bitcast=True).to(tl.float64) + 0.5) * 1.0842021724855044e-19  # 2^-63
     radius = tl.sqrt(-2.0 * tl.log(uniform))
     x = ((angle << 2) | 2).to(tl.float64) * 1.0842021724855044e-19 * _exact(0.7853981633974483)  # within ±π/4
-    # Taylor's series, as in noise.c: a library's cos and sin of any angle would need memory, and branch
+    # Taylor series, as in noise.c: a library's cos and sin of any angle would need memory and branches
     q = x * x
     c = q * _exact(1 / 20922789888000) - _exact(1 / 87178291200)
     c = q * (q * (q * (q * c + _exact(1 / 479001600)) - _exact(1 / 3628800)) + _exact(1 / 40320)) - _exact(1 / 720)
@@ -145,13 +145,13 @@ def _add(place, inside, low, high, turn_low, turn_high, scale):
 
 @triton.jit
 def _exact(NUMBER: tl.constexpr):
-    """A float64: a number that stands alone may become a float32."""
+    """Return a float64 constant; a bare literal may become a float32."""
     return tl.full((), NUMBER, tl.float64)
 
 
 @triton.jit
 def _store(place, inside, normal, deviation, grid, finer):
     total = tl.load(place, mask=inside, other=0.0).to(tl.float64)
-    # a number to which 1.5 · 2^52 is added keeps no fraction
+    # adding 1.5 · 2^52 removes the fraction
     rounded = ((total + normal * deviation) * finer + 6755399441055744.0) - 6755399441055744.0
     tl.store(place, (rounded * grid).to(place.dtype.element_ty), mask=inside)

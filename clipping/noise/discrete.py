@@ -1,25 +1,26 @@
 """The discrete Gaussian of Canonne, Kamath and Steinke (2020, arXiv:2004.00010), added to sums on a grid.
 
-    discrete_noisy      grid · (round(total / grid) + N_ℤ(0, 4^log)) of many tensors at once
+    discrete_noisy      grid · (round(total / grid) + N_ℤ(0, 4^log)) of many tensors
 
-N_ℤ(0, s²) has each whole number x with probability proportional to exp(-x² / 2s²), here with s = 2^log. It is sampled
-as they do (Algorithms 1 to 3), with s and the scale of the Laplace proposal both 2^log:
+N_ℤ(0, s²) takes each integer x with probability proportional to exp(-x² / 2s²); here s = 2^log. We sample it by their
+Algorithms 1 to 3, with s and the scale of the Laplace proposal both 2^log:
 
-    exp(-a)       draws, the k-th true with probability a / k, until one is false: is their number odd? (von Neumann)
+    exp(-a)       draw until false, the k-th true with probability a / k; return if the number of draws is odd (von
+    Neumann)
     exp(-n)       n times exp(-1)
-    proposal      u below 2^log kept with exp(-u / 2^log), then how often exp(-1) is true, and a sign: exp(-|y| / s)
+    proposal      u below 2^log, kept with exp(-u / 2^log); the number of times exp(-1) is true; a sign: exp(-|y| / s)
     kept          with exp(-(|y| - s)² / 2s²)
 
-Every decision compares whole numbers, uniform ones of the cipher with numerators over a power of two, so each x has
-exactly its probability if the cipher's words are random. The one thing computed in floating point is round(total /
-grid), before there is any noise; the product with the grid after it says the same number in other words.
+Every decision compares integers, uniform ones from the cipher with numerators over a power of two. So each x has
+exactly its probability if the cipher's words are random. Floating point computes only round(total / grid), before the
+noise, and the product with the grid afterwards, which is a one-to-one map.
 
-**The stream.** Rejections take as many words as they take. The block of the cipher at a tensor's place is the key of
-its own streams, one for each group of 128 coordinates, whose number is the nonce. Words of 64 bits are read from block
-after block, little end first. So a draw is a function of (key, nonce, coordinate), on any number of threads.
+**The stream.** Rejection takes a random number of words. The cipher's block at a tensor's place is the key of the
+tensor's own streams, one for each group of 128 coordinates, with the group's number as nonce. 64-bit words are read
+block after block, little-endian. So a draw is a function of (key, nonce, coordinate), on any number of threads.
 
-The kernel in C takes some hundred nanoseconds a coordinate. Without a compiler Python does the same with the same bits,
-and a thousand times slower: for tests. Tensors of other devices are taken to the CPU and back.
+Without a compiler, Python computes the same bits, about a thousand times slower than the C kernel: for tests. Tensors
+on other devices are copied to the CPU and back.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from clipping.noise.chacha import BLOCKS, NORMALS, WORDS, _compiled, _operands, 
 from clipping.numerics import kernels
 
 WIDEST = 2.0**43
-"""What a total is clamped to, in units of the grid; below it, a quotient of float64 is known to 2^-10."""
+"""Totals are clamped to this many units of the grid; below, a float64 quotient has an error of at most 2^-10."""
 ROUNDED = 1 + 2.0**-9
-"""Units of the grid by which the roundings of two totals differ from what the totals do, at the most."""
+"""Most units of the grid by which rounding changes the difference of two totals."""
 
 
 def discrete_noisy(
@@ -48,23 +49,22 @@ def discrete_noisy(
     in_place: bool = False,
     divisor: float = 1.0,
 ) -> list[Tensor]:
-    """Each total rounded to multiples of `grid`, discrete Gaussian noise of deviation 2^log · grid added, then divided.
+    """Round each total to multiples of `grid`, add discrete Gaussian noise of deviation 2^log · grid, and divide.
 
     Args:
         totals: of any shapes, dtypes and devices, finite.
         log: 1 to 40.
         grid: > 0.
         key: 32 bytes.
-        nonces: of each total three numbers of 32 bits: with this key, no other draw of any kind has the same.
-        in_place: write results over those totals that are float32 or wider, in one piece and on the CPU; else none is
-            changed.
+        nonces: three 32-bit numbers for each total; no other draw of any kind with this key may use the same.
+        in_place: overwrite totals that are float32 or wider, contiguous and on the CPU; if False, no total is changed.
         divisor: > 0.
 
     Returns:
-        As `totals`, each in one piece, float32 or wider.
+        As `totals`, each contiguous, float32 or wider.
 
     Raises:
-        ValueError: a key, a nonce or a `log` of another size.
+        ValueError: a key, nonce or `log` has a wrong size.
     """
     if not 1 <= log <= 40:
         raise ValueError(f"expected the logarithm of a deviation from 1 to 40, got {log}")
@@ -84,11 +84,11 @@ def discrete_noisy(
 
 
 def drawn(count: int, log: int, key: bytes, nonce: Sequence[int]) -> list[int]:
-    """`count` draws of N_ℤ(0, 4^log), in Python.
+    """Return `count` draws of N_ℤ(0, 4^log), in Python.
 
     Args:
-        count: how many.
-        log: the logarithm of the deviation, to base 2.
+        count: number of draws.
+        log: base-2 logarithm of the deviation.
         key: of the cipher, 32 bytes.
         nonce: of the cipher, words of 32 bits.
     """
@@ -101,7 +101,7 @@ def drawn(count: int, log: int, key: bytes, nonce: Sequence[int]) -> list[int]:
 
 
 def _words(key: bytes, group: int) -> Iterator[int]:
-    """Words of 64 bits, without end."""
+    """Yield 64-bit words without end."""
     nonce, block = (group % 2**32, group >> 32, 0), 0
     while True:
         rows = words(key, nonce, block, BLOCKS, "cpu").T.contiguous().numpy().tobytes()
@@ -111,7 +111,7 @@ def _words(key: bytes, group: int) -> Iterator[int]:
 
 
 def _uniform(stream: Iterator[int], bits: int) -> int:
-    """Below 2^bits, at most 128."""
+    """Return a uniform integer below 2^bits, bits at most 128."""
     if bits <= 64:
         return next(stream) >> (64 - bits)
     high = next(stream)
