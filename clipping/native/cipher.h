@@ -1,6 +1,6 @@
-/* ChaCha20 (RFC 8439), sets of 16 blocks at once: word w of a set's block b lies at [w][b], so that a vector holds one
-   word of many blocks, and two words of neighbouring blocks are read as one of 64 bits. No branch and no table: what is
-   drawn changes neither the instructions nor the addresses. */
+/* ChaCha20 (RFC 8439), sets of 16 blocks at once: word w of a set's block b is at [w][b], so that a vector holds one
+   word of many blocks, and two words of neighbouring blocks read as one 64-bit word. No branches and no tables: the
+   values drawn change neither instructions nor addresses. */
 
 #pragma once
 
@@ -9,9 +9,9 @@
 #define BLOCKS 16
 #define WORDS 16
 #define ROUNDS 20
-#define GROUP 128 /* coordinates that are drawn together, of one set */
+#define GROUP 128 /* coordinates drawn together from one set */
 #ifdef __AVX512F__
-#define SETS 2 /* each operation waits for the one before, but not for another set's; two fill the registers */
+#define SETS 2 /* each operation waits for the previous one of its set only; two sets fill the registers */
 #else
 #define SETS 1
 #endif
@@ -23,7 +23,7 @@ typedef uint32_t words __attribute__((vector_size(BYTES)));
 #define AT_ONCE (BYTES / 4) /* blocks */
 
 #if defined(__AVX2__) && !defined(__AVX512VL__) && !defined(__clang__)
-/* There is no instruction that rotates; one that moves bytes, which GCC does not come upon, does for three. */
+/* No instruction rotates words. A byte shuffle, which GCC does not find by itself, does three of the rotations. */
 typedef uint8_t bytes __attribute__((vector_size(BYTES)));
 
 INLINE words rotated(words x, int bits) {
@@ -62,8 +62,8 @@ APART void chacha(const uint32_t states[SETS][WORDS], blocks out[SETS]) {
   }
 }
 
-/* Several tensors that noise is added to: of each the nonce, its entries, where the result goes, how many they are, and
-   the first of its groups among those of all (units has one number more, their end). */
+/* Tensors to add noise to: for each its nonce, entries, result, number of entries, and its first group among all groups
+   (units has one number more, the end). */
 typedef struct {
   const uint32_t *state, *nonces;
   const REAL *const *totals;
@@ -74,7 +74,7 @@ typedef struct {
   REAL divisor;
 } noise_job;
 
-/* The tensor that a group belongs to: the last one that begins there or before. */
+/* Find the tensor of a group: the last one that begins at or before it. */
 INLINE I tensor_of(const noise_job *job, I unit) {
   I tensor = 0, last = job->tensors - 1;
   while (tensor < last) {

@@ -1,24 +1,24 @@
-/* Discrete Gaussian noise on a grid, in integers: clipping/noise/discrete.py says what, and has the same in Python.
+/* Discrete Gaussian noise on a grid, in integers: clipping/noise/discrete.py describes it, and has the same in Python.
 
-   Each group of 128 coordinates reads a stream of its own, of which it takes as many words as its rejections ask for. So
-   the time of a draw depends on what is drawn (never on what it is added to). */
+   Each group of 128 coordinates reads its own stream, and takes as many words as its rejections need. So the time of a
+   draw depends on its value (never on the total that it is added to). */
 
 #include "cipher.h"
 
 #define COST (GROUP * 2000.0)
-#define WIDEST 0x1p43 /* what a total is clamped to, in units of the grid: its rounding is known to 2^-10 */
+#define WIDEST 0x1p43 /* totals are clamped to this many units of the grid; the rounding error is at most 2^-10 */
 
 typedef unsigned __int128 wide;
 
-#define HELD (BLOCKS * WORDS / 2) /* words of 64 bits in a set */
+#define HELD (BLOCKS * WORDS / 2) /* 64-bit words in a set */
 
 typedef struct {
-  uint32_t states[SETS][WORDS]; /* of sets that follow one another */
+  uint32_t states[SETS][WORDS]; /* of consecutive sets */
   blocks bits[SETS];
-  int used; /* of the words of 64 bits that are here */
+  int used; /* number of 64-bit words used */
 } stream;
 
-/* From the first block on, of the key and nonce in the first state. */
+/* Start at the first block, with the key and nonce of the first state. */
 static void begin(stream *from) {
   for (int s = 0; s < SETS; s++) {
     if (s) memcpy(from->states[s], from->states[0], sizeof(from->states[s]));
@@ -47,7 +47,7 @@ static wide uniform(stream *from, int bits) {
 
 /* True with probability 1 / k. */
 static int one_of(stream *from, uint64_t k) {
-  uint64_t left_over = (0 - k) % k, found; /* 2^64 mod k words that would favour some remainders */
+  uint64_t left_over = (0 - k) % k, found; /* 2^64 mod k words are rejected, as they would favour some remainders */
   do found = word(from);
   while (found > UINT64_MAX - left_over);
   return found % k == 0;
@@ -62,7 +62,7 @@ static int survives(stream *from, wide a, int bits) {
 
 static int survives_one(stream *from) { return survives(from, 1, 0); }
 
-/* One of probability proportional to exp(-x² / 2^(2 log + 1)). */
+/* A draw with probability proportional to exp(-x² / 2^(2 log + 1)). */
 static I discrete(stream *from, int log) {
   for (;;) {
     uint64_t low = (uint64_t)uniform(from, log);
@@ -85,7 +85,7 @@ static void discrete_units(I low, I high, void *given) {
   I tensor = tensor_of(job, low), keyed = -1;
   for (I unit = low; unit < high; unit++) {
     while (unit >= job->units[tensor + 1]) tensor++;
-    if (tensor != keyed) { /* a key of the tensor's own: a group's stream may be longer than its place has blocks */
+    if (tensor != keyed) { /* each tensor has its own key: a group's stream may need more blocks than its place has */
       uint32_t *state = from.states[0];
       memcpy(state, job->state, sizeof(from.states[0]));
       memcpy(state + 13, job->nonces + 3 * tensor, 3 * sizeof(*state));
@@ -106,8 +106,8 @@ static void discrete_units(I low, I high, void *given) {
   }
 }
 
-/* out = (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid / divisor; of each tensor, each in one
-   piece. */
+/* out = (total / grid, rounded, + a discrete Gaussian of deviation 2^log) · grid / divisor, for contiguous
+   tensors. */
 void discrete_noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
                     REAL *const *outs, const I *counts, const I *units, I tensors, double log, double grid,
                     double divisor) {

@@ -1,5 +1,5 @@
-/* gram_norm. Positions come before features, so that inner products run along memory: SIDE rows meet SIDE rows, and their
-   sums stay in registers from the first feature to the last. */
+/* gram_norm. Positions come before features, so that inner products read contiguous memory. SIDE rows meet SIDE rows,
+   and their sums stay in registers from the first feature to the last. */
 
 #include "shared.h"
 #include <math.h>
@@ -8,7 +8,7 @@
 #define TILE (SIDE * SIDE)
 #define TREES ((TILE + LANES - 1) / LANES)
 #define DIAGONAL ((SIDE + LANES - 1) / LANES) /* trees of it */
-#define PANEL 393216 /* bytes of positions that stay in a second-level cache while others pass by */
+#define PANEL 393216 /* bytes of positions that stay in a second-level cache while others stream through */
 
 /* Sums of the lanes of LANES vectors at once: halves of two vectors are added, until one lane is left of each. */
 
@@ -31,7 +31,7 @@
       __builtin_shufflevector(x[2 * i], x[2 * i + 1], ALL(OWN, h)) +                    \
       __builtin_shufflevector(x[2 * i], x[2 * i + 1], ALL(OTHER, h));
 
-/* Where the sum of the i-th vector of several trees is found: within its tree at the bits of i in reverse. */
+/* Position of the sum of the i-th vector of several trees: the bits of i reversed, within its tree. */
 INLINE int lane(int i) {
   int found = 0;
   UNROLL for (int h = 1; h < LANES; h *= 2) found = 2 * found + ((i & h) != 0);
@@ -69,8 +69,8 @@ typedef struct {
   I entries; /* of one position, in a and all of its gradients */
 } gram_job;
 
-/* Products of the rows from t on with those from s on, SIDE of each, not yet summed over lanes. Behind the end there is
-   the last row again, which `of_positions` gives no weight. */
+/* Products of SIDE rows from t on with SIDE rows from s on, not yet summed over lanes. Beyond the end the last row
+   repeats, and `of_positions` ignores it. */
 APART void dots(const rows *of, I sample, I t, I s, I end, vector *out) {
   const REAL *x[SIDE], *y[SIDE], *first = of->x + sample * of->sample;
   const I features = of->features, stride = of->position;
@@ -98,7 +98,7 @@ APART void dots(const rows *of, I sample, I t, I s, I end, vector *out) {
   UNROLL for (int i = 0; i < SIDE; i++) UNROLL for (int j = 0; j < SIDE; j++) out[i * SIDE + j] = found[i][j];
 }
 
-/* On the diagonal of both Gram matrices are the squares of the rows' norms: what a reach is made of. */
+/* The diagonals of both Gram matrices hold the rows' squared norms, from which reaches are computed. */
 static void add_reaches(const gram_job *job, I k, const vector *tile, const REAL *inputs, I left, double *found) {
   vector diagonal[DIAGONAL * LANES];
   REAL gradients[DIAGONAL * LANES];
@@ -144,7 +144,7 @@ static void gram_units(I low, I high, void *given) {
   I tiles = (job->positions + SIDE - 1) / SIDE, step = (tiles + job->parts - 1) / job->parts * SIDE;
   for (I unit = low; unit < high; unit++) {
     I part = unit % job->parts, start;
-    part = part % 2 ? job->parts - 1 - part / 2 : part / 2; /* short ones beside long ones: they share a thread */
+    part = part % 2 ? job->parts - 1 - part / 2 : part / 2; /* pairs short parts with long ones on one thread */
     start = part * step;
     I stop = start + step < job->positions ? start + step : job->positions;
     double reaches[2 * job->count];

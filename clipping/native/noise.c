@@ -1,6 +1,6 @@
-/* Normals from ChaCha20, added to a sum: clipping/noise/chacha.py says what, and has the same in torch's operations.
+/* Normals from ChaCha20, added to a sum: clipping/noise/chacha.py describes them, and has the same in torch's operations.
 
-   A group is 16 blocks of the cipher, 128 normals; see cipher.h. There is no branch and no table here either. */
+   A group is 16 blocks of the cipher, 128 normals; see cipher.h. The code has no branches and no tables. */
 
 #include "cipher.h"
 
@@ -15,7 +15,7 @@ typedef double doubles __attribute__((vector_size(BYTES)));
 /* Signed integers as float64, rounded to the nearest. */
 INLINE doubles converted(longs x) {
 #if defined(__AVX__) && !defined(__AVX512DQ__)
-  /* There is no instruction for it. Both halves are digits of a number that is exact, and their sum is rounded once. */
+  /* No instruction does this. Both halves are exact, and their sum is rounded once. */
   doubles high = (doubles)(x >> 32 ^ 0x4530000080000000) - (0x1p84 + 0x1p63 + 0x1p52); /* 2^84 + 2^63 + 2^32 half */
   return high + (doubles)((x & 0xffffffff) | 0x4330000000000000);                     /* 2^52 + half */
 #else
@@ -36,14 +36,14 @@ INLINE doubles radius(longs z) {
   series = q * (q * series + 1.818357216161805012e-01) + 2.222219843214978396e-01;
   series = q * (q * series + 2.857142874366239149e-01) + 3.999999999940941908e-01;
   series = q * series + 6.666666666666735130e-01;
-  /* 2 s = f - s f: what is rounded off in s does not meet the larger term */
+  /* 2 s = f - s f: the rounding error of s does not enter the larger term */
   doubles log = f - s * (f - q * series), square = -2 * (k * 0x1.62e42fefa39efp-1 + log), root;
   UNROLL for (int i = 0; i < HALF; i++) root[i] = __builtin_sqrt(square[i]);
   return root;
 }
 
-/* 128 normals: Box and Muller's, from 8 x 8 pairs of words. The two highest bits of the second word choose one of four
-   quarters of the circle, the others the angle in it. */
+/* 128 normals by Box and Muller, from 8 x 8 pairs of words. The two highest bits of the second word choose a quarter of
+   the circle, the others the angle in it. */
 APART void normals(const blocks given, double out[GROUP]) {
   for (int w = 0; w < WORDS / 2; w++)
     for (int first = 0; first < 8; first += HALF) {
@@ -68,7 +68,7 @@ APART void normals(const blocks given, double out[GROUP]) {
 INLINE void add(const noise_job *job, const REAL *total, const double *drawn, I count, REAL *out) {
   const double deviation = job->scale, grid = job->grid;
   const REAL divisor = job->divisor;
-  const double finer = 1 / grid, integer = 0x1.8p52; /* a number to which this is added keeps no fraction */
+  const double finer = 1 / grid, integer = 0x1.8p52; /* adding this removes the fraction */
   for (I i = 0; i < count; i++) {
     double sum = total[i] + drawn[i] * deviation;
     out[i] = (REAL)(((sum * finer + integer) - integer) * grid) / divisor;
@@ -105,8 +105,8 @@ static void noise_units(I low, I high, void *given) {
   }
 }
 
-/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two, and then divided; of each tensor, each
-   in one piece. */
+/* out = total + N(0, deviation²), rounded to multiples of grid, a power of two, and then divided, for contiguous
+   tensors. */
 void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, const REAL *const *totals,
            REAL *const *outs, const I *counts, const I *units, I tensors, double deviation, double grid,
            double divisor) {
@@ -114,7 +114,7 @@ void noisy(for_each *parallel, const uint32_t *state, const uint32_t *nonces, co
   each(parallel, units[tensors], COST, noise_units, &job);
 }
 
-/* How many sets the cipher makes at once; of so many states their words [sets, 16 words, 16 blocks], for tests. */
+/* Number of sets that the cipher makes at once; the words [sets, 16 words, 16 blocks] of as many states, for tests. */
 int cipher_words(const uint32_t *states, uint32_t *out) {
   if (states) chacha((const uint32_t(*)[WORDS])states, (blocks *)out);
   return SETS;

@@ -1,6 +1,6 @@
-/* pixel_norms. Features come before positions, as an image lies in memory: HIGH pixels meet vectors of others, after a
-   copy in which what a tile reads lies together. (Features of a large image are a power of two apart, and a first-level
-   cache would hold few of them at a time.) */
+/* pixel_norms. Features come before positions, as in an image's memory. HIGH pixels are multiplied with vectors of
+   others, after a copy that makes each tile's input contiguous. (Features of a large image are a power of two apart;
+   a first-level cache would hold few of them at a time.) */
 
 #include <math.h>
 
@@ -10,7 +10,7 @@
 #define DEEP (REGISTERS == 32 ? 4 : 2) /* vectors */
 #define WIDE (DEEP * LANES)
 
-/* Images as they lie in memory, in strides of entries. */
+/* Images in memory, with strides in entries. */
 typedef struct {
   const REAL *x;
   I features, rows, columns, sample, feature, row, column;
@@ -32,7 +32,7 @@ typedef struct {
   index_of_thread *thread;
 } pixel_job;
 
-/* Features of one sample: strips of `width` pixels, [pixels / width, features, width], the last one filled up by zeros. */
+/* Features of one sample: strips of `width` pixels, [pixels / width, features, width], the last one zero-padded. */
 typedef struct {
   const REAL *x;
   I features, pixels, width;
@@ -40,21 +40,21 @@ typedef struct {
 
 static I pixels_of(const source *of, I columns) { return of->rows * columns; }
 
-/* Of a strip: all pixels, if a tile's vectors hold them. */
+/* Width of a strip: all pixels, if a tile's vectors hold them. */
 static I width_of(I pixels) { return pixels > WIDE - LANES ? WIDE : (pixels + LANES - 1) / LANES * LANES; }
 
-/* Whether the pixels of a feature, in rows of so many columns, follow one another in memory. */
+/* True if a feature's pixels, in rows of this many columns, are contiguous. */
 static int is_plain(const source *of, I columns) {
   return of->columns == columns && of->column == 1 && of->row == columns;
 }
 
-/* Whether it needs no copy: one strip as it lies in memory. */
+/* True if no copy is needed: the image is one strip in memory. */
 static int is_strip(const source *of, I columns) {
   I pixels = pixels_of(of, columns);
   return is_plain(of, columns) && of->feature == pixels && width_of(pixels) == pixels;
 }
 
-/* Entries of the copy. */
+/* Number of entries of the copy. */
 static I image_entries(const source *of, I columns) {
   I pixels = pixels_of(of, columns), width = width_of(pixels);
   return is_strip(of, columns) ? 0 : (pixels + width - 1) / width * width * of->features;
@@ -82,7 +82,7 @@ static image image_of(const source *of, I sample, I columns, REAL *copy) {
   return (image){copy, of->features, pixels, width};
 }
 
-/* Inner products of HIGH pixels with `deep` vectors of those of a strip. */
+/* Inner products of HIGH pixels with `deep` vectors of a strip's pixels. */
 INLINE void tile(const image *of, const REAL *const *rows, const REAL *strip, REAL *out, I pitch, int deep) {
   const REAL *row[HIGH];
   vector found[HIGH * DEEP], w[DEEP];
@@ -111,7 +111,7 @@ static products *const tiles[DEEP] = {tile_1, tile_2, tile_3, tile_4};
 static products *const tiles[DEEP] = {tile_1, tile_2};
 #endif
 
-/* HIGH rows of the lower triangle of a pixel Gram matrix; what is written above the diagonal means nothing. */
+/* HIGH rows of the lower triangle of a pixel Gram matrix; entries above the diagonal are undefined. */
 static void triangle(const image *of, I s, REAL *out, I pitch) {
   const REAL *rows[HIGH], *strip = of->x;
   I end = s + HIGH < of->pixels ? s + HIGH : of->pixels, t = 0;
@@ -123,7 +123,7 @@ static void triangle(const image *of, I s, REAL *out, I pitch) {
   if (t < end) tiles[(end - t - 1) / LANES](of, rows, strip, out + t, pitch);
 }
 
-/* 1 where what a column of the output reads is in its row, for each offset of each phase. */
+/* 1 where the pixel that an output column reads is inside the row, for each offset of each phase. */
 static void mask_columns(const pixel_job *job, REAL *masks) {
   for (I k = 0; k < job->count; k++)
     for (I o = 0; o < job->phases[k].count; o++, masks += job->room)
@@ -133,8 +133,8 @@ static void mask_columns(const pixel_job *job, REAL *masks) {
       }
 }
 
-/* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample; and its reach, of the squares of
-   norms on both diagonals. */
+/* <the sum of all shifts of the pixel Gram matrices, the Gram matrix of g> of one sample; and its reach, from the
+   squared norms on both diagonals. */
 static double of_pixels(const pixel_job *job, I sample, const REAL *masks, REAL *scratch, double reach[2]) {
   I positions = job->positions, width = job->width, pitch = job->room;
   REAL *row = scratch, *grams = row + HIGH * pitch, *gram = grams, *copy = grams;
@@ -205,7 +205,7 @@ static void pixel_units(I low, I high, void *given) {
   }
 }
 
-/* Rows of all images are as long as the longest, the others are filled up by zeros. */
+/* Rows of all images are zero-padded to the longest. */
 static pixel_job job_of(const phase *phases, I count, const source *g) {
   pixel_job job = {.phases = phases, .count = count, .g = g, .width = g->columns};
   for (I k = 0; k < count; k++)
@@ -225,7 +225,7 @@ I pixel_scratch(const phase *phases, I count, const source *g) {
   return entries_of(&job);
 }
 
-/* `scratch`: zeros; what it holds before it is written is multiplied by zero. `out`: squared norms and both parts of
+/* `scratch`: zeros, as entries not yet written are multiplied by zero. `out`: squared norms and both parts of
    reaches, [samples, 3]. */
 void pixel_norms(const phase *phases, I count, const source *g, for_each *parallel, index_of_thread *thread, I samples,
                  REAL *scratch, double beside_inputs, double beside_outputs, REAL *out) {

@@ -1,7 +1,7 @@
-/* What the kernels for CPUs share. What they compute, and how they are compiled: clipping/accel/cpu.py.
+/* Shared by the CPU kernels. clipping/accel/cpu.py describes what they compute and how they are compiled.
 
-   Compiled once for REAL = float and once for double (SIZE bytes each), for the processor that they run on. Vectors are
-   as wide as the processor's. Threads are torch's own: `parallel` is its torch_parallel_for. */
+   Compiled once for REAL = float and once for double (SIZE bytes each), for the present processor and its vector
+   width. Threads are torch's: `parallel` is its torch_parallel_for. */
 
 #pragma once
 
@@ -24,11 +24,11 @@ typedef int64_t I;
 #define REGISTERS 16
 #endif
 #define LANES (BYTES / SIZE)
-#define WORK 200000 /* multiplications that are worth another thread */
+#define WORK 200000 /* multiplications that justify another thread */
 
 #define UNROLL _Pragma("GCC unroll 64")
 #define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline)) /* with all registers to itself */
+#define APART static __attribute__((noinline)) /* not inlined, so that it can use all registers */
 
 typedef REAL vector __attribute__((vector_size(BYTES)));
 typedef REAL unaligned __attribute__((vector_size(BYTES), aligned(SIZE)));
@@ -51,7 +51,7 @@ INLINE double sum(vector v) {
   return total;
 }
 
-/* To a reach, a position: the product of its rows' norms, and what either row may have lost: clipping/numerics/rounding_bounds.py. */
+/* Add a position to a reach: the product of its rows' norms, and the bound on underflow (rounding_bounds.py). */
 INLINE void add_reach(const double lost[2], double a, double g, double found[2]) {
   found[0] += a * g;
   found[1] += a * lost[0] + g * lost[1];

@@ -1,4 +1,4 @@
-/* What is read once, and so takes as long as memory does: squares, column_norms, scale_gradients, reaches. */
+/* Sums bound by memory bandwidth, which read their input once: squares, column_norms, scale_gradients, reaches. */
 
 #include "shared.h"
 #include <math.h>
@@ -31,7 +31,7 @@ static void square_units(I low, I high, void *given) {
   for (I unit = low; unit < high; unit++) job->out[unit] = square(job->x + unit * job->features, job->features);
 }
 
-/* Sums of squares of `samples` rows of x, one after the other in memory. */
+/* Sums of squares of `samples` contiguous rows of x. */
 void squares(for_each *parallel, const REAL *x, I samples, I features, REAL *out) {
   sums_job job = {x, 0, 0, 0, 1, features, out};
   each(parallel, samples, features, square_units, &job);
@@ -55,7 +55,7 @@ static void column_units(I low, I high, void *given) {
   }
 }
 
-/* Norms of the columns of matrices [samples, rows, columns] in one piece: [samples, columns]. */
+/* Column norms [samples, columns] of contiguous matrices [samples, rows, columns]. */
 void column_norms(for_each *parallel, const REAL *x, I samples, I rows, I columns, REAL *out) {
   sums_job job = {x, 0, 0, 0, rows, columns, out};
   each(parallel, samples, (double)rows * columns, column_units, &job);
@@ -84,7 +84,7 @@ static void scale_units(I low, I high, void *given) {
   }
 }
 
-/* Sums over positions of g (x - mean) rstd, [samples, features]; all that is given lies in one piece. */
+/* Sums over positions of g (x - mean) rstd, [samples, features]; all inputs are contiguous. */
 void scale_gradients(for_each *parallel, const REAL *x, const REAL *mean, const REAL *rstd, const REAL *g, I samples,
                      I positions, I features, REAL *out) {
   sums_job job = {x, mean, rstd, g, positions, features, out};
@@ -110,7 +110,7 @@ static void row_units(I low, I high, void *given) {
   }
 }
 
-/* Of linear layers: a [samples, positions, features], g likewise; [samples, 2]. */
+/* Reaches of linear layers: a [samples, positions, features], g likewise; [samples, 2]. */
 void row_reaches(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
                  double beside_outputs, REAL *out) {
   reach_job job = {a, g, sizes, {beside_inputs, beside_outputs}, out};
@@ -142,8 +142,8 @@ static void patch_units(I low, I high, void *given) {
   }
 }
 
-/* Of convolutions, from norms of pixels: a [samples, rows, columns] of images, g of the output's gradient; both sizes,
-   then two each of kernel, stride, padding, dilation. [samples, 2] */
+/* Reaches of convolutions, from norms of pixels: a [samples, rows, columns] of images, g of the output's gradient; both
+   sizes, then two each of kernel, stride, padding, dilation. [samples, 2] */
 void patch_reaches(for_each *parallel, const REAL *a, const REAL *g, const I *sizes, I samples, double beside_inputs,
                    double beside_outputs, REAL *out) {
   reach_job job = {a, g, sizes, {beside_inputs, beside_outputs}, out};
