@@ -1,4 +1,4 @@
-/* Normals from ChaCha20, added to a sum: clipping/noise/chacha.py describes them, and has the same in torch's operations.
+/* Normals from ChaCha20, added to a sum: clipping/noise/chacha.py describes them, and has torch code for them.
 
    A group is 16 blocks of the cipher, 128 normals; see cipher.h. The code has no branches and no tables. */
 
