@@ -287,7 +287,7 @@ def test_a_second_pass_in_portions_is_the_same(name, monkeypatch):
     model, ids, targets = Shared().double(), torch.randint(0, 7, (9, 5)), torch.randint(0, 7, (9,))
     found = {}
     for backend, most in (("microbatch", 100), (name, 100), (name, 2)):
-        for module in ("tape_backends", "rules.weight", "samples"):
+        for module in ("backends.tape", "rules.weight", "numerics.per_sample"):
             monkeypatch.setattr(f"clipping.{module}.portion", lambda *_, most=most: most)
         with load_backend(backend)(model, plain, clip=Flat(0.5), verify=False) as opened:
             found[backend, most] = opened(ids, targets)
