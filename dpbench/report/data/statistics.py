@@ -89,6 +89,20 @@ def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
             left_out[style.OUTCOMES.get(record.outcome, record.outcome)] += 1
 
 
+def losses_of_seeds(rows: Sequence[Mapping[str, Any]], same: Sequence[str], medians: Sequence[str]) -> pd.DataFrame:
+    """A row for each setting: how many seeds, their median, least and greatest loss, and medians of other columns.
+
+    Args:
+        rows: of a seed each, with a "loss"; at least one.
+        same: columns that make a setting.
+        medians: other columns, of numbers.
+    """
+    of = {"seeds": ("loss", "size"), "loss": ("loss", "median"), "least": ("loss", "min"), "greatest": ("loss", "max")}
+    of |= {name: (name, "median") for name in medians}
+    frame = pd.DataFrame(rows).astype(dict.fromkeys(medians, float))
+    return frame.groupby([*same], dropna=False).agg(**of).reset_index()
+
+
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
     """Rows to a frame whose whole numbers stay whole beside empty cells.
 

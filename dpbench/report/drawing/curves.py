@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
@@ -234,3 +235,15 @@ def box(left: float, top: float, width: float, depth: float, height: float) -> t
         height: of the figure, in inches.
     """
     return left / WIDTH, 1 - (top + depth) / height, width / WIDTH, depth / height
+
+
+def plain_log(axis: Axis, steps: Sequence[float]) -> None:
+    """Ticks of a logarithmic axis as plain numbers.
+
+    Args:
+        axis: of the axes.
+        steps: of each power of ten, which multiples have a tick.
+    """
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

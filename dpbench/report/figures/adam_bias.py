@@ -9,12 +9,12 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from dpbench.report import captions, style
 from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.data.statistics import losses_of_seeds
 from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.curves import box, plain_log
 from dpbench.report.parts import FigureKind
 
 #: optimizer -> (colour, marker)
@@ -24,6 +24,7 @@ FLOORS = (("#AA3377", "v"), ("#BBBBBB", "D"))
 _TOP, _DEPTH, _FLAT, _LEFT, _GAP, _BETWEEN = 0.3, 1.6, 0.85, 0.62, 0.42, 0.15
 _LEGEND = 0.25
 _SAME = ["data", "network", "target_epsilon", "optimizer", "lr"]
+_MEDIANS = ["accuracy", "spread", "epsilon", "noise_multiplier"]
 #: Losses above the least of a panel by this factor are beyond it.
 _MOST = 4.0
 
@@ -36,19 +37,11 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         if "accuracy" not in result:
             left_out[f"{trial['network']} {trial['optimizer']}: {record.outcome}"] += 1
             continue
-        found = {name: result.get(name) for name in ("accuracy", "spread", "epsilon", "noise_multiplier")}
+        found = {name: result.get(name) for name in _MEDIANS}
         rows.append({name: trial[name] for name in _SAME} | {"loss": float(result["test_losses"][-1])} | found)
-    columns = [*_SAME, "seeds", "loss", "least", "greatest", "accuracy", "spread", "epsilon", "noise_multiplier"]
     if not rows:
-        return pd.DataFrame(columns=columns)
-    every = []
-    for keys, part in pd.DataFrame(rows).groupby(_SAME, dropna=False):
-        of = {"seeds": len(part), "loss": part.loss.median(), "least": part.loss.min(), "greatest": part.loss.max()}
-        of |= {
-            name: part[name].astype(float).median() for name in ("accuracy", "spread", "epsilon", "noise_multiplier")
-        }
-        every.append(dict(zip(_SAME, keys, strict=True)) | of)
-    return pd.DataFrame(every, columns=columns)
+        return pd.DataFrame(columns=[*_SAME, "seeds", "loss", "least", "greatest", *_MEDIANS])
+    return losses_of_seeds(rows, _SAME, _MEDIANS)
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -139,13 +132,8 @@ def _panel(above: Any, below: Any, part: pd.DataFrame, looks: dict[str, dict[str
     for axes in (above, below):
         axes.set_xscale("log")
         axes.set_yscale("log")
-        axes.xaxis.set_major_locator(LogLocator(10))
-        axes.yaxis.set_major_locator(
-            LogLocator(10, subs=(1.0, 1.5, 2.0, 3.0, 5.0) if axes is above else (1.0, 2.0, 5.0))
-        )
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-            axis.set_minor_locator(NullLocator())
+        plain_log(axes.xaxis, (1.0,))
+        plain_log(axes.yaxis, (1.0, 1.5, 2.0, 3.0, 5.0) if axes is above else (1.0, 2.0, 5.0))
         axes.grid(color=style.GRID, linewidth=0.5)
 
 

@@ -7,17 +7,18 @@ from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from dpbench.report import captions, style
 from dpbench.report.data.select import LeftOut, Record
+from dpbench.report.data.statistics import losses_of_seeds
 from dpbench.report.drawing.bars import AXIS, WIDTH, sheet
-from dpbench.report.drawing.curves import box
+from dpbench.report.drawing.curves import box, plain_log
 from dpbench.report.parts import FigureKind
 
 _TOP, _DEPTH, _LEFT, _GAP = 0.36, 2.3, 0.62, 0.45
 _LOOKS = (("#0077BB", "o"), ("#EE7733", "s"), ("#009988", "^"), ("#AA3377", "D"))
 _SAME = ["data", "network", "target_epsilon", "batch_size", "place"]
+_MEDIANS = ["accuracy", "epsilon", "noise_multiplier"]
 _NAMES = {(0, 1): "DP-SGD", (1, 1): "DP-SGD, one pass"}
 _TICKS = {(0, 1): "1", (1, 1): "one\npass"}
 
@@ -39,26 +40,15 @@ def table(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
         name, _, sampling = trial["noise"].partition("@")
         count = int(name.partition(":")[2] or name.startswith("gaussian"))
         place = (int(sampling == "one_pass"), count + name.startswith("blt"))
-        found = {name: result.get(name) for name in ("accuracy", "epsilon", "noise_multiplier")}
-        row = {name: trial[name] for name in (*_SAME[:-1], "lr", "seed")}
-        rows.append({**row, "place": place, "noise": _name(place), "loss": float(result["test_losses"][-1]), **found})
-    columns = [*_SAME, "noise", "lr", "seeds", "loss", "least", "greatest", "accuracy", "epsilon", "noise_multiplier"]
+        row = {name: trial[name] for name in (*_SAME[:-1], "lr")} | {name: result.get(name) for name in _MEDIANS}
+        rows.append({**row, "place": place, "loss": float(result["test_losses"][-1])})
+    columns = [*_SAME, "noise", "lr", "seeds", "loss", "least", "greatest", *_MEDIANS]
     if not rows:
         return pd.DataFrame(columns=columns)
-    every = []
-    for keys, part in pd.DataFrame(rows).groupby([*_SAME, "lr"]):
-        of = {
-            "noise": part.noise.iloc[0],
-            "seeds": len(part),
-            "loss": part.loss.median(),
-            "least": part.loss.min(),
-            "greatest": part.loss.max(),
-        }
-        of |= {"accuracy": part.accuracy.median(), "epsilon": part.epsilon.max()}
-        of |= {"noise_multiplier": part.noise_multiplier.max()}
-        every.append(dict(zip([*_SAME, "lr"], keys, strict=True)) | of)
-    frame = pd.DataFrame(every, columns=columns).sort_values("loss", kind="stable").drop_duplicates(_SAME)
-    return frame.sort_values(_SAME, ignore_index=True)
+    found = losses_of_seeds(rows, [*_SAME, "lr"], _MEDIANS)
+    found["noise"] = found.place.map(_name)
+    best = found[columns].sort_values("loss", kind="stable").drop_duplicates(_SAME)
+    return best.sort_values(_SAME, ignore_index=True)
 
 
 def text(frame: pd.DataFrame) -> pd.DataFrame:
@@ -106,9 +96,7 @@ def plot(frame: pd.DataFrame, caption: str) -> Figure:
         axes.tick_params("x", labelsize=7)
         axes.set_xlabel("bands (1: DP-SGD)")
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        plain_log(axes.yaxis, (1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 7))
         axes.set_title(f"ε = {target:g}", fontsize=9)
         axes.grid(color=style.GRID, linewidth=0.5)
         if i == 0:
