@@ -75,7 +75,7 @@ def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
             f"expected one noise_multiplier throughout with accountant={settings.accountant!r}, got another one: take "
             "'prv' or 'rdp', whose bounds hold for noise that changes"
         )
-    if (kind := engine.noise.words.partition(" ")[0].strip(",")) in ("discrete", "banded", "blt"):
+    if kind := engine.noise.constant:
         raise ValueError(f"expected one noise_multiplier throughout with {kind} noise, got another one")
     told = sum(count for _, count in settings.earlier)
     earlier = settings.earlier

@@ -48,7 +48,7 @@ class _Past(NamedTuple):
 
 
 class Correlated(Noise):
-    """Adds the stream of the module's text, of which the independent normals are drawn by another source.
+    """Adds the stream C⁻¹Z; another source draws the independent normals Z.
 
     Args:
         source: of the normals, `Secure` or `Pseudo`.
@@ -60,6 +60,7 @@ class Correlated(Noise):
 
     def __init__(self, source: Noise, words: str, mark: dict[str, Any], first: float, count: int) -> None:
         self.source, self._mark, self._first, self._count = source, mark, first, count
+        self.constant = mark["kind"]
         self.words = f"{words}; {source.words}"
         self.private, self.repeatable = source.private, source.repeatable
         self._past: dict[_Where, _Past]
@@ -92,7 +93,7 @@ class Correlated(Noise):
         return self._most
 
     def in_turn(self, ahead: int | None) -> None:
-        """Start anew if a batch of the loader was left out since its last one that was stepped."""
+        """Start a fresh stream if a batch of the loader was skipped since the last step."""
         if ahead is not None and ahead != self._ahead:
             self._past.clear()
             self._ahead = ahead
@@ -126,16 +127,19 @@ class Correlated(Noise):
         return {**self._mark, "source": self.source.state_dict(), **state}
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
-        """As `Noise.load_state_dict`. Without `replay` the key is a fresh one, and the stream starts anew; that of a
-        caller's generator goes on.
+        """As `Noise.load_state_dict`. Without `replay` key and stream are fresh, but a caller's generator continues.
+
+        Raises:
+            ValueError: a checkpoint of other noise; or a stream to continue that has other weights.
         """
         if any(state.get(name) != value for name, value in self._mark.items()):
             raise ValueError(OTHER_KIND)
-        if (replay or self.repeatable) and state["weights"] != list(self.weights(0)):  # one stream has one sensitivity
+        goes_on = replay or self.repeatable
+        if goes_on and state.get("weights") != list(self.weights(0)):  # one stream has one sensitivity
             raise ValueError("expected a checkpoint of as many planned steps: of others the noise has other weights")
         self.source.load_state_dict(state["source"], replay=replay)
         self._forget()
-        if replay or self.repeatable:
+        if goes_on:
             self._past = {where: _Past(step, rows.clone()) for where, (step, rows) in state["past"].items()}
             self._most, self._ahead = state["most"], state["ahead"]
 

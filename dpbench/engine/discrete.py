@@ -38,18 +38,8 @@ from torch import Tensor
 
 from clipping.noise.chacha import Segments
 from clipping.noise.discrete import ROUNDED, discrete_noisy
-from dpbench.engine.correlated import Banded, Buffered
-from dpbench.engine.noise import At, Noise, Pseudo, Secure
-from dpbench.engine.settings import Settings
+from dpbench.engine.noise import At, Secure
 
-NOISES = ("gaussian", "discrete", "banded:N", "blt:N")
-CORRELATED = {
-    "banded": ("bands", 2, "poisson", "batches are Poisson samples of groups of records in turn"),
-    "blt": ("buffers", 1, "one_pass", "the steps of a record must be an epoch apart"),
-}
-"""Name -> what N counts, the least N, and the sampling that ε has a bound with, and why."""
-ACCOUNTANTS = ("rdp:whole", "moments")
-"""Those whose bounds hold for it; the first is the default."""
 FINER = 12
 """2^k is this many powers of two above σ √d."""
 FINEST = 40
@@ -66,7 +56,7 @@ class Discrete(Secure):
         ValueError: more noise in more coordinates than whole numbers of 64 bits can hold.
     """
 
-    kind = "discrete"
+    kind = constant = "discrete"
 
     def __init__(self, noise_multiplier: float, coordinates: int) -> None:
         super().__init__()
@@ -104,86 +94,3 @@ class Discrete(Secure):
         parts = segments.parts(flat)
         places = [At(step, process, label) for label in segments.labels]
         torch._foreach_copy_(parts, self.added_to_all([part.cpu() for part in parts], deviation, places))
-
-
-def source_of(name: str, settings: Settings, coordinates: int, generator: torch.Generator | None) -> Noise:
-    """The engine's noise by its name.
-
-    Args:
-        name: one of `NOISES`.
-        settings: of the engine.
-        coordinates: of all parameters together.
-        generator: of the caller's, or None.
-
-    Raises:
-        ValueError: another name, or a generator beside discrete noise.
-    """
-    require_known(name)
-    if name == "discrete" and generator is not None:
-        raise ValueError("expected noise='discrete' or a generator, got both: what is seeded is not private")
-    noise_multiplier = settings.mechanism.noise_multiplier
-    if name == "discrete" and noise_multiplier:
-        return Discrete(noise_multiplier, coordinates)
-    source: Noise = Secure() if generator is None else Pseudo(generator)
-    if settings.blt is not None:
-        return Buffered(source, settings.blt)
-    return Banded(source, settings.bands, settings.planned_steps) if settings.bands > 1 else source
-
-
-def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
-    """The accountant, or the default one of this noise.
-
-    Args:
-        name: of the noise, one of `NOISES`.
-        accountant: a name of `accounting`, or None for the default.
-        sampling: one of `accounting.sampling`.
-
-    Raises:
-        ValueError: one whose bound does not hold for it.
-    """
-    require_known(name)
-    if name != "discrete":
-        return "prv" if accountant is None else accountant
-    if accountant is not None and accountant not in ACCOUNTANTS:
-        raise ValueError(
-            f"expected accountant, one of {', '.join(ACCOUNTANTS)} with noise='discrete', got {accountant!r}: "
-            "its bound is the continuous Gaussian's"
-        )
-    if sampling != "poisson":
-        raise ValueError(f"expected sampling='poisson' with noise='discrete', got {sampling!r}")
-    return accountant or ACCOUNTANTS[0]
-
-
-def require_known(name: str) -> None:
-    """Raise a ValueError unless it is one of `NOISES`.
-
-    Args:
-        name: of the noise.
-    """
-    if name not in NOISES[:2] and not correlation_of(name):
-        raise ValueError(f"expected noise, one of {', '.join(NOISES)}, got {name!r}")
-
-
-def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1) -> dict[str, int]:
-    """{"bands": N} of "banded:N", {"buffers": N} of "blt:N"; {} of noise that is independent in each step.
-
-    Args:
-        noise: as the engine takes it.
-        sampling, group_size: the same; None for any.
-
-    Raises:
-        ValueError: no whole number, or too small a one; or what has no bound beside it.
-    """
-    name, colon, digits = str(noise).partition(":")
-    if name not in CORRELATED or not colon:
-        return {}
-    counted, least, scheme, reason = CORRELATED[name]
-    if not (digits.isascii() and digits.isdigit()) or int(digits) < least:
-        raise ValueError(f"expected noise='{name}:N' with a whole number N >= {least}, got {noise!r}")
-    if sampling not in (None, scheme):
-        raise ValueError(f"expected sampling={scheme!r} with noise={noise!r}, got {sampling!r}: {reason}")
-    if group_size != 1:
-        raise ValueError(
-            f"expected group_size=1 with noise={noise!r}, got {group_size!r}: there is no bound for groups"
-        )
-    return {counted: int(digits)}

@@ -26,13 +26,13 @@ from clipping.distributed.spread import reshard, sharded_modules, unwrapped
 from dpbench.engine.backends import usable_backend
 from dpbench.engine.batch_identity import Ticket, Tickets
 from dpbench.engine.checkpoint import load, save
-from dpbench.engine.discrete import accountant_for, correlation_of, source_of
 from dpbench.engine.distributed import agreed, place, quieten, same_model, same_settings, shared_key
 from dpbench.engine.errors import Misuse, PrivacyWarning
 from dpbench.engine.finite import Unread, require_finite
 from dpbench.engine.loader import PrivateLoader, checked
 from dpbench.engine.log import Log
 from dpbench.engine.noise import secret
+from dpbench.engine.noises import accountant_for, correlation_of, source_of
 from dpbench.engine.patch import Patch, claim, disclaim, require_own
 from dpbench.engine.poisson_check import Sizes
 from dpbench.engine.recorder import Recorder

@@ -76,11 +76,13 @@ class Noise(ABC):
         words: what it is, for the record.
         private: whoever knows the code and the seed that is in it cannot repeat the noise.
         repeatable: it comes from a generator that is in the same state in every process.
+        constant: its name, if its noise multiplier must not change; else "".
     """
 
     words: str
     private: bool
     repeatable = False
+    constant = ""
 
     def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
         """Of the noise in each coordinate: σS; 0 without noise, however far a record may move the sum.
