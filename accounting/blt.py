@@ -21,11 +21,11 @@ a sum of fewer terms that are not negative is smaller,
 So the movement is at most Δ S with Δ = ‖Σ_{i<k} C[:, ib]‖, which k steps from the first one on, b apart, attain. Here
 k = ⌈T/b⌉, the most there can be. (Kalinin and Lampert 2024, arXiv:2405.13763, Theorem 2.)
 
-Entries of C that are made 0 make no product larger. So the bound holds as well for a stream of noise that starts anew
-at some row. If it does for some coordinates only, let G_u be the part of G in the coordinates u of one such group: the
-last sum above has Σ_u ‖g_iu‖ ‖g_ju‖ ≤ S² in the place of S². Rows that are not released may be left out: a batch that
-was drawn and not stepped is such a row, after which the stream starts anew. So it does on going back to a checkpoint:
-at most b - 1 such rows for each step that was left behind put a record's steps b or more apart again.
+Setting entries of C to 0 increases no product. So the bound also holds if the noise stream restarts at some row. If it
+restarts for some coordinates only, let G_u be the part of G in the coordinates u of one such group: the last sum above
+has Σ_u ‖g_iu‖ ‖g_ju‖ ≤ S² in the place of S². Rows that are not released may be left out: a skipped batch is such a
+row, and the stream restarts after it. It also restarts when a checkpoint is loaded: at most b - 1 such rows for each
+step that was left behind put a record's steps b or more apart again.
 
 **Accounting.** All T steps together are one Gaussian mechanism with μ = Δ/σ, under making one record's gradient zero.
 For given earlier rows of CG + Z, row t is normal around two centres for two neighbours, v_t apart, where v_t is a

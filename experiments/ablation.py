@@ -1,6 +1,6 @@
 """What each optimisation of `bk_mixed` is worth, and what its planner is: the backend beside itself without it.
 
-One trial a model, in one process, all in turns. On a CPU: most of what is left out runs nowhere else.
+One trial for each model times all variants in turns, in one process. Most of these optimisations run on a CPU only.
 """
 
 from __future__ import annotations

@@ -47,9 +47,8 @@ class Backend(ABC):
             if they differ; and see that samples stay apart (`clipping.checks.sample_independence`) at first, in new
             shapes and graphs, and in one step of 200. Costs a few steps, once, and 0.4 % of a step.
         compile: from the third batch of a shape on, run the step as one program if that is faster
-            (`clipping.program.graphs`).
-            True refuses what is no program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU, where it
-            compiles for a minute.
+            (`clipping.program.graphs`). True refuses what is no program; "auto" runs it eagerly, and leaves
+            TorchInductor out on a CPU, where it compiles for a minute.
         timing: take the fastest of several ways on this device; else the same one everywhere.
 
     Raises:

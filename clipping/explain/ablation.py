@@ -89,16 +89,10 @@ class WithoutBatching(Ablated):
         return collection, {"SMALL": math.inf}
 
 
-class WithoutOneDnn(BkMixed):
+class WithoutOneDnn(Ablated):
     """Every product of matrices is MKL's."""
 
     name = "bk_mixed:without_onednn"
 
-    def __call__(self, inputs: Any, targets: Any) -> ClippedGradient:
-        threads = torch.get_num_threads()
-        before = products.onednn_from(threads)
-        products.take_onednn_from(threads, math.inf)
-        try:
-            return super().__call__(inputs, targets)
-        finally:
-            products.take_onednn_from(threads, before)
+    def without(self) -> tuple[Any, dict[str, Any]]:
+        return products, {"_FROM": {torch.get_num_threads(): math.inf}}

@@ -98,7 +98,7 @@ class Graph:
         at = {id(x): i for i, x in enumerate(given)}
         tensors = list(tensors_of((batch.inputs, batch.targets)))
         self._own = {name: at[id(p)] for name, p in batch.parameters.items() if id(p) in at}
-        self._parameters = batch.parameters  # with those that no loss depends on, which are layers, too
+        self._parameters = batch.parameters  # all of them: per-layer clipping also counts layers without a gradient
         self._data = [at[id(x)] for x in tensors if id(x) in at]
         self.shapes = "; ".join(" x ".join(map(str, x.shape)) or "()" for x in tensors)
         self.device = tensors[0].device

@@ -33,8 +33,17 @@ OTHER_MECHANISMS = {name: Look(info.title, info.color, info.marker) for name, in
 #: What the sign says, for captions.
 OTHER_MECHANISM = "‡ another mechanism: the mean of so many samples is clipped (TF Privacy); exact by its definition"
 # How much lighter (above 0) or darker a variant is than its base.
-_SHADES = {"paper": 0.35, "time": -0.35, "memory": 0.6, "without_kernels": 0.12, "without_onednn": 0.24}
-_SHADES |= {"without_chunks": 0.47, "without_overwriting": 0.7, "without_meeting": -0.12, "without_batching": -0.55}
+_SHADES = {
+    "paper": 0.35,
+    "time": -0.35,
+    "memory": 0.6,
+    "without_kernels": 0.12,
+    "without_onednn": 0.24,
+    "without_chunks": 0.47,
+    "without_overwriting": 0.7,
+    "without_meeting": -0.12,
+    "without_batching": -0.55,
+}
 _OTHER_SHADES = (0.2, -0.2, 0.45, -0.5)
 #: Each before its variants, which figures order alike.
 ACCOUNTANTS = {

@@ -1,4 +1,4 @@
-"""Correlated noise in the engine: the stream against its definition, where it starts anew, batches, ε, checkpoints."""
+"""Correlated noise in the engine: the stream and its restarts against the definition, batches, ε, checkpoints."""
 
 from __future__ import annotations
 
