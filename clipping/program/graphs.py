@@ -131,7 +131,7 @@ class Graphs:
         self.is_new, self._found, self._batch = False, None, batch
         if self._why or torch._C._len_torch_dispatch_stack():  # Dynamo captures nothing beneath a dispatch mode
             return None
-        unguarded = self._moving.functions(), tuple(map(tuple, GLOBAL_HOOKS))
+        unguarded = self._read_unguarded()
         if self._capture is None or unguarded != self._unguarded:
             if self._captures == MOST:
                 self._tell()
@@ -172,12 +172,16 @@ class Graphs:
             )
         self._told = True
 
+    def _read_unguarded(self, *, again: bool = False) -> object:
+        """What TorchDynamo has no guard for: functions of the modules' classes, and hooks of all modules."""
+        return self._moving.functions(again=again), tuple(map(tuple, GLOBAL_HOOKS))
+
     def _instead(self, captured: Captured, given: Sequence[Any]) -> Sequence[Any]:
         """The private step in place of the captured graph; the outputs of that."""
         assert self._batch is not None
         self.is_new = not captured.notes
         if self.is_new:
-            self._unguarded = self._moving.functions(again=True), tuple(map(tuple, GLOBAL_HOOKS))
+            self._unguarded = self._read_unguarded(again=True)
         version = self._version(), places_of(self._batch.parameters, given)
         if version not in captured.notes and len(captured.notes) >= MOST:
             self._tell()
