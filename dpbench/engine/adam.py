@@ -1,15 +1,15 @@
-"""Adam with the noise's part of its second moment taken off: DP-AdamBC.
+"""DP-AdamBC: Adam that subtracts the noise's share from its second moment.
 
 Adam divides the mean m of the gradients by the root of the mean v of their squares. Privacy adds noise of variance Φ to
-each entry of a gradient, so v estimates E[g²] + Φ. Where Φ is most of it, every entry is divided by about √Φ, and Adam
-is SGD with momentum. Φ = (σS/b)² is public, and is subtracted:
+each entry of a gradient, so v estimates E[g²] + Φ. Where Φ dominates, every entry is divided by about √Φ, and Adam
+becomes SGD with momentum. Φ = (σS/b)² is public, and is subtracted:
 
     m ← β₁ m + (1 - β₁) g,    v ← β₂ v + (1 - β₂) (g² - Φ)
     θ ← θ - η m̂ / (√max(v̂, γ') + eps),    m̂ = m / (1 - β₁^t),    v̂ = v / (1 - β₂^t)
 
-With one Φ throughout v̂ is the paper's v̂ - Φ; with another one in each step each is taken off its own gradient's
-square. It is computed from what was released, and so costs no privacy. (Tang, Shpilevskiy and Lécuyer 2024,
-arXiv:2312.14334, whose denominator has no eps)
+With a constant Φ this v̂ is the paper's v̂ - Φ; otherwise each step's Φ is subtracted from its own squared gradient.
+The correction uses released values only, and costs no privacy. (Tang, Shpilevskiy and Lécuyer 2024, arXiv:2312.14334,
+whose denominator has no eps)
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from dpbench.engine.errors import Misuse
 class AdamBC(Adam):
     """torch's Adam with DP-AdamBC's bias correction; AdamW with `decoupled_weight_decay=True`.
 
-    A `PrivacyEngine` that is attached to it says the noise of every step. Without noise and `floor` it is torch's Adam
-    to the bit. Its state is Adam's, with v as above, and one number a parameter.
+    The attached `PrivacyEngine` sets the noise of every step. Without noise and `floor` the results equal torch's Adam
+    to the bit. The state is Adam's, with v as above, and one more number a parameter.
 
     Args:
-        params, lr, betas, eps, weight_decay: as of `torch.optim.Adam`.
-        floor: γ' > 0, in squared units of a gradient that is divided by the batch size. None: the standard deviation
-            that noise alone gives v̂, (2 Σ_i w_i² Φ_i²)^½ with v̂'s weights w_i: below it an entry cannot be told from
-            one without a gradient. The paper tunes γ'; this choice is not from there.
-        options: maximize, foreach and decoupled_weight_decay, as of `torch.optim.Adam`.
+        params, lr, betas, eps, weight_decay: as in `torch.optim.Adam`.
+        floor: γ' > 0, in squared units of a gradient divided by the batch size. None: the standard deviation that noise
+            alone gives v̂, (2 Σ_i w_i² Φ_i²)^½ with v̂'s weights w_i; a smaller entry cannot be told from one without a
+            gradient. The paper tunes γ'; this default is not the paper's.
+        options: maximize, foreach and decoupled_weight_decay, as in `torch.optim.Adam`.
 
     Raises:
         ValueError: a floor that is not above 0, β₂ = 0, amsgrad, capturable, differentiable or fused.
     """
 
     noise: float | None = None
-    """√Φ: the deviation of the noise in each entry of the next step's gradients, set by the engine; None: unknown."""
+    """√Φ: standard deviation of the noise in each entry of the next gradients, set by the engine; None: unknown."""
 
     def __init__(
         self,
@@ -64,19 +64,16 @@ class AdamBC(Adam):
             group.setdefault("floor", floor)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; a group may have a `floor`.
+        """As torch's; a group may have its own `floor`. Raises as the class does.
 
         Args:
-            param_group: "params", and options for them.
-
-        Raises:
-            ValueError: as of the class.
+            param_group: "params" and their options.
         """
         _require({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A state of torch's Adam is taken, too; the noise that is in its v already stays there, and decays."""
+        """Also accepts a state of torch's Adam; the noise already in its v stays there and decays."""
         for group in state["param_groups"]:
             _require(group)
         super().__setstate__(state)
@@ -85,13 +82,10 @@ class AdamBC(Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step.
+        """Perform one step. Raises Misuse if `noise` is unknown.
 
         Args:
-            closure: computes the loss, as in torch; the engine's steps have none.
-
-        Raises:
-            Misuse: `noise` is not known.
+            closure: computes the loss, as in torch; the engine passes none.
         """
         if self.noise is None:
             raise Misuse(
@@ -107,7 +101,7 @@ class AdamBC(Adam):
         return loss
 
     def _update(self, group: dict[str, Any], variance: float) -> None:
-        """Adam's own code, with -Φ in v and the floors where amsgrad has the greatest v so far."""
+        """Run torch's `adam` with Φ subtracted from v and the floors in place of amsgrad's maximum."""
         params: list[Tensor] = []
         grads: list[Tensor] = []
         means: list[Tensor] = []

@@ -1,6 +1,9 @@
-"""What an adapter of another library's interface may change on an engine: noise, clipping, sample rate, what counts.
+"""Change an engine's noise, clipping, sample rate or counts, for adapters of other libraries' interfaces.
 
-All of it is accounted: steps keep the noise that they were released with (`Settings.earlier`).
+Every change is accounted: past steps keep the noise of their release (`Settings.earlier`).
+
+Functions take:
+    engine: the engine to change.
 """
 
 from __future__ import annotations
@@ -24,15 +27,14 @@ if TYPE_CHECKING:
 
 
 def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
-    """Draw and account batches of rate q where that is not b/n: n q is no whole number, and b, the divisor, is.
+    """Draw and account batches at a rate q other than b/n: the divisor b is whole, n q need not be.
 
     Args:
-        engine: before its first step.
         sample_rate: q in (0, 1].
         steps_per_epoch: of the caller's loader.
 
     Raises:
-        Misuse: steps were released.
+        Misuse: the engine has released steps.
     """
     if engine.steps:
         raise Misuse(f"expected a sample rate before the first step, got one after {engine.steps}")
@@ -44,26 +46,23 @@ def set_rate(engine: State, sample_rate: float, steps_per_epoch: int) -> None:
 
 
 def plan(engine: State, steps: int, target_epsilon: float, target_delta: float) -> None:
-    """Say for how many steps, and for which ε at which δ, the noise was calibrated: later steps are warned of.
+    """Set the steps and (ε, δ) that the noise was calibrated for; the engine warns of later steps.
 
     Args:
-        engine: whose settings are changed.
-        steps: how many are planned.
-        target_epsilon, target_delta: what they are to spend.
+        steps, target_epsilon, target_delta: the planned number, ε and δ.
     """
     settings = replace(engine.settings, planned_steps=steps, target_epsilon=target_epsilon, delta=target_delta)
     engine.settings = settings
 
 
 def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
-    """σ of the steps that are to come.
+    """Set σ of future steps.
 
     Args:
-        engine: whose settings are changed.
         noise_multiplier: σ >= 0, finite.
 
     Raises:
-        ValueError: a number that is none >= 0; another σ where noise has none to choose (discrete), or ε no bound.
+        ValueError: σ is negative or not finite; or another σ where noise or accountant need one throughout.
     """
     settings = engine.settings
     if noise_multiplier == settings.mechanism.noise_multiplier:
@@ -86,15 +85,14 @@ def set_noise_multiplier(engine: State, noise_multiplier: float) -> None:
 
 
 def set_clip(engine: State, clip: ClipFunction) -> None:
-    """The clipping function of the logical batches that are to come; noise is scaled to its sensitivity.
+    """Set the clipping function of future logical batches; noise is scaled to its sensitivity.
 
     Args:
-        engine: between two logical batches.
         clip: norms -> factors.
 
     Raises:
-        Misuse: in the middle of a logical batch, whose pieces would be clipped in two ways.
-        ValueError: a function that does not keep to the sensitivity that it states.
+        Misuse: the engine holds part of a logical batch, which would be clipped in two ways.
+        ValueError: the function exceeds the sensitivity that it states.
     """
     if engine._sums:
         raise Misuse("expected another clipping norm between logical batches, got one between the pieces of one")
@@ -104,27 +102,25 @@ def set_clip(engine: State, clip: ClipFunction) -> None:
 
 
 def watch_norms(engine: State, count: Callable[[Tensor], float]) -> None:
-    """Add up what `count` makes of each piece's norms before clipping: not private, and not accounted.
+    """Sum `count(norms)` over the pieces of a logical batch, before clipping: neither private nor accounted.
 
-    The count lies beside the sums of the pieces, and is dropped, retried and saved with them. After a step
-    `engine.counted` is that of the logical batch which the step released.
+    The count is dropped, retried and saved with the pieces' sums. After a step `engine.counted` is the count of the
+    released logical batch.
 
     Args:
-        engine: whose pieces are watched.
-        count: of the norms [B] of a piece's records.
+        count: maps the norms [B] of a piece's records to a number.
     """
     engine._recorder.count = count
 
 
 def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) -> None:
-    """Account for the steps of an earlier training of this model, too: (mechanism, how many) of each part.
+    """Also account for the steps of an earlier training of this model.
 
     Args:
-        engine: before its first step.
-        parts: of the earlier training, in order.
+        parts: (mechanism, steps) of each part of the earlier training, in order.
 
     Raises:
-        Misuse: steps were released.
+        Misuse: the engine has released steps.
     """
     if engine.steps:
         raise Misuse(f"expected the steps of an earlier training before the first of this one, got {engine.steps} here")
@@ -137,37 +133,24 @@ def begin_after(engine: State, parts: Sequence[tuple[SubsampledGaussian, int]]) 
 
 
 def count_batches(engine: State, batches: int) -> None:
-    """A loader that is not the engine's has handed out so many logical batches, of which none are counted twice.
+    """Raise the count of logical batches to those that another loader has yielded.
 
     Args:
-        engine: whose count is raised.
-        batches: handed out so far.
+        batches: yielded so far.
     """
     engine.drawn = max(engine.drawn, batches)
 
 
 def drawn_by_engine(engine: State) -> bool:
-    """Did the engine's loader draw every batch that was released?
-
-    Args:
-        engine: which is asked about.
-    """
+    """Returns whether the engine's loader drew every released batch."""
     return engine._sampled == engine.steps
 
 
 def drop_recorded(engine: State) -> None:
-    """Let go of the forward passes since the last step: their batch is left out.
-
-    Args:
-        engine: whose passes they are.
-    """
+    """Free the forward passes since the last step, and so leave their batch out."""
     engine._recorder.drop()
 
 
 def drop_parts(engine: State) -> None:
-    """A logical batch of the caller's begins: what an unfinished one has left is in no sum.
-
-    Args:
-        engine: whose batch it is.
-    """
+    """Drop the sums of an unfinished logical batch, as the caller begins another."""
     engine._drop_parts()

@@ -1,4 +1,4 @@
-"""Which backends the engine can take: those that clip the gradient of each sample, from losses that others compute."""
+"""Select a backend that the engine can use: one that clips each sample's gradient, given the losses."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from clipping.backends.recording import recordable
 
 
 def usable_backend(name: str) -> type[Backend]:
-    """The class of a backend.
+    """Return a backend's class.
 
     Args:
-        name: as `clipping.load_backend` takes it.
+        name: as in `clipping.load_backend`.
 
     Raises:
-        ValueError: it is none that the engine can take.
+        ValueError: the engine cannot use the backend.
     """
     cls = load_backend(name)
     if name.partition(":")[0] in FAMILIES:
@@ -29,7 +29,7 @@ def usable_backend(name: str) -> type[Backend]:
 
 
 def recordable_name(name: str) -> bool:
-    """Is this backend of ours, and recordable? Loading a peer's may need its package.
+    """Returns whether a backend is ours and recordable. Loading a peer's backend may need its package.
 
     Args:
         name: a key of `clipping.BACKENDS`.

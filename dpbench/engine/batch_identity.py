@@ -1,19 +1,19 @@
-"""Which of the loader's batches does the model read? The last one drawn is not always the one that is stepped.
+"""Identify which of the loader's batches the model reads: the last one drawn is not always the one stepped.
 
-Frameworks read ahead: accelerate, timm and transformers' Trainer ask for the next batch before they step this one. So a
-batch is known by its tensors. Each that is handed out has a `Ticket`; when the model is called, the ticket is found
-whose tensors these are:
+Frameworks read ahead: accelerate, timm and transformers' Trainer fetch the next batch before they step this one. So a
+`Ticket` for each batch handed out remembers its tensors. When the model is called, its inputs match a ticket if they
+are, in this order of preference:
 
     the same tensors, or views of them
     copies: on another device, of another dtype
     copies up to a scale and a shift in each feature, as a normalisation makes them
 
-Where one ticket alone is open, it is that one. Where several are and none is recognised, nobody knows of which records
-the losses are, how many of them are padding, and whether the logical batch is complete: that is refused. A batch whose
-step has raised stays open until another one is stepped, since it may be tried again.
+If only one ticket is open, it is taken. If several are open and none matches, the call is refused: the records of the
+losses, the padding among them, and whether the logical batch is complete would be unknown. A batch whose step raised
+stays open until another is stepped, as it may be retried.
 
-A batch that was stepped, or left out, is known for a while. The model may read it again, to be evaluated, say, but no
-step takes it: its records would be in two sums, or twice in one, and its padding would count as records.
+A batch that was stepped or left out is remembered for a while. The model may read it again, to evaluate it, but no step
+accepts it: its records would be in two sums, or twice in one, and its padding would count as records.
 """
 
 from __future__ import annotations
@@ -31,25 +31,28 @@ from clipping.core.batches import tensors_of
 from dpbench.engine.errors import Misuse
 
 ROWS, COLUMNS, CANDIDATES = 16, 4, 256
-"""Of a tensor so many samples are compared, in so many features, which are those of so many that differ most."""
+"""Samples and features compared of a tensor; the features are those of the largest variance among the candidates."""
 CLOSED, COMPARED = 64, 2
-"""So many batches are remembered when they are done with, and the last so many of them known by copies, too."""
+"""Finished batches that are remembered; the last few of them are recognised by copies, too."""
 EXACT = {torch.bfloat16: 2e-2, torch.float16: 2e-3}
-"""What casting leaves of a scaled copy, relative to its spread; 1e-4 in other dtypes."""
+"""Largest error that casting leaves in a scaled copy, relative to its spread; 1e-4 in other dtypes."""
 
 
 class Ticket:
     """A physical batch that was handed out.
 
     Args:
-        step: the number of its logical batch.
-        is_last: the last piece of that.
-        real, handed: how many samples of the data it has, and how many in all, with padding.
-        batch: as the loader yields it, in whatever containers.
+        step: number of its logical batch.
+        is_last: whether it is the last piece of its logical batch.
+        real, handed: the number of the data's samples, and of all samples, with padding.
+        batch: as the loader yields it, in any containers.
 
     Attributes:
-        failed: a step of it has raised.
-        released: of this logical batch something was released, or may have been.
+        failed: a step of it raised.
+        released: its logical batch was released, or may have been.
+
+    Methods take:
+        tensors: the model's inputs.
     """
 
     failed = released = False
@@ -60,19 +63,11 @@ class Ticket:
         self._read: list[tuple[weakref.ref[Tensor], int]] = []
 
     def distance(self, tensors: list[Tensor]) -> float:
-        """0 if these are its tensors, infinite if they cannot be made of them; NaN if nothing can be told.
-
-        Args:
-            tensors: that the model was called with.
-        """
+        """Returns 0 if `tensors` are the ticket's, infinity if they cannot come from it, NaN if unknown."""
         return self._farthest(tensors, lambda probe, x: 0.0 if probe.is_of(x) else probe.distance(x))
 
     def distance_of_copies(self, tensors: list[Tensor]) -> float:
-        """The same by what is in them alone: a tensor may have been filled anew.
-
-        Args:
-            tensors: that the model was called with.
-        """
+        """The same by values alone, as a tensor may have been overwritten."""
         return self._farthest(tensors, _Probe.distance)
 
     def _farthest(self, tensors: list[Tensor], distance: Callable[[_Probe, Tensor], float]) -> float:
@@ -83,27 +78,15 @@ class Ticket:
         return max(known) if known else float("nan")
 
     def own(self, tensors: list[Tensor]) -> int:
-        """How many of these are its own, and no copies. Nothing is computed.
-
-        Args:
-            tensors: that the model was called with.
-        """
+        """Count the tensors that are the ticket's own, not copies, without any computation."""
         return sum(any(probe.is_of(x) for probe in self.probes) for x in tensors)
 
     def was_read(self, tensors: list[Tensor]) -> None:
-        """The model reads these, which are made of the batch.
-
-        Args:
-            tensors: that the model was called with.
-        """
+        """Remember the inputs that the model computed from this batch."""
         self._read = [(weakref.ref(x), _version(x)) for x in tensors]
 
     def has_read(self, tensors: list[Tensor]) -> bool:
-        """Are these what the model read, and not written to since? Nothing is computed.
-
-        Args:
-            tensors: that the model is called with now.
-        """
+        """Returns whether the model read these tensors before, unchanged since, without any computation."""
         read = [(y, version) for ref, version in self._read if (y := ref()) is not None]
         return len(read) >= len(tensors) > 0 and all(
             any(x is y and _version(x) == version for y, version in read) for x in tensors
@@ -111,26 +94,29 @@ class Ticket:
 
 
 class Tickets:
-    """Those that were handed out and not stepped yet.
+    """The tickets of the batches that were handed out and not stepped yet.
 
     Attributes:
         current: of the batch that the model has read since the last step.
+
+    Methods take:
+        drawn: the number of the loader's finished logical batches.
     """
 
     def __init__(self) -> None:
         self.current: Ticket | None = None
         self._open: list[Ticket] = []
-        self._closed: deque[Ticket] = deque(maxlen=CLOSED)  # the last one first
+        self._closed: deque[Ticket] = deque(maxlen=CLOSED)  # latest first
         self._sizes: set[int] = set()  # of batches that were handed out
-        self._padded = False  # one of them was filled up
+        self._padded = False  # whether one of them was padded
         self._size = -1  # of the batch that the model has read since the last step
-        self._news = False  # was one handed out since then?
+        self._news = False  # whether one was handed out since then
 
     def __len__(self) -> int:
         return len(self._open)
 
     def hand_out(self, ticket: Ticket) -> None:
-        """The loader gives this batch to the caller.
+        """Add the batch that the loader yields.
 
         Args:
             ticket: of the batch.
@@ -141,34 +127,33 @@ class Tickets:
         self._open.append(ticket)
 
     def clear(self) -> None:
-        """No batch is open any longer."""
+        """Close all open batches."""
         self._closed.extendleft(self._open)
         self._open.clear()
         self.current = None
 
     def first(self) -> Ticket | None:
-        """Of the batch that is read next, as far as anybody knows."""
+        """Returns the ticket most likely to be read next."""
         if self.current in self._open:
             return self.current
         return next((ticket for ticket in self._open if not ticket.released), None)
 
     def read(self, inputs: Any, batch_size: int, recording: bool) -> bool:
-        """The model is called with these.
+        """Find the batch of the model's inputs.
 
         Args:
-            inputs: of this call.
-            batch_size: of this call.
-            recording: batches of this size are being recorded: is it one more pass over the same one?
+            inputs, batch_size: of this call.
+            recording: batches of this size are being recorded.
 
         Returns:
-            Whether it is.
+            Whether this call is one more pass over the batch being recorded.
 
         Raises:
-            Misuse: several batches are open, and it cannot be told which one this is.
+            Misuse: several batches are open, and the inputs match none or several.
         """
         tensors = list(_dense_in(inputs))
         before, found = self.current, self._exact(tensors, batch_size)
-        if found is None:  # another view of the same samples, if nobody can have another batch by now
+        if found is None:  # another view of the same samples, if no other batch was handed out
             stays = recording and not self._news and (before in self._open or not self._open)
             found = before if stays else self._likely(tensors, batch_size)
         if found is not None and found in self._open:
@@ -178,13 +163,10 @@ class Tickets:
         return recording and found is before
 
     def take(self, drawn: int) -> Ticket | None:
-        """The ticket of what is stepped; None for a batch of somebody else's. Those before it were left out.
-
-        Args:
-            drawn: logical batches of the loader that are done with.
+        """Close and return the ticket of the batch to step, and those before it; None for a batch of the caller's own.
 
         Raises:
-            Misuse: a batch that is done with, or one of which it is not known how much of it is padding.
+            Misuse: the batch is finished, or its padding is unknown.
         """
         ticket = self.current
         if ticket is None and self._padded and self._size in self._sizes:
@@ -201,7 +183,7 @@ class Tickets:
         return self._close(ticket)
 
     def refuse_part(self) -> None:
-        """Raise Misuse if what is added to a sum by hand is the loader's, or as good as."""
+        """Raise Misuse if a batch added to a sum by hand came from the loader, or looks as if it did."""
         if self.current is not None:
             raise Misuse(
                 "expected optimizer.step(loss=losses) with every batch of data_loader: it knows which are parts of a "
@@ -210,18 +192,14 @@ class Tickets:
         self.take(0)
 
     def take_empty(self, drawn: int) -> Ticket | None:
-        """The same for a batch of no samples that the model was not called with.
-
-        Args:
-            drawn: logical batches of the loader that are done with.
-        """
+        """The same for a batch of no samples, which the model may not have read."""
         if self.current in self._open:
             return self.take(drawn)
         fresh = (ticket for ticket in self._open if not ticket.released)
         return self._close(min(fresh, key=lambda ticket: (ticket.real > 0, ticket.failed), default=None))
 
     def give_back(self, ticket: Ticket, *, released: bool) -> None:
-        """Its step has raised: after a release, or before.
+        """Reopen a batch whose step raised.
 
         Args:
             ticket: of the batch.
@@ -245,9 +223,9 @@ class Tickets:
         return len(self._open) > 1 or any(ticket.failed for ticket in self._open)
 
     def _exact(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
-        """Whose tensors these are, open or closed, themselves or to the last digit; None if there is none.
+        """The open or closed ticket of these tensors, or of equal copies; None without one.
 
-        Where it does not matter much nothing on a GPU is read.
+        Reads no GPU tensor unless several batches may be meant.
         """
         on_host = all(x.device.type == "cpu" for x in tensors)
         fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
@@ -257,11 +235,11 @@ class Tickets:
         if not equal and (on_host or self._unsure):
             equal = [ticket for ticket in fitting if ticket.distance(tensors) == 0.0]
         if equal:
-            return max(equal, key=lambda ticket: ticket.own(tensors))  # of several the first
+            return max(equal, key=lambda ticket: ticket.own(tensors))
         closed = [ticket for ticket in self._closed if ticket.handed == batch_size > 0]
         owns = {ticket: ticket.own(tensors) for ticket in (*fitting, *closed)}
         most = [ticket for ticket in owns if owns[ticket] == max(owns.values()) > 0]
-        if len(most) == 1 and most[0] in fitting:  # beside tensors that the caller made
+        if len(most) == 1 and most[0] in fitting:  # beside tensors of the caller's own
             return most[0]
         read = [ticket for ticket in closed if ticket.has_read(tensors)]
         if not read and on_host:
@@ -271,7 +249,7 @@ class Tickets:
         return next(iter(read), None)
 
     def _likely(self, tensors: list[Tensor], batch_size: int) -> Ticket | None:
-        """Of what these are a scaled copy, or whatever else is to be read now."""
+        """The ticket of which `tensors` are a scaled copy, else the one to be read next."""
         if not self._unsure:
             only, done = self._open[:1], [ticket for ticket in self._closed if ticket.handed == batch_size]
             on_host = all(x.device.type == "cpu" for x in tensors)
@@ -280,7 +258,7 @@ class Tickets:
             return next(iter(only), None)
         fitting = [ticket for ticket in self._open if ticket.handed == batch_size]
         alike = _alike(fitting, tensors)
-        if not alike:  # what can be none of the others is the one of which nothing can be told
+        if not alike:  # no other fits: it is the one whose distance is unknown
             alike = [ticket for ticket in fitting if ticket.probes and math.isnan(ticket.distance(tensors))]
         if len(alike) != 1:
             failed = any(ticket.failed for ticket in self._open)
@@ -296,12 +274,12 @@ class Tickets:
 
 
 def _dense_in(batch: Any) -> Iterator[Tensor]:
-    """Its tensors of at least one dimension; neither sparse nor nested ones, whose memory is not one block."""
+    """Its strided tensors [B, ...]; sparse and nested ones are left out, as their memory is not one block."""
     return (x for x in tensors_of(batch) if x.layout == torch.strided and not x.is_nested and x.dim())
 
 
 def _alike(tickets: Iterable[Ticket], tensors: list[Tensor]) -> list[Ticket]:
-    """Those of which these are a copy, or one up to a scale and a shift in each feature."""
+    """The tickets of which `tensors` are copies, exact or up to a scale and a shift in each feature."""
     limit = max((EXACT.get(x.dtype, 1e-4) for x in tensors if x.is_floating_point()), default=0.0)
     return [ticket for ticket in tickets if ticket.distance(tensors) <= limit]
 
@@ -316,12 +294,12 @@ def _again(ticket: Ticket) -> Ticket:
 
 
 class _Probe:
-    """A few numbers of a tensor [B, ...], by which copies of it are known."""
+    """A few values of a tensor [B, ...] that identify its copies."""
 
     def __init__(self, x: Tensor) -> None:
         self._itself = weakref.ref(x)
         storage = x.untyped_storage()
-        own = storage.nbytes() == x.numel() * x.element_size()  # not a part of what other batches are parts of, too
+        own = storage.nbytes() == x.numel() * x.element_size()  # not a slice of a storage that batches share
         self._storage, self._shape = storage.data_ptr() if own else 0, x.shape
         count = x.shape[0]
         self._rows = _spread(count, ROWS)
@@ -333,14 +311,14 @@ class _Probe:
             spread = self._of(x).var(0, correction=0)
             if bool(spread.any()):
                 self._columns = candidates[spread.topk(min(COLUMNS, len(candidates))).indices]
-            else:  # samples that are all the same, or too sparse: where they are largest
+            else:  # equal or very sparse samples: take the largest entries
                 rows = x.detach().reshape(count, -1)[self._rows.to(x.device)]
                 rows = rows.abs() if rows.is_complex() else rows.to(torch.float64).abs()
                 self._columns = rows.argmax(1).unique()[:COLUMNS].cpu()
             self._values = self._of(x)
 
     def is_of(self, x: Tensor) -> bool:
-        """Is `x` the tensor itself, or a view of all of it?"""
+        """Returns whether `x` is the tensor itself, or a view of all of it."""
         itself = self._itself()
         if itself is None:
             return False
@@ -359,11 +337,11 @@ class _Probe:
             return 0.0
         if not x.is_floating_point():
             return float("inf")
-        if len(found) < COLUMNS:  # of so few samples anything is a scaled copy
+        if len(found) < COLUMNS:  # too few samples: anything is a scaled copy
             return float("nan")
         found, mine = found - found.mean(0), mine - mine.mean(0)
         told = mine.norm(dim=0) > 0
-        if not told.any():  # all samples are the same: and so are they in any copy
+        if not told.any():  # equal samples are equal in any copy
             return float("nan") if (found.abs() <= 1e-6 * x.abs().amax()).all() else float("inf")
         found, mine = found[:, told], mine[:, told]
         scale = (found * mine).sum(0) / (mine * mine).sum(0)
@@ -377,7 +355,7 @@ class _Probe:
 
 
 def _spread(count: int, most: int) -> Tensor:
-    """At most so many places of 0 ... count - 1, the first and the last among them, evenly apart."""
+    """At most `most` evenly spaced indices in 0 ... count - 1, with the first and the last."""
     return torch.linspace(0, max(0, count - 1), min(count, most), dtype=torch.float64, device="cpu").long()
 
 
@@ -386,5 +364,5 @@ def _version(x: Tensor) -> int:
 
 
 def _likeliest(distance: float) -> tuple[bool, bool, float]:
-    """By this they are in order: numbers, not known, infinite."""
+    """Sort key: numbers, then NaN, then infinity."""
     return math.isinf(distance), math.isnan(distance), distance

@@ -1,7 +1,7 @@
-"""What a checkpoint of the engine holds, and what it means to go on from one.
+"""Save an engine's state and resume from it.
 
-ε never falls within a process. An engine that goes back to a checkpoint has released the steps after it all the same,
-and one that goes on from another training's has released its own beside those: both are counted, as `abandoned`.
+ε never falls within a process. If an engine returns to a checkpoint, the later steps still count; if it resumes from
+another training's checkpoint, its own released steps still count. Both are `abandoned`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def save(engine: State) -> dict[str, Any]:
     """See `PrivacyEngine.state_dict`.
 
     Args:
-        engine: to be gone on with later.
+        engine: any.
     """
     return {
         **engine._abandoned.save(),
@@ -44,8 +44,8 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     """See `PrivacyEngine.load_state_dict`.
 
     Args:
-        engine: of the same settings.
-        state: what `save` gave.
+        engine: with the same settings.
+        state: from `save`.
         replay: draw the checkpoint's noise again.
     """
     mine = {**engine.settings.as_state(), "sensitivity": engine.clip.sensitivity}
@@ -58,7 +58,7 @@ def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
     engine.noise.load_state_dict(state["noise"], replay=replay)
     engine._recorder.backend.resume(state.get("backend", {}))
     engine._abandoned.go_on(state, engine.steps)
-    same = replay or engine._abandoned.count == state.get("abandoned", 0)  # no released step is left behind
+    same = replay or engine._abandoned.count == state.get("abandoned", 0)  # no released step is undone
     engine._sampler.take(state["key"], state.get("branch", 0) if same else engine._abandoned.count)
     engine.steps, engine.drawn, engine._sampled = state["steps"], state["drawn"], state["sampled"]
     parameters = named_parameters(engine.model)
