@@ -2,6 +2,9 @@
 
 ε never falls within a process. If an engine returns to a checkpoint, the later steps still count; if it resumes from
 another training's checkpoint, its own released steps still count. Both are `abandoned`.
+
+Functions take:
+    engine, state, replay: as the methods of `PrivacyEngine`; `load` needs an engine with the same settings.
 """
 
 from __future__ import annotations
@@ -16,11 +19,7 @@ from dpbench.engine.sums import gathered
 
 
 def save(engine: State) -> dict[str, Any]:
-    """See `PrivacyEngine.state_dict`.
-
-    Args:
-        engine: any.
-    """
+    """See `PrivacyEngine.state_dict`."""
     return {
         **engine._abandoned.save(),
         "settings": engine.settings.as_state(),
@@ -41,13 +40,7 @@ def save(engine: State) -> dict[str, Any]:
 
 
 def load(engine: State, state: dict[str, Any], *, replay: bool) -> None:
-    """See `PrivacyEngine.load_state_dict`.
-
-    Args:
-        engine: with the same settings.
-        state: from `save`.
-        replay: draw the checkpoint's noise again.
-    """
+    """See `PrivacyEngine.load_state_dict`."""
     mine = {**engine.settings.as_state(), "sensitivity": engine.clip.sensitivity}
     saved = {**state["settings"], "sensitivity": state["sensitivity"]}
     different = [name for name in mine if mine[name] != saved.get(name)]

@@ -1,24 +1,24 @@
-"""Noise that is correlated over steps, `noise="banded:8"` or `"blt:3"`: the stream C⁻¹Z, one row a step.
+"""Noise correlated over steps, `noise="banded:8"` or `"blt:3"`: the stream C⁻¹Z, one row a step.
 
     x_t = (z_t - c_1 x_{t-1} - c_2 x_{t-2} - ...) / c_0,    z_t ~ N(0, σ²S²I), independent
 
-    banded   c_i = 0 from i = b on (`accounting.banded`). The last b - 1 rows x are remembered.
-    blt      c_i = Σ_j ω_j θ_j^{i-1} and c_0 = 1 (`accounting.blt`). With the buffers y_j = Σ_i θ_j^{i-1} x_{t-i}, which
-             are remembered, x_t = z_t - Σ_j ω_j y_j, and then y_j becomes θ_j y_j + x_t.
+    banded   c_i = 0 from i = b on (`accounting.banded`). The state is the last b - 1 rows x.
+    blt      c_i = Σ_j ω_j θ_j^{i-1} and c_0 = 1 (`accounting.blt`). The state is the buffers
+             y_j = Σ_i θ_j^{i-1} x_{t-i}. x_t = z_t - Σ_j ω_j y_j, and then y_j becomes θ_j y_j + x_t.
 
-Each of these rows is in float64 and takes twice the memory of the parameters in float32.
+Each row of the state is in float64 and takes twice the memory of the parameters in float32.
 
-**Security.** A step's release is round(total - Σ c_i x_{t-i} / c_0 + N(0, (σS/c_0)²)), drawn and rounded by `Secure`.
-x is what was released less the total, rounding included, so the place of the normal is a function of earlier releases
-and of (CG)_t / c_0: who breaks a step breaks `Secure`. x shows the totals of released steps: checkpoints that hold it
-are as secret as the data.
+**Security.** A step releases round(total - Σ c_i x_{t-i} / c_0 + N(0, (σS/c_0)²)), drawn and rounded by `Secure`. x is
+the released value less the total, rounding included. So the normal's mean is a function of earlier releases and of
+(CG)_t / c_0, and an attack on a step is an attack on `Secure`. x reveals the totals of released steps: a checkpoint
+holds it and is as secret as the data.
 
-**Where a stream starts anew**, the history is dropped, which is private (see both modules) and costs some accuracy:
-for a parameter that had no noise in the step before (frozen, or of another shape); at a batch of the loader that was
-left out, as a record's steps would lie fewer than b apart; in a copy, in a forked process, and on going on from
-a checkpoint with a fresh key, as two trainings would share the history. With `replay` the stream goes on as it was.
+**Restarts.** A fresh stream drops the history. That is private (see both modules) and costs some accuracy. It happens:
+for a parameter without noise in the step before (frozen, or of another shape); when the loader's batch was left out, as
+a record's steps would lie fewer than b apart; in a copy and in a forked process; and when training resumes from a
+checkpoint with a fresh key, as two trainings would share the history. With `replay` the stream continues.
 
-The deviation never falls while a stream lasts: a later row's noise covers what an earlier step's record moved.
+The deviation never falls within a stream: a later row's noise covers what an earlier step's record moved.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Where = tuple[int, tuple[int, ...]]
 
 
 class _Past(NamedTuple):
-    """What is remembered of one tensor's noise up to `step`: `rows` [R, n] in float64."""
+    """State of one tensor's noise up to `step`: `rows` [R, n] in float64."""
 
     step: int
     rows: Tensor
@@ -51,11 +51,11 @@ class Correlated(Noise):
     """Adds the stream C⁻¹Z; another source draws the independent normals Z.
 
     Args:
-        source: of the normals, `Secure` or `Pseudo`.
-        words: what it is.
-        mark: what a checkpoint's noise must have in common with this one.
+        source: draws the normals, `Secure` or `Pseudo`.
+        words: describes this noise.
+        mark: settings that a checkpoint's noise must share.
         first: c_0.
-        count: R, the rows that are remembered.
+        count: R, the rows of the state.
     """
 
     def __init__(self, source: Noise, words: str, mark: dict[str, Any], first: float, count: int) -> None:
@@ -71,7 +71,7 @@ class Correlated(Noise):
 
     @abstractmethod
     def weights(self, step: int) -> Sequence[float]:
-        """[R], of the rows in Σ c_i x_{t-i} / c_0.
+        """The rows' weights [R] in Σ c_i x_{t-i} / c_0.
 
         Args:
             step: t.
@@ -79,16 +79,16 @@ class Correlated(Noise):
 
     @abstractmethod
     def remember(self, rows: Tensor, step: int, row: Tensor) -> None:
-        """Put x_t into the rows, in place.
+        """Put x_t into the state, in place.
 
         Args:
-            rows: [R, n].
+            rows: the state, [R, n].
             step: t.
             row: x_t [n].
         """
 
     def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
-        """σS, or that of an earlier step if it was more."""
+        """σS, or the largest σS of an earlier step."""
         self._most = max(self._most, self.source.deviation(noise_multiplier, sensitivity))
         return self._most
 
@@ -101,7 +101,7 @@ class Correlated(Noise):
     def added_to_all(
         self, totals: Sequence[Tensor], deviation: float, places: Sequence[At], *, divisor: float = 1.0
     ) -> list[Tensor]:
-        """As `Noise.added_to_all`; refuses what its source refuses."""
+        """As `Noise.added_to_all`; raises what its source raises."""
         found = [(at.process, (at.parameter,)) for at in places]
         wide = [
             total.double() - self._shift(where, at.step, total).view(total.shape)
@@ -114,7 +114,7 @@ class Correlated(Noise):
         return [released.div_(divisor).to(kind) for released, kind in zip(noisy, kinds, strict=True)]
 
     def add_to_flat(self, flat: Tensor, segments: Segments, deviation: float, step: int, process: int) -> None:
-        """As `Noise.add_to_flat`; refuses what its source refuses."""
+        """As `Noise.add_to_flat`; raises what its source raises."""
         where = process, segments.labels
         wide = flat.double() - self._shift(where, step, flat)
         self.source.add_to_flat(wide, segments, deviation / self._first, step, process)
@@ -130,7 +130,7 @@ class Correlated(Noise):
         """As `Noise.load_state_dict`. Without `replay` key and stream are fresh, but a caller's generator continues.
 
         Raises:
-            ValueError: a checkpoint of other noise; or a stream to continue that has other weights.
+            ValueError: a checkpoint of other noise, or of a stream with other weights.
         """
         if any(state.get(name) != value for name, value in self._mark.items()):
             raise ValueError(OTHER_KIND)
@@ -144,7 +144,7 @@ class Correlated(Noise):
             self._most, self._ahead = state["most"], state["ahead"]
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without the history, which two noises with different keys may not share."""
+        """Copies and pickles lack the history: two noises with different keys may not share it."""
         return {name: x for name, x in vars(self).items() if name not in ("_past", "_process", "_most", "_ahead")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ class Correlated(Noise):
         if self._process != os.getpid():
             self._forget()
         for other in [other for other, past in self._past.items() if past.step < step - 1]:
-            del self._past[other]  # it had no noise in the step before
+            del self._past[other]  # no noise in the step before
         past = self._past.get(where)
         if past is None or past.step != step - 1 or past.rows.shape[1] != like.numel():
             rows = torch.zeros(self._count, like.numel(), dtype=torch.float64, device=like.device)
@@ -176,12 +176,12 @@ class Correlated(Noise):
 
 
 class Banded(Correlated):
-    """Of `accounting.banded`: rows t - b + 1, ..., t - 1, row t at t mod (b - 1).
+    """The noise of `accounting.banded`. The state is rows t - b + 1, ..., t - 1, with row t at t mod (b - 1).
 
     Args:
-        source: of the normals, `Secure` or `Pseudo`.
+        source: draws the normals, `Secure` or `Pseudo`.
         bands: b, at least 2.
-        steps: how many are planned; None if nobody knows. Only how well the noise cancels depends on it.
+        steps: planned number, None if unknown. Only how well the noise cancels depends on it.
     """
 
     def __init__(self, source: Noise, bands: int, steps: int | None) -> None:
@@ -198,10 +198,10 @@ class Banded(Correlated):
 
 
 class Buffered(Correlated):
-    """Of `accounting.blt`: its buffers.
+    """The noise of `accounting.blt`. The state is its buffers.
 
     Args:
-        source: of the normals, `Secure` or `Pseudo`.
+        source: draws the normals, `Secure` or `Pseudo`.
         blt: C.
     """
 

@@ -1,31 +1,32 @@
-"""Noise without a floating-point tail: sums on a grid, and the discrete Gaussian in integers.
+"""Noise without floating-point artefacts: sums on a grid, and discrete Gaussian noise in integers.
 
-The sum x of a logical batch is released as g · (round(x / g) + N_ℤ(0, 4^k I)) with a grid g that is 2^-k of the
-noise's deviation. What depends on the data is a vector of whole numbers, whose noise is exact: see
-`clipping.noise.discrete`. No bit of a release shows which sums could have led to it, and no tail is cut.
+The sum x of a logical batch is released as g · (round(x / g) + N_ℤ(0, 4^k I)) with a grid g that is 2^-k of the noise's
+deviation. The data decides a vector of whole numbers, whose noise is exact: see `clipping.noise.discrete`. No bit of a
+release reveals which sums could have led to it, and no tail is cut.
 
-**Sensitivity.** Where the sums of neighbouring data sets differ by S at the most, in d coordinates, rounded ones differ
-by S / g + √d (1 + 2^-9), in units of the grid. So for a noise multiplier σ
+**Sensitivity.** If the sums of neighbouring data sets differ by at most S, in d coordinates, the rounded sums differ by
+S / g + √d (1 + 2^-9), in units of the grid. So for a noise multiplier σ
 
     2^k = σ (S / g + √d (1 + 2^-9)),    g = σ S / (2^k - σ √d (1 + 2^-9)),
 
-and k is chosen such that 2^k is some 4,096 times σ √d: the noise is larger by 1 / 4,095 or less. A total beyond 2^43
-grids (that many deviations over 2^k) is clamped there, which moves no two of them apart.
+and k makes 2^k about 4,096 times σ √d: the noise grows by at most 1 / 4,095. A total beyond 2^43 grids (that many
+deviations over 2^k) is clamped there, which moves no two totals apart.
 
-**Accounting.** With and without a record whose shift is v, ‖v‖ ≤ 2^k / σ, a batch that holds it with probability q has
-the distributions μ = (1 - q) μ₀ + q μ₁ and μ₀: discrete Gaussians around points of the grid, the others' sum being
-fixed (divergences are jointly convex, so the worst fixed one bounds them all). For whole orders a
+**Accounting.** Let v, ‖v‖ ≤ 2^k / σ, be a record's shift, and let the record be in the batch with probability q. The
+release has the distribution μ = (1 - q) μ₀ + q μ₁ with the record and μ₀ without: discrete Gaussians around points of
+the grid, for a fixed sum of the other records (divergences are jointly convex, so the worst fixed sum bounds all). For
+whole orders a
 
     E_{μ₀}[(μ/μ₀)^a] = Σ_l C(a, l) (1 - q)^(a-l) q^l E_{μ₀}[(μ₁/μ₀)^l],    E_{μ₀}[(μ₁/μ₀)^l] ≤ exp((l² - l) / 2σ²),
 
 the last by Canonne, Kamath and Steinke (2020), Proposition 5, in each coordinate; no term is negative. That is the
 moment of the continuous Gaussian (`accounting.series`). The other direction is no larger by the argument of Mironov,
-Talwar and Zhang (2019, Theorem 5), for the reflection that exchanges μ₀ and μ₁ maps the grid onto itself. So
-accountants of whole Rényi orders are valid for it: `rdp:whole` and `moments`, with Poisson sampling. Numerical
-composition (`prv`, `pld`) is not: what dominates the pair in many coordinates is not the one-dimensional one.
+Talwar and Zhang (2019, Theorem 5), as the reflection that exchanges μ₀ and μ₁ maps the grid onto itself. So accountants
+of whole Rényi orders are valid: `rdp:whole` and `moments`, with Poisson sampling. Numerical composition (`prv`, `pld`)
+is not: the one-dimensional pair does not dominate the pair in many coordinates.
 
-Sampling rejects, so that the time of a draw depends on the noise (not on the data): who can time it to microseconds
-learns something of the noise's size.
+Rejection sampling makes the time of a draw depend on the noise, not on the data: an attacker who times it to
+microseconds learns something about the noise's size.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ from clipping.noise.discrete import ROUNDED, discrete_noisy
 from dpbench.engine.noise import At, Secure
 
 FINER = 12
-"""2^k is this many powers of two above σ √d."""
+"""2^FINER is the least ratio of 2^k to σ √d."""
 FINEST = 40
 
 
 class Discrete(Secure):
-    """The discrete Gaussian on a grid; see the module's text. Keys, places and checkpoints are as those of `Secure`.
+    """The discrete Gaussian on a grid; see the module's text. Keys, places and checkpoints are as in `Secure`.
 
     Args:
         noise_multiplier: σ > 0.
         coordinates: d, of all parameters.
 
     Raises:
-        ValueError: more noise in more coordinates than whole numbers of 64 bits can hold.
+        ValueError: σ √d is too large for 64-bit integers.
     """
 
     kind = constant = "discrete"
@@ -70,7 +71,7 @@ class Discrete(Secure):
         self.words = f"discrete Gaussian on a grid of 2^-{self._log} of its deviation (ChaCha20, key of the OS)"
 
     def deviation(self, noise_multiplier: float, sensitivity: float) -> float:
-        """Larger than σS by what rounding to the grid may move sums apart."""
+        """σS, enlarged by how far rounding to the grid may move sums apart."""
         return noise_multiplier * sensitivity / (1 - self._rounding / 2.0**self._log)
 
     def added_to_all(
@@ -80,7 +81,7 @@ class Discrete(Secure):
 
         Raises:
             Misuse: noise was drawn at one of these places, or of a later step.
-            ValueError: a number that is no word of 32 bits, a deviation that is negative or not finite.
+            ValueError: a number that does not fit 32 bits, a deviation that is negative or not finite.
         """
         if not deviation:
             return super().added_to_all(totals, deviation, places, divisor=divisor)

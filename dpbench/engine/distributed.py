@@ -1,15 +1,18 @@
 """The engine in several processes, under torchrun: one sum over all of them, one draw of noise, one sample.
 
-Each process clips the records of its shard of the logical batch. The sums are added up at the first process, which adds
-the noise, once, and sends the result to the rest: what crosses between the processes before that is not private, as
-gradients of ordinary training are not. The key of the sampling is the first process's, and so is the model. Who brings
-batches of their own sees to it that no two processes hold the same record: it would be in the sum twice.
+Each process clips the records of its shard of the logical batch. The first process reduces the sums, adds the noise
+once, and broadcasts the result. As in ordinary training, the gradients exchanged before that are not private. The key
+of the sampling and the model come from the first process. If you bring your own batches, no two processes may hold the
+same record: it would be in the sum twice.
 
-`DistributedDataParallel` is not needed: it averages gradients that were not clipped. A model that is wrapped in it is
-taken as it is, and its own communication is off while the engine is attached.
+`DistributedDataParallel` is not needed: it averages unclipped gradients. A model wrapped in it is accepted, and its own
+communication is off while the engine is attached.
 
-A model that FSDP2 has sharded (``fully_shard``) is clipped by `clipping.distributed.fsdp`, whose sums are over all
-processes already, each in the process that holds the shard; there the noise is added, see `dpbench.engine.sharded`.
+`clipping.distributed.fsdp` clips a model that FSDP2 has sharded (``fully_shard``). Its sums are over all processes
+already, each in the process that holds the shard. That process adds the noise, see `dpbench.engine.sharded`.
+
+Functions take:
+    model: any module.
 """
 
 from __future__ import annotations
@@ -34,19 +37,18 @@ def place() -> tuple[int, int]:
 
 
 def quieten(model: nn.Module, on: bool) -> None:
-    """Switch the communication of a DistributedDataParallel off, and on again.
+    """Switch the communication of a DistributedDataParallel off or on again; other modules are not changed.
 
     Args:
-        model: any module; of any other kind nothing is changed.
-        on: quiet, or as before.
+        on: True switches communication off.
     """
     if isinstance(model, DistributedDataParallel):
         model.require_backward_grad_sync = not on
-        model.require_forward_param_sync = not on  # of buffers: processes may have different numbers of pieces
+        model.require_forward_param_sync = not on  # syncs buffers: processes may have different numbers of pieces
 
 
 def shared_key(key: bytes) -> bytes:
-    """The first process's.
+    """Returns the first process's key.
 
     Args:
         key: of this process.
@@ -60,7 +62,7 @@ def shared_key(key: bytes) -> bytes:
 
 
 def same_settings(mine: dict[str, Any]) -> None:
-    """Raise Misuse, in every process, if their settings differ: the first one scales the noise for all.
+    """Raise Misuse in every process if their settings differ, as the first one scales the noise for all.
 
     Args:
         mine: name -> setting of this process.
@@ -81,14 +83,14 @@ def same_settings(mine: dict[str, Any]) -> None:
 
 @contextmanager
 def agreed(steps: int, batch: int) -> Iterator[None]:
-    """Before a release: in all processes what is inside succeeds, at the same logical batch, or all of them raise.
+    """Run the body before a release: it succeeds in all processes, at the same logical batch, or all of them raise.
 
-    Else a process whose error was caught would be a batch behind for good, and its sums in another batch's. Where it
-    fails, its own error is raised, and Misuse in the others.
+    A failing process raises its own error, the others Misuse. Otherwise a process that caught its error would stay a
+    batch behind, and its sums would enter another batch.
 
     Args:
         steps: logical batches that this process has released.
-        batch: the number of the loader's logical batch; -1 where batches are the caller's.
+        batch: the number of the loader's logical batch; -1 for the caller's own.
     """
     succeeded = False
     try:
@@ -120,12 +122,8 @@ def _agree(succeeded: bool, steps: int, batch: int) -> None:
 
 
 def same_model(model: nn.Module) -> None:
-    """Every process starts with the first one's parameters and buffers.
-
-    Args:
-        model: whose tensors are overwritten in all processes but the first.
-    """
+    """Overwrite the parameters and buffers of all processes with the first one's."""
     if place()[1] > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            if not is_sharded(tensor):  # of which each process holds a part of its own
+            if not is_sharded(tensor):  # each process holds its own part
                 dist.broadcast(tensor.detach(), src=0)

@@ -4,8 +4,8 @@
     + N(0, σ²S²I), once, S the clipping function's sensitivity     (dpbench.engine.noise)
     / b, the expected batch size, a constant                       -> p.grad, and the optimizer's own step
 
-The realised size of a batch is itself private under Poisson sampling, and never divides anything. A batch of no samples
-is a step like any other. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
+Under Poisson sampling the actual size of a batch is private, and never divides anything. A batch of no samples is an
+ordinary step. (Abadi et al. 2016, arXiv:1607.00133, Algorithm 1)
 """
 
 from __future__ import annotations
@@ -51,39 +51,40 @@ from dpbench.engine.whole_step import WholeStep
 class PrivacyEngine(State):
     """Makes an optimizer's steps differentially private.
 
-    Formal guarantees: the parameters after T steps are (ε, δ)-private as `privacy_spent` says if the loss of a sample
-    depends on that sample alone (compared with autograd on the first batch) and the batches are drawn by the scheme
-    that it names, which `data_loader` does. Whatever else sees the data (losses, accuracy, the stopping rule, buffers,
-    that a step failed) is not accounted. The theorem is about real numbers: here one record moves the computed sum by
-    C(1 + η) at the most (`sensitivity`, derived in `clipping.numerics.rounding_bounds`), to which the noise is scaled.
+    Formal guarantees: the parameters after T steps are (ε, δ)-private, as `privacy_spent` reports, under two
+    conditions: the loss of a sample depends on that sample alone (compared with autograd on the first batch), and
+    batches are drawn by the reported scheme, as `data_loader` does. Everything else that depends on the data (losses,
+    accuracy, early stopping, buffers, a failed step) is not accounted. The theorem is about real numbers: in floating
+    point one record moves the sum by at most C(1 + η) (`sensitivity`, derived in `clipping.numerics.rounding_bounds`),
+    and noise is scaled to that.
 
     Args:
-        model: in training mode; its trainable parameters are those of the optimizer.
+        model: in training mode; the optimizer holds its trainable parameters.
         batch_size: b, the expected size of a logical batch.
         sample_size: n, the records in the data set. q = b/n.
-        epochs, steps: one of them: how long training is to be; needed for `target_epsilon`. An epoch has ⌈n/b⌉ steps.
+        epochs, steps: the planned length, at most one of them; needed for `target_epsilon`. An epoch has ⌈n/b⌉ steps.
         max_grad_norm: C.
-        target_epsilon, noise_multiplier: one of them: ε to be reached at the end, or σ.
+        target_epsilon, noise_multiplier: one of them: ε at the end of training, or σ.
         target_delta: δ; 1/(2n) if None.
         backend: "bk_mixed", "bk_ghost", "mixed_ghost", "ghost", "fastgradclip", a variant, or "microbatch".
         clip: "flat", "automatic", "per_layer", or a clipping function of sensitivity C.
-        accountant: a name of `accounting`; "prv" if None, or "rdp:whole" beside discrete noise.
+        accountant: a name of `accounting`; "prv" if None, or "rdp:whole" with discrete noise.
         noise: "gaussian", "discrete" (`dpbench.engine.discrete`), "banded:8" or "blt:3" (`dpbench.engine.correlated`).
-        secure: what the noise is without a generator in any case: of a cipher, keyed by the operating system.
-        generator: of the caller's, for training that can be repeated bit for bit (planned by formula): not private.
-        sampling: how batches are drawn, and so for which neighbours ε is; see `dpbench.engine.sampling`.
+        secure: noise from a cipher keyed by the operating system, which is the default without a generator.
+        generator: repeats training bit for bit, with backends planned by formula: not private.
+        sampling: how batches are drawn, which decides the neighbouring data sets of ε; see `dpbench.engine.sampling`.
         max_batch_size: for "truncated_poisson" alone.
-        group_size: ε is of so many records at once, such as a person's (`dpbench.engine.users`).
+        group_size: the number of records that ε protects at once, such as a person's (`dpbench.engine.users`).
         ghost_clipping, mixed, numerical_stability_constant: private_CNN's choice of a backend, and clip's stabiliser.
         log: a SummaryWriter, a wandb run or the like, for ε and other public numbers (`dpbench.engine.log.Log`).
 
     Methods take:
-        optimizer, loss: one over the model's trainable parameters; the losses [B] of the samples, with their graph.
-        delta, state, replay: δ, the engine's if None; what `state_dict` gave; draw the checkpoint's noise once more.
+        optimizer, loss: an optimizer of the model's trainable parameters; the samples' losses [B], with their graph.
+        delta, state, replay: δ, the engine's if None; from `state_dict`; whether to draw the checkpoint's noise again.
 
     Raises:
-        ValueError: an argument, in one line.
-        UnsupportedModel: a model that has no per-sample gradients, or none that the backend finds.
+        ValueError: an invalid argument.
+        UnsupportedModel: the model has no per-sample gradients, or none that the backend can compute.
     """
 
     def __init__(
@@ -138,36 +139,36 @@ class PrivacyEngine(State):
         self.model, self.backend = model, name
         self.noise = source_of(noise, self.settings, sum(p.numel() for p in model.parameters()), generator)
         self._sampler, self._tickets = Sampler(self.settings, shared_key(secret(generator))), Tickets()
-        timing = self.timing = generator is None and self.noise_multiplier > 0  # else it is to be compared, or repeated
+        timing = self.timing = generator is None and self.noise_multiplier > 0  # else training is compared or repeated
         planned = for_recording(cls, model, self.clip, timing=timing, expected=self.settings.batch_size // place()[1])
         self._recorder = Recorder(model, planned, self._tickets.read)
         self._patch: Patch | None = None
         self._sums, self._unread, self._log = Sums(), Unread(), Log(log)
         self.steps = self.drawn = self._sampled = self._size = 0
         self.stepped = False
-        """Did the last `optimizer.step` move the parameters, or only accumulate a piece of a logical batch?"""
+        """Whether the last `optimizer.step` moved the parameters, rather than accumulate a piece of a logical batch."""
         self._abandoned, self._sizes = Abandoned(), Sizes(*(n / place()[1] for n in (sample_size, batch_size)))
-        self._unlike: str | None = None  # Poisson samples: what is wrong with the sizes of the caller's batches
+        self._unlike: str | None = None  # how the caller's batch sizes differ from Poisson samples
         self._drawing, self._ended = -1, 0
-        self._mask = 0, 0  # samples in the last physical batch stepped: the data's own, and with padding
+        self._mask = 0, 0  # (real, padded) samples of the last physical batch stepped
         self._warned: set[str] = set()
         claim(self)
 
     @property
     def noise_multiplier(self) -> float:
-        """σ, as given or as calibrated for the target."""
+        """σ, as given or calibrated."""
         return self.settings.mechanism.noise_multiplier
 
     @property
     def sensitivity(self) -> Sensitivity:
-        """S: what one record can move the sum by as it is computed, which the noise is scaled to."""
+        """S: how far one record can move the computed sum. Noise is scaled to it."""
         return sensitivity(self._recorder.backend, self.settings.batch_size)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the model's forward passes, and take over `optimizer.step`; adds `optimizer.virtual_step`.
+        """Record the model's forward passes, replace `optimizer.step`, and add `optimizer.virtual_step`.
 
         Raises:
-            Misuse: a model or an optimizer that has an engine, or one whose parameters are not the other's.
+            Misuse: the model or the optimizer has an engine, or their parameters differ.
         """
         if self._patch is not None:
             raise Misuse("expected an engine that is not attached; call detach() first")
@@ -183,9 +184,9 @@ class PrivacyEngine(State):
             self._warn("seeded", "the noise comes from a generator of the caller's and can be repeated: not private")
 
     def detach(self) -> None:
-        """Leave model and optimizer as they were. What was accumulated is dropped; detaching twice is fine.
+        """Restore model and optimizer, and drop accumulated gradients. May be called twice.
 
-        Afterwards it raises a FloatingPointError if the last step on a GPU was not finite.
+        Then raises a FloatingPointError if the last step on a GPU was not finite.
         """
         self._recorder.close()
         self._sums = Sums()
@@ -198,11 +199,11 @@ class PrivacyEngine(State):
         self._unread.read(wait=True)
 
     def step(self, loss: Any) -> None:
-        """`optimizer.step(loss=losses)`: the end of a logical batch. `loss`: [B], with its graph.
+        """`optimizer.step(loss=losses)`: end a logical batch.
 
-        If it raises, the logical batch ends without a step: what was accumulated of it is dropped, so that a record is
-        never in the sum of a later one twice. On a GPU that a batch is not finite is raised by the step after its own,
-        which was noise alone (`dpbench.engine.finite`).
+        If it raises, the logical batch ends without a step and its accumulated gradients are dropped, so that a later
+        sum holds no record twice. On a GPU the next step raises for a batch that was not finite
+        (`dpbench.engine.finite`).
         """
         ticket = self._tickets.take(self.drawn)
         self.stepped = ticket is None or ticket.is_last
@@ -213,15 +214,15 @@ class PrivacyEngine(State):
 
         Args:
             loss_fn: loss_fn(outputs, targets) -> [B].
-            compile: run the step as a program where that is faster (`program.graphs`). True refuses what is no
-                program; "auto" runs it eagerly, and leaves TorchInductor out on a CPU. A checkpoint keeps the way.
+            compile: run the step as a program where that is faster (`program.graphs`). True raises if it cannot be one;
+                "auto" then runs it eagerly, and does without TorchInductor on a CPU. A checkpoint keeps the choice.
         """
         return WholeStep(self, loss_fn, compile=compile)
 
     def virtual_step(self, loss: Any) -> None:
-        """`optimizer.virtual_step(loss=losses)`: part of a logical batch, clipped and added; no noise, no step yet.
+        """`optimizer.virtual_step(loss=losses)`: clip and add part of a logical batch, without noise or step.
 
-        The parts hold different records: one that is in two of them moves the sum by twice what the noise is scaled to.
+        The parts must hold different records: a record in two of them moves the sum by twice the sensitivity.
         """
         self._tickets.refuse_part()
         self.stepped = False
@@ -229,7 +230,7 @@ class PrivacyEngine(State):
         self._accumulate(loss, None)
 
     def empty_step(self) -> None:
-        """A logical batch of no samples, for a model that cannot take one: noise, a step, and it counts."""
+        """Step a logical batch of no samples, for a model that cannot take one: adds noise, and counts."""
         require_accounted(self._attached().optimizer, self.steps)
         if sharded_modules(self.model):
             raise Misuse("expected a forward pass in every process, of no samples too: the model's shards are gathered")
@@ -240,7 +241,7 @@ class PrivacyEngine(State):
 
     @property
     def mask(self) -> Tensor:
-        """[P] bool: True for the data's samples, False for padding; of the physical batch read, else of the next."""
+        """[P] bool, False for padding; of the physical batch being read, else of the next one."""
         ticket = self._tickets.first()
         real, handed = self._mask if ticket is None else (ticket.real, ticket.handed)
         return torch.arange(handed, device="cpu") < real
@@ -248,27 +249,27 @@ class PrivacyEngine(State):
     def data_loader(
         self, dataset: Any, *, max_physical_batch_size: int | None = None, pad: bool | None = None, **options: Any
     ) -> PrivateLoader:
-        """Batches of `dataset` as `sampling` says: what is sampled is what is accounted.
+        """Yield batches of `dataset`, drawn as `sampling` says and as is accounted.
 
         Args:
             dataset: indexable, of `sample_size` records.
-            max_physical_batch_size: larger batches come in pieces, of which `optimizer.step` moves the parameters at
-                the last alone (`engine.stepped` says so; a scheduler steps then).
-            pad: physical batches have one of a few sizes, each with a plan and a graph: the multiples of √b, where b is
-                `max_physical_batch_size` or `batch_size`; 1/(2√b) more work on average. None: pad if
+            max_physical_batch_size: split larger batches into pieces. `optimizer.step` moves the parameters at the last
+                piece alone (`engine.stepped` says so; step a scheduler then).
+            pad: pad physical batches to one of a few sizes, each with a plan and a graph: the multiples of √b, where b
+                is `max_physical_batch_size` or `batch_size`; 1/(2√b) more work on average. None: pad if
                 `max_physical_batch_size` is given and the model is on a CUDA device or sharded by FSDP2. Padding comes
-                last and has weight 0 whatever its loss; `engine.mask` tells it apart, for averages of your own.
+                last and has weight 0, whatever its loss; `engine.mask` marks it, for averages of your own.
             options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
         """
         pad = checked(self, dataset, max_physical_batch_size, pad, options)
         return PrivateLoader(self, self._sampler, dataset, max_physical_batch_size, pad, place(), options)
 
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """ε of the steps so far, at the engine's δ or another; those that were gone back behind count, too.
+        """ε of the steps so far. Steps undone by loading a checkpoint still count.
 
         Raises:
             Misuse: the optimizer's state was restored and the engine's was not.
-            FloatingPointError: the last step on a GPU was not finite; the next call says ε.
+            FloatingPointError: the last step on a GPU was not finite; the next call returns ε.
         """
         self._unread.read(wait=True)
         if self._patch is not None:
@@ -287,26 +288,25 @@ class PrivacyEngine(State):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """For torch.save, beside the model's and the optimizer's own: with it, training goes on, or is repeated.
+        """The engine's state for torch.save, beside the model's and the optimizer's, to resume or repeat training.
 
-        It holds the keys of the noise and of the sampling: as secret as the data. torch's global generator (dropout) is
-        the caller's to keep. Who replays its noise, or has a generator, goes on from it once: two trainings then draw
-        the same noise, of which their difference has none. Steps that were taken after it and lost in a crash are not
-        in it: count them if what they released was seen. Of several processes each saves its own; between logical
-        batches the first one's will do for all.
+        It holds the keys of noise and sampling, and is as secret as the data. Save the state of torch's global
+        generator (dropout) yourself. With `replay` or a generator, resume from it only once: two trainings would draw
+        the same noise, which cancels in their difference. It lacks steps taken later and lost in a crash: count them if
+        their results were seen. Each process saves its own state; between logical batches the first one's serves all.
         Raises a FloatingPointError if the last step on a GPU was not finite; the next call saves.
         """
         self._unread.read(wait=True)
         return save(self)
 
     def load_state_dict(self, state: dict[str, Any], *, replay: bool = False) -> None:
-        """Go on from `state_dict`, with noise of a fresh key, or `replay` that of the checkpoint's: the same training.
+        """Resume from `state_dict` with noise of a fresh key; with `replay`, repeat the same training.
 
-        ε never falls: steps that this engine has released since, or beside, still count.
+        ε never falls: steps that this engine has released since, or in another training, still count.
 
         Raises:
-            ValueError: a setting that differs, so that ε would be of neither run; another process's part of a logical
-                batch, whose records would be in the sum twice.
+            ValueError: a setting differs, so that ε would hold for neither run; or the state has another process's part
+                of a logical batch, whose records would be in the sum twice.
         """
         load(self, state, replay=replay)
 
@@ -316,13 +316,13 @@ class PrivacyEngine(State):
         return self._patch
 
     def _end(self, ticket: Ticket | None, add: Callable[[], None]) -> None:
-        """Add a physical batch to the sum, and release the logical one if this was its last piece."""
+        """Add a physical batch to the sum, and release the logical batch after its last piece."""
         before = self.steps
         try:
             self._begin(ticket)
             with agreed(before, self._drawing) if self.stepped else nullcontext():
                 if self.stepped:
-                    self._unread.read(wait=place()[1] > 1)  # in several processes all raise at the same step
+                    self._unread.read(wait=place()[1] > 1)  # all processes raise at the same step
                     self._log.tell(self)
                 add()
             if self.stepped:
@@ -336,7 +336,7 @@ class PrivacyEngine(State):
             raise
 
     def _accumulate(self, losses: Any, drawn: tuple[int, int] | None) -> None:
-        """Add the clipped gradients of a physical batch; `drawn`: of how many samples the loader's was (real, all)."""
+        """Add the clipped gradients of a physical batch; `drawn`: the (real, padded) samples of the loader's batch."""
         require_accounted(self._attached().optimizer, self.steps)
         result = self._recorder.finish(losses, drawn)
         if result is None:
@@ -347,7 +347,7 @@ class PrivacyEngine(State):
         sums = gathered(result.grads, self._recorder.backend.members(), counted=self._recorder.counted)
         sums.add(self._sums)
         size = len(result.losses) if drawn is None else drawn[0]
-        self._sums, self._size = sums, self._size + size  # of a piece all, or nothing: it may be tried again
+        self._sums, self._size = sums, self._size + size  # a whole piece or nothing: it may be retried
 
     def _release(self, *, sampled: bool) -> None:
         patch, parameters = self._attached(), self._recorder.backend.members()
@@ -355,7 +355,7 @@ class PrivacyEngine(State):
         deviation = self.noise.deviation(self.noise_multiplier, self.sensitivity.bound)
         sums, self._sums, self.counted = self._sums, Sums(), self._sums.counted
         self.noise.in_turn(self.drawn - self.steps if sampled else None)
-        self.steps += 1  # before anything is released: what raises below may have moved parameters
+        self.steps += 1  # before the release: an error below may have moved parameters
         self._sampled += sampled
         mark(patch.optimizer, self.steps)
         unread = release_gradients(parameters, sums, self.noise, deviation, self.settings.batch_size, self.steps)
@@ -365,7 +365,7 @@ class PrivacyEngine(State):
         self._watch(sampled)
 
     def _watch(self, sampled: bool) -> None:
-        """Say once what can be seen to be amiss."""
+        """Warn once of batches that are not Poisson samples, and of more steps than planned."""
         settings, size, self._size = self.settings, self._size, 0
         if not sampled and settings.sampling == "poisson" and self._unlike is None:
             self._unlike = self._sizes.add(size)
@@ -382,7 +382,7 @@ class PrivacyEngine(State):
             warnings.warn(text, PrivacyWarning, stacklevel=4)
 
     def _begin_drawing(self) -> None:
-        """A loader starts: what an abandoned iteration left of a logical batch is drawn again."""
+        """Start an iteration of the loader, which draws an unfinished logical batch again."""
         if len(self._tickets) or self._sums:
             self._recorder.drop()
             self._drop_parts()
@@ -392,9 +392,9 @@ class PrivacyEngine(State):
         self._sums, self._size = Sums(), 0
 
     def _begin(self, ticket: Ticket | None) -> None:
-        """What is stepped now is this batch of the loader's; None: one of the caller's."""
+        """Begin to step the loader's batch of this ticket; None: one of the caller's."""
         before, self._drawing = self._drawing, -1 if ticket is None else ticket.step
-        if before != self._drawing:  # pieces of a batch whose last one was left out are in no other batch
+        if before != self._drawing:  # drop an unfinished batch: its last piece was left out
             self._drop_parts()
         if ticket is not None:
             self._mask, self.drawn = (ticket.real, ticket.handed), ticket.step + ticket.is_last

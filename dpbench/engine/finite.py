@@ -1,19 +1,17 @@
-"""What is not finite is not released: clipping does not bound what is not a number, and no noise would hide it.
+"""Reject NaN or infinite gradients: clipping does not bound them, and no noise hides them.
 
-**Where sums do not lie flat** (on a CPU) a piece is looked at when it is clipped, and refused: nothing of its logical
-batch is released, and no parameter moves.
+**On a CPU** each piece is checked when it is clipped. If it is not finite, nothing of its logical batch is released and
+no parameter moves.
 
-**On a GPU** the host would have to wait for the device to be told. So the device itself looks, at the sum of the whole
-logical batch, and puts zeros in its place if anything in it is not finite, before the noise: what is released of this
-step is that of a batch of no samples, noise alone. That is told to the host while the next step runs, and raised by the
-next call that may raise: the next step, `privacy_spent`, `state_dict`, `detach`, the end of the loader's epoch. A
-parameter is named in both cases.
+**On a GPU** the host would have to wait for the result. So the device checks the sum of the whole logical batch, and
+sets it to zero if any entry is not finite, before the noise: the step releases noise alone, as for a batch of no
+samples. The host learns of it while the next step runs. The next call that may raise does so: the next step,
+`privacy_spent`, `state_dict`, `detach`, the end of the loader's epoch. The error names a parameter in both cases.
 
-**What this tells of the data.** A record that makes its gradient infinite turns the whole sum into zeros: between data
-sets with and without it the sum moves by more than the sensitivity, as it does where a step is refused. So *that* a
-step was not finite is not covered by ε, on either device; it is said aloud, and not accounted. What is released beside
-that bit is covered: given that the step was not finite, the gradient is a function of the noise alone, and the rest of
-the training is computed from it. The step counts, though it has spent nothing.
+**What this reveals.** A record with an infinite gradient zeros the whole sum, or stops the step. The sum then moves by
+more than the sensitivity. So *whether* a step was finite is not covered by ε, on either device. Everything else is: a
+step that was not finite releases only noise, and the rest of the training is computed from that. The step counts,
+though it spends nothing.
 """
 
 from __future__ import annotations
@@ -34,9 +32,7 @@ _OVERFLOWED = "a loss or an activation has overflowed"
 
 
 def require_finite(grads: Mapping[str, Tensor]) -> None:
-    """Raise a FloatingPointError that names a clipped sum that is not finite, of those that can be read at once.
-
-    That an error was raised tells of the data, and is not accounted.
+    """Raise a FloatingPointError, itself not accounted, that names a clipped sum on a CPU that is not finite.
 
     Args:
         grads: parameter name -> clipped sum.
@@ -54,10 +50,10 @@ def require_finite(grads: Mapping[str, Tensor]) -> None:
 
 
 def require_finite_losses(losses: Tensor) -> None:
-    """Raise a FloatingPointError that names the samples whose loss [B] is not finite.
+    """Raise a FloatingPointError that names the samples with losses that are not finite.
 
     Args:
-        losses: of the samples, in the batch's order.
+        losses: [B], in the batch's order.
     """
     wrong = losses.detach().isfinite().logical_not().nonzero().flatten().tolist()
     if wrong:
@@ -69,7 +65,7 @@ def require_finite_losses(losses: Tensor) -> None:
 
 
 def finite(blocks: Sequence[Block]) -> Tensor:
-    """[parameters] bool: the sum of each, in the order of the blocks, on the first one's device. Nothing is awaited.
+    """Check each sum without synchronising: [parameters] bool, in the order of the blocks, on the first one's device.
 
     Args:
         blocks: of the sums, at least one.
@@ -79,11 +75,11 @@ def finite(blocks: Sequence[Block]) -> Tensor:
 
 
 def empty(blocks: Sequence[Block], unless: Tensor) -> None:
-    """Put zeros in the place of all these sums unless all of [parameters] bool are true. Nothing is awaited.
+    """Set all these sums to zero unless all flags are true, without synchronising.
 
     Args:
         blocks: of the sums.
-        unless: of each parameter, whether its sum is finite.
+        unless: [parameters] bool: whether each sum is finite.
     """
     spoiled = unless.all().logical_not()
     for block in blocks:
@@ -91,33 +87,33 @@ def empty(blocks: Sequence[Block], unless: Tensor) -> None:
 
 
 class Unread:
-    """What a device has found of the last steps, and the host has not read yet."""
+    """The devices' finiteness flags of the last steps that the host has not read yet."""
 
     def __init__(self) -> None:
         self._found: deque[tuple[int, list[str], Tensor, Any]] = deque()
 
     def add(self, step: int, names: list[str], flags: Tensor) -> None:
-        """Send [parameters] bool on their way to the host.
+        """Start copying [parameters] bool to the host.
 
         Args:
             step: the engine's count of logical batches.
             names: of the parameters.
-            flags: is the sum of each finite?
+            flags: whether each sum is finite.
         """
         self._found.append((step, names, *sent(flags)))
 
     def clear(self) -> None:
-        """Of steps that were gone back behind nothing is told any more."""
+        """Forget the flags, as the engine loads a checkpoint."""
         self._found.clear()
 
     def read(self, *, wait: bool = False) -> None:
-        """Look at what has arrived; with `wait` at all.
+        """Check the flags that have arrived.
 
         Args:
-            wait: for what has not arrived yet.
+            wait: also wait for the others.
 
         Raises:
-            FloatingPointError: a step was not finite, and its release noise alone. It is raised once.
+            FloatingPointError: a step was not finite and released noise alone. Raised once a step.
         """
         while self._found:
             step, names, flags, arrived = self._found[0]
@@ -136,7 +132,7 @@ class Unread:
 
 
 def sent(flags: Tensor) -> tuple[Tensor, Any]:
-    """(the same on the host, the event after which it is there or None): the copy is begun, and not awaited.
+    """Start a copy of flags to the host; return it and the event that marks its arrival, None if it is there.
 
     Args:
         flags: bools on any device.
@@ -151,10 +147,10 @@ def sent(flags: Tensor) -> tuple[Tensor, Any]:
 
 
 def _finite(sums: list[Tensor]) -> Tensor:
-    """[tensors] bool: one number of each tells, without a copy of it."""
+    """[tensors] bool, from one number of each, without copying them."""
     full = [x for x in sums if x.numel()]
     nothing = torch.zeros((), dtype=sums[0].dtype, device=sums[0].device)
-    if not lies_flat(sums[0].device):  # a sum is 25 times as fast; it may overflow by itself
+    if not lies_flat(sums[0].device):  # a sum is faster, but may itself overflow
         found = torch.stack([x.sum() if x.numel() else nothing for x in sums]).isfinite()
         if bool(found.all()):
             return found

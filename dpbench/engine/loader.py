@@ -1,12 +1,12 @@
-"""The engine's data loader: logical batches drawn by the scheme that is accounted, handed out in physical pieces.
+"""The engine's data loader: yields logical batches, drawn by the accounted scheme, in physical pieces.
 
-A logical batch of more than `max_physical_batch_size` samples comes in several pieces. `optimizer.step` knows which is
-the last one: it accumulates the others, and the distribution of the logical batch is what it was.
+A logical batch of more than `max_physical_batch_size` samples comes in several pieces. `optimizer.step` accumulates all
+but the last one. The distribution of the logical batch does not change.
 
-Pieces may be padded to one of a few sizes, the multiples of √b, where b is the expected or the largest size of a piece:
-nine of them hold a Poisson sample within four deviations, at 1/(2√b) more work on average, 3 % at b = 256. A piece is
-padded with copies of its first sample (the data's first where it is empty), and their losses have weight 0. A copy is
-fit for the model, where zeros may not be; its gradient is not in the sum, whatever it is.
+Pieces may be padded to one of a few sizes, the multiples of √b, where b is the expected or the largest size of a piece.
+Nine sizes cover a Poisson sample within four deviations, at 1/(2√b) more work on average, 3 % at b = 256. Padding is
+copies of the piece's first sample (of the data's first if the piece is empty), whose losses have weight 0. A copy
+is a valid input, as zeros may not be. Its gradient is never in the sum.
 """
 
 from __future__ import annotations
@@ -30,19 +30,17 @@ from dpbench.engine.state import State
 
 
 class PrivateLoader:
-    """An iterable over physical batches; each iteration goes to the end of the epoch that training is in.
+    """An iterable over physical batches; each iteration runs to the end of the current epoch of training.
 
     Args:
-        engine: whose progress says where to begin, and who is told which piece is the last.
-        sampler: the logical batches.
-        dataset: indexable, of as many records as the sampler knows.
+        engine: decides the first batch, and learns which piece is the last.
+        sampler: draws the logical batches.
+        dataset, pad, options: as in `PrivacyEngine.data_loader`.
         most: samples in a physical batch; None for no limit.
-        pad: to one of a few sizes.
-        shard: (rank, processes): every so-manieth record of each logical batch.
-        options: of torch's DataLoader: num_workers, pin_memory, collate_fn, ...
+        shard: (rank, processes): take every `processes`-th record of each logical batch.
 
     Attributes:
-        is_last: the physical batch that was yielded last ends its logical batch.
+        is_last: the last yielded physical batch ends its logical batch.
     """
 
     def __init__(
@@ -56,7 +54,7 @@ class PrivateLoader:
         options: dict[str, Any],
     ) -> None:
         collate = _Collate(dataset, options.pop("collate_fn", None) or default_collate)
-        options.setdefault("generator", torch.Generator())  # or the loader would draw from the global one
+        options.setdefault("generator", torch.Generator())  # else the loader would draw from the global one
         self.is_last = False
         self._engine = engine
         self._pieces = _Pieces(engine, sampler, most, pad, shard)
@@ -70,16 +68,13 @@ class PrivateLoader:
         )
 
     def __len__(self) -> int:
-        """Physical batches in the epoch that training is in, from its beginning: what a whole iteration yields.
-
-        Where logical batches are split they are drawn to be counted, which takes as long as to draw them.
-        """
+        """Physical batches in the current epoch of training; draws and counts them all if logical batches are split."""
         return self._pieces.count()
 
     def __iter__(self) -> Iterator[Any]:
         self._engine._begin_drawing()
         key = self._pieces.key
-        with torch.device("cpu"):  # where its generator is, whatever the default device
+        with torch.device("cpu"):  # the generator's device, whatever the default
             batches = iter(self._loader)
         drawn = self._pieces.drawn
         for batch in batches:
@@ -96,14 +91,12 @@ class PrivateLoader:
 
 
 def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, options: Mapping[str, Any]) -> bool:
-    """Whether `PrivacyEngine.data_loader` pads; raises a ValueError for arguments that do not go together.
+    """Check the arguments of `PrivacyEngine.data_loader`; return whether it pads. Raises a ValueError if they conflict.
 
     Args:
-        engine: whose batches are drawn.
-        dataset: with a length.
-        most: `max_physical_batch_size`.
-        pad: as it was given.
-        options: of torch's DataLoader.
+        engine: draws the batches.
+        dataset, options: as in `PrivacyEngine.data_loader`.
+        most, pad: its `max_physical_batch_size` and `pad`.
     """
     if isinstance(dataset, DataLoader):
         raise ValueError(
@@ -122,7 +115,7 @@ def checked(engine: State, dataset: Any, most: int | None, pad: bool | None, opt
 
 
 def is_on_gpu(model: nn.Module) -> bool:
-    """Does the model compute on a CUDA device, where each new shape has a price?
+    """Returns whether the model is on a CUDA device, where each new shape is expensive.
 
     Args:
         model: any module.
@@ -131,7 +124,7 @@ def is_on_gpu(model: nn.Module) -> bool:
 
 
 class _Pieces:
-    """Index lists for the DataLoader, and beside them (logical batch's number, is it its last piece, samples, size)."""
+    """Index lists for the DataLoader, and a queue of (logical batch's number, is its last piece, samples, size)."""
 
     def __init__(self, engine: State, sampler: Sampler, most: int | None, pad: bool, shard: tuple[int, int]) -> None:
         self._engine, self._sampler, self._most, self._shard = engine, sampler, most, shard
@@ -143,11 +136,11 @@ class _Pieces:
 
     @property
     def key(self) -> tuple[bytes, int]:
-        """Of the sampling, and its branch."""
+        """The key of the sampling, and its branch."""
         return self._sampler.key, self._sampler.branch
 
     def __iter__(self) -> Iterator[list[int]]:
-        self.drawn = deque()  # of this iteration alone: workers may have drawn ahead in one that was broken off
+        self.drawn = deque()  # fresh, as workers may have drawn ahead in an interrupted iteration
         return self._generate(self.drawn)
 
     def _generate(self, drawn: deque[tuple[int, bool, int, int]]) -> Iterator[list[int]]:
@@ -177,28 +170,28 @@ class _Pieces:
         return self._counted[2]
 
     def _first(self) -> int:
-        """The logical batch that an iteration begins with: what an earlier one left out is not drawn again."""
+        """The logical batch that an iteration begins with; skipped batches are not drawn again."""
         return max(self._engine.drawn, self._engine._ended)
 
     def _padded(self, samples: int) -> int:
-        """The padded size of a piece with so many samples in its largest part; all processes use the same."""
+        """The padded size of a piece from the samples of its largest shard; equal in all processes."""
         assert self._grain is not None
         padded = max(1, -(-samples // self._grain)) * self._grain
         return min(self._most or padded, padded)
 
     def _longest(self, samples: int) -> int:
-        """Every process has as many pieces, the last of them empty."""
+        """Samples in the largest shard; every process yields as many pieces, the last possibly empty."""
         return max(1, -(-samples // self._shard[1]))
 
 
 class _Collate:
-    """`collate`; for no samples what it makes of one, emptied: tensors [0, ...]."""
+    """`collate`; for no samples the collated first record without its row: tensors [0, ...]."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset, self._collate = dataset, collate
 
     def require_empty(self) -> None:
-        """Raise a ValueError if there is no batch of no samples, as a Poisson sample may be."""
+        """Raise a ValueError if a batch of no samples, which Poisson sampling may draw, cannot be collated."""
         try:
             with Draws().again():
                 self([])
@@ -212,14 +205,7 @@ class _Collate:
 
 
 def _emptied(batch: Any) -> Any:
-    """The same without its samples: tensors [0, ...]; what is no tensor stays as it is.
-
-    Args:
-        batch: tensors [B, ...] in nested mappings, lists and tuples.
-
-    Raises:
-        ValueError: it has no tensors, or one that cannot be empty.
-    """
+    """A batch without samples: tensors [0, ...]; other leaves are unchanged. Raises a ValueError if impossible."""
     if next(tensors_of(batch), None) is None:
         raise ValueError(f"expected tensors in tuples, lists, mappings or dataclasses, got {type(batch).__name__}")
     return map_tensors(_without_rows, batch)

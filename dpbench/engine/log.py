@@ -1,4 +1,4 @@
-"""What an engine writes to TensorBoard, Weights & Biases or a logger like them."""
+"""Write an engine's public numbers to TensorBoard, Weights & Biases or a similar logger."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dpbench.engine.state import State
 
-#: The accountant has at most one part in so many of training's time.
+#: The accountant takes at most 1 / _SHARE of training's time.
 _SHARE = 50
 
 
 class Log:
-    """Writes what is public of a step: ε, δ, σ, the clipping threshold, the expected batch size, and which step it is.
+    """Writes a step's public numbers: ε, δ, σ, the clipping threshold, the expected batch size and the step's number.
 
-    These are settings, or are computed from settings and the number of steps. The mean of the losses, accuracy,
-    gradient norms, how many gradients were clipped and the realised batch size depend on the records, have no noise,
-    and are in no ε: they are not written. Log them yourself if nobody sees the log who may not see the data.
+    These are settings, or computed from settings and the number of steps. Mean loss, accuracy, gradient norms, the
+    number of clipped gradients and the actual batch size depend on the records, without noise and outside ε. They are
+    not written. Log them yourself if all readers of the log may see the data.
 
-    ε is computed after the first step and then as often as 2 % of the time allows: an accountant may take a second.
+    ε is computed after the first step, and then as often as 2 % of the time allows: an accountant may take a second.
 
     Args:
-        writer: with add_scalar(name, value, step), as torch's SummaryWriter, or log(dict), as a wandb run; or None.
+        writer: has add_scalar(name, value, step), as torch's SummaryWriter, or log(dict), as a wandb run; or None.
 
     Raises:
-        ValueError: it has neither.
+        ValueError: the writer has neither.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -35,15 +35,15 @@ class Log:
         self._writer, self._step, self._next = writer, 0, 0.0
 
     def __reduce__(self) -> tuple[type[Log], tuple[None]]:
-        """A copy of an engine writes nothing: its steps would have the numbers of the engine's own."""
+        """A copy of an engine writes nothing, as its steps would repeat the original's numbers."""
         return Log, (None,)
 
     def tell(self, engine: State, *, now: bool = False) -> None:
-        """Write the state after the engine's last step, if it is time, and it was not written before.
+        """Write the state after the engine's last step, once, if it is time.
 
         Args:
-            engine: whose steps these are.
-            now: without waiting until it is time.
+            engine: takes the steps.
+            now: do not wait until it is time.
         """
         begin = time.monotonic()
         if self._writer is None or engine.steps == self._step or (begin < self._next and not now):
@@ -64,5 +64,5 @@ class Log:
         if callable(getattr(self._writer, "add_scalar", None)):
             for name, value in values.items():
                 self._writer.add_scalar(name, value, self._step)
-        else:  # no step of wandb's own: that must not fall, and the caller may count otherwise
+        else:  # without wandb's own step, which must not fall, and which the caller may count otherwise
             self._writer.log({**values, "privacy/step": self._step})

@@ -1,8 +1,8 @@
-"""Does what a training loop computes keep samples apart? Its step is run once more, with other records.
+"""Check that a training loop keeps samples apart: rerun its step with other records.
 
-Where the loss function is known (`make_step`), all of it runs again. In a loop of the caller's the forward passes do,
-and what was computed of their outputs as far as `loss_mixing_check` can follow it; where it cannot, and in batches of
-another size, of which the caller's labels are not known, the model's outputs alone are compared.
+If the loss function is known (`make_step`), the whole step is rerun. In the caller's own loop the forward passes are
+rerun, and the operations on their outputs that `loss_mixing_check` can follow. Where it cannot follow them, and for
+batches of another size, whose labels are unknown, only the model's outputs are compared.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dpbench.engine.loss_mixing_check import Trace, plain
 
 
 class Looks:
-    """Of one step: what is noted of it, and then run again. Made before its first forward pass.
+    """Records one step, and reruns it. Created before the step's first forward pass.
 
     Args:
-        backend: that records it.
+        backend: records the step.
         changes: of the batch; at least one.
-        known: (loss function, targets) of `make_step`; None in a loop of the caller's.
+        known: (loss function, targets) of `make_step`; None in the caller's own loop.
     """
 
     def __init__(self, backend: Backend, changes: Sequence[Change], known: tuple[Any, Any] | None) -> None:
@@ -40,15 +40,15 @@ class Looks:
         self._calls: list[tuple[Any, Any]] = []
         self._outputs: list[Tensor] = []
         self._losses: Tensor | None = None
-        self._taped = isinstance(backend, TapeBackend)  # else a norm is that of a loss's own backward pass
+        self._taped = isinstance(backend, TapeBackend)  # else each norm comes from a backward pass of its own loss
         self._recording: Recording | None = None
 
     def passed(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """A forward pass: its output, to be handed to the caller.
+        """Record a forward pass, and return its output for the caller.
 
         Args:
-            args, kwargs: that the model was called with.
-            output: what it gave.
+            args, kwargs: the model's inputs.
+            output: the model's output.
         """
         self._calls.append((args, kwargs))
         if self._known is None:
@@ -57,7 +57,7 @@ class Looks:
         return output
 
     def follow(self, losses: Tensor) -> None:
-        """What is stepped; operations are noted no longer.
+        """Stop recording operations at the losses.
 
         Args:
             losses: [B].
@@ -66,15 +66,15 @@ class Looks:
         self._trace.pause()
 
     def judge(self, result: ClippedGradient, few: int) -> None:
-        """Raise UnsupportedModel if a sample's numbers depend on other samples.
+        """Raise UnsupportedModel if a sample's loss, norm or output depends on other samples.
 
         Args:
             result: of the step.
-            few: the data's own samples, which come first.
+            few: the number of the data's own samples, which come first.
         """
         numbers = [x.clone() for x in (result.losses, result.norms) if x is not None][: 2 if self._taped else 1]
         for x in numbers:
-            x[few:] = torch.nan  # of padding nothing is asked
+            x[few:] = torch.nan  # padding is not compared
         resized = [change for change in self._changes if change.resized]
         others = [change for change in self._changes if not change.resized]
         if self._known is not None or self._losses is not None:
@@ -87,7 +87,7 @@ class Looks:
             self._compare("output", self._passes, self._outputs, resized)
 
     def close(self) -> None:
-        """Let go of what was noted."""
+        """Free the record."""
         self._trace.close()
         self._calls.clear()
         self._outputs.clear()
@@ -102,7 +102,7 @@ class Looks:
             raise UnsupportedModel(self._backend.name, [mixing(sample, what)])
 
     def _rows(self) -> list[int]:
-        """Which outputs [B·k, ...] have rows of samples: they are fewer where the samples are."""
+        """Indices of the outputs [B·k, ...] with rows of samples: those that shrink with the batch."""
         size = self._changes[0].size
         try:
             found = self._passes(fewer(size), False)
@@ -111,7 +111,7 @@ class Looks:
         return [i for i, (x, y) in enumerate(zip(self._outputs, found, strict=True)) if x.dim() and len(x) != len(y)]
 
     def _passes(self, change: Change, only_losses: bool) -> list[Tensor]:
-        """The outputs of the forward passes, of the changed batch."""
+        """Outputs of the forward passes on the changed batch."""
         with self._backend.moving.repeated(self._draws), change.making() as of, torch.no_grad():
             outputs = [self._forward(*map_tensors(of, args), **map_tensors(of, kwargs)) for args, kwargs in self._calls]
             return [x for x in tensors_of(outputs) if x.is_floating_point()]

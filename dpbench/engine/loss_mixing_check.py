@@ -1,10 +1,11 @@
-"""What a caller computes from some tensors is noted, and can run again with others in their place.
+"""Record the caller's operations on some tensors, to rerun them with other values.
 
-The engine sees no loss function. So in the steps in which it looks whether samples stay apart, it hands out the model's
-outputs as tensors that note each operation on them. What was noted runs again, forward passes of the model among it.
+The engine does not know the loss function. So in the steps that check whether samples stay apart, it returns the
+model's outputs as tensors that record each operation on them. A rerun repeats these operations and the model's forward
+passes.
 
-A number that left torch (`.item()`) and comes back as it was is followed, too. What was made of it outside of torch, or
-was decided by it, is a constant here. What comes back as another tensor, of a custom function, say, cannot be followed.
+A number that leaves torch (`.item()`) and returns unchanged is followed. A value computed from it outside of torch, or
+a branch that it decides, stays constant. A tensor returned by a custom function, say, cannot be followed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from clipping.core.batches import map_tensors, tensors_of
 
 _BASE: Any = Tensor._base.__get__  # type: ignore[union-attr]
-"""What a view is of: nothing is computed. (torch.compile asks for it, and for that of the answer.)"""
+"""Returns the tensor that a view refers to, and computes nothing. (torch.compile reads it, and that of the result.)"""
 
 
 class _Note(NamedTuple):
@@ -33,21 +34,21 @@ class _Note(NamedTuple):
 
 
 class Trace:
-    """What is computed of some tensors, until it is closed."""
+    """Records the operations on some tensors until closed."""
 
     def __init__(self) -> None:
         self._open = True
         self._begun_with: list[Tensor] = []
         self._notes: list[_Note] = []
-        self._others: dict[int, Tensor] = {}  # identity of the caller's own tensors that were changed -> as they were
+        self._others: dict[int, Tensor] = {}  # identity of the caller's tensors changed in place -> original
 
     def passed(self, model: Callable[..., Any], args: Any, kwargs: Any, output: Any) -> Any:
-        """A forward pass: the same output, in the same containers, of tensors that note what is done with them.
+        """Record a forward pass; return its output, in the same containers, of tensors that record operations on them.
 
         Args:
-            model: run again, with tensors that take the place of these.
-            args, kwargs: that it was called with.
-            output: what it gave, in nested mappings, lists and tuples.
+            model: called again in a rerun, on replaced tensors.
+            args, kwargs: its inputs.
+            output: its output, in nested mappings, lists and tuples.
         """
         self._begun_with += [x for x in tensors_of((args, kwargs)) if not self.follows(x)]
         shapes = [x.shape for x in tensors_of(output)]
@@ -61,7 +62,7 @@ class Trace:
         return result
 
     def follows(self, x: Tensor) -> bool:
-        """Can it be told how this came about?
+        """Returns whether the trace knows how `x` was computed.
 
         Args:
             x: any tensor.
@@ -69,22 +70,22 @@ class Trace:
         return self._open and isinstance(x, Traced) and x.noted_by is self
 
     def again(self, x: Tensor, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor]) -> Tensor:
-        """The tensor that takes the place of `x` in another run.
+        """Rerun the operations, and return the new value of `x`.
 
         Args:
-            x: one that is followed.
-            change: of what the model was called with.
-            fixed: of every other tensor.
+            x: a followed tensor.
+            change: applied to the model's inputs.
+            fixed: applied to every other tensor.
         """
         with torch._C.DisableTorchFunctionSubclass():
             found: Tensor = self._again(lambda x: change(plain(x)), fixed)[id(x)]
             return found
 
     def run(self, operation: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation of the caller's, and keep it if it gives tensors or changes one; those are traced, too.
+        """Run an operation of the caller's; record it if it returns tensors or changes one in place.
 
         Args:
-            operation, args, kwargs: what was called, and with what.
+            operation, args, kwargs: the call.
         """
         if not self._open:
             return operation(*args, **kwargs)
@@ -100,11 +101,11 @@ class Trace:
         return result
 
     def pause(self) -> None:
-        """What is done with the tensors from now on gives ordinary ones."""
+        """Stop recording; later operations return ordinary tensors."""
         self._open = False
 
     def close(self) -> None:
-        """Let go of what was noted, too."""
+        """Stop recording, and free the record."""
         self._open = False
         self._begun_with.clear()
         self._notes.clear()
@@ -118,9 +119,9 @@ class Trace:
     def _again(
         self, change: Callable[[Tensor], Tensor], fixed: Callable[[Tensor], Tensor] = lambda x: x
     ) -> dict[int, Any]:
-        """Identity of each traced tensor -> its value, where it began with `change` of what it was; others `fixed`."""
+        """Identity of each traced tensor -> its new value: `change` of initial tensors, `fixed` of other ones."""
         values: dict[int, Any] = {key: x.clone() for key, x in self._others.items()}
-        numbers: dict[float, float] = {}  # what left torch -> what it is now
+        numbers: dict[float, float] = {}  # number that left torch -> its new value
         for x in self._begun_with:
             values[id(x)] = change(x)
         for note in self._notes:
@@ -137,17 +138,17 @@ class Trace:
 
 
 class Traced(Tensor):
-    """A tensor that notes what is done with it."""
+    """A tensor that records the operations on it."""
 
     noted_by: Trace
 
     @staticmethod
     def made(x: Tensor, trace: Trace) -> Traced:
-        """The same tensor, as one of this trace.
+        """View a tensor as one of this trace.
 
         Args:
             x: an ordinary tensor.
-            trace: which notes what is done with it.
+            trace: records its operations.
         """
         with torch._C.DisableTorchFunctionSubclass():
             traced: Traced = x.as_subclass(Traced)
@@ -169,7 +170,7 @@ class Traced(Tensor):
     def __deepcopy__(self, memo: Any) -> Any:
         return copy.deepcopy(plain(self), memo)
 
-    def __format__(self, spec: str) -> str:  # torch formats numbers of its own class alone
+    def __format__(self, spec: str) -> str:  # torch formats numbers of class Tensor alone
         return format(plain(self), spec)
 
     def __repr__(self, **options: Any) -> str:  # type: ignore[override]
@@ -177,10 +178,10 @@ class Traced(Tensor):
 
 
 def plain(x: Any) -> Any:
-    """An ordinary tensor: the same memory, the same graph.
+    """View a traced tensor as an ordinary one, of the same memory and graph; other values are unchanged.
 
     Args:
-        x: any tensor; what is none stays as it is.
+        x: any value.
     """
     if not isinstance(x, Traced):
         return x
@@ -189,7 +190,7 @@ def plain(x: Any) -> Any:
 
 
 def _filled(x: Tensor, shape: torch.Size) -> Tensor:
-    """An output that is as long as the longest record, of records that are shorter: as long as it was, by noise."""
+    """Pad an output to its first shape with noise, as it may be as long as the batch's longest record."""
     if x.dim() != len(shape) or x.shape == shape or not x.is_floating_point():
         return x
     generator = torch.Generator(x.device).manual_seed(0)
@@ -199,7 +200,7 @@ def _filled(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _autocast_now() -> list[tuple[str, torch.dtype]]:
-    """The devices whose operations are cast, and to what."""
+    """(device type, dtype) of each active autocast."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     return [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
 
@@ -220,12 +221,12 @@ def _in_place(operation: Any) -> bool:
 
 
 def _is_telling(x: Any) -> bool:
-    """A number of so many digits that nobody else has the same."""
+    """Whether a number has so many digits that it identifies its origin."""
     return isinstance(x, float) and math.isfinite(x) and float(f"{x:.6g}") != x
 
 
 def _numbers(now: dict[float, float], tree: Any) -> Any:
-    """The same arguments with what some numbers are now in their places."""
+    """The arguments, with new values in place of numbers that left torch."""
     if isinstance(tree, float):
         return now.get(tree, tree)
     if type(tree) in (tuple, list):
@@ -236,7 +237,7 @@ def _numbers(now: dict[float, float], tree: Any) -> Any:
 
 
 def _pair(noted: Any, found: Any, values: dict[int, Any]) -> None:
-    """Write down what each noted tensor is now; None was noted where nothing new was made."""
+    """Store the new value of each recorded tensor; None was recorded for an operation in place."""
     for one, other in zip(tensors_of(noted), () if noted is None else tensors_of(found), strict=True):
         if isinstance(one, Traced):
             values[id(one)] = other

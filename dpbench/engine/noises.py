@@ -1,4 +1,4 @@
-"""The engine's noise by its name, and the accountants and sampling that have a bound beside it."""
+"""Create the engine's noise by name, and check that accountant and sampling have a bound for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ CORRELATED = {
     "banded": ("bands", 2, "poisson", "batches are Poisson samples of groups of records in turn"),
     "blt": ("buffers", 1, "one_pass", "the steps of a record must be an epoch apart"),
 }
-"""Name -> what N counts, the least N, and the sampling that ε has a bound with, and why."""
+"""Name -> what N counts, the least N, the only sampling with a bound on ε, and the reason."""
 ACCOUNTANTS = ("rdp:whole", "moments")
-"""Those whose bounds hold for discrete noise; the first is the default."""
+"""Accountants that are valid for discrete noise; the first is the default."""
 
 
 def source_of(name: str, settings: Settings, coordinates: int, generator: torch.Generator | None) -> Noise:
-    """The engine's noise by its name.
+    """Create the engine's noise.
 
     Args:
         name: one of `NOISES`.
@@ -29,7 +29,7 @@ def source_of(name: str, settings: Settings, coordinates: int, generator: torch.
         generator: of the caller's, or None.
 
     Raises:
-        ValueError: another name, or a generator beside discrete noise.
+        ValueError: another name, or a generator with discrete noise.
     """
     require_known(name)
     if name == "discrete" and generator is not None:
@@ -44,7 +44,7 @@ def source_of(name: str, settings: Settings, coordinates: int, generator: torch.
 
 
 def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
-    """The accountant, or the default one of this noise.
+    """Return the accountant's name, or the noise's default one.
 
     Args:
         name: of the noise, one of `NOISES`.
@@ -52,7 +52,7 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
         sampling: one of `accounting.sampling`.
 
     Raises:
-        ValueError: one whose bound does not hold for it.
+        ValueError: the accountant has no bound for this noise.
     """
     require_known(name)
     if name != "discrete":
@@ -68,7 +68,7 @@ def accountant_for(name: str, accountant: str | None, sampling: str) -> str:
 
 
 def require_known(name: str) -> None:
-    """Raise a ValueError unless it is one of `NOISES`.
+    """Raise a ValueError unless the noise is one of `NOISES`.
 
     Args:
         name: of the noise.
@@ -81,11 +81,10 @@ def correlation_of(noise: str, sampling: str | None = None, group_size: int = 1)
     """{"bands": N} of "banded:N", {"buffers": N} of "blt:N"; {} of noise that is independent in each step.
 
     Args:
-        noise: as the engine takes it.
-        sampling, group_size: the same; None for any.
+        noise, sampling, group_size: as in `PrivacyEngine`; sampling None for any.
 
     Raises:
-        ValueError: no whole number, or too small a one; or what has no bound beside it.
+        ValueError: N is not a whole number or too small, or the noise has no bound for this sampling or group size.
     """
     name, colon, digits = str(noise).partition(":")
     if name not in CORRELATED or not colon:

@@ -1,4 +1,4 @@
-"""What the engine puts on an optimizer, and takes off again; and the watch over steps that go round it."""
+"""Replace and restore `optimizer.step`; detect steps that bypass the engine."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _WATCH: list[Any] = []
 
 
 def claim(engine: State) -> None:
-    """Watch the optimizers of this process, as long as there are engines.
+    """Watch all optimizers of this process for steps on the engine's model.
 
     Args:
-        engine: which is attached now.
+        engine: to be watched.
     """
     _ENGINES.add(engine)
     if not _WATCH:
@@ -34,10 +34,10 @@ def claim(engine: State) -> None:
 
 
 def disclaim(engine: State) -> None:
-    """This engine is done; the watch ends with the last one.
+    """Stop watching for this engine.
 
     Args:
-        engine: which is attached no longer.
+        engine: detached.
     """
     _ENGINES.discard(engine)
     if not _ENGINES:
@@ -46,10 +46,10 @@ def disclaim(engine: State) -> None:
 
 
 class Patch:
-    """`optimizer.step` and `optimizer.virtual_step` of an attached optimizer; a scheduler may wrap the former.
+    """Replaces `optimizer.step` and adds `optimizer.virtual_step`; a scheduler may wrap the former.
 
-    The optimizer may be one that accelerate has wrapped. One that is not is taken by accelerate's `prepare` as it is:
-    the `step` of its wrapper would take no losses.
+    accelerate may have wrapped the optimizer. If it has not, its `prepare` leaves the optimizer as it is, as the `step`
+    of its wrapper takes no losses.
 
     Raises:
         Misuse: the optimizer or the model has an engine, or their parameters differ.
@@ -61,7 +61,7 @@ class Patch:
         self.stepping = False
         self._before = vars(optimizer).get("step")
         inner = optimizer.step
-        self._beneath = _beneath(optimizer)  # accelerate's wrapper would leave steps out within accumulate()
+        self._beneath = _beneath(optimizer)  # accelerate's wrapper skips steps within accumulate()
         self._inner: Any = inner if self._beneath is None else self._beneath.step
         self._innermost = self._beneath or optimizer
         patch = self
@@ -70,7 +70,7 @@ class Patch:
             claim(engine)
 
         def step(this: Any, closure: Any = None, *, loss: Any = None, **others: Any) -> Any:
-            if patch.engine is None:  # detached, under a scheduler's wrapper that stays
+            if patch.engine is None:  # detached; a scheduler's wrapper remains
                 return inner(closure) if closure is not None else inner()
             if vars(optimizer).pop("found_inf", None) is not None or "grad_scale" in vars(optimizer):
                 vars(optimizer).pop("grad_scale", None)
@@ -92,7 +92,7 @@ class Patch:
             patch.engine.virtual_step(loss)
 
         self._is_scheduled = hasattr(inner, "_wrapped_by_lr_sched")
-        if self._is_scheduled:  # torch would wrap it once more, and warn of the order of calls
+        if self._is_scheduled:  # else torch would wrap it again, and warn about the order of calls
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._scaling = vars(optimizer).get("_step_supports_amp_scaling")
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler then calls step, above
@@ -101,24 +101,24 @@ class Patch:
         optimizer.step = self._step  # type: ignore[method-assign]
         optimizer.virtual_step = types.MethodType(virtual_step, optimizer)  # type: ignore[attr-defined]
         optimizer.privacy_engine = engine  # type: ignore[attr-defined]
-        # what accelerate asks of its own wrappers: it then takes the optimizer as it is
+        # attributes of accelerate's own wrappers: it then leaves the optimizer as it is
         own = {"_is_accelerate_prepared": True, "optimizer": optimizer, "step_was_skipped": False}
         self._told = [name for name in own if name not in vars(optimizer)]
         vars(optimizer).update((name, own[name]) for name in self._told)
 
     def is_of(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Is it the attached one, or the one in accelerate's wrapper?
+        """Returns whether this is the attached optimizer, or the one in accelerate's wrapper.
 
         Args:
-            optimizer: which is asked about.
+            optimizer: any.
         """
         return optimizer is self.optimizer or optimizer is self._beneath
 
     def inner_step(self, noise: float) -> None:
-        """The optimizer's own step, with the gradients that are there.
+        """Run the optimizer's own step on the gradients in `.grad`.
 
         Args:
-            noise: the deviation of the noise in each entry of them.
+            noise: standard deviation of the noise in each of their entries.
         """
         if isinstance(self._innermost, AdamBC):
             self._innermost.noise = noise
@@ -126,12 +126,12 @@ class Patch:
         try:
             self._inner()
             if self._is_scheduled:
-                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # or torch would warn of the order of calls
+                self.optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch warns about the order of calls
         finally:
             self.stepping = False
 
     def undo(self) -> None:
-        """Take it off, except from under a wrapper that came later: that then reaches the optimizer's own step."""
+        """Restore the optimizer. A wrapper added later stays, and reaches the optimizer's own step."""
         if self.engine is not None:
             self.engine._abandoned.leave(self.engine.model, self.engine.steps)
         self.engine = None
@@ -150,7 +150,7 @@ class Patch:
 
 
 def _beneath(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-    """The optimizer that accelerate has wrapped in this one; None if it has not."""
+    """The optimizer inside accelerate's wrapper; None without a wrapper."""
     own = vars(optimizer)
     return own.get("optimizer") if "accelerator_state" in own else None
 
@@ -193,14 +193,14 @@ def _refuse(engine: State, optimizer: torch.optim.Optimizer) -> None:
 
 
 def require_own(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> set[int]:
-    """The identities of what the optimizer holds.
+    """Return the identities of the optimizer's parameters.
 
     Args:
-        optimizer: of some parameters.
-        parameters: all of the model, resharded: shards that are gathered are other tensors.
+        optimizer: any.
+        parameters: all of the model, resharded: gathered shards are other tensors.
 
     Raises:
-        Misuse: it holds something that is not the model's, and that it would move.
+        Misuse: the optimizer would move a parameter of another model.
     """
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     mine = set(map(id, parameters))
@@ -214,7 +214,7 @@ def require_own(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parame
 
 
 def _watch(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Before any optimizer's step: is it one that moves a private model without its engine?"""
+    """Before any optimizer's step: raise Misuse if it would move a private model without its engine."""
     for engine in list(_ENGINES):
         patch = engine._patch
         if patch is not None and patch.is_of(optimizer) and patch.stepping:

@@ -1,12 +1,12 @@
-"""Are the sizes of batches that somebody else draws those of Poisson samples? A test that speaks only when it is sure.
+"""Test whether the sizes of the caller's batches can come from Poisson sampling; report only near-certain violations.
 
-Under Poisson sampling each size is an independent Binomial(n, q). Two things are then next to impossible: that so many
-of T sizes are equal, and that their sum is so far from T·b. With p the probability of the likeliest size,
+Under Poisson sampling each size is an independent Binomial(n, q). Two events are then next to impossible: too many
+equal sizes among T, and a sum too far from T·b. With p the probability of the likeliest size,
 
     P(some size occurs k times or more) ≤ C(T, k) p^(k-1),
 
-since Σ_v p_v^k ≤ p^(k-1). A loader that shuffles has one size but for an epoch's last batch; one of another batch size
-has another sum; one batch again and again has both.
+since Σ_v p_v^k ≤ p^(k-1). A loader that shuffles has one size except for an epoch's last batch; a loader of another
+batch size has another sum; a repeated batch has both.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import math
 from collections import Counter
 
 SURE = 1e-9
-"""Sizes that are less likely than this under Poisson sampling are not believed."""
+"""Sizes less likely than this under Poisson sampling are reported."""
 DEVIATIONS = 7.0
-"""Of the sum, the same for its two tails."""
+"""The same for the two tails of the sum, in standard deviations."""
 FEW = 8
-"""Batches before anything is said of their sum: an example of a step or two may be of any size."""
+"""Least number of batches for a test of their sum: an example of a step or two may be of any size."""
 
 
 class Sizes:
-    """The sizes seen so far.
+    """Counts the sizes so far.
 
     Args:
         sample_size: n, the records that a batch is drawn from.
@@ -37,7 +37,7 @@ class Sizes:
         self._sum = 0
 
     def add(self, size: int) -> str | None:
-        """Another batch: what is wrong with all so far, in words; None if Poisson sampling may have drawn them.
+        """Add a batch. Returns, in words, how all sizes so far violate Poisson sampling; None if they do not.
 
         Args:
             size: of the batch, in records.

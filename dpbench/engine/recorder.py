@@ -1,9 +1,9 @@
-"""The model's forward passes, recorded as the user runs them, and the losses, checked before they are believed.
+"""Record the model's forward passes, and check the losses before clipping.
 
-The hooks are the model's own, not its modules': a forward pass in training mode with gradients enabled runs under the
-tape of a recording; any other (evaluation, no_grad, a deep copy) runs as if there were no engine. Forward passes of as
-many samples as the last one go on with its recording, so that losses may depend on several of them (two views of one
-sample); one of another size, or of another batch of the loader, starts anew, and so do the losses of each step.
+The hooks are on the model, not on its modules. A forward pass in training mode with gradients enabled runs under a
+recording's tape; any other (evaluation, no_grad, a deep copy) runs as without an engine. Forward passes on as many
+samples as the last one extend its recording, so that losses may depend on several of them (two views of one sample). A
+pass on another size, or on another batch of the loader, starts a fresh recording; so does the first pass of a step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpbench.engine.loss_mixing_check import plain
 from dpbench.engine.safeguards import Buffers, batch_norm_problem, batch_norms
 
 MANY_PASSES = 16
-"""Forward passes without a step after which it is said that each of them is held in memory."""
+"""Forward passes without a step before a warning that each of them is held in memory."""
 BACKWARD = "expected no backward(): {}, since gradients that were not clipped are not private"
 STEP = (
     "optimizer.step(loss=losses) runs it (freeze this model in the step of another one, requires_grad_(False); a "
@@ -48,7 +48,8 @@ _SECOND_TIME = "backward through the graph a second time"
 class Recorder:
     """Records `model` for `backend` between `open` and `close`.
 
-    `reads` is told of each pass: (inputs, B, are passes of B samples being recorded); it says if this is one of those.
+    Each pass calls `reads(inputs, B, whether passes of B samples are being recorded)`, which returns whether the pass
+    belongs to that recording.
     """
 
     def __init__(self, model: nn.Module, backend: Backend, reads: Callable[[Any, int, bool], bool]) -> None:
@@ -57,7 +58,7 @@ class Recorder:
         self._recording: Recording | None = None
         self._entered: list[bool] = []
         self._handles: list[Any] = []
-        self._dropped, self._skipped = 0, False  # the number of the node after a recording that was dropped; 0 for none
+        self._dropped, self._skipped = 0, False  # number of the node after a dropped recording; 0 for none
         self._verify = True
         self._buffers = Buffers(model)
         self._told_of_buffers = False
@@ -67,15 +68,15 @@ class Recorder:
         self._known: tuple[LossFunction, Any] | None = None
         self._quiet: list[nn.Module] = []
         self._paused = False
-        self._given: tuple[Tensor, ClippedGradient | Exception] | None = None  # for `finish`, of what was not recorded
+        self._given: tuple[Tensor, ClippedGradient | Exception] | None = None  # result of a step that was not recorded
         self.remedy = STEP
-        """What to do in place of backward()."""
+        """What to do instead of backward()."""
         self.count: Callable[[Tensor], float] | None = None
-        """Counts something of the norms of the data's own samples."""
+        """Computes a number from the norms of the data's own samples."""
         self.counted = 0.0
 
     def open(self) -> None:
-        """Hook the model: first before its forward pass, and last after it, whatever it raises."""
+        """Hook the model: before any other pre-hook, and after the forward pass even if it raises."""
         before, after = Hook(torch.compiler.disable(self._before)), Hook(torch.compiler.disable(self._after))
         self._handles = [
             self._model.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
@@ -84,7 +85,7 @@ class Recorder:
         self._buffers = Buffers(self._model)
 
     def close(self) -> None:
-        """Take the hooks off, and let go of what was recorded."""
+        """Remove the hooks, and free the recording."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -94,7 +95,7 @@ class Recorder:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Forward passes within it are nobody's batch: they are not recorded."""
+        """Context whose forward passes are not recorded."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -103,7 +104,7 @@ class Recorder:
 
     @contextmanager
     def knowing(self, loss_fn: LossFunction, targets: Any) -> Iterator[None]:
-        """The losses are loss_fn(outputs, targets) of the one forward pass within it, and can be computed again.
+        """Context with one forward pass, whose losses loss_fn(outputs, targets) may be recomputed.
 
         Args:
             loss_fn: loss_fn(outputs, targets) -> [B].
@@ -116,7 +117,7 @@ class Recorder:
             self._known = None
 
     def hand_over(self, losses: Tensor, gradient: ClippedGradient | Exception) -> None:
-        """The next `finish`, with these losses, gives or raises this: its forward pass ran as part of a graph.
+        """Make the next `finish` with these losses return or raise this; the forward pass ran as part of a graph.
 
         Args:
             losses: [B].
@@ -126,12 +127,12 @@ class Recorder:
         self._given = losses, gradient
 
     def insist(self) -> None:
-        """See that samples stay apart in the next step that is recorded."""
+        """Check in the next recorded step that samples stay apart."""
         if self._occasions is not None:
             self._occasions.insist()
 
     def drop(self) -> None:
-        """Let go of what was recorded since the last step."""
+        """Free the recording since the last step."""
         self._given = None
         if self._recording is not None:
             self._recording.close()
@@ -141,14 +142,14 @@ class Recorder:
         self._looks = None
 
     def finish(self, losses: Any, drawn: tuple[int, int] | None = None) -> ClippedGradient | None:
-        """Σ_i c_i g_i of the recorded batch; None for a batch of no samples. Nothing is recorded afterwards.
+        """Return Σ_i c_i g_i of the recorded batch, and free the recording; None for a batch of no samples.
 
         Args:
             losses: [B].
-            drawn: (r, B): the data loader handed out r records and padding up to B samples, which has weight 0 here.
+            drawn: (r, B): the loader's r records, padded to B samples; padding gets weight 0.
 
         Raises:
-            Misuse: one line.
+            Misuse: the losses or the recording do not fit.
         """
         if self._entered and not _running(self._model):
             self._unwind()
@@ -186,7 +187,7 @@ class Recorder:
         few = recording.batch_size if drawn is None else drawn[0]
         verify = self._verify and (drawn is None or few > 1)
         if verify:
-            require_finite_losses(losses)  # or the model would be blamed for its data
+            require_finite_losses(losses)  # else the error would blame the model for its data
         try:
             result = recording.finish(losses, verify=verify)
         except UnsupportedModel as error:
@@ -200,7 +201,7 @@ class Recorder:
             if _SECOND_TIME in str(error):
                 raise Misuse(BACKWARD.format(self.remedy)) from error
             raise
-        self._verify = self._verify and few < 2  # one sample cannot show that samples are told apart
+        self._verify = self._verify and few < 2  # one sample cannot show that samples stay apart
         if looks is not None and self._occasions is not None:
             with self.paused():
                 looks.judge(result, few)
@@ -214,7 +215,7 @@ class Recorder:
         return {name for name, p in named_parameters(self._model).items() if p.requires_grad}
 
     def _told(self, result: ClippedGradient, few: int) -> ClippedGradient:
-        """The result, whose first `few` norms are of the data's own samples."""
+        """Count the first `few` norms, those of the data's own samples, and return the result."""
         if self.count is not None:
             assert result.norms is not None
             self.counted = self.count(result.norms[:few])
@@ -245,9 +246,9 @@ class Recorder:
             raise Misuse("expected losses with their graph, got some that require no gradient: detached, or of no_grad")
 
     def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if module is not self._model:  # a deep copy, which took the hooks along
+        if module is not self._model:  # a deep copy, which shares the hooks
             return None
-        if self._entered and _running(module) < 2:  # the last one was interrupted (ctrl-C), and nobody told the hooks
+        if self._entered and _running(module) < 2:  # ctrl-C interrupted the last one without calling the hooks
             self._unwind()
         self._entered.append(False)
         if self._paused or any(self._entered) or not torch.is_grad_enabled():
@@ -323,7 +324,7 @@ class Recorder:
         self.drop()
 
     def _quieten_caller(self) -> None:
-        """The first call by a DistributedDataParallel that was put round the model after the engine was made."""
+        """Switch off the communication of a DistributedDataParallel that wrapped the model after this was created."""
         caller = DistributedDataParallel._get_active_ddp_module()
         if caller is not None and caller.module is self._model and caller not in self._quiet:
             self._quiet.append(caller)
@@ -336,7 +337,7 @@ class Recorder:
 
 
 class Hook:
-    """A hook that copies of the model share, and do nothing in them: it knows its model. Pickled, it is no hook."""
+    """A hook that acts on one model only: copies of the model share it and skip it. A pickle of it does nothing."""
 
     def __init__(self, function: Callable[..., Any] | None = None) -> None:
         self._function = function
@@ -352,10 +353,10 @@ class Hook:
 
 
 def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
-    """The losses of padding made 0, which has no gradient: where the data has `real` of `handed` samples.
+    """Set the losses of padding, all but the first `real` of `handed`, to 0 without a gradient.
 
     Raises:
-        Misuse: not as many losses as the loader handed out samples.
+        Misuse: the number of losses is not `handed`.
     """
     if len(losses) != handed:
         raise Misuse(
@@ -368,17 +369,17 @@ def _masked(losses: Tensor, real: int, handed: int) -> Tensor:
 
 
 def only_real(losses: Tensor, real: Tensor) -> Tensor:
-    """The losses of padding made 0, which has no gradient.
+    """Set the losses of padding to 0, without a gradient.
 
     Args:
         losses: [B].
-        real: [B] bool, true of the data's own samples.
+        real: [B] bool, True for the data's own samples.
     """
     return torch.where(real, losses, torch.zeros_like(losses))
 
 
 def _running(model: nn.Module) -> int:
-    """How many calls of `model` are on this thread's stack."""
+    """Count the calls of `model` on this thread's stack."""
     frame, found = sys._getframe(1), 0
     while frame is not None:
         found += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is model

@@ -1,9 +1,10 @@
-"""From the sums of a logical batch to gradients: over all processes, with noise, once, and divided by b.
+"""Turn the sums of a logical batch into gradients: reduce over processes, add noise once, divide by b.
 
-On a GPU all of it is some twenty launches, and nothing is awaited on the host: see `dpbench.engine.sums`, and for sums
-that are not finite `dpbench.engine.finite`. Elsewhere noise is drawn for all parameters in one call, over their sums.
-In several processes reductions to the first are all begun before the first is waited for, and each result is on its way
-to the others while the noise of the next is drawn: what crosses is one sum there and one back, after the backward pass.
+On a GPU this takes some twenty launches and does not synchronise: see `dpbench.engine.sums`, and
+`dpbench.engine.finite` for sums that are not finite. Elsewhere one call draws the noise of all parameters.
+
+In several processes all reductions to the first start before it waits for one, and each result is broadcast while the
+next one's noise is drawn. Each sum crosses once to the first process and once back, after the backward pass.
 """
 
 from __future__ import annotations
@@ -27,27 +28,29 @@ from dpbench.engine.sums import Block, Sums, gathered
 def release_gradients(
     members: Mapping[str, nn.Parameter], sums: Sums, noise: Noise, deviation: float, batch_size: int, step: int
 ) -> tuple[list[str], Tensor] | None:
-    """Set `.grad` of each trainable parameter: (sum over all processes + N(0, deviation²)) / batch_size.
+    """Set `.grad` of each trainable parameter to (sum over all processes + N(0, deviation²)) / batch_size.
 
     Args:
         members: all parameters of the model, resharded, in its own order.
-        sums: this process's, of the parameters that a loss depended on; used up. Of a sharded parameter: everybody's.
+        sums: this process's, of the parameters that a loss depended on; overwritten. Of a sharded parameter, over all
+            processes.
         noise: of the first process, or of the one that has the shard.
         deviation: σ times the sensitivity.
         batch_size: b.
-        step: its number, of which no other release with this noise has the same.
+        step: its number, unique among the releases with this noise.
 
     Returns:
-        What nobody has read yet: (names, [names] bool), of each parameter on a GPU whether its sum was finite. Where
-        one was not, all of these had noise alone. None if there is no such parameter.
+        The flags that the host has not read: (names, [names] bool), whether each sum on a GPU was finite. If one was
+            not,
+        all these gradients are noise alone. None without a parameter on a GPU.
     """
     parameters = {name: p for name, p in members.items() if p.requires_grad}
     for name in members.keys() - parameters.keys():
-        members[name].grad = None  # of data before it was frozen: the optimizer would apply it as it is
+        members[name].grad = None  # from before it was frozen; the optimizer would apply it
     if set(sums) != parameters.keys():
         sums = gathered(sums, members, parameters)
     blocks, sums.blocks = sums.blocks, []
-    for block in blocks:  # where the model has another tensor in a parameter's place by now
+    for block in blocks:  # the model may have replaced a parameter's tensor
         block.parameters = {name: parameters[name] for name in block.parameters}
         block.round()
     rank, processes = place()
@@ -87,7 +90,7 @@ def release_gradients(
 
 
 def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, batch_size: int, step: int, rank: int) -> None:
-    """And divide by b. Of all blocks: flat ones in place, and the others in one call."""
+    """Add noise and divide by b: flat blocks in place, and all others in one call."""
     alone, divided = [], []
     for block in blocks:
         if noise.repeatable and any(map(is_sharded, block.parameters.values())):
@@ -110,14 +113,14 @@ def _add_noise(blocks: Sequence[Block], noise: Noise, deviation: float, batch_si
 
 
 def _from_first_replica(blocks: Sequence[Block]) -> None:
-    """What the first replica of a shard has goes to the others: noise is drawn once."""
+    """Broadcast each shard from its first replica, as noise is drawn once."""
     for block in blocks:
         for group in replicas(next(iter(block.parameters.values()))):
             dist.broadcast(block.data, src=dist.get_global_rank(group, 0), group=group)
 
 
 def _hand_over(blocks: Sequence[Block]) -> None:
-    """`.grad` of the parameters are parts of the blocks."""
+    """Point each `.grad` at its slice of the block."""
     for block in blocks:
         block.data = block.data.to(next(iter(block.parameters.values())).dtype)
         for name, part in block.parts().items():
@@ -126,11 +129,11 @@ def _hand_over(blocks: Sequence[Block]) -> None:
 
 
 def _laid_out_as(p: Tensor, grad: Tensor) -> Tensor:
-    """In memory as autograd would lay it out: a fused optimizer pairs entries by where they lie, and does not ask."""
+    """Lay `grad` out as autograd would: a fused optimizer pairs entries by memory position, without a check."""
     like = grad if p.is_contiguous() else torch.empty_like(p, dtype=grad.dtype)
     return grad if like.stride() == grad.stride() else like.copy_(grad)
 
 
 def _wait(work: dist.Work | None) -> None:
-    if work is not None:  # of a process that is not in the group
+    if work is not None:  # None if this process is not in the group
         work.wait()

@@ -1,6 +1,6 @@
-"""Steps that were released, and are not in the history that a checkpoint goes on from: they count all the same.
+"""Steps undone by loading an earlier checkpoint; they still spend budget.
 
-Those of another engine that was on the same model before have a mechanism of their own: they are told of, not counted.
+Steps of another engine that was on the model before have their own mechanism: they are reported, not counted.
 """
 
 from __future__ import annotations
@@ -13,52 +13,46 @@ from torch import nn
 
 
 class Abandoned:
-    """The logical batches that were released, and then gone back behind.
+    """Counts the released logical batches that loading a checkpoint has undone.
 
     Attributes:
         count: how many.
+
+    Methods take:
+        steps: logical batches that the engine has released, without the abandoned ones.
+        model: not its wrapper.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        self._known: set[str] = set()  # checkpoints whose steps are counted here already: made here, or gone on from
+        self._known: set[str] = set()  # checkpoints whose steps are counted here: saved or loaded here
 
     def save(self) -> dict[str, Any]:
-        """What a checkpoint holds of it: a name of its own, and the count."""
+        """The part of a checkpoint: its unique name, and the count."""
         name = secrets.token_hex(8)
         self._known.add(name)
         return {"name": name, "abandoned": self.count}
 
     def go_on(self, state: dict[str, Any], steps: int) -> None:
-        """From a checkpoint, by an engine that stands at `steps` logical batches.
+        """Update the count as the engine resumes from a checkpoint.
 
         Args:
-            state: what `save` gave.
-            steps: at which the engine stands.
+            state: from `save`.
         """
         name, released = state.get("name", ""), steps + self.count
         if name in self._known:
             self.count = released - state["steps"]
-        else:  # another training's: all that was released here is beside it
+        else:  # another training's: all steps released here are abandoned
             self.count = state.get("abandoned", 0) + released
         self._known.add(name)
 
     def leave(self, model: nn.Module, steps: int) -> None:
-        """The engine lets go of the model.
-
-        Args:
-            model: not its wrapper.
-            steps: logical batches of its history that it has released.
-        """
+        """Remember the released steps as the engine detaches from the model."""
         if steps + self.count:
             _LEFT.setdefault(model, {})[self] = steps + self.count
 
     def beside(self, model: nn.Module) -> int:
-        """Steps that other engines have released on this model, from which this one does not go on.
-
-        Args:
-            model: not its wrapper.
-        """
+        """Steps that other engines have released on this model, unless this one resumes from them."""
         return sum(
             n for other, n in _LEFT.get(model, {}).items() if other is not self and not other._known & self._known
         )

@@ -1,5 +1,10 @@
-"""What would break the guarantee without a sound, and is looked for: layers that mix samples, buffers that hold the
-data, and checkpoints of which a part is missing. (`dpbench.engine.finite` looks for what is not a number.)
+"""Detect silent breaches of the guarantee: layers that mix samples, buffers that store data, partial checkpoints.
+
+`dpbench.engine.finite` detects NaN and infinity.
+
+Functions take:
+    model, layers: the model to be trained; from `batch_norms`.
+    optimizer, steps: an optimizer; the number of logical batches that the engine has released.
 """
 
 from __future__ import annotations
@@ -14,14 +19,14 @@ from clipping.core.types import Problem, UnsupportedModel
 from dpbench.engine.errors import Misuse
 
 _MARK = "privacy_steps"
-"""In the optimizer's first parameter group, and so in its state_dict: the logical batches that it has released."""
+"""Key in the optimizer's first parameter group, and so in its state_dict: the number of released logical batches."""
 
 
 class Buffers:
-    """The buffers of a model: which of them does a forward pass change? What is in them is neither clipped nor noised.
+    """Detects buffers that a forward pass changes: their content is neither clipped nor noised.
 
     Args:
-        model: its buffers, as they are now.
+        model: its present buffers are watched.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,11 +38,11 @@ class Buffers:
         self._before: list[tuple[Tensor | None, int]] = []
 
     def look(self) -> None:
-        """Before a forward pass."""
+        """Record the buffers before a forward pass."""
         self._before = [(buffer, _version(buffer)) for buffer in self._now()]
 
     def changed(self) -> str | None:
-        """After it: the name of the first buffer that is another or has another content; None if none has."""
+        """After it: the name of the first buffer that was replaced or written to; None without one."""
         for (name, _, _), (was, version), now in zip(self._known, self._before, self._now(), strict=False):
             if now is not was or _version(now) != version:
                 return name
@@ -52,11 +57,7 @@ def _version(buffer: Tensor | None) -> int:
 
 
 def require_usable(model: nn.Module) -> None:
-    """Raise an UnsupportedModel for one that mixes samples, that Python does not run, or that has no numbers.
-
-    Args:
-        model: to be trained.
-    """
+    """Raise an UnsupportedModel if the model mixes samples, is TorchScript, or is on the meta device."""
     problem = batch_norm_problem(batch_norms(model))
     if isinstance(model, torch.jit.ScriptModule):
         problem = Problem(
@@ -69,21 +70,13 @@ def require_usable(model: nn.Module) -> None:
 
 
 def batch_norms(model: nn.Module) -> list[tuple[str, nn.modules.batchnorm._NormBase]]:
-    """The layers of a model, by name, that mix the samples of a batch: BatchNorm, and running statistics.
-
-    Args:
-        model: any module.
-    """
+    """Return (name, layer) of all BatchNorm and InstanceNorm layers, which may mix the samples of a batch."""
     kinds = nn.modules.batchnorm._NormBase  # of BatchNorm and of InstanceNorm
     return [(name or "model", module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._NormBase]]) -> Problem | None:
-    """Those that mix the samples of a batch, in one line, however many they are.
-
-    Args:
-        layers: as `batch_norms` found them.
-    """
+    """The layers that mix samples or store their statistics, as one problem; None without any."""
     mixing, running = [], []
     for name, module in layers:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
@@ -109,33 +102,20 @@ def batch_norm_problem(layers: list[tuple[str, nn.modules.batchnorm._NormBase]])
 
 
 def mark(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Write down in the optimizer's own state how many steps were released, so that no checkpoint of it lacks them.
-
-    Args:
-        optimizer: whose state it is.
-        steps: released so far.
-    """
+    """Store `steps` in the optimizer's own state, and so in its checkpoints."""
     optimizer.param_groups[0][_MARK] = steps
 
 
 def unmark(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer is an ordinary one again.
-
-    Args:
-        optimizer: that was marked.
-    """
+    """Remove the mark."""
     for group in optimizer.param_groups:
         group.pop(_MARK, None)
 
 
 def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Raise Misuse if the optimizer has released more steps than the `steps` that are accounted.
+    """Raise Misuse if the optimizer has released more steps than the engine.
 
-    Its state was restored, and the engine's was not: ε would be that of the later steps alone.
-
-    Args:
-        optimizer: that may have been restored.
-        steps: that the engine counts.
+    Then the optimizer's state was restored and the engine's was not: ε would cover the later steps alone.
     """
     known: Any = max((group.get(_MARK, 0) for group in optimizer.param_groups), default=0)
     if known > steps:
@@ -146,13 +126,13 @@ def require_accounted(optimizer: torch.optim.Optimizer, steps: int) -> None:
 
 
 def require_own_part(state: Mapping[str, Any], here: list[int]) -> None:
-    """Raise a ValueError if `state` holds part of a logical batch of a process that is not `here`, [rank, processes].
+    """Raise a ValueError if `state` holds another process's part of a logical batch.
 
-    Restored in two processes, its records would be in the sum twice.
+    Its records would be in the sum twice if two processes restored it.
 
     Args:
         state: of a checkpoint.
-        here: this process.
+        here: this process: [rank, processes].
     """
     if state["sums"] and state.get("place", here) != here:
         rank, processes = state["place"]

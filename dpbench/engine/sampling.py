@@ -1,22 +1,22 @@
-"""Which records are in which batch: a function of a secret key and the number of the step, and of nothing else.
+"""Draw the records of each batch as a function of a secret key and the step's number alone.
 
-(Where training has gone back to a checkpoint, also of the number of steps that were left behind: what is accounted as
-another batch is drawn as another.)
+(After training returns to a checkpoint, also of the number of abandoned steps: a batch that is accounted again is drawn
+again.)
 
-So training can be resumed in the middle of an epoch, whatever a loader's workers had fetched ahead, and every process
-of a distributed run knows the same batch. The bits are SHAKE-256 of key and number: nobody without the key can tell
-them from random ones. Amplification by sampling is proved for batches that nobody knows: keep the key secret.
+So training can resume in the middle of an epoch, whatever a loader's workers had fetched ahead, and all processes of a
+distributed run draw the same batch. The bits are SHAKE-256 of key and number, and look random without the key.
+Amplification by sampling assumes that the batches are secret: keep the key secret.
 
-    poisson              each record by a coin of its own, q = b/n; the batch may be empty
-    truncated_poisson    the same, and of a batch above the maximum so many, drawn uniformly
-    cyclic_poisson       with banded noise: Poisson samples of one group of records after the other
-    balls_and_bins       an epoch of ⌊n/b⌋ batches: each record in one, drawn for it alone; a batch may be empty
-    without_replacement  b records, drawn anew each step
+    poisson              each record with probability q = b/n; the batch may be empty
+    truncated_poisson    the same; a batch above the maximum is cut to it, uniformly at random
+    cyclic_poisson       for banded noise: Poisson samples from one group of records after the other
+    balls_and_bins       an epoch of ⌊n/b⌋ batches: each record in one, drawn independently; a batch may be empty
+    without_replacement  b records, drawn again each step
     shuffled             a permutation an epoch, cut into ⌊n/b⌋ batches; the rest is left out
     one_pass             the records in their order, cut in the same way, every epoch
 
-All but the last two are accounted for adding or removing one record, those for making one record's gradient zero, as
-removing it would shift every batch after it (`accounting.sampling.PROVED`).
+All but the last two are accounted for adding or removing one record. Those two are accounted for making one record's
+gradient zero, as removing it would shift every later batch (`accounting.sampling.PROVED`).
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ _Words = np.ndarray[tuple[int], np.dtype[np.uint64]]
 
 
 class Sampler:
-    """The batches of `settings.mechanism.sampling` under `key`, 32 secret bytes."""
+    """Draws the batches of `settings.mechanism.sampling` under `key`, 32 secret bytes."""
 
     def __init__(self, settings: Settings, key: bytes) -> None:
         self.settings = settings
         self._key: bytes | None = key
         self.branch = 0
-        """Steps that had been left behind when a checkpoint was gone back to; 0 before."""
+        """Steps that were abandoned when a checkpoint was loaded; 0 before."""
         self._drawn: tuple[int, Indices] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles: without the key, which is as secret as the data."""
+        """Copies and pickles lack the key, which is as secret as the data."""
         return {"settings": self.settings, "branch": 0, "_key": None, "_drawn": None}
 
     @property
     def key(self) -> bytes:
-        """32 bytes, the same in all processes; a copy has one of its own."""
+        """32 bytes, the same in all processes; a copy draws its own."""
         if self._key is None:
             self._key = shared_key(os.urandom(32))
         return self._key
 
     def take(self, key: bytes, branch: int = 0) -> None:
-        """Go on under another key: so do loaders that were made before.
+        """Switch to another key, for existing loaders as well.
 
         Args:
             key: 32 bytes.
@@ -65,10 +65,10 @@ class Sampler:
         self._key, self.branch, self._drawn = key, branch, None
 
     def batch(self, step: int) -> Indices:
-        """The records of the logical batch number `step`, from 0; ascending unless shuffled.
+        """The records of a logical batch, ascending unless shuffled.
 
         Args:
-            step: 0, 1, ...
+            step: its number, from 0.
         """
         scheme, n = self.settings.mechanism.sampling, self.settings.sample_size
         b = self.settings.batch_size
@@ -76,7 +76,7 @@ class Sampler:
             return np.sort(np.argsort(self._words("batch", step, n), kind="stable")[:b])
         if scheme in ("poisson", "truncated_poisson"):
             sample = np.flatnonzero(_uniform(self._words("batch", step, n)) < self.settings.mechanism.sample_rate)
-            if (groups := self.settings.bands) > 1:  # of each record drawn for it alone, once
+            if (groups := self.settings.bands) > 1:  # drawn once, independently for each record
                 group = (_uniform(self._words("group", 0, n)) * groups).astype(np.int64)
                 sample = sample[group[sample] == step % groups]
             most = self.settings.mechanism.max_batch_size
@@ -90,7 +90,7 @@ class Sampler:
         return self._of_epoch(epoch)[place * b : (place + 1) * b]
 
     def _of_epoch(self, epoch: int) -> Indices:
-        """The order of the records; under balls and bins, the batch of each."""
+        """The order of the records; under balls and bins, each record's batch."""
         n = self.settings.sample_size
         if self.settings.mechanism.sampling == "one_pass":
             return np.arange(n)
@@ -104,13 +104,13 @@ class Sampler:
         return self._drawn[1]
 
     def _words(self, purpose: str, number: int, count: int) -> _Words:
-        """`count` words of 64 random bits."""
+        """`count` random 64-bit words."""
         seed = self.key + purpose.encode() + number.to_bytes(16, "little")
-        if self.branch and purpose != "group":  # groups stay, as the noise of a band does
+        if self.branch and purpose != "group":  # groups do not change, as banded noise continues
             seed += self.branch.to_bytes(16, "little")
         return np.frombuffer(hashlib.shake_256(seed).digest(8 * count), dtype="<u8")
 
 
 def _uniform(words: _Words) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """In [0, 1), multiples of 2^-53: below q with probability q, but for one such step."""
+    """Multiples of 2^-53 in [0, 1): below q with probability q, within 2^-53."""
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -1,4 +1,4 @@
-"""What one record can move the sum of a logical batch by, as it is computed: what noise is scaled to."""
+"""Bound how far one record can move the computed sum of a logical batch, which noise is scaled to."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import NamedTuple
 from clipping.backends.base import Backend
 
 WORST = 1e-2
-"""η up to which noise covers the worst case of all roundings; beyond, roundings at random."""
+"""Largest η for which noise covers the worst case of all roundings; beyond it, random roundings."""
 DEVIATIONS = 12
-"""Above its expected size: larger Poisson batches have probability below 1e-30."""
+"""Deviations above the expected batch size: larger Poisson batches have probability below 1e-30."""
 
 
 class Sensitivity(NamedTuple):
-    """S, what one record can move the computed sum by, and in words of which roundings that holds."""
+    """S, a bound on how far one record can move the computed sum, and in words the roundings that it holds for."""
 
     bound: float
     words: str
 
 
 def sensitivity(backend: Backend, batch_size: int) -> Sensitivity:
-    """C(1 + η) of a logical batch of an expected size.
+    """C(1 + η) for a logical batch.
 
     Args:
-        backend: that clips; its shapes are those that it has seen.
-        batch_size: b. Larger batches, by 12 standard deviations of Poisson samples, are covered.
+        backend: clips; η depends on the shapes that it has seen.
+        batch_size: b. Batches larger by 12 standard deviations of Poisson samples are covered.
     """
     clip = backend.clip.sensitivity
     most = math.ceil(batch_size + DEVIATIONS * (math.sqrt(batch_size) + 1))

@@ -1,4 +1,4 @@
-"""The arguments of the engine, made sense of: backend, clipping function, sampling, steps, noise. No torch."""
+"""Resolve the engine's arguments: backend, clipping function, sampling, steps, noise. No torch."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from dpbench.errors import complaint, nearest
 if TYPE_CHECKING:
     from clipping import ClipFunction
 
-#: How batches may be drawn; the cut ones are drawn as Poisson batches are, and cut.
+#: Sampling schemes.
 SCHEMES = ("poisson", "truncated_poisson", "balls_and_bins", "without_replacement", "shuffled", "one_pass")
 CLIPS = ("flat", "automatic", "per_layer")
 UNPLANNED = 1000
-"""Steps for which correlated noise has its coefficients chosen where none are planned."""
+"""Steps that correlated noise assumes for its coefficients if none are planned."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that ε depends on but the number of steps taken.
+    """Everything that ε depends on except the number of steps taken.
 
     Attributes:
-        batch_size: b, the expected size of a logical batch; what the noisy sum is divided by.
+        batch_size: b, the expected size of a logical batch, which divides the noisy sum.
         sample_size: n.
-        planned_steps: what the noise was calibrated for, or what the epochs come to; None if neither was said.
+        planned_steps: the steps given, or those of the epochs; None without either.
         delta: δ.
         target_epsilon: None if the noise multiplier was given.
         accountant: its name.
         mechanism: one step.
-        epoch: steps of an epoch, where the sizes do not say it.
-        earlier: (mechanism, how many) of the first steps, which had other noise than `mechanism` says.
-        bands: b of `accounting.banded`, whose mechanism is that of b steps; 1 where noise has no bands.
-        blt: of `accounting.blt`, all steps of which are one mechanism; None of other noise.
+        epoch: steps of an epoch, if not those of the sizes.
+        earlier: (mechanism, steps) of the first steps, which had other noise than `mechanism`.
+        bands: b of `accounting.banded`, whose mechanism is that of b steps; 1 for noise without bands.
+        blt: of `accounting.blt`, where all steps are one mechanism; None for other noise.
     """
 
     batch_size: int
@@ -58,26 +58,26 @@ class Settings:
 
     @property
     def correlated(self) -> bool:
-        """Does the noise of a step depend on that of others?"""
+        """Whether the noise of a step depends on that of others."""
         return self.bands > 1 or self.blt is not None
 
     @property
     def sampling(self) -> str:
-        """How batches are drawn: a name of `accounting.sampling`, or "cyclic_poisson" in as many groups as bands."""
+        """A name of `accounting.sampling`, or "cyclic_poisson" with one group a band."""
         return self.mechanism.sampling if self.bands == 1 else "cyclic_poisson"
 
     @property
     def steps_per_epoch(self) -> int:
-        """Of a loader: fixed batches leave out what does not fill the last one, so that q is b/n for all.
+        """Steps of a loader's epoch: fixed batches leave an incomplete last one out, so that q = b/n for all.
 
-        Under balls and bins they have n/⌊n/b⌋ records on average, b or a few more.
+        Under balls and bins batches have n/⌊n/b⌋ records on average, b or slightly more.
         """
         if self.epoch is not None:
             return self.epoch
         return steps_per_epoch(self.batch_size, self.sample_size, self.mechanism.sampling)
 
     def guarantee(self, steps: int, delta: float) -> Guarantee:
-        """ε of so many steps, the earlier ones among them.
+        """ε of `steps` steps, including the earlier ones.
 
         Args:
             steps: of the whole training, at least 0.
@@ -91,11 +91,11 @@ class Settings:
         return guarantee_of_parts(self.load(), [*self.earlier, (self.mechanism, blocks)], delta=delta)
 
     def load(self) -> Accountant:
-        """The accountant itself."""
+        """Load the accountant."""
         return load_accountant(self.accountant)
 
     def as_state(self) -> dict[str, Any]:
-        """What a checkpoint must agree with."""
+        """The settings that a checkpoint must share."""
         m = self.mechanism
         return {
             "batch_size": self.batch_size,
@@ -125,21 +125,15 @@ def resolve(
     bands: int = 1,
     buffers: int = 0,
 ) -> Settings:
-    """Check the arguments and find the noise multiplier.
+    """Check the engine's arguments, and find the noise multiplier.
 
     Args:
-        batch_size, sample_size: b and n.
-        epochs, steps: how long training is to be; at most one of them is given.
-        target_epsilon, noise_multiplier: what decides the noise; one of them is given.
-        target_delta: δ; None for 1/(2n).
-        accountant: a name of `accounting`.
-        sampling: a name of `accounting.sampling`.
-        max_batch_size: for "truncated_poisson" alone.
-        group_size: how many records at once ε is of.
+        batch_size, sample_size, epochs, steps, target_epsilon, noise_multiplier: as in `PrivacyEngine`.
+        target_delta, accountant, sampling, max_batch_size, group_size: as in `PrivacyEngine`.
         bands, buffers: of banded noise, and of a BLT's.
 
     Raises:
-        ValueError: one line that names the argument. `accounting.NoAnswer` if the target cannot be met.
+        ValueError: an invalid argument, named. `accounting.NoAnswer` if the target cannot be met.
     """
     batch_size, sample_size = _whole("batch_size", batch_size), _whole("sample_size", sample_size)
     steps = None if steps is None else _whole("steps", steps)
@@ -184,7 +178,7 @@ def resolve(
 
 
 def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
-    """⌈n/b⌉, as many as an ordinary loader has; ⌊n/b⌋ where a record is in one batch of an epoch, at a rate of b/n.
+    """⌈n/b⌉, as an ordinary loader; ⌊n/b⌋ if a record is in one batch of an epoch, at a rate of b/n.
 
     Args:
         batch_size, sample_size: b and n.
@@ -196,15 +190,14 @@ def steps_per_epoch(batch_size: int, sample_size: int, sampling: str) -> int:
 
 
 def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: float) -> ClipFunction:
-    """A clipping function by its name, or the one that was given.
+    """Return a clipping function by name, or check the given one.
 
     Args:
         clip: one of `CLIPS`, or a function.
-        max_grad_norm: C, of a function that is named.
-        stabiliser: of a function that is named.
+        max_grad_norm, stabiliser: C, and the stabiliser of a named function.
 
     Raises:
-        ValueError: an unknown name, or C = 0.
+        ValueError: an unknown name, C = 0, or a function whose sensitivity is not C.
     """
     from clipping import Automatic, ClipFunction, Flat, PerLayer  # with torch, which declarations do without
 
@@ -225,9 +218,9 @@ def clip_function(clip: str | ClipFunction, max_grad_norm: float, stabiliser: fl
 
 
 def require_sensitivity(clip: ClipFunction) -> None:
-    """Raise a ValueError if a clipped gradient is longer than the sensitivity that its clipping function states.
+    """Raise a ValueError if a clipped gradient is longer than the clipping function's stated sensitivity.
 
-    Tried on norms over the whole range of float32, alone and, where layers are clipped apart, in several layers.
+    Tries norms over the whole range of float32, alone and, for a function that clips layers apart, in several layers.
 
     Args:
         clip: norms -> factors.
@@ -240,7 +233,7 @@ def require_sensitivity(clip: ClipFunction) -> None:
         of_layers = norms.expand(layers, -1) if layers else norms[None]
         factors = clip.factors(of_layers if layers else norms).double()
         lengths = torch.linalg.vector_norm((factors * of_layers).view(-1, len(norms)), dim=0)
-        lengths = torch.where(of_layers[0] > 0, lengths, 0.0)  # of nothing no factor makes anything
+        lengths = torch.where(of_layers[0] > 0, lengths, 0.0)  # a zero gradient stays zero
         worst = int(lengths.nan_to_num(nan=math.inf).argmax())
         if not lengths[worst] <= clip.sensitivity * (1 + 1e-6):
             raise ValueError(
@@ -250,10 +243,10 @@ def require_sensitivity(clip: ClipFunction) -> None:
 
 
 def backend_name(backend: str, ghost_clipping: bool | None, mixed: bool | None) -> str:
-    """private_CNN's two switches, or the name: without ghost clipping, every gradient is instantiated.
+    """The backend's name, given or from private_CNN's two switches; without ghost clipping, gradients are instantiated.
 
     Args:
-        backend: as it was given; "bk_mixed" by default.
+        backend: as given; "bk_mixed" by default.
         ghost_clipping, mixed: the switches, or None.
 
     Raises:
@@ -279,14 +272,14 @@ def _planned(epochs: float | None, steps: int | None, batch_size: int, sample_si
 
 
 def _whole(name: str, value: Any) -> int:
-    """A whole number of at least 1, of numpy's or Python's."""
+    """Convert a numpy or Python integer of at least 1."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(f"expected {name} to be a whole number >= 1, got {value!r}")
     return int(value)
 
 
 def _number(name: str, value: Any) -> float | None:
-    """A number, of numpy's or Python's; True is none."""
+    """Convert a numpy or Python number; bools are refused."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

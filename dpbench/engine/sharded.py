@@ -1,9 +1,12 @@
-"""The engine's noise where a parameter is a DTensor: a coordinate of the sum lies in one process, and so its noise.
+"""The engine's noise for DTensor parameters: each process adds the noise of its shard.
 
-Independent draws of N(0, σ²S²) for the shards are one draw for the whole: each process draws at a place of its own (its
-rank), so that they are independent though all have one key, of one checkpoint. Where shards have replicas (HSDP), the
-first replica draws, and the others take what it has. A generator of the caller's draws the whole parameter in every
-process, of which each keeps its shard: training is then repeated by any number of processes.
+Independent draws of N(0, σ²S²) for the shards equal one draw for the whole. Each process draws at a place of its own
+(its rank), which makes the draws independent even under one key, from one checkpoint. If shards have replicas (HSDP),
+the first replica draws, and broadcasts its result. The caller's generator draws the whole parameter in every process,
+which keeps its shard: any number of processes then repeats the training.
+
+Functions take:
+    p: a parameter.
 """
 
 from __future__ import annotations
@@ -19,11 +22,10 @@ from clipping.distributed.spread import is_sharded
 
 
 def as_sharded(mine: Tensor, p: Tensor) -> Any:
-    """What this process has of something like parameter `p`: as a DTensor where `p` is one, else as it is.
+    """Wrap this process's shard as a DTensor if `p` is one.
 
     Args:
         mine: of the shape of this process's part of `p`.
-        p: a parameter.
     """
     if not is_sharded(p):
         return mine
@@ -36,18 +38,14 @@ def as_sharded(mine: Tensor, p: Tensor) -> Any:
 
 
 def replicas(p: Any) -> tuple[Any, ...]:
-    """The process groups whose members all have this process's shard of `p`; none of an ordinary parameter.
-
-    Args:
-        p: a parameter.
-    """
+    """The process groups of this process's replicas of `p`; none for an ordinary parameter."""
     if not is_sharded(p):
         return ()
     return tuple(p.device_mesh.get_group(dim) for dim, x in enumerate(p.placements) if x.is_replicate())
 
 
 def here(x: Tensor) -> Tensor:
-    """What lies in this process of a tensor: all of it, or its shard.
+    """This process's shard of a tensor; all of an ordinary tensor.
 
     Args:
         x: any tensor.
@@ -56,7 +54,7 @@ def here(x: Tensor) -> Tensor:
 
 
 def everywhere(true: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
-    """Bools, and-ed over all processes where the gradients are sharded: they go on together, or raise together.
+    """Combine bools by `and` over all processes if gradients are sharded, so that all continue or all raise.
 
     Args:
         true: bools, of any shape.
@@ -70,7 +68,7 @@ def everywhere(true: Tensor, grads: Mapping[str, Tensor]) -> Tensor:
 
 
 def shard_of(whole: Tensor, like: Any) -> Tensor:
-    """This process's part of a tensor that every process has, placed as the DTensor `like`.
+    """This process's shard of a tensor that every process holds whole, placed as `like`.
 
     Args:
         whole: of the shape of the whole parameter.

@@ -1,4 +1,4 @@
-"""What training has cost in privacy so far, and under which conditions that is true."""
+"""Report the privacy that training has spent so far, and the conditions of that claim."""
 
 from __future__ import annotations
 
@@ -12,33 +12,32 @@ if TYPE_CHECKING:
     from dpbench.engine.noise import Noise
     from dpbench.engine.settings import Settings
 
-#: Of no accountant's business, and of the reader's: what else leaks.
+#: Leaks that no accountant covers.
 NOT_ACCOUNTED = "not accounted: hyperparameters tuned on the private data, early stopping by it, other releases of it"
-#: How batches are drawn beside banded noise.
+#: Sampling with banded noise.
 CYCLIC = "Poisson sampling in groups of records in turn"
-#: Of another engine in this process.
+#: Caveat on another engine in this process.
 NOT_COUNTED = "{} steps of another engine on this model are not counted"
 
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """ε and what it is worth.
+    """ε of all steps so far, and its conditions.
 
     Attributes:
         epsilon, delta: of all steps so far.
-        steps: logical batches that were released, empty ones among them.
-        accountant, kind: who says so, and whether it is an upper bound; only that is a guarantee.
-        noise_multiplier, sample_rate: of each step; where noise has changed on the way, of the last. Beside banded
-            noise the rate is that in a group.
-        sampling, adjacency: the scheme that was accounted; see `accounting.SAMPLINGS` and `ADJACENCIES`, and
-            "cyclic_poisson" beside banded noise (`accounting.banded`).
+        steps: released logical batches, with the empty ones.
+        accountant, kind: its name, and the kind of ε; only an upper bound is a guarantee.
+        noise_multiplier, sample_rate: of the last step. With banded noise the rate is that within a group.
+        sampling, adjacency: the accounted scheme; see `accounting.SAMPLINGS` and `ADJACENCIES`, and "cyclic_poisson"
+            with banded noise (`accounting.banded`).
         sampled_by: "engine" if every batch came from `data_loader`, which draws by that scheme; else "assumed".
-        noise: where the noise came from.
-        private: False for seeded noise, no noise, batches that cannot be what is accounted, or an ε that is no upper
-            bound.
+        noise: its source.
+        private: False for seeded noise, no noise, batches that contradict the accounted scheme, or an ε that is no
+            upper bound.
         caveats: one line each.
-        sensitivity: what the noise was scaled to, of the shapes that were seen.
-        group_size: of how many records at once ε is.
+        sensitivity: the bound that noise is scaled to, for the shapes so far.
+        group_size: the number of records that ε protects at once.
     """
 
     epsilon: float
@@ -84,15 +83,14 @@ def account(
     """ε of `steps` steps at `delta`.
 
     Args:
-        settings: of the engine.
-        noise: where it came from.
-        steps: logical batches released, abandoned ones among them.
-        drawn: logical batches that the loader handed out, and the abandoned ones.
-        abandoned: logical batches that were gone back behind.
-        by_engine: the loader drew all that were released.
+        settings, noise: of the engine.
+        steps: released logical batches, with the abandoned ones.
+        drawn: logical batches from the loader, with the abandoned ones.
+        abandoned: steps undone by loading a checkpoint.
+        by_engine: the loader drew all released batches.
         delta: δ.
-        sensitivity: what the noise was scaled to, in words.
-        unlike: what is wrong with the sizes of batches that were not drawn by the engine.
+        sensitivity: the bound that noise is scaled to, in words.
+        unlike: how the sizes of the caller's batches violate Poisson sampling.
         beside: logical batches that another engine has released on the model.
     """
     mechanism = settings.mechanism
@@ -100,8 +98,8 @@ def account(
     if mechanism.sampling in BY_EPOCH:
         period = settings.steps_per_epoch
     if period > 1:
-        counted = max(steps, drawn)  # a batch that was skipped ends its epoch no later
-    counted += abandoned * (period - 1)  # each may have been in an epoch, or a block of a band, of its own
+        counted = max(steps, drawn)  # a skipped batch does not lengthen its epoch
+    counted += abandoned * (period - 1)  # each may be in its own epoch, or block of a band
     found = settings.guarantee(counted, delta)
     caveats = []
     if not noise.private:

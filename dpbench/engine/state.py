@@ -1,4 +1,4 @@
-"""What an engine holds, for its parts that read and change it: checkpoint, loader, patch of `step`."""
+"""The state of an engine, for its parts that read and change it: checkpoint, loader, patch of `step`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from dpbench.engine.sums import Sums
 
 
 class State(ABC):
-    """`dpbench.engine.engine.PrivacyEngine` without what it does with them."""
+    """The attributes and abstract methods of `dpbench.engine.engine.PrivacyEngine`.
+
+    Methods take:
+        loss, delta: the losses [B], with their graph; δ, the engine's if None.
+    """
 
     model: nn.Module
     settings: Settings
@@ -30,11 +34,11 @@ class State(ABC):
     steps: int
     """Logical batches released."""
     drawn: int
-    """Logical batches of the loader that were stepped, or left out before one that was."""
+    """Logical batches of the loader that were stepped, or skipped before a stepped one."""
     counted: float = 0.0
-    """What `adjust.watch_norms` has counted of the last logical batch that was released: not private."""
+    """The count of `adjust.watch_norms` for the last released logical batch: not private."""
     timing: bool
-    """May what is fastest be taken? Not where training is to be repeated bit for bit."""
+    """Whether backends may be chosen by timing: False if training must repeat bit for bit."""
     _sampler: Sampler
     _tickets: Tickets
     _recorder: Recorder
@@ -52,36 +56,24 @@ class State(ABC):
 
     @abstractmethod
     def _attached(self) -> Any:
-        """The patch of the optimizer; raises Misuse where there is none."""
+        """The optimizer's patch; raises Misuse without one."""
 
     @abstractmethod
     def privacy_spent(self, delta: float | None = None) -> PrivacySpent:
-        """ε of the steps so far.
-
-        Args:
-            delta: δ; the engine's if None.
-        """
+        """ε of the steps so far."""
 
     @abstractmethod
     def step(self, loss: Any) -> None:
-        """The end of a logical batch.
-
-        Args:
-            loss: [B], with its graph.
-        """
+        """End a logical batch."""
 
     @abstractmethod
     def virtual_step(self, loss: Any) -> None:
-        """Part of a logical batch.
-
-        Args:
-            loss: [B], with its graph.
-        """
+        """Add part of a logical batch."""
 
     @abstractmethod
     def _begin_drawing(self) -> None:
-        """A loader starts: what an abandoned iteration left of a logical batch is dropped."""
+        """Start an iteration of the loader, and drop the parts of an unfinished logical batch."""
 
     @abstractmethod
     def _drop_parts(self) -> None:
-        """Forget what of a logical batch is in the sum."""
+        """Drop the sums of an unfinished logical batch."""

@@ -1,9 +1,9 @@
-"""The clipped sums of a logical batch: on a GPU in one tensor, where every operation is a launch; else as they come.
+"""The clipped sums of a logical batch: one flat tensor on a GPU, separate tensors elsewhere.
 
-A launch costs the host some microseconds, however little it does, and a model has hundreds of parameters. So on a CUDA
-device the sums of all parameters are copied into one flat tensor, in which pieces are added, noise is drawn, and the
-result is divided, by one launch each. `.grad` of each parameter is then a part of it: no two share an entry. On a CPU a
-copy would cost more than it saves, and each sum stays where the backend has formed it.
+Each launch costs the host some microseconds, and a model has hundreds of parameters. So on a CUDA device the sums of
+all parameters are copied into one flat tensor. Adding pieces, drawing noise and dividing then take one launch each.
+`.grad` of each parameter is a slice of it, and no two slices overlap. On a CPU a copy costs more than it saves, and
+each sum stays where the backend formed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dpbench.engine.sharded import as_sharded, here, replicas
 
 
 def lies_flat(device: torch.device) -> bool:
-    """Are sums on this device put into one tensor? Then whether they are finite is read later, too.
+    """Returns whether sums on this device share a flat tensor, whose finiteness flags are then read later.
 
     Args:
         device: of the parameters.
@@ -32,14 +32,14 @@ def lies_flat(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class Block:
-    """Sums that lie in one tensor, or the only one that lies in its own.
+    """Sums in one flat tensor, or a single sum in its own.
 
     Attributes:
-        parameters: whose, by name.
-        indices: of each its number among the model's `named_parameters()`.
+        parameters: of the sums, by name.
+        indices: of the parameters in the model's `named_parameters()`.
         data: in this process: [segments.length], or of the shape of the one parameter (of its shard).
-        segments: where each lies; None for the one.
-        own: nobody else has this memory, and it is in one piece, so that it may be written to.
+        segments: where each sum lies; None for a single one.
+        own: the memory is contiguous and not shared, so that it may be overwritten.
     """
 
     parameters: dict[str, nn.Parameter]
@@ -49,14 +49,14 @@ class Block:
     own: bool = False
 
     def round(self) -> None:
-        """To the precision in which noise is added, float32 or as wide as the parameters, and to memory of its own."""
+        """Convert to the noise's precision, float32 or the parameters' if wider, in memory of its own."""
         dtype = torch.promote_types(next(iter(self.parameters.values())).dtype, torch.float32)
         if self.data.dtype != dtype or not self.own:
             self.data = self.data.to(dtype, copy=True, memory_format=torch.contiguous_format)
             self.own = True
 
     def parts(self) -> dict[str, Tensor]:
-        """What each parameter has of it in this process, of its shape."""
+        """Each parameter's view of `data` in this process, in its shape."""
         if self.segments is None:
             return dict.fromkeys(self.parameters, self.data)
         flat = self.segments.parts(self.data)
@@ -66,11 +66,11 @@ class Block:
 
 @dataclass(eq=False)
 class Sums(Mapping[str, Tensor]):
-    """Parameter's name -> the sum of its clipped gradients, float32 or wider; a DTensor where the parameter is one.
+    """Parameter's name -> the sum of its clipped gradients, float32 or wider; a DTensor if the parameter is one.
 
     Attributes:
-        blocks: in which they lie.
-        counted: what `adjust.watch_norms` has counted of the records in them.
+        blocks: hold the sums.
+        counted: the count of `adjust.watch_norms` for their records.
     """
 
     blocks: list[Block] = field(default_factory=list)
@@ -94,9 +94,9 @@ class Sums(Mapping[str, Tensor]):
         }
 
     def add(self, older: Sums) -> None:
-        """Add those of another piece, of the same parameters; `older` is not changed.
+        """Add another piece's sums of the same parameters, in float64; `older` is not changed.
 
-        In float64 from then on, so that neither the number of pieces nor their order matters.
+        In float64 the number and order of the pieces do not matter.
 
         Args:
             older: of the pieces before.
@@ -106,7 +106,7 @@ class Sums(Mapping[str, Tensor]):
             if [list(block.parameters) for block in self.blocks] == [list(block.parameters) for block in older.blocks]:
                 for mine, theirs in zip(self.blocks, older.blocks, strict=True):
                     mine.data, mine.own = theirs.data.to(sum_dtype(theirs.data), copy=True).add_(mine.data), True
-            else:  # of other dtypes, and so in other blocks
+            else:  # other dtypes, and so other blocks
                 for name, total in older.items():
                     self[name].add_(total)
 
@@ -118,12 +118,12 @@ def gathered(
     names: Iterable[str] | None = None,
     counted: float = 0.0,
 ) -> Sums:
-    """The sums of some parameters: those in `grads`, and zeros for what is not in it.
+    """Collect the sums of some parameters: those in `grads`, and zeros for others.
 
     Args:
-        grads: of each parameter's shape; a DTensor where it is one. On a CPU they are taken, not copied.
-        parameters: all that the model has by now, in its own order.
-        names: of some of them; None for those in `grads`.
+        grads: of each parameter's shape; a DTensor if it is one. On a CPU they are not copied.
+        parameters: all of the model, in its own order.
+        names: of the wanted parameters; None for those in `grads`.
         counted: of their records.
     """
     wanted = set(grads if names is None else names)
@@ -153,10 +153,10 @@ def gathered(
 
 
 def apart(tensors: Sequence[Tensor]) -> list[bool]:
-    """Of each tensor: is it in one piece, and has none of the others an entry of it?
+    """Whether each tensor is contiguous and overlaps no other.
 
     Args:
-        tensors: of any device; what is not in one piece counts as all of its memory.
+        tensors: on any device; a tensor that is not contiguous counts as all of its storage.
     """
     found = [x.is_contiguous() for x in tensors]
     spans = []
@@ -165,7 +165,7 @@ def apart(tensors: Sequence[Tensor]) -> list[bool]:
         size = x.numel() * x.element_size() if found[i] else x.untyped_storage().nbytes()
         spans.append((x.untyped_storage()._cdata, first, first + size, i))
     spans.sort()
-    reached: tuple[Any, Any, int] = 0, 0, 0  # storage, the furthest end in it, whose
+    reached: tuple[Any, Any, int] = 0, 0, 0  # (storage, furthest end in it, its tensor)
     for storage, first, end, i in spans:
         if storage == reached[0] and first < reached[1]:
             found[i] = found[reached[2]] = False
@@ -176,12 +176,12 @@ def apart(tensors: Sequence[Tensor]) -> list[bool]:
 
 @functools.lru_cache(maxsize=16)
 def _segments(counts: tuple[int, ...], labels: tuple[int, ...]) -> Segments:
-    """Made once for a model: their tables are on the device."""
+    """Cached for a model, as the tables are on the device."""
     return Segments(counts, labels)
 
 
 def _fill(parts: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
-    """Copy what is given into the parts [n], all that is in one piece at once."""
+    """Copy the given sums into their parts [n], all contiguous ones at once."""
     names = [name for name in parts if name in given]
     straight = [name for name in names if given[name].is_contiguous()]
     if straight:

@@ -1,11 +1,11 @@
-"""Privacy of people who have several records: at most so many of each are kept, and they count as one group.
+"""Protect people who have several records: keep at most k records of each, and account for them as one group.
 
     kept = at_most(user_of_record, 4)
     engine = PrivacyEngine(model, sample_size=len(kept), group_size=4, ...)
     loader = engine.data_loader(torch.utils.data.Subset(dataset, kept))
 
-Which records of a person are kept depends on no other person's: to remove a person removes 4 records at most, and
-changes nothing else; ε is of such groups (`accounting.groups`), in which each record is clipped by itself.
+The choice among a person's records depends on no other person's. So removing a person removes at most 4 records, and
+changes nothing else. ε is for such groups (`accounting.groups`); each record is clipped by itself.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from accounting.mechanism import whole
 
 
 def at_most(users: Sequence[Hashable], records: int, seed: int | None = None) -> list[int]:
-    """The places of the records that are kept, rising: of each user a uniform choice of `records` at most.
+    """Indices of the records to keep, ascending: a uniform choice of at most `records` of each user.
 
     Args:
-        users: whose each record is, [n].
+        users: each record's user, [n].
         records: k, at least 1.
-        seed: to choose the same again; of the operating system by default.
+        seed: repeats the choice; from the operating system by default.
 
     Raises:
-        ArgumentError: k is no whole number >= 1.
+        ArgumentError: k is not a whole number >= 1.
     """
     most = whole("records", records, least=1)
     draw = np.random.default_rng(seed)

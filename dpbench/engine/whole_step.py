@@ -1,8 +1,8 @@
-"""A whole step in one call: forward pass, clipping, noise, optimizer, of a loss function that is known beforehand.
+"""A whole step in one call: forward pass, clipping, noise and optimizer, for a known loss function.
 
-Where the caller runs the forward pass, autograd and the tape work between all its operations. Here nothing of the
-caller's runs between, so all but noise and optimizer can be one program (`clipping.program.graphs`). What is clipped,
-noised and counted is what `optimizer.step(loss=losses)` does; only where the sum comes from differs.
+If the caller runs the forward pass, autograd and the tape work between its operations. Here none of the caller's code
+runs in between, so all but noise and optimizer can be one program (`clipping.program.graphs`). It clips, adds noise and
+counts as `optimizer.step(loss=losses)` does; only the computation of the sum differs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from dpbench.engine.state import State
 
 
 class WholeStep:
-    """step(inputs, targets) -> losses [B], detached; the parameters have moved, or a piece is accumulated.
+    """step(inputs, targets) -> losses [B], detached; moves the parameters, or accumulates a piece.
 
     Args:
         engine: attached to an optimizer.
         loss_fn: loss_fn(outputs, targets) -> [B].
-        compile: run steps as programs where that is faster: True refuses what is none, "auto" runs it eagerly.
+        compile: run steps as programs where that is faster: True raises if a step cannot be one, "auto" runs it
+            eagerly.
 
     Raises:
-        ValueError: `compile`, with a backend or a model whose step is no graph.
+        ValueError: `compile` is True, and the backend or the model does not allow a program.
     """
 
     def __init__(self, engine: State, loss_fn: LossFunction, *, compile: bool | Literal["auto"]) -> None:
@@ -40,11 +41,11 @@ class WholeStep:
         self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing)
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
-        """One physical batch: of a `data_loader`'s, or of the caller's.
+        """Step one physical batch, from a `data_loader` or the caller.
 
         Args:
             inputs: a tensor, a tuple (positional) or a dict (keyword arguments); every tensor [B, ...].
-            targets: handed to the loss; every tensor in it [B, ...].
+            targets: passed to the loss; every tensor in it [B, ...].
 
         Raises:
             Misuse: as `optimizer.step` does.
@@ -59,7 +60,7 @@ class WholeStep:
         return losses.detach()
 
     def program(self, inputs: Any, targets: Any) -> Tensor | None:
-        """Losses [B] to step next, clipped by a program already; None: compute them as ever, nothing has run.
+        """Run a program, and return the losses [B] to step next; None if nothing has run and the step must run eagerly.
 
         Args:
             inputs, targets: one physical batch.
@@ -70,7 +71,7 @@ class WholeStep:
         gradient: ClippedGradient | Exception | None
         try:
             gradient = self._by_graph(self.graphs, inputs, targets, size)
-        except Exception as error:  # for `step` to raise: of several processes all end this step then
+        except Exception as error:  # `step` raises it, so that all processes end this step
             gradient = error
         if gradient is None:
             return None
@@ -79,7 +80,7 @@ class WholeStep:
         return losses
 
     def _by_graph(self, graphs: Graphs, inputs: Any, targets: Any, size: int) -> ClippedGradient | None:
-        """Σ_i c_i g_i of the data's own samples; None where the step is to be recorded."""
+        """Σ_i c_i g_i of the data's own samples; None if the step must be recorded instead."""
         engine, recorder = self._engine, self._engine._recorder
         if not (engine.model.training and torch.is_grad_enabled()):
             return None
@@ -91,7 +92,7 @@ class WholeStep:
         return found
 
     def _real_samples(self, inputs: Any, size: int) -> Tensor:
-        """[B] bool: which are the data's own; the loader's padding is none of them."""
+        """[B] bool: True for the data's own samples, False for the loader's padding."""
         tickets = self._engine._tickets
         tickets.read(inputs, size, False)
         ticket, device = tickets.current, next(self._engine.model.parameters()).device
@@ -105,16 +106,16 @@ class WholeStep:
         return self._loss_fn(forward(self._engine.model, inputs), targets)
 
     def _losses_of(self, inputs: Any, targets: Any) -> Tensor:
-        """ℓ [B], 0 for padding. `targets`: those of the loss, and which samples are the data's own [B]."""
+        """ℓ [B], 0 for padding. `targets` are those of the loss, and [B] bool, False for padding."""
         targets, real = targets
         return only_real(self._losses(inputs, targets), real)
 
 
 class Programs(WholeStep):
-    """The programs of a framework's loop, which computes losses and steps at places of its own.
+    """The programs of a framework's loop, which computes losses and steps in separate places.
 
     Args:
-        engine, compile: as of `WholeStep`.
+        engine, compile: as in `WholeStep`.
         losses_of: batch -> [B]: forward pass and loss.
     """
 
