@@ -24,9 +24,9 @@ accelerate) ends in `PrivacyEngine.step` and `Recorder.finish`, which enforce th
 | A compiled step (`make_step`) does what the caller's Python does now. | guards (`program.capture`) | every step |
 | It equals the eager step and keeps the rules above. | compared, checked | when code is captured |
 
-The rules on loss and norm cover the losses if the loss function is known: in `make_step`, `load_backend` and Trainer.
-In your own loop they cover the model's outputs. Losses there that are divided by their number, or by a sum over the
-labels, are not detected: divide by constants.
+The rule on more or fewer records covers losses if the loss function is known: in `make_step`, `load_backend` and
+Trainer. In your own loop it covers the model's outputs. Losses there that are divided by their number, or by a sum over
+the labels, are not detected: divide by constants.
 
 A compiled program does the same to every batch of its shape, and is not checked again. Values in tensors may decide
 what it does: a model that mixes samples once a buffer reaches some count is found in eager steps alone, 1 in 800.

@@ -1,12 +1,12 @@
-"""Private training in the loops of other libraries; each module needs its own, and nothing else does.
+"""Private training in other libraries' loops; only the module of a library needs that library.
 
 huggingface    transformers' Trainer
 lightning      Lightning's Trainer
-opacus         code that was written for Opacus
-tutorials      four programs to read and to run
-sharp_edges    what people step on, and what is said then
+opacus         code written for Opacus
+tutorials      four programs to read and run
+sharp_edges    common mistakes, and how each is caught
 
-accelerate needs no module: `PrivacyEngine` takes what its `prepare` returns, and `prepare` takes what the engine made.
-`optimizer.step(loss=losses)` is then the step, and no `accelerator.backward()`; schedulers step where `engine.stepped`,
-and in several processes once with `Accelerator(step_scheduler_with_optimizer=False)`.
+accelerate needs no module: `PrivacyEngine` accepts the results of its `prepare`, and `prepare` those of the engine.
+Then call `optimizer.step(loss=losses)`, and no `accelerator.backward()`. Step schedulers where `engine.stepped`, and
+once in several processes with `Accelerator(step_scheduler_with_optimizer=False)`.
 """

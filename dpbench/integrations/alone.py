@@ -1,12 +1,12 @@
-"""Is a record's loss what it is alone, whichever other records are in the batch? A look before training begins.
+"""Check before training that a record's loss does not depend on the other records of its batch.
 
-The engine sees what is made of a batch; not what the batch was made of. Where a collator pads to the longest record,
-and the model sees padding (no attention mask, absolute positions after padding on the left), or where it mixes records
-(mixup), the loss of each depends on the others, and one record's part in the sum is not bounded by C. So a few records
-go through the caller's own collator and loss, without dropout, together and one by one.
+The engine sees operations on a batch, not how the batch was built. The loss of a record depends on the others if a
+collator pads to the longest record and the model sees the padding (no attention mask, absolute positions after left
+padding), or if it mixes records (mixup). Then C does not bound one record's share of the sum. So the check runs a few
+records through the caller's own collator and loss, without dropout, together and one by one.
 
-Where collator or model draw by chance (masked language models) a record alone is another one: then the same numbers are
-drawn twice, beside others and beside copies of itself, if both batches have one shape; else nothing is looked at.
+If collator or model draw random numbers (masked language models), a record alone differs. Then the check draws the same
+numbers twice, for a record beside others and beside copies of itself, if both batches have one shape; else it skips.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from dpbench.engine import Misuse
 from dpbench.integrations.whole_states import is_shared
 
 RECORDS = 8
-"""At the most, spread over the data set."""
+"""Largest number of records, spread over the data set."""
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Of a loss, by the dtype that it was computed in: batches of other shapes are computed by other kernels. What exceeds
-it is computed once more in float64, and must differ there, too."""
+"""Relative tolerance of a loss, by its dtype, as batches of other shapes run other kernels.
+
+A larger difference is computed again in float64, and must persist there.
+"""
 MUCH = 100.0
-"""Times that, where there is no computing in float64."""
+"""Multiple of the tolerance that counts if the model cannot run in float64."""
 REMEDY = (
     "pad all records to one length (padding='max_length'), with an attention_mask, or let collator and loss mix no "
     "records and divide by nothing that the batch holds"
@@ -45,7 +47,7 @@ LossesOf = Callable[[Any], Tensor]
 
 
 class _Undropped(TorchFunctionMode):
-    """`F.dropout` and its like give what they get."""
+    """Makes `F.dropout` and its variants return their input."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
@@ -57,9 +59,9 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
     """Raise a Misuse if the loss of a record depends on the other records of its batch.
 
     Args:
-        model: in training mode; its buffers and all random generators are as before afterwards.
+        model: in training mode; its buffers and all random generators are restored afterwards.
         dataset: indexable.
-        most: records in a batch; of one record there is nothing to look at.
+        most: records in a batch; below 2 nothing is checked.
         collate: records -> batch.
         losses_of: batch -> [B].
     """
@@ -81,10 +83,10 @@ def look(model: nn.Module, dataset: Any, most: int, collate: Collate, losses_of:
 
 
 def look_at_collator(dataset: Any, most: int, collate: Collate) -> None:
-    """Raise a Misuse if the numbers that a batch has of a record depend on the other records: of batches of one shape.
+    """Raise a Misuse if a record's numbers in a batch depend on the other records, in batches of one shape.
 
     Args:
-        dataset, most, collate: as of `look`.
+        dataset, most, collate: as in `look`.
     """
     places, draws = _places(dataset, most), Draws()
     if not places:
@@ -99,20 +101,20 @@ def look_at_collator(dataset: Any, most: int, collate: Collate) -> None:
 
 
 def _places(dataset: Any, most: int) -> list[int]:
-    """Of a few records; of none where there is nothing beside them."""
+    """Indices of a few records; none if there are fewer than two."""
     count = min(most, len(dataset), RECORDS)
     return [] if count < 2 else [i * len(dataset) // count for i in range(count)]
 
 
 def _sums(batch: Any) -> Tensor:
-    """[B]: of each record's numbers, but for labels and words."""
+    """The sum of each record's floating-point entries, [B]; integers (labels, words) do not count."""
     rows = [x for x in tensors_of(batch) if x.dim()]
     wanted = [x.double().flatten(1).sum(1) for x in rows if x.is_floating_point() and x.dim() > 1]
     return sum(wanted, torch.zeros(len(rows[0]) if rows else 0, dtype=torch.float64))
 
 
 def _without_rounding(model: nn.Module, seen: _Seen) -> tuple[int, float, float, str] | None:
-    """What differs in float64; where the model is not to be cast, what differs by much."""
+    """The difference in float64; if the model cannot be cast, a difference of `MUCH` tolerances."""
     if not is_shared(model):
         seen.wide = True
         device = next(model.parameters()).device
@@ -138,7 +140,7 @@ class _Seen:
         self._records, self._collate, self._losses_of, self._draws = records, collate, losses_of, draws
 
     def differing(self) -> tuple[int, float, float, str] | None:
-        """(place, its loss in the batch, another time, which) of the first record that has two losses."""
+        """(place, loss in the batch, other loss, its batch) of the first record with two losses."""
         with self._draws.again(), WithoutDropping(), _Undropped():
             together, again = self._losses(self._records), self._losses(self._records)
             if torch.equal(together, again):
@@ -147,7 +149,7 @@ class _Seen:
         return self.beside_copies()
 
     def beside_copies(self) -> tuple[int, float, float, str] | None:
-        """The same of two records, with others and with copies of each, by the same random numbers."""
+        """The same for two records, beside others and beside copies of each, with the same random numbers."""
         for place in range(2):
             was, shapes = self._drawn(self._records)
             now, others = self._drawn([self._records[place]] * len(self._records))
@@ -156,7 +158,7 @@ class _Seen:
         return None
 
     def _drawn(self, records: list[Any]) -> tuple[Tensor, list[torch.Size]]:
-        """The losses of a batch, always by the same random numbers, and its shapes."""
+        """The losses of a batch, always with the same random numbers, and its shapes."""
         with self._draws.again():
             shapes = [x.shape for x in tensors_of(self._batch(records))]
         with self._draws.again():
@@ -166,7 +168,7 @@ class _Seen:
         return self._losses_of(self._batch(records)).detach()
 
     def _batch(self, records: list[Any]) -> Any:
-        batch = self._collate([copy.copy(record) for record in records])  # which may take parts of them out
+        batch = self._collate([copy.copy(record) for record in records])  # the collator may remove fields
         return map_tensors(lambda x: x.double() if self.wide and x.is_floating_point() else x, batch)
 
     def _first(self, was: Tensor, now: Tensor, places: Iterable[int], how: str) -> tuple[int, float, float, str] | None:

@@ -1,4 +1,4 @@
-"""Transformers' Trainer, private.
+"""A private version of transformers' Trainer.
 
     from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 
@@ -7,14 +7,14 @@
     trainer.train()
     print(trainer.engine.privacy_spent())
 
-`TrainingArguments` say how long and how much: a logical batch is expected to have per_device_train_batch_size *
-gradient_accumulation_steps * processes records, and comes in pieces of per_device_train_batch_size at the most;
-`max_grad_norm` is C. `PrivacyArguments` say the rest. Everything else is as with `Trainer`, and each step of it is one
-of the engine: callbacks, evaluation, the best model, checkpoints and what goes on from them, LoRA by peft, bf16,
-activation checkpointing, and several processes by torchrun, which may share the parameters: call `fully_shard(model)`
-(FSDP2) before, in place of `fsdp=`; checkpoints are whole, as one process would write them.
+`TrainingArguments` set the sizes: a logical batch has an expected per_device_train_batch_size *
+gradient_accumulation_steps * processes records, in pieces of at most per_device_train_batch_size. `max_grad_norm` is C.
+`PrivacyArguments` set the rest. Everything else works as with `Trainer`, whose steps are the engine's: callbacks,
+evaluation, the best model, checkpoints and resuming, LoRA by peft, bf16, activation checkpointing, and several
+processes by torchrun. To shard the parameters, call `fully_shard(model)` (FSDP2) first, instead of `fsdp=`; checkpoints
+equal a single process's.
 
-Not private: the training loss that is logged, and evaluation on private records; see `PrivateTrainer`.
+Not private: the logged training loss, and evaluation on private records; see `PrivateTrainer`.
 """
 
 from __future__ import annotations
@@ -45,18 +45,17 @@ with needed("transformers", __name__):
     from dpbench.integrations.transformers_refusals import refuse  # needs it, too
 
 STATE = "privacy_engine_{}.pt"
-"""In a checkpoint: the engine's state of the process of this rank."""
+"""File in a checkpoint: the engine's state of the process of this rank."""
 PREPARED = {"device_placement": False, "evaluation_mode": True}
-"""Of `Accelerator.prepare_model`, for a model whose parts are where they are to be."""
+"""Options of `Accelerator.prepare_model` for a sharded model."""
 
 
 @dataclass
 class PrivacyArguments:
-    """The arguments of `PrivacyEngine` that `TrainingArguments` do not have; for `HfArgumentParser`, too.
+    """The arguments of `PrivacyEngine` that `TrainingArguments` lack; also for `HfArgumentParser`.
 
     `max_grad_norm`, `generator`, `log` and `compile` (False, "auto" or True: `PrivacyEngine.make_step`) are for Python
-    alone: on a command line C is `--max_grad_norm` of
-    TrainingArguments.
+    alone; on a command line C is `--max_grad_norm` of TrainingArguments.
     """
 
     target_epsilon: float | None = field(default=None, metadata={"help": "Epsilon at the end of training."})
@@ -87,7 +86,7 @@ class PrivacyArguments:
         vars(self).update(max_grad_norm=max_grad_norm, generator=generator, log=log, compile=compile)
 
     def for_engine(self, max_grad_norm: float) -> dict[str, Any]:
-        """As arguments of `PrivacyEngine`, with this C where none is given here.
+        """As arguments of `PrivacyEngine`, with this C by default.
 
         Args:
             max_grad_norm: C, of TrainingArguments.
@@ -97,27 +96,27 @@ class PrivacyArguments:
 
 
 class PrivateTrainer(Trainer):
-    """`transformers.Trainer` whose steps are those of a `PrivacyEngine`.
+    """`transformers.Trainer` with the steps of a `PrivacyEngine`.
 
-    Losses are per sample: of language models, classifiers and question answering by themselves
-    (`dpbench.integrations.transformers_losses`); of others by `compute_loss_func`, or by a `compute_loss` of one's own,
-    that returns [B] while the model trains. Before training it is called for a few records, together and alone, which
-    must have the same losses: where padding shows, pad all records to one length (`dpbench.integrations.alone`).
+    Losses are per sample. Language models, classifiers and question answering have them already
+    (`dpbench.integrations.transformers_losses`). For other models give a `compute_loss_func`, or override
+    `compute_loss`, to return [B] in training. Before training a few records are tried together and alone, and must have
+    the same losses: if padding changes them, pad all records to one length (`dpbench.integrations.alone`).
 
-    Private are the parameters, and so each checkpoint's weights, at the ε of the engine. Not private: the training loss
-    (`loss`, `train_loss` in the logs), metrics of private records and what they decide (best model, early stopping),
+    The parameters, and so each checkpoint's weights, are private at the engine's ε. Not private: the training loss
+    (`loss`, `train_loss` in the logs), metrics of private records and decisions by them (best model, early stopping),
     and the files `privacy_engine_*.pt` of a checkpoint, which hold keys.
 
     Args:
-        model, args, ...: as of `Trainer`; `model_init` is refused.
-        privacy: how private.
+        model, args, ...: as in `Trainer`; `model_init` is refused.
+        privacy: the privacy settings.
 
     Attributes:
         engine: the engine; None without a train_dataset.
-        programs: how steps run, once training has begun; `programs.graphs` is None where all are eager.
+        programs: the steps' programs, once training has begun; `programs.graphs` is None if all steps run eagerly.
 
     Raises:
-        ValueError: what cannot be private, and settings that do not fit, by name.
+        ValueError: a feature that cannot be private, or settings that conflict, named.
         UnsupportedModel: a model without per-sample gradients.
     """
 
@@ -138,7 +137,7 @@ class PrivateTrainer(Trainer):
         self._is_shared = is_shared(self.model)
         if self._is_shared:
             load_whole_weights(self.model)
-            prepare = self.accelerator.prepare_model  # in the mode in which no DistributedDataParallel is put round it
+            prepare = self.accelerator.prepare_model  # evaluation mode adds no DistributedDataParallel
             self.accelerator.prepare_model = lambda *args, **options: prepare(*args, **{**options, **PREPARED})
         self.privacy = privacy
         self.engine: PrivacyEngine | None = None
@@ -151,14 +150,14 @@ class PrivateTrainer(Trainer):
 
     @property
     def logical_batch_size(self) -> int:
-        """b: the records that are expected in a step, of all processes together."""
+        """b: the expected records of a step, over all processes."""
         return int(self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *others: Any, **options: Any) -> Any:
-        """As `Trainer.train`. The engine goes on from a checkpoint with noise of a fresh key.
+        """As `Trainer.train`. From a checkpoint the engine resumes with noise of a fresh key.
 
         Raises:
-            ValueError: a checkpoint without the engine's state, or of an engine with other settings.
+            ValueError: the checkpoint lacks the engine's state, or has that of an engine with other settings.
         """
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
@@ -171,12 +170,12 @@ class PrivateTrainer(Trainer):
             self._pieces = None
 
     def get_train_dataloader(self) -> Any:
-        """As many turns as an epoch has, for Trainer's loop to count and to skip; the engine draws the records."""
+        """An epoch's turns, for Trainer's loop to count and skip; the engine draws the records."""
         turns = range(self._engine.settings.steps_per_epoch * self.args.gradient_accumulation_steps)
         return DataLoader(turns, generator=torch.Generator())  # type: ignore[arg-type]
 
     def num_examples(self, dataloader: Any) -> int:
-        """The records of the data set of a loader."""
+        """The number of records of a loader's data set."""
         if isinstance(getattr(dataloader, "dataset", None), range):
             return len(self.train_dataset)
         return int(super().num_examples(dataloader))
@@ -189,7 +188,7 @@ class PrivateTrainer(Trainer):
         return [Turn(place == num_batches - 1) for place in range(counted)], None
 
     def training_step(self, model: Any, inputs: Turn, num_items_in_batch: Any = None) -> Tensor:
-        """One turn: pieces are clipped and added, and the last is held for `optimizer.step()`.
+        """Take one turn: clip and add pieces, and hold the last one for `optimizer.step()`.
 
         Returns:
             The mean loss of the logical batch in its last turn, 0 before.
@@ -213,7 +212,7 @@ class PrivateTrainer(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **others: Any
     ) -> Any:
-        """While the model trains: the losses, [B]. Otherwise as `Trainer.compute_loss`, the mean of a batch."""
+        """In training the losses, [B]; otherwise as `Trainer.compute_loss`, the mean of a batch."""
         training = model.training and (torch.is_grad_enabled() or self._looking)
         if self.compute_loss_func is not None:
             rest = {name: x for name, x in inputs.items() if name != "labels"}
@@ -234,32 +233,32 @@ class PrivateTrainer(Trainer):
         return made
 
     def log(self, logs: dict[str, float], *others: Any) -> None:
-        """As `Trainer.log`, with `epsilon` beside the training loss."""
+        """As `Trainer.log`, with `epsilon` added to the training loss."""
         if self.engine is not None and logs.keys() & {"loss", "train_loss"}:
             logs["epsilon"] = self.engine.privacy_spent().epsilon
         super().log(logs, *others)
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Of all pieces of a turn."""
+        """The operations of all pieces of a turn."""
         pieces = inputs.pieces if isinstance(inputs, Turn) else [inputs]
         return sum(int(super(PrivateTrainer, self).floating_point_ops(piece)) for piece in pieces)
 
     def hyperparameter_search(self, *args: Any, **options: Any) -> Any:
-        """Refused: each trial spends ε of its own on the same records, and nobody would add them up."""
+        """Refused: each trial would spend ε on the same records, without a total."""
         raise Misuse(
             "expected PrivateTrainer without hyperparameter_search: every trial spends ε on the same records; train a "
             "PrivateTrainer for each and account for all of them together, or search on public data"
         )
 
     def create_model_card(self, *args: Any, **options: Any) -> None:
-        """As `Trainer.create_model_card`, with a section of what was spent."""
+        """As `Trainer.create_model_card`, with a section on privacy."""
         super().create_model_card(*args, **options)
         if self.engine is not None and self.is_world_process_zero():
             with open(Path(self.args.output_dir) / "README.md", "a", encoding="utf-8") as card:
                 card.write(_section(self.engine))
 
     def _begun(self) -> tuple[Pieces, HeldLosses]:
-        """The pieces to draw and the step to take. In the first turn the engine is attached: all else is prepared."""
+        """The pieces to draw and the step to take; attaches the engine in the first turn, after all preparation."""
         if self._pieces is None or self._held is None:
             if self._held is None:
                 self._look_at_records()
@@ -309,7 +308,7 @@ class PrivateTrainer(Trainer):
         return self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _look_at_records(self) -> None:
-        """Before the engine sees the model: is a record's loss its own?"""
+        """Check, before the engine records the model, that a record's loss is its own."""
 
         def losses(batch: Any) -> Tensor:
             return self._computed(self._prepare_inputs(batch))
@@ -324,7 +323,7 @@ class PrivateTrainer(Trainer):
 
     def _losses(self, piece: Any) -> Tensor:
         inputs = self._judge.batch(self._prepare_inputs(piece))
-        self._looking = True  # one loss a sample without gradients, too: what is no program is run for its error so
+        self._looking = True  # one loss a sample without gradients, too, as a failing program is rerun for its error
         try:
             losses = None if self._judge.is_looking else self.programs.program(dict(inputs), None)
         finally:
@@ -343,7 +342,7 @@ class PrivateTrainer(Trainer):
         return per_sample(self.compute_loss(self.model, inputs), inputs, where)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if self._is_shared and state_dict is None:  # for which every process is here
+        if self._is_shared and state_dict is None:  # all processes call this
             state_dict = whole(self.model.state_dict())
         super()._save(output_dir, state_dict)
 
@@ -364,14 +363,14 @@ class PrivateTrainer(Trainer):
             super()._track_num_input_tokens(piece)
 
     def _clip_grad_norm(self, model: Any) -> None:
-        """Nothing: each sample's gradient is clipped, in `optimizer.step()`."""
+        """Does nothing: `optimizer.step()` clips each sample's gradient."""
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
-        """None, and so not in the logs: before `optimizer.step()` there is no gradient."""
+        """Returns None, which is not logged: before `optimizer.step()` there is no gradient."""
 
 
 def _state_in(checkpoint: Path, rank: int) -> dict[str, Any]:
-    """The engine's state of this process; of the first one where that is not there."""
+    """The engine's state of this process, else of the first one."""
     for name in (STATE.format(rank), STATE.format(0)):
         if os.path.isfile(checkpoint / name):
             state: dict[str, Any] = torch.load(checkpoint / name, map_location="cpu", weights_only=True)

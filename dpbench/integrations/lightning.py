@@ -1,4 +1,4 @@
-"""Lightning's Trainer, private, by a strategy: `training_step` returns one loss a sample, and the rest stays as it is.
+"""Private training with Lightning's Trainer, by a strategy: `training_step` returns one loss a sample.
 
     from dpbench.integrations.lightning import PrivateStrategy
 
@@ -12,14 +12,14 @@
     Trainer(max_epochs=10, strategy=strategy).fit(Digits(), DataLoader(data, batch_size=64))
     print(strategy.engine.privacy_spent())
 
-A strategy, since it is where Lightning computes losses, runs backward and steps: optimization stays automatic, and a
-step of Lightning's is a logical batch. So `global_step`, schedulers, `max_steps`, validation intervals and loggers
-count what is accounted. The data, its collate_fn and its workers are those of the train loader; what is in a batch the
-engine draws, of `privacy["batch_size"]` records (the loader's, times the processes, if left out), in pieces of the
-loader's batch_size, for each of which `training_step` is called. Checkpoints hold the engine's state, and so keys: they
-are as secret as the data, but for those with `save_weights_only=True`.
+Lightning computes losses, runs backward and steps in its strategy. So optimization stays automatic, and a step of
+Lightning's is a logical batch: `global_step`, schedulers, `max_steps`, validation intervals and loggers count accounted
+steps. The train loader provides the data, collate_fn and workers. The engine draws the batches, of
+`privacy["batch_size"]` records (by default the loader's batch_size times the processes), in pieces of the loader's
+batch_size; `training_step` runs on each piece. Checkpoints hold the engine's state with its keys, and are as secret as
+the data, except those with `save_weights_only=True`.
 
-Not private: what `training_step` logs, and metrics of private records.
+Not private: values that `training_step` logs, and metrics of private records.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ with needed("lightning", __name__):
     from dpbench.integrations.lightning_refusals import refuse, refuse_loader  # needs it, too
 
 STATE = "privacy_engine"
-"""In a checkpoint: the engine's state."""
+"""Key in a checkpoint: the engine's state."""
 
 
 class _Turns:
-    """A logical batch each, for Lightning to count: nothing is drawn until it is stepped."""
+    """One turn a logical batch, for Lightning to count; the step draws the batch."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -64,7 +64,7 @@ class _Turns:
         return (Turn(is_last=True) for _ in range(self._steps))
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the engine knows which batch is next."""
+        """Empty: the engine knows which batch is next."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class _Turns:
 
 
 class _Epsilon(Callback):
-    """Logs `epsilon` as often as anything is logged."""
+    """Logs `epsilon` as often as the Trainer logs."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step % trainer.log_every_n_steps == 0 or trainer.is_last_batch:
@@ -80,24 +80,24 @@ class _Epsilon(Callback):
 
 
 class _Private:
-    """A strategy whose steps are those of a `PrivacyEngine`; in front of one of Lightning's.
+    """Mixin before one of Lightning's strategies, which gives it the steps of a `PrivacyEngine`.
 
     Args:
-        privacy: arguments of `PrivacyEngine`, but for model, sample_size, epochs and steps, which Lightning knows.
-        model: the name of the submodule that `training_step` calls. None: the only one with trainable parameters, or
-            the LightningModule itself if there are several; then `training_step` is to call `self(...)`. With a
-            `BaseFinetuning`, what is frozen counts, too: it is trained later.
-        pad: as of `PrivacyEngine.data_loader`.
-        compile: run steps as programs, `training_step` in them: False, "auto" or True, as of `PrivacyEngine.make_step`.
-            What it hands to `self.log` is logged when the program has run.
+        privacy: arguments of `PrivacyEngine`, except model, sample_size, epochs and steps, which Lightning knows.
+        model: name of the submodule that `training_step` calls. None: the only one with trainable parameters, or the
+            LightningModule itself if there are several; `training_step` must then call `self(...)`. With a
+            `BaseFinetuning`, frozen parameters count as trainable, as it trains them later.
+        pad: as in `PrivacyEngine.data_loader`.
+        compile: run steps as programs that include `training_step`: False, "auto" or True, as in
+            `PrivacyEngine.make_step`. Calls of `self.log` take effect after the program has run.
         options: of Lightning's strategy.
 
     Attributes:
-        engine: the engine, as soon as there are data; it stays after `fit`.
-        programs: how steps run, once training has begun; `programs.graphs` is None where all are eager.
+        engine: the engine, once there are data; it stays after `fit`.
+        programs: the steps' programs, once training has begun; `programs.graphs` is None if all steps run eagerly.
 
     Raises:
-        ValueError: what cannot be private, by name, when training begins.
+        ValueError: a feature that cannot be private, named, when training begins.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class _Private:
         super().__init__(*args, **options)
         self.engine: PrivacyEngine | None = None
         self._privacy, self._submodule, self._pad, self._compile = dict(privacy), model, pad, compile
-        self._logged: list[tuple[Any, Any]] = []  # by `training_step` within a program
+        self._logged: list[tuple[Any, Any]] = []  # arguments of `log` within a program
         self._output: Any = None
         self._held: HeldLosses | None = None
         self._pieces: Pieces | None = None
         self._restored: Mapping[str, Any] | None = None
 
     def setup(self, trainer: Any) -> None:
-        """As Lightning's, after what cannot be private was refused."""
+        """As Lightning's, after refusing what cannot be private."""
         self._trainer = trainer
         if trainer.state.fn == TrainerFn.FITTING:
             refuse(trainer)
@@ -129,7 +129,7 @@ class _Private:
         super().setup(trainer)  # type: ignore[misc]
 
     def _hand_on_turns(self) -> None:
-        """`on_before_batch_transfer` is for the pieces of a turn, which are not drawn when Lightning calls it."""
+        """Keep `on_before_batch_transfer` for pieces, which are not drawn yet when Lightning calls it with a turn."""
         module: Any = self.lightning_module  # type: ignore[attr-defined]
         before = type(module)._on_before_batch_transfer
 
@@ -139,7 +139,7 @@ class _Private:
         module._on_before_batch_transfer = hand_on
 
     def _hold_logs(self) -> None:
-        """Lightning's `log` is no part of a program: what it is given there is kept, an output of the program."""
+        """Keep calls of Lightning's `log` within a program as outputs of the program."""
         module: Any = self.lightning_module  # type: ignore[attr-defined]
         log = module.log
 
@@ -152,7 +152,7 @@ class _Private:
         module.log = kept
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Of training: as many turns as an epoch has, and the engine's loader behind them; others as they are."""
+        """In training an epoch's turns, backed by the engine's loader; other loaders are unchanged."""
         if not self._trainer.training:
             return dataloader
         refuse_loader(dataloader)
@@ -187,16 +187,16 @@ class _Private:
         return _Turns(self.engine.settings.steps_per_epoch)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """As Lightning's; a turn's pieces are moved when they are drawn."""
+        """As Lightning's; a turn's pieces move when they are drawn."""
         if isinstance(batch, Turn):
             return batch
         return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
 
     def training_step(self, turn: Turn, *others: Any) -> Any:
-        """`training_step` of the module for each piece of a logical batch.
+        """Run the module's `training_step` on each piece of a logical batch.
 
         Returns:
-            What it returned for the last piece, with the mean loss of all in place of the losses.
+            Its output for the last piece, with the mean loss of all pieces in place of the losses.
         """
         assert self._pieces is not None and self._held is not None and self.engine is not None
         if not isinstance(turn, Turn):
@@ -222,7 +222,7 @@ class _Private:
         return {**output, "loss": mean} if isinstance(output, Mapping) else mean
 
     def _losses(self, given: tuple[Any, ...]) -> Tensor:
-        """[B], of the arguments of `training_step`, whose output is kept."""
+        """The losses [B] for these arguments of `training_step`, whose output is kept."""
         self._logged = []
         losses = None if self._judge.is_looking else self.programs.program(given, None)
         if losses is None:
@@ -236,13 +236,13 @@ class _Private:
         return per_sample(output["loss"] if isinstance(output, Mapping) else output, given[0], "training_step")
 
     def _transferred(self, piece: Any) -> Any:
-        """A piece on the device, after all that Lightning does with a batch on the way."""
+        """Move a piece to the device, with Lightning's hooks and conversions."""
         module: Any = self.lightning_module  # type: ignore[attr-defined]
         piece = self.precision_plugin.convert_input(piece)  # type: ignore[attr-defined]
         return self.batch_to_device(module._on_before_batch_transfer(piece))
 
     def backward(self, closure_loss: Any, *args: Any, **options: Any) -> Any:
-        """Nothing: `optimizer.step()` finds the gradients, clipped."""
+        """Does nothing: `optimizer.step()` computes the clipped gradients."""
         return closure_loss
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -252,10 +252,10 @@ class _Private:
         super().save_checkpoint(checkpoint, *args, **options)  # type: ignore[misc]
 
     def load_checkpoint(self, *args: Any, **options: Any) -> Any:
-        """As Lightning's; to train on, the engine goes on from its state with noise of a fresh key.
+        """As Lightning's; in training the engine resumes from its state with noise of a fresh key.
 
         Raises:
-            ValueError: a checkpoint to train on that has none.
+            ValueError: a checkpoint without the engine's state, to train on.
         """
         checkpoint = super().load_checkpoint(*args, **options)  # type: ignore[misc]
         if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:  # type: ignore[attr-defined]
@@ -268,7 +268,7 @@ class _Private:
         return checkpoint
 
     def teardown(self) -> None:
-        """As Lightning's; module and optimizer are ordinary ones again, and the engine keeps what was spent."""
+        """As Lightning's; restores module and optimizer, and keeps the engine."""
         self._held = self._pieces = self._output = None
         for name in ("_on_before_batch_transfer", "log"):
             vars(self.lightning_module).pop(name, None)  # type: ignore[attr-defined]
@@ -294,10 +294,10 @@ class PrivateStrategy(_Private, SingleDeviceStrategy):
 
     Args:
         device: "cpu" or "cuda:1"; None for the Trainer's.
-        privacy: as of `_Private`, as `model` and `pad` are.
+        privacy, model, pad, compile: as in `_Private`.
 
     Raises:
-        ValueError: a Trainer of several devices.
+        ValueError: a Trainer with several devices.
     """
 
     def __init__(self, device: Any = None, *args: Any, **options: Any) -> None:
@@ -307,7 +307,7 @@ class PrivateStrategy(_Private, SingleDeviceStrategy):
 
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """Where the Trainer asks for a device that was chosen, and puts its own."""
+        """A given device, which takes precedence over the Trainer's; else None."""
         return [self._root_device] if self._is_chosen else None
 
     @parallel_devices.setter
@@ -321,23 +321,23 @@ class PrivateStrategy(_Private, SingleDeviceStrategy):
 
 
 class PrivateDDPStrategy(_Private, DDPStrategy):
-    """In several processes, whose sums the engine adds up: nothing is averaged before it is clipped.
+    """In several processes: the engine adds up their clipped sums, and no gradient is averaged before clipping.
 
-    A state in a checkpoint is the first process's; the others go on from it, too.
+    A checkpoint holds the first process's state; all processes resume from it.
     """
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return model
 
     def _register_ddp_hooks(self) -> None:
-        """None: there is no DistributedDataParallel."""
+        """Does nothing, as there is no DistributedDataParallel."""
 
 
 class PrivateModelParallelStrategy(_Private, ModelParallelStrategy):
-    """In several processes that share the parameters: `configure_model` calls `fully_shard(..., mesh=...)` (FSDP2).
+    """In several processes that shard the parameters: `configure_model` calls `fully_shard(..., mesh=...)` (FSDP2).
 
-    The mesh is `self.device_mesh["data_parallel"]`, of all processes. With `save_distributed_checkpoint=False`
-    checkpoints are one file.
+    The mesh is `self.device_mesh["data_parallel"]`, of all processes. With `save_distributed_checkpoint=False` a
+    checkpoint is one file.
 
     Raises:
         ValueError: tensor parallelism.
@@ -352,13 +352,13 @@ class PrivateModelParallelStrategy(_Private, ModelParallelStrategy):
         super().__init__(*args, tensor_parallel_size=1, **options)
 
     def setup_environment(self) -> None:
-        """As Lightning's, with all processes in one mesh of data parallelism."""
+        """As Lightning's, with all processes in one data-parallel mesh."""
         self._data_parallel_size: int | str = self.num_nodes * self.num_processes
         super().setup_environment()
 
 
 def _called(module: nn.Module, name: str | None, thawed: bool) -> nn.Module:
-    """What the engine records: see `_Private`. `thawed`: what is frozen now is trained later."""
+    """The module that the engine records: see `_Private`. `thawed`: parameters frozen now are trained later."""
     if name is not None:
         return module.get_submodule(name)
     mine = {id(p) for p in module.parameters() if thawed or p.requires_grad}

@@ -1,4 +1,4 @@
-"""What of Lightning cannot be private."""
+"""Refuse the features of Lightning that cannot be private."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler, UnrepeatedDistributedSampler)
-"""What Lightning and DataLoader make by themselves."""
+"""The default samplers of Lightning and DataLoader."""
 
 
 def refuse(trainer: Any) -> None:
-    """Raise a ValueError for what of Lightning cannot be private.
+    """Raise a ValueError for the first feature of the Trainer that cannot be private.
 
     Args:
         trainer: before training.
@@ -63,7 +63,7 @@ def refuse(trainer: Any) -> None:
 
 
 def refuse_loader(dataloader: Any) -> None:
-    """Raise a ValueError for a train loader whose records the engine cannot draw in place of it.
+    """Raise a ValueError if the engine cannot draw the train loader's records itself.
 
     Args:
         dataloader: of training.

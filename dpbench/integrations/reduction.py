@@ -1,17 +1,17 @@
-"""Is the gradient that arrives at the outputs of a sample that sample's own? The loss is run again to see.
+"""Check that the gradient at a sample's outputs is that sample's own, by rerunning the loss.
 
-What the caller computes from the outputs and from the loader's tensors (labels, masks, weights) is noted in the first
-few batches, in the one after each new kind of loss, and in one of 200 later (`dpbench.engine.loss_mixing_check`). At
-`optimizer.step()` it runs again:
+The check records what the caller computes from the outputs and from the loader's tensors (labels, masks, weights), in
+the first few batches, in the batch after each new kind of loss, and in one of 200 later ones
+(`dpbench.engine.loss_mixing_check`). At `optimizer.step()` it reruns this:
 
-others   with the samples outside of S replaced by one of S, inputs, outputs and labels alike, for several S: what the
-         model reads for S, and the gradients of the outputs of S, must be the same. A mean over the tokens that are no
-         padding, or weighted by classes, is divided by what the whole batch holds, and is found so; and so are pairs
-         of samples that were mixed before the model.
-twice    with each sample there twice: under a mean gradients are halved, under a sum they stay. So a sum that was said
-         to be a mean is found, whose gradients would be multiplied by the size of the batch.
+others   with the samples outside of S replaced by one of S, in inputs, outputs and labels, for several S. The model's
+         inputs for S, and the gradients of the outputs of S, must not change. A mean over the tokens that are not
+         padding, or weighted by classes, is divided by a number of the whole batch, and is detected; so are pairs of
+         samples that were mixed before the model.
+twice    with each sample twice: a mean halves the gradients, a sum does not. This detects a sum declared as a mean,
+         whose gradients would be multiplied by the size of the batch.
 
-What cannot run again (numbers that left torch, tensors of another loader) is said once, and not looked at.
+If something cannot be rerun (numbers that left torch, tensors of another loader), a warning says so once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dpbench.engine import PrivacyWarning
 from dpbench.engine.loss_mixing_check import Trace, Traced, plain
 
 FIRST, RATE, KNOWN = 3, 1 / 200, 32
-"""Batches that are looked at first, the share of later ones, and how many losses are told apart."""
+"""Number of first batches to check, share of later ones, and number of losses told apart."""
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
 REMEDY = (
     "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or hand make_private the "
@@ -55,10 +55,10 @@ def _copy(x: Tensor) -> Tensor:
 
 
 class Looks:
-    """When to look.
+    """Decides which batches to check.
 
     Args:
-        by: who hands out the batches, for messages.
+        by: yields the batches, for messages.
     """
 
     def __init__(self, by: str) -> None:
@@ -67,18 +67,18 @@ class Looks:
         self._graphs: set[tuple[str, ...]] = set()
 
     def due(self) -> Look | None:
-        """For the next batch."""
+        """Returns a check for the next batch, or None."""
         return Look(self._by) if self._random.random() < RATE or self._first > 0 else None
 
     def done(self) -> None:
-        """One batch was looked at."""
+        """Count a batch as checked."""
         self._first -= self._first > 0
 
     def ran(self, nodes: tuple[str, ...]) -> None:
-        """A backward pass of these nodes of autograd's, between loss and outputs: after a new kind one more is due.
+        """Request one more check after a backward pass of a new kind.
 
         Args:
-            nodes: their names, in order.
+            nodes: names of the autograd nodes between loss and outputs, in order.
         """
         if nodes not in self._graphs and len(self._graphs) < KNOWN:
             self._graphs.add(nodes)
@@ -86,13 +86,13 @@ class Looks:
 
 
 class Look(Trace):
-    """One batch: what is computed from it, and how the loss came about.
+    """Records the operations on one batch, and checks its loss.
 
     Args:
-        by: as of `Looks`.
+        by: as in `Looks`.
 
     Attributes:
-        done: it was looked at.
+        done: the batch was checked.
     """
 
     done = False
@@ -100,12 +100,12 @@ class Look(Trace):
     def __init__(self, by: str) -> None:
         super().__init__()
         self._by = by
-        self._inputs: list[Tensor] = []  # that the model has read
-        self._handed: list[Tensor] = []  # what was made of the model's outputs, in the order of their cuts
-        self._losses: list[tuple[int, Any]] = []  # identity of what backward() was called on, its gradient
+        self._inputs: list[Tensor] = []  # the model's inputs
+        self._handed: list[Tensor] = []  # the model's outputs, in order
+        self._losses: list[tuple[int, Any]] = []  # (identity of backward()'s tensor, its gradient)
 
     def batch(self, batch: Any) -> Any:
-        """The loader's tensors, which note what is done with them.
+        """Make the loader's tensors record the operations on them.
 
         Args:
             batch: of the loader.
@@ -113,11 +113,11 @@ class Look(Trace):
         return map_tensors(lambda x: x if isinstance(x, Traced) else self._begun(x), batch)
 
     def read(self, *trees: Any) -> None:
-        """The model is called with these."""
+        """Remember the model's inputs."""
         self._inputs += [x for x in tensors_of(trees) if isinstance(x, Traced) and x.noted_by is self and x.dim()]
 
     def begun(self, handed: Tensor) -> Tensor:
-        """The same of an output of the model.
+        """Make an output of the model record the operations on it.
 
         Args:
             handed: an output, with a graph of its own.
@@ -127,10 +127,10 @@ class Look(Trace):
         return traced
 
     def noted(self, x: Tensor) -> Tensor:
-        """One of the tensors that were noted, which has lost its class on the way out of the model.
+        """The recorded tensor behind one that lost its class inside the model.
 
         Args:
-            x: what the model gave.
+            x: an output of the model.
         """
         node = _computed_by(x)
         for note in reversed(self._notes):
@@ -152,13 +152,13 @@ class Look(Trace):
         self._losses.clear()
 
     def judge_inputs(self, batch_size: int) -> None:
-        """Say whether what the model has read for a sample, of B, was made of that sample alone.
+        """Check that the model's inputs for a sample were computed from that sample alone.
 
         Args:
             batch_size: B.
 
         Raises:
-            UnsupportedModel: it was not.
+            UnsupportedModel: they were not.
         """
         if batch_size < 2 or not self._inputs:
             return
@@ -176,14 +176,14 @@ class Look(Trace):
                 raise UnsupportedModel(self._by, [Problem("batch", reason, ALONE)])
 
     def judge_losses(self, losses: Tensor, batch_size: int) -> None:
-        """Say whether each of the losses [B] is made of its own sample alone, and what the model has read, too.
+        """Check that each loss, and the model's inputs, were computed from their own sample alone.
 
         Args:
-            losses: that the caller computed.
+            losses: the caller's, [B].
             batch_size: B.
 
         Raises:
-            UnsupportedModel: they are not.
+            UnsupportedModel: they were not.
         """
         self.judge_inputs(batch_size)
         if batch_size < 2 or not isinstance(losses, Traced) or losses.noted_by is not self:
@@ -203,10 +203,10 @@ class Look(Trace):
                 raise UnsupportedModel(self._by, [Problem("losses", reason, remedy)])
 
     def judge(self, arrived: Sequence[Tensor | None], batch_size: int, *, mean: bool) -> None:
-        """Say whether the gradients that `arrived` at the outputs, [B, ...] each, are the samples' own.
+        """Check that the gradients at the outputs, [B, ...] each, are the samples' own.
 
         Args:
-            arrived: at each output that was handed to the caller; None where nothing came.
+            arrived: gradient at each output given to the caller; None without one.
             batch_size: B.
             mean: whether the loss is a mean over the batch.
 
@@ -230,7 +230,7 @@ class Look(Trace):
         everybody = same(batch_size)
         base = gradients(_copy) if len(reached) == len(self._handed) else None
         if base is not None and _differ(was, base, everybody, tolerance):
-            with draws.again():  # are there random numbers in the loss? Then others give another one
+            with draws.again():  # other random numbers show whether the loss draws any
                 torch.rand(1)
                 later = Draws()
             other = gradients(_copy, draws=later)
@@ -268,12 +268,12 @@ class Look(Trace):
         raise UnsupportedModel("grad_sample_mode='hooks'", [Problem("criterion", reason, remedy)])
 
     def _values(self, keys: Sequence[int], change: Made) -> list[Tensor]:
-        """Noted tensors by their identities, where all begin with what `change` makes of them."""
+        """The new values of recorded tensors, if `change` is applied to all initial ones."""
         values = self._again(lambda x: change(plain(x)))
         return [values[key] for key in keys]
 
     def _gradients(self, change: Made, fixed: Made) -> list[Tensor]:
-        """Of the loss at the model's outputs, all tensors being what `change` makes of them, constants `fixed`."""
+        """Gradients of the loss at the outputs, with `change` of the initial tensors and `fixed` of constants."""
         leaves: dict[int, Tensor] = {}
         handed = {id(x) for x in self._handed}
 
@@ -282,7 +282,7 @@ class Look(Trace):
             if id(x) not in handed:
                 return found
             leaves[id(x)] = found.requires_grad_()
-            return found.clone()  # which may be changed in place
+            return found.clone()  # may be changed in place
 
         values = self._again(begin, fixed)
         outputs = [leaves[id(x)] for x in self._handed]
@@ -293,7 +293,7 @@ class Look(Trace):
         return total
 
     def _averaged(self, batch_size: int) -> bool:
-        """Was there a mean, by the names of the operations?"""
+        """Whether the names of the operations show a mean."""
         for note in self._notes:
             name = getattr(note.operation, "__name__", "")
             reduction = note.kwargs.get("reduction", "mean" if name.endswith(("loss", "entropy")) else "")
@@ -302,7 +302,7 @@ class Look(Trace):
         return self._divided(batch_size)
 
     def _divided(self, batch_size: int) -> bool:
-        """Did the caller divide by a multiple of B, or multiply by 1/B? Then a sum is a mean all the same."""
+        """Whether the caller divided by a multiple of B, or multiplied by 1/B, which makes a sum a mean."""
         for note in self._notes:
             name = getattr(note.operation, "__name__", "")
             for number in note.args:
@@ -317,7 +317,7 @@ class Look(Trace):
 
 
 def _computed_by(x: Tensor) -> Any:
-    """The node of autograd's that a tensor is the result of, whatever classes it had since."""
+    """The autograd node of a tensor's computation, whatever its class."""
     node: Any = x.grad_fn
     while node is not None and node.name().startswith("AliasBackward"):
         node = node.next_functions[0][0]
@@ -325,7 +325,7 @@ def _computed_by(x: Tensor) -> Any:
 
 
 def _run(draws: Draws, again: Callable[[], list[Tensor]]) -> list[Tensor] | None:
-    """What it gives with the random numbers from `draws` on; None where it cannot run."""
+    """The result with the random numbers of `draws`; None if it cannot run."""
     try:
         with draws.again(), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             return again()
@@ -340,7 +340,7 @@ def _differ(one: Sequence[Tensor], other: Sequence[Tensor], everybody: Change, t
 
 
 def _twice(x: Tensor, batch_size: int) -> Tensor:
-    """[2B·k, ...] of what has B·k rows; the same of anything else."""
+    """Repeat a tensor of B·k rows: [2B·k, ...]; copy any other."""
     if isinstance(x, nn.Parameter) or not x.dim() or not len(x) or len(x) % batch_size:
         return x.detach().clone()
     return torch.cat([x.detach(), x.detach()])

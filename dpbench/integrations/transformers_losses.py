@@ -1,8 +1,8 @@
-"""Per-sample losses of transformers' models, from their logits: where transformers takes a mean, one number a sample.
+"""Per-sample losses of transformers' models, from their logits.
 
-The loss of a sequence is the mean over its own tokens that count (label not -100, and not padding: how much of that a
-collator adds depends on the other samples of the batch). transformers divides by the batch's tokens instead, which
-would make each loss depend on the others; in a batch of equal lengths the mean of these is that loss.
+The loss of a sequence is the mean over its own counted tokens (label not -100, and not padding, whose amount depends on
+the other samples of the batch). transformers divides by the batch's tokens instead, which would make each loss depend
+on the others. In a batch of equal lengths the mean of these losses is that loss.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from dpbench.engine import Misuse
 
 IGNORED = -100
-"""The label of what does not count, as everywhere in transformers."""
+"""The label that does not count, as everywhere in transformers."""
 TOKENS = ("ForMaskedLM", "ForTokenClassification")
 WHOLE = (
     "ForSequenceClassification",
@@ -31,14 +31,14 @@ OWN = "override compute_loss, or give compute_loss_func, and return one loss a s
 
 
 def per_sample_losses(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Any]:
-    """([B], the model's outputs).
+    """Return ([B], the model's outputs).
 
     Args:
         model: of transformers, or of peft around one; not its wrapper for several processes.
         inputs: of its forward, each [B, ...], with labels.
 
     Raises:
-        Misuse: a model of a kind whose loss is not known here, or inputs without labels.
+        Misuse: a model whose kind of loss is unknown here, or inputs without labels.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = _kind(base)
@@ -73,7 +73,7 @@ def per_sample_losses(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, An
 
 
 def _kind(base: Any) -> str | None:
-    """The name of its loss; by the class where transformers has none: older language models have names of their own."""
+    """The kind of its loss; by its class for older language models, whose loss has no name."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     if any(cls.__name__ in names for cls in type(base).__mro__):
         return "ForCausalLM"
@@ -90,14 +90,14 @@ def _wide(logits: Tensor) -> Tensor:
 
 
 def _tokens(logits: Tensor, labels: Tensor) -> Tensor:
-    """[B], of logits [B, T, classes] and labels [B, T]."""
+    """Losses [B] of logits [B, T, classes] and labels [B, T]."""
     each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)
     counts = (labels != IGNORED).sum(1).clamp(min=1)
     return each.view(labels.shape).sum(1) / counts
 
 
 def _classes(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
-    """[B], of logits [B, classes]: a class each, several, or numbers, told apart as transformers does."""
+    """Losses [B] of logits [B, classes], for a class, several classes or numbers, decided as transformers does."""
     kind = config.problem_type
     if kind is None:
         several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
@@ -112,6 +112,6 @@ def _classes(logits: Tensor, labels: Tensor, config: Any) -> Tensor:
 
 
 def _position(logits: Tensor, at: Tensor) -> Tensor:
-    """[B], of logits [B, T]; positions beyond the sequence do not count."""
+    """Losses [B] of logits [B, T]; positions beyond the sequence do not count."""
     length = logits.shape[1]
     return F.cross_entropy(_wide(logits), at.view(-1).clamp(0, length), reduction="none", ignore_index=length)

@@ -1,7 +1,7 @@
-"""What transformers' Trainer can do and a private one cannot, each refused by its name in one line.
+"""Refuse the features of transformers' Trainer that cannot be private, each by name.
 
-Batches are drawn by the engine, or ε is another; a record's loss is its own, or there is no per-sample gradient; the
-state of a checkpoint holds the keys of noise and sampling, and must not be published.
+The engine draws the batches that ε assumes; each record has a loss of its own, and so a per-sample gradient; and a
+checkpoint's state holds the keys of noise and sampling, and must not be published.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ SECRET = "a checkpoint holds the keys of the noise and of the sampling, which ar
 
 
 def refuse(trainer: Any, options: dict[str, Any]) -> None:
-    """Raise a ValueError for the first thing that cannot be private.
+    """Raise a ValueError for the first feature that cannot be private.
 
     Args:
-        trainer: whose class is looked at for methods that are somebody else's; it need not be initialised.
-        options: the arguments of `Trainer`, by name; `args` among them.
+        trainer: its class is checked for overridden methods; it need not be initialised.
+        options: the arguments of `Trainer`, by name, with `args`.
     """
     for name, came, wanted, why in (
         *_of_arguments(options["args"]),
@@ -134,7 +134,7 @@ def _of_options(options: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _of_class(cls: type) -> list[tuple[str, str, str, str]]:
-    """Methods that a subclass has of its own, beneath which the engine's loader or step would not be used."""
+    """Overridden methods that would bypass the engine's loader or step."""
     drawn = f"{DRAWN}; leave the method as it is, and choose the records by train_dataset"
     wanted = "Trainer's own"
     found = []

@@ -1,9 +1,8 @@
-"""What loops of frameworks have in common: they draw batches, compute losses, and call `optimizer.step()` without them.
+"""Step the engine from framework loops that compute losses in one place and call `optimizer.step()` in another.
 
-A logical batch comes from the engine's loader in as many physical pieces as its records need, which nobody knows before
-it is drawn; a framework counts on a fixed number of batches a step. So it is handed turns, not batches: pieces are
-drawn when a turn is taken, and the last turn of a logical batch takes all that are left. Nothing is drawn ahead of its
-step.
+A logical batch comes in as many physical pieces as its records need, known only when it is drawn; a framework expects a
+fixed number of batches a step. So the framework receives turns instead of batches. A turn takes at most one piece, and
+the last turn of a logical batch takes the rest. Nothing is drawn ahead of its step.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from dpbench.integrations.watch import Watch
 
 
 class Turn:
-    """One of the parts in which a framework steps through a logical batch.
+    """One of a framework's batches within a logical batch.
 
     Args:
-        is_last: the last of its logical batch, after which the framework calls `optimizer.step()`.
+        is_last: the last of its logical batch; the framework then calls `optimizer.step()`.
 
     Attributes:
-        pieces: the physical batches that were taken in it.
+        pieces: the physical batches taken in it.
     """
 
     def __init__(self, is_last: bool) -> None:
@@ -39,7 +38,7 @@ class Turn:
 
 
 class Pieces:
-    """The physical batches of a loader, turn by turn; it goes on with the next epoch by itself."""
+    """The physical batches of a loader, turn by turn, epoch after epoch."""
 
     def __init__(self, loader: PrivateLoader) -> None:
         self._loader = loader
@@ -47,10 +46,10 @@ class Pieces:
         self._left: list[Any] = []  # the last piece of a logical batch, drawn before its last turn
 
     def take(self, turn: Turn) -> Iterator[tuple[Any, bool]]:
-        """(piece, is it the last of its logical batch): one at the most, and in the last turn all that are left.
+        """Yield (piece, is it the last of its logical batch): at most one, and all that are left in the last turn.
 
         Args:
-            turn: of the outer loop; it gets what is handed out.
+            turn: of the framework's loop; stores the yielded pieces.
         """
         while not self._left:
             piece = self._next()
@@ -73,15 +72,15 @@ class Pieces:
 
 
 class HeldLosses:
-    """The step of an optimizer, for loops that compute losses at one place and call `optimizer.step()` at another.
+    """An optimizer's step for loops that compute losses in one place and call `optimizer.step()` in another.
 
-    Attaches the engine; afterwards `step()` is the private step of what was held. A closure is called first, for it
-    computes the losses and holds them.
+    Attaches the engine. Then `step()` takes the private step on the held losses. It first calls a closure, which
+    computes and holds them.
 
     Args:
         engine: not attached yet.
         optimizer: of the model's parameters.
-        caller: what a user of the framework would have to do, for the message where nothing was held.
+        caller: what a user of the framework must do, for the error without losses.
 
     Raises:
         Misuse: as `PrivacyEngine.attach`.
@@ -110,7 +109,7 @@ class HeldLosses:
         optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
 
     def add(self, losses: Any) -> None:
-        """A piece that is not the last of its logical batch: it is clipped and added.
+        """Clip and add a piece that is not the last of its logical batch.
 
         Args:
             losses: of the piece, [B] with their graph.
@@ -118,23 +117,23 @@ class HeldLosses:
         self._step(loss=losses)
 
     def hold(self, losses: Tensor | None) -> None:
-        """The last piece's, [B] with their graph; None if it has no samples and the model was not called.
+        """Hold the last piece's losses.
 
         Args:
-            losses: of the piece.
+            losses: [B] with their graph; None if the piece has no samples and the model was not called.
         """
         self._losses, self._held = losses, True
 
 
 class Judge(Watch):
-    """Looks at some of the pieces whether a loss is made of its own sample alone: by way of labels and inputs, too.
+    """Checks some of the pieces for a loss that depends on other samples, also through labels and inputs.
 
-    The engine, which sees neither, looks at the model and at what is made of its outputs. Between a piece that is
-    looked at and its losses there are hooks on the model, and at no other time.
+    The engine sees neither of these; it checks the model and the operations on its outputs. Hooks are on the model only
+    between a checked piece and its losses.
 
     Args:
         model: attached to its engine.
-        by: who hands out the pieces, for messages.
+        by: yields the pieces, for messages.
     """
 
     def __init__(self, model: nn.Module, by: str) -> None:
@@ -142,7 +141,7 @@ class Judge(Watch):
         self.close()
 
     def batch(self, batch: Any) -> Any:
-        self.close()  # of a piece whose losses never came
+        self.close()  # drop a piece without losses
         found = super().batch(batch)
         if self._look is not None:
             self.open()
@@ -150,7 +149,7 @@ class Judge(Watch):
 
     @property
     def is_looking(self) -> bool:
-        """Is the piece that was handed out looked at?"""
+        """Whether the current piece is checked."""
         return self._look is not None
 
     def judge(self, losses: Tensor) -> None:
@@ -164,7 +163,7 @@ class Judge(Watch):
 
 
 class Mean:
-    """The mean loss of a logical batch's own records, padding left out: of the data, and not private."""
+    """The mean loss of a logical batch's own records, without padding: depends on the data, and not private."""
 
     def __init__(self, engine: PrivacyEngine) -> None:
         self._engine = engine
@@ -172,41 +171,41 @@ class Mean:
         self._count = 0
 
     def add(self, losses: Tensor) -> None:
-        """Of the piece that the model has read, [B], before its step.
+        """Add the losses of the piece that the model has read, before its step.
 
         Args:
-            losses: with a graph or without.
+            losses: [B], with or without a graph.
         """
         mine = plain(losses).detach()[self._engine.mask.to(losses.device)]
         self._sum, self._count = self._sum + mine.sum(), self._count + len(mine)
 
     def take(self) -> Any:
-        """The mean; 0 of no records. The next one begins."""
+        """Return the mean, 0 without records, and reset it."""
         found = self._sum / max(1, self._count)
         self._sum, self._count = 0.0, 0
         return found
 
 
 def to_skip(piece: Any, engine: PrivacyEngine) -> bool:
-    """Has this physical batch no samples? Where processes share the parameters, all of them call the model even so.
+    """Returns whether a physical batch has no samples, and need not run: all processes run it if they share parameters.
 
     Args:
         piece: of the engine's loader.
-        engine: whose model would read it.
+        engine: of the model.
     """
     return any(x.dim() and not len(x) for x in tensors_of(piece)) and not sharded_modules(engine.model)
 
 
 def per_sample(losses: Any, piece: Any, where: str) -> Tensor:
-    """The losses, if there is one for each sample.
+    """Return the losses if there is one for each sample.
 
     Args:
-        losses: what somebody else's code has computed.
-        piece: of which physical batch.
-        where: the name of that code.
+        losses: computed by the caller.
+        piece: their physical batch.
+        where: the name of the caller's function.
 
     Raises:
-        Misuse: something else.
+        Misuse: another shape or type.
     """
     size = next((len(x) for x in tensors_of(piece) if x.dim()), None)
     if not isinstance(losses, Tensor) or losses.dim() != 1 or (size is not None and len(losses) != size):

@@ -1,4 +1,4 @@
-"""Between loader and step: what is computed from a batch is noted, in the batches that are looked at."""
+"""Hook a model between loader and step, to record the operations on the batches to check."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ class Watch(ABC):
     """Hooks on a model whose forward passes the engine records already.
 
     Args:
-        model: what trains.
-        forget: called when forward passes are let go without a step.
-        by: who hands out the batches, for messages.
+        model: in training.
+        forget: called when forward passes are dropped without a step.
+        by: yields the batches, for messages.
+
+    Methods take:
+        args, kwargs: the model's inputs.
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None], by: str) -> None:
@@ -33,21 +36,21 @@ class Watch(ABC):
         self.open()
 
     def open(self) -> None:
-        """Hook the model: nearer to the caller than the engine's hooks, which are there."""
+        """Hook the model, outside of the engine's hooks."""
         self._handles = [
             self._model.register_forward_pre_hook(Hook(self._before), prepend=True, with_kwargs=True),
             self._model.register_forward_hook(Hook(self._after), with_kwargs=True, always_call=True),
         ]
 
     def close(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._see(None)
 
     def batch(self, batch: Any) -> Any:
-        """What the loader hands out next; its tensors note what is done with them where that is looked at.
+        """Return the loader's next batch; if it is checked, its tensors record the operations on them.
 
         Args:
             batch: of the loader.
@@ -57,13 +60,13 @@ class Watch(ABC):
         return batch if self._look is None else self._look.batch(batch)
 
     def judge(self, losses: Tensor) -> None:
-        """Say whether each loss is made of its own sample alone, if this batch is looked at; it is done with.
+        """Check, if this batch is checked, that each loss depends on its own sample alone, and end the check.
 
         Args:
-            losses: [B], of the caller's.
+            losses: the caller's, [B].
 
         Raises:
-            UnsupportedModel: losses, or what the model read, of which one depends on other samples.
+            UnsupportedModel: a loss, or the model's input for a sample, depends on other samples.
         """
         look = self._taken()
         if look is None:
@@ -76,23 +79,18 @@ class Watch(ABC):
             self.looks.done()
 
     def begin(self, args: Any, kwargs: Any) -> None:  # noqa: B027  (most have nothing to do)
-        """Before a forward pass that trains.
-
-        Args:
-            args, kwargs: what the model is called with.
-        """
+        """Called before a forward pass in training."""
 
     @abstractmethod
     def outputs(self, args: Any, kwargs: Any, output: Any) -> Any:
-        """What the caller gets of a forward pass that trains; `output` is None where it has raised.
+        """Return the output of a forward pass in training to the caller.
 
         Args:
-            args, kwargs: what the model was called with.
-            output: what it gave.
+            output: the model's output; None if the pass raised.
         """
 
     def _noted(self, output: Any) -> Any:
-        """An output in the place of the engine's, which sees no labels: its tensors note what is done with them."""
+        """Replace the engine's recording output by one that also follows labels."""
         look = self._look
         if look is None:
             return output
@@ -104,7 +102,7 @@ class Watch(ABC):
         self._look, self._by_loader = look, False
 
     def _taken(self) -> Look | None:
-        """The look at the batch that is stepped now, which is done with; the caller closes it."""
+        """The current check, which ends here; the caller closes it."""
         look, self._look, self._by_loader = self._look, None, False
         return look
 

@@ -1,6 +1,6 @@
-"""States of a model and an optimizer whose parameters several processes share (FSDP2): saved whole, loaded in parts.
+"""Save whole states of FSDP2 models and optimizers, and load them in parts.
 
-So a checkpoint is the one that a single process would have written, and any number of processes goes on from it.
+A checkpoint equals a single process's, and any number of processes can resume from it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 
 def whole(state: Any) -> Any:
-    """A state dict, its tensors gathered; all processes call this.
+    """Gather the tensors of a state dict; all processes must call this.
 
     Args:
         state: tensors in nested dicts and lists.
@@ -28,7 +28,7 @@ def whole(state: Any) -> Any:
 
 
 def load_whole_weights(model: nn.Module) -> None:
-    """From now on `model.load_state_dict` takes whole tensors, too, of which each process keeps its part.
+    """Make `model.load_state_dict` accept whole tensors, of which each process keeps its part.
 
     Args:
         model: sharded by FSDP2.
@@ -43,10 +43,10 @@ def load_whole_weights(model: nn.Module) -> None:
 
 
 def load_whole_states(optimizer: Optimizer) -> None:
-    """The same of `optimizer.load_state_dict`.
+    """Make `optimizer.load_state_dict` accept whole tensors, too.
 
     Args:
-        optimizer: over sharded parameters.
+        optimizer: of sharded parameters.
     """
 
     def in_parts(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def load_whole_states(optimizer: Optimizer) -> None:
 
 
 def _part(value: Any, like: Tensor) -> Any:
-    """This process's part of a whole tensor of the shape of a parameter; all else as it is."""
+    """This process's part of a whole tensor shaped like a parameter; other values are unchanged."""
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
         return value
     if value.shape != like.shape:  # a count of steps, say
@@ -72,7 +72,7 @@ def _part(value: Any, like: Tensor) -> Any:
 
 
 def is_shared(model: torch.nn.Module) -> bool:
-    """Has a process a part of some parameter alone?
+    """Returns whether any parameter is sharded.
 
     Args:
         model: any module.
