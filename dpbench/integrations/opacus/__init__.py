@@ -1,4 +1,4 @@
-"""Code that was written for Opacus, by this engine: one import is changed.
+"""Run code written for Opacus with this engine: change one import.
 
     from dpbench.integrations.opacus import BatchMemoryManager, PrivacyEngine
 
@@ -10,7 +10,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Opacus itself is not needed, but for its own layers, schedulers and fixes of models, if the code has them.
+Opacus itself is needed only for its own layers, schedulers and model fixes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`privacy_engine.accountant`: the engine's accounting by the names that Opacus' accountants have."""
+"""`privacy_engine.accountant`: the engine's accounting under the names of Opacus' accountants."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from dpbench.engine.adjust import begin_after
 
 History = list[tuple[float, float, int]]
 IGNORED = frozenset({"eps_error", "delta_error", "alphas", "poisson"})
-"""Arguments of Opacus' accountants that say how exactly to search: here ε is searched to the end."""
+"""Precision arguments of Opacus' accountants; here ε always has full precision."""
 
 
 class Accountant:
-    """What is spent, read from the engine.
+    """Reads the spent privacy from the engine.
 
     Args:
         name: "rdp", "prv", "gdp", or another name of `accounting`.
-        engine: gives the engine that accounts; None before `make_private`.
+        engine: returns the engine; None before `make_private`.
 
     Raises:
-        ValueError: no accountant's name.
+        ValueError: an unknown name.
+
+    Methods take:
+        delta: in [0, 1].
     """
 
     def __init__(self, name: str, engine: Callable[[], PrivacyEngine | None]) -> None:
@@ -34,12 +37,12 @@ class Accountant:
         self._loaded: History = []
 
     def mechanism(self) -> str:
-        """Its name."""
+        """Returns the accountant's name."""
         return self._name
 
     @property
     def history(self) -> History:
-        """[(noise multiplier, sample rate, steps), ...] of all that was released."""
+        """[(noise multiplier, sample rate, steps), ...] of all released steps."""
         engine = self._engine()
         if engine is None:
             return list(self._loaded)
@@ -57,14 +60,13 @@ class Accountant:
         return len(self.history)
 
     def get_epsilon(self, delta: float, **options: Any) -> float:
-        """ε at δ of all steps so far, as the engine's `privacy_spent` says it; 0 before the first.
+        """ε at δ of all steps so far, as in the engine's `privacy_spent`; 0 before the first.
 
         Args:
-            delta: in [0, 1].
-            options: Opacus' own; they change nothing here.
+            options: Opacus' own; ignored.
 
         Raises:
-            TypeError: an option that no accountant of Opacus' has.
+            TypeError: an option that no accountant of Opacus has.
             NoAnswer: no bound is known.
         """
         unknown = sorted(options.keys() - IGNORED)
@@ -80,11 +82,10 @@ class Accountant:
         return spent.epsilon
 
     def get_privacy_spent(self, *, delta: float, alphas: Any = None) -> tuple[float, float]:
-        """(ε, the Rényi order that it has it at), by "rdp"; `alphas` is ignored: all orders are tried.
+        """(ε, its Rényi order), by "rdp".
 
         Args:
-            delta: in [0, 1].
-            alphas: Opacus' orders.
+            alphas: Opacus' orders; ignored, as all orders are tried.
 
         Raises:
             Misuse: another accountant.
@@ -98,35 +99,32 @@ class Accountant:
         return epsilon, float(found.detail.get("order", 0.0))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Never the caller's.
+        """Always raises Misuse, as the engine counts the steps.
 
         Args:
             noise_multiplier, sample_rate: Opacus' arguments.
-
-        Raises:
-            Misuse: always.
         """
         raise Misuse("expected no accountant.step(): the engine counts every optimizer.step() itself")
 
     def state_dict(self, destination: Any = None) -> Any:
-        """As Opacus' has it: "history" and "mechanism".
+        """Opacus' "history" and "mechanism".
 
         Args:
-            destination: a dict to put it into; None for a new one.
+            destination: a dict to fill; None for a new one.
         """
         found = OrderedDict() if destination is None else destination
         found["history"], found["mechanism"] = self.history, self._name
         return found
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Account for the steps of an earlier training, too: of Opacus', or of this package's.
+        """Also account for the steps of an earlier training, by Opacus or this package.
 
         Args:
-            state_dict: what `state_dict` gave, here or in Opacus.
+            state_dict: from `state_dict`, here or in Opacus.
 
         Raises:
-            ValueError: a state that is none, or of another accountant.
-            Misuse: after a step.
+            ValueError: an invalid state, or one of another accountant.
+            Misuse: the engine has released steps.
         """
         if not state_dict or "history" not in state_dict or "mechanism" not in state_dict:
             raise ValueError("expected a state_dict with 'history' and 'mechanism', got none or another one")
@@ -138,7 +136,7 @@ class Accountant:
         self.hand_over()
 
     def hand_over(self) -> None:
-        """What was loaded before there was an engine is the engine's from now on."""
+        """Move the steps that were loaded before the engine existed to the engine."""
         engine = self._engine()
         if engine is None or not self._loaded:
             return

@@ -1,4 +1,4 @@
-"""Checkpoints with Opacus' keys, and beside them the engine's own state: with it ε goes on, and never falls."""
+"""Save and load checkpoints with Opacus' keys and the engine's own state, so that ε continues and never falls."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def save(
     module_state_dict_kwargs: dict[str, Any] | None = None,
     torch_save_kwargs: dict[str, Any] | None = None,
 ) -> None:
-    """Write module, accountant, and what else is given, to `path`; arguments as Opacus' have them.
+    """Write module, accountant and the other given parts to `path`, with Opacus' arguments.
 
-    The file holds the keys of the noise and of the sampling: as secret as the data.
+    The file holds the keys of noise and sampling, and is as secret as the data.
 
     Args:
-        private: the optimizer that was made private.
+        private: the private optimizer.
         accountant: of the same engine.
-        path: a path or a file, as `torch.save` takes it.
-        module: whose parameters are saved.
-        optimizer, noise_scheduler, grad_clip_scheduler: what else is saved, if given.
+        path: a path or a file, as in `torch.save`.
+        module: its parameters are saved.
+        optimizer, noise_scheduler, grad_clip_scheduler: saved if given.
         checkpoint_dict: the caller's own entries.
         module_state_dict_kwargs, torch_save_kwargs: of `module.state_dict` and `torch.save`.
     """
@@ -70,22 +70,22 @@ def load(
     module_load_dict_kwargs: dict[str, Any] | None = None,
     torch_load_kwargs: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Read what `save` wrote, or Opacus' own `save_checkpoint`, whose steps are accounted; returns the rest.
+    """Load a file of `save` or of Opacus' `save_checkpoint`, account for its steps, and return the rest.
 
-    Noise and norm that a scheduler had moved are restored where the scheduler is given.
+    A given scheduler also restores the noise and the norm that it had set.
 
     Args:
-        private: the optimizer that was made private.
+        private: the private optimizer.
         accountant: of the same engine.
-        path: a path or a file, as `torch.load` takes it. It runs no code (`weights_only=True`), unless
-            `torch_load_kwargs={"weights_only": False}` says that it is trusted to.
-        module: which takes the saved parameters.
-        optimizer, noise_scheduler, grad_clip_scheduler: what else is restored, if given.
+        path: a path or a file, as in `torch.load`. It runs no code (`weights_only=True`) unless you trust it by
+            `torch_load_kwargs={"weights_only": False}`.
+        module: receives the saved parameters.
+        optimizer, noise_scheduler, grad_clip_scheduler: restored if given.
         module_load_dict_kwargs, torch_load_kwargs: of `module.load_state_dict` and `torch.load`.
 
     Raises:
-        ValueError: a setting that differs from the checkpoint's, or objects in a file that may hold none.
-        Misuse: after a step of this training, where noise has changed in one of the two.
+        ValueError: a setting differs from the checkpoint's, or the file has objects without permission.
+        Misuse: this training has released steps, and noise has changed in it or in the checkpoint.
     """
     try:
         state = torch.load(path, **{"weights_only": True, **(torch_load_kwargs or {})})
@@ -133,7 +133,7 @@ def _go_on(private: DPOptimizer, state: dict[str, Any], *, moved: bool, norm: bo
         now = replace(engine.settings.mechanism, noise_multiplier=saved["noise_multiplier"])
         engine.settings = replace(engine.settings, mechanism=now)
         begin_after(engine, [(replace(now, noise_multiplier=s, sample_rate=q), n) for s, q, n in history])
-        engine.steps = 0  # which the state says
+        engine.steps = 0  # the state sets it
     if norm and own["max_grad_norm"] != private.max_grad_norm:
         private.max_grad_norm = own["max_grad_norm"]
     engine.load_state_dict(own["engine"])

@@ -1,4 +1,4 @@
-"""Clipping functions by Opacus' names, at the norms that a scheduler sets."""
+"""Clipping functions by Opacus' names, at the norms set by a scheduler."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NAMES = ("flat", "per_layer", "automatic", "adaptive")
 
 @dataclass(frozen=True)
 class PerTensor:
-    """Each trainable parameter has a threshold of its own: factors min(1, C_l / (‖g_{l,i}‖ + 1e-6)).
+    """Clips each trainable parameter at its own threshold: factors min(1, C_l / (‖g_{l,i}‖ + 1e-6)).
 
-    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C_l in each, hence `sensitivity` = √(Σ_l C_l²). Of another number of
-    parameters than there are thresholds, each has an equal share: the same sensitivity.
+    Formal guarantees: ‖c_{l,i} g_{l,i}‖ ≤ C_l in each, hence `sensitivity` = √(Σ_l C_l²). If the number of parameters
+    is not that of the thresholds, all have equal shares of the same sensitivity.
 
     Args:
         thresholds: C_l ≥ 0, in the order of the model's trainable parameters.
@@ -34,11 +34,11 @@ class PerTensor:
 
     @property
     def sensitivity(self) -> float:
-        """√(Σ C_l²), of the thresholds C_l."""
+        """√(Σ C_l²)."""
         return math.hypot(*self.thresholds)
 
     def factors(self, norms: Tensor) -> Tensor:
-        """min(1, C_l / (‖g_{l,i}‖ + stabiliser)) for each norm; per layer at C/√L where there are other layers.
+        """min(1, C_l / (‖g_{l,i}‖ + stabiliser)) for each norm; with C/√L for another number of rows.
 
         Args:
             norms: [L, B], a row for each tensor.
@@ -53,22 +53,22 @@ class PerTensor:
 
 
 class Clips:
-    """The clipping function at each norm C.
+    """Creates the clipping function of each norm C.
 
     Args:
         clipping: one of `NAMES`.
-        max_grad_norm: C; for "per_layer" a list, one of each trainable parameter, in the optimizer's order, or C of
-            all, which have equal shares.
-        optimizer, model: whose parameters they are.
+        max_grad_norm: C; for "per_layer" also a list, one of each trainable parameter in the optimizer's order. A
+            number gives all layers equal shares.
+        optimizer, model: of the parameters.
         noise_multiplier: σ.
-        options: of "adaptive", `quantile.ARGUMENTS`; of the others none.
+        options: `quantile.ARGUMENTS` of "adaptive"; none of the others.
 
     Attributes:
         norm: C.
-        quantile: what moves C, of "adaptive".
+        quantile: changes C, for "adaptive".
 
     Raises:
-        ValueError, TypeError: one line that names the argument.
+        ValueError, TypeError: an invalid argument, named.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ class Clips:
             raise TypeError(f"expected the arguments of make_private with clipping={clipping!r}, {came}")
         self.quantile = Quantile(**options) if wanted else None
         self.noise_multiplier = noise_multiplier
-        """σ of the noise beside it."""
+        """σ."""
         self._shares: tuple[float, ...] | None = None
         if isinstance(max_grad_norm, (list, tuple)):
             self._shares, max_grad_norm = _shares(clipping, max_grad_norm, optimizer, model)
         self.norm = float(max_grad_norm)
 
     def at(self, norm: float) -> ClipFunction:
-        """The function of this norm.
+        """Return the clipping function of a norm.
 
         Args:
             norm: C.
@@ -114,7 +114,7 @@ class Clips:
 def _shares(
     clipping: str, norms: Sequence[float], optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[tuple[float, ...], float]:
-    """Of each trainable parameter, in the model's order, its part of the norm; and the norm √(Σ C_l²)."""
+    """Each trainable parameter's share of the norm, in the model's order; and the norm √(Σ C_l²)."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if clipping != "per_layer" or len(norms) != len(trained):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The criterion of `grad_sample_mode="ghost"`: it keeps the losses of the samples, and shows their mean or sum."""
+"""The criterion of `grad_sample_mode="ghost"`: stores per-sample losses, and shows their mean or sum."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dpbench.integrations.watch import Watch
 
 
 class Backward(Watch):
-    """The losses whose `backward()` was called, until the step.
+    """The losses that `backward()` was called on, until the step.
 
     Args:
-        model: whose own losses are refused.
-        forget: called when forward passes are let go without a step.
+        model: its own losses are refused.
+        forget: called when forward passes are dropped without a step.
     """
 
     def __init__(self, model: nn.Module, forget: Callable[[], None]) -> None:
@@ -35,25 +35,25 @@ class Backward(Watch):
 
     @property
     def pending(self) -> bool:
-        """Were there losses that were not stepped?"""
+        """Whether there are losses without a step."""
         return self._losses is not None
 
     def arrived(self, losses: Tensor) -> None:
-        """`backward()` of these [B]: the gradients come with the step.
+        """Store the losses of a `backward()`; the step computes the gradients.
 
         Args:
-            losses: with their graph.
+            losses: [B], with their graph.
         """
         if self._losses is not None:
             raise Misuse(f"{ACCUMULATION}; several losses of one batch are added first: (loss_a + loss_b).backward()")
         self._losses = losses
 
     def take(self) -> Tensor:
-        """The losses [B] of this step.
+        """Return the losses [B] of this step.
 
         Raises:
             Misuse: no backward pass.
-            UnsupportedModel: losses or inputs of which one depends on other samples.
+            UnsupportedModel: a loss or an input depends on other samples.
         """
         losses, self._losses = self._losses, None
         if losses is None:
@@ -65,7 +65,7 @@ class Backward(Watch):
         return losses
 
     def clear(self) -> None:
-        """`zero_grad()`."""
+        """Drop the losses, for `zero_grad()`."""
         if self._losses is not None:
             self._losses = None
             self._forget()
@@ -76,30 +76,30 @@ class Backward(Watch):
 
 
 class DPTensor:
-    """The losses of the samples [B], shown as one number: `item()`, `float()`, `detach()`, sums and multiples.
+    """Per-sample losses [B] that act as one number: `item()`, `float()`, `detach()`, sums and multiples.
 
-    `backward()` says that `optimizer.step()` is to use them. Losses of one batch may be added.
+    `backward()` selects them for `optimizer.step()`. Losses of one batch may be added.
     """
 
     def __init__(self, losses: Tensor, reduction: str, backward: Backward) -> None:
         self.loss_per_sample, self.loss_reduction, self._backward = losses, reduction, backward
 
     def detach(self) -> Tensor:
-        """The mean or the sum of the losses, as the criterion has it, without a graph."""
+        """The mean or the sum of the losses, as in the criterion, without a graph."""
         losses = self.loss_per_sample.detach()
         return losses.mean() if self.loss_reduction == "mean" else losses.sum()
 
     def item(self) -> float:
-        """The same as a number."""
+        """The same as a Python float."""
         return float(self.detach())
 
     __float__ = item
 
-    def __iter__(self) -> Any:  # a GradScaler takes what is no tensor for several
+    def __iter__(self) -> Any:  # a GradScaler iterates over anything but a tensor
         raise Misuse("expected no GradScaler: scaled gradients would be clipped; bfloat16 autocast needs none")
 
     def backward(self) -> None:
-        """The gradients are clipped, and so formed at `optimizer.step()`."""
+        """Select these losses; `optimizer.step()` computes the clipped gradients."""
         self._backward.arrived(self.loss_per_sample)
 
     def _with(self, losses: Tensor) -> DPTensor:
@@ -147,16 +147,15 @@ class DPTensor:
 
 
 class DPLoss:
-    """A criterion with the losses of the samples: called as the one that it wraps.
+    """Wraps a criterion to compute per-sample losses, with the same call.
 
-    A loss of several numbers a sample [B, ...] is averaged (or summed) over them. Losses of tokens that come as one row
-    [B·T] are told apart by ``shape=logits.shape``; the mean of a sample is then over its own tokens that are not
-    `ignore_index`.
+    It averages (or sums) a loss with several numbers a sample [B, ...] over them. Pass ``shape=logits.shape`` for
+    losses of tokens in one row [B·T]; the mean of a sample is then over its own tokens that are not `ignore_index`.
 
     Args:
-        criterion: with an attribute `reduction`, as torch's have; or a function that gives one loss a sample.
+        criterion: has an attribute `reduction`, as torch's; or a function that returns one loss a sample.
         reduction: "mean" or "sum".
-        backward: told of `backward()`.
+        backward: receives the losses of `backward()`.
 
     Raises:
         ValueError: a criterion of another reduction.

@@ -1,4 +1,4 @@
-"""`PrivacyEngine` and `BatchMemoryManager` with Opacus' arguments: a translation to `dpbench.PrivacyEngine`."""
+"""`PrivacyEngine` and `BatchMemoryManager` with Opacus' arguments, translated to `dpbench.PrivacyEngine`."""
 
 from __future__ import annotations
 
@@ -27,24 +27,28 @@ from dpbench.integrations.opacus.optimizer import DPOptimizer
 from dpbench.integrations.opacus.outputs import Outputs
 
 MODES = ("hooks", "functorch", "ew", "ghost", "ghost_fsdp")
-"""All are computed in one way, by bk_mixed; the last two return a criterion, too."""
+"""All run bk_mixed; the last two also return a criterion."""
 
 
 class PrivacyEngine:
-    """Opacus' `PrivacyEngine`, with the accounting, the noise and the clipping of `dpbench.PrivacyEngine`.
+    """Opacus' `PrivacyEngine`, with the accounting, noise and clipping of `dpbench.PrivacyEngine`.
 
     Args:
         accountant: "prv", "rdp", "gdp" (an estimate), or another name of `accounting`.
-        secure_mode: noise of a cipher with the operating system's key, which is what everybody has in any case; with
-            it a noise_generator is refused.
+        secure_mode: refuse a noise_generator; without one, noise comes from a cipher with the operating system's key.
 
     Raises:
-        ValueError: no accountant's name.
+        ValueError: an unknown accountant.
+
+    Methods take:
+        module: to be trained.
+        optimizer, data_loader: Opacus' arguments; ignored by `is_compatible` and `validate`.
+        path, more: as in `dpbench.integrations.opacus.checkpoint`.
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
         self.engine: Engine | None = None
-        """The engine itself, after `make_private`: `engine.privacy_spent()` says what an ε is worth."""
+        """The engine, after `make_private`: `engine.privacy_spent()` says what an ε is worth."""
         self.secure_mode = secure_mode
         self.dataset: Any = None
         self.accountant = Accountant(accountant, lambda: self.engine)
@@ -72,30 +76,30 @@ class PrivacyEngine:
         """(module, optimizer, data_loader), or (module, optimizer, criterion, data_loader) in the ghost modes.
 
         The sample rate is 1/len(data_loader), as in Opacus. The noisy sum is divided by the loader's batch size, which
-        is public; Opacus divides by int(n/len(data_loader)), which tells of the number of records.
+        is public; Opacus divides by int(n/len(data_loader)), which reveals something about the number of records.
 
         Args:
-            module: what is trained. Unlike Opacus any that `dpbench.PrivacyEngine` can train: nn.LSTM, tied weights...
+            module: any that `dpbench.PrivacyEngine` can train, also with nn.LSTM or tied weights, unlike Opacus.
             optimizer: of the module's parameters.
-            data_loader: of a dataset with a length. In several processes it is the same in all, and its batch size is
-                that of all together: each process gets its part of every sample.
+            data_loader: of a dataset with a length. It is the same in all processes, with the batch size of all
+                together; each process gets its part of every sample.
             noise_multiplier: σ.
             max_grad_norm: C; with clipping="per_layer" also one of each trainable parameter.
             criterion: nn.CrossEntropyLoss() if None; used in the ghost modes alone.
-            batch_first: True.
+            batch_first: must be True.
             loss_reduction: of the loss: "mean" or "sum" over the batch.
-            poisson_sampling: False keeps the loader's batches. These are accounted as what they are, one pass an epoch,
-                for making one record's gradient zero: a much larger ε than Opacus says, which counts them as samples.
+            poisson_sampling: False keeps the loader's batches. They are accounted as one pass an epoch, for making one
+                record's gradient zero. ε is much larger than Opacus', which counts them as Poisson samples.
             clipping: "flat", "per_layer", "automatic", or "adaptive" with the arguments of Opacus' AdaClip in `others`;
                 the noise of its count is within the noise multiplier.
-            noise_generator: noise and samples that can be repeated: not private.
+            noise_generator: repeatable noise and samples: not private.
             grad_sample_mode: one of `MODES`.
-            wrap_model: False returns what takes the hooks off in the module's place; the model is used as it is.
-            rand_on_empty: False: a sample of no records is a batch of no records.
+            wrap_model: False trains the model without a wrapper, and returns an object that removes the hooks.
+            rand_on_empty: must be False: an empty sample is an empty batch.
 
         Raises:
-            ValueError, TypeError: an argument, in one line that names it.
-            Misuse: what has no accounting, or an engine already.
+            ValueError, TypeError: an invalid argument, named.
+            Misuse: arguments without accounting, or a second call.
             UnsupportedModel: a model that mixes samples.
         """
         _one_of("grad_sample_mode", grad_sample_mode, MODES)
@@ -161,18 +165,18 @@ class PrivacyEngine:
         poisson_sampling: bool = True,
         **arguments: Any,
     ) -> tuple[Any, ...]:
-        """As `make_private` with the noise for which `epochs` passes over the loader have this ε at this δ.
+        """As `make_private`, with the noise for this ε at this δ after `epochs` passes over the loader.
 
         Args:
-            data_loader: an ordinary one, whose batch size and data set count.
-            target_epsilon, target_delta: to be reached at the end.
+            data_loader: an ordinary one, which sets batch size and data set.
+            target_epsilon, target_delta: at the end of training.
             epochs: passes over the loader.
-            poisson_sampling: draw Poisson samples; else batches are as the loader has them, at a larger ε.
-            arguments: all else that `make_private` takes.
+            poisson_sampling: draw Poisson samples; False keeps the loader's batches, at a larger ε.
+            arguments: of `make_private`.
 
         Raises:
             NoAnswer: no noise meets the target.
-            Misuse: steps that were released before count beside those, and are not in the target.
+            Misuse: earlier steps count, and the target does not include them.
         """
         if self.accountant.history:
             raise Misuse("expected make_private_with_epsilon before the first step, got an engine that has spent ε")
@@ -208,12 +212,7 @@ class PrivacyEngine:
         return self.accountant.get_epsilon(delta)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> bool:
-        """Can the module be trained privately, as far as can be told before it is run?
-
-        Args:
-            module: to be trained.
-            optimizer, data_loader: Opacus' arguments; not looked at.
-        """
+        """Returns whether the module can be trained privately, as far as can be checked without a forward pass."""
         try:
             self.validate(module=module)
         except UnsupportedModel:
@@ -221,23 +220,15 @@ class PrivacyEngine:
         return True
 
     def validate(self, *, module: nn.Module, optimizer: Any = None, data_loader: Any = None) -> None:
-        """Raise an UnsupportedModel if it cannot.
-
-        Args:
-            module: to be trained.
-            optimizer, data_loader: Opacus' arguments; not looked at.
-        """
+        """Raise an UnsupportedModel if `is_compatible` is False."""
         require_usable(unwrapped(module))
 
     @classmethod
     def get_compatible_module(cls, module: nn.Module) -> nn.Module:
-        """The module with what mixes samples replaced, by Opacus' ModuleValidator.
-
-        Args:
-            module: to be trained.
+        """Replace layers that mix samples, by Opacus' ModuleValidator.
 
         Raises:
-            ModuleNotFoundError: Opacus is not installed, and the module has something to replace.
+            ModuleNotFoundError: Opacus is not installed, and the module has a layer to replace.
         """
         if batch_norm_problem(batch_norms(module)) is None:
             return module
@@ -247,19 +238,11 @@ class PrivacyEngine:
         return fixed
 
     def save_checkpoint(self, *, path: Any, module: nn.Module, **more: Any) -> None:
-        """See `dpbench.integrations.opacus.checkpoint.save`.
-
-        Args:
-            path, module, more: as those of `save`.
-        """
+        """See `dpbench.integrations.opacus.checkpoint.save`."""
         checkpoint.save(self._made_private(), self.accountant, path=path, module=module, **more)
 
     def load_checkpoint(self, *, path: Any, module: nn.Module, **more: Any) -> dict[str, Any]:
-        """See `dpbench.integrations.opacus.checkpoint.load`.
-
-        Args:
-            path, module, more: as those of `load`.
-        """
+        """See `dpbench.integrations.opacus.checkpoint.load`."""
         return checkpoint.load(self._made_private(), self.accountant, path=path, module=module, **more)
 
     def _made_private(self) -> DPOptimizer:
@@ -269,9 +252,9 @@ class PrivacyEngine:
 
 
 class BatchMemoryManager:
-    """`with BatchMemoryManager(...) as loader`: batches in pieces of `max_physical_batch_size` samples at the most.
+    """`with BatchMemoryManager(...) as loader`: batches in pieces of at most `max_physical_batch_size` samples.
 
-    `optimizer.step()` adds up all but the last piece of a batch; nothing else in the loop changes.
+    `optimizer.step()` accumulates all but the last piece of a batch; the rest of the loop does not change.
 
     Args:
         data_loader, optimizer: of `make_private`.
@@ -306,7 +289,7 @@ def _length(source: DataLoader[Any]) -> int:
 
 
 def _batch_size(source: DataLoader[Any]) -> int:
-    """That was chosen, and so is public."""
+    """The chosen batch size, which is public."""
     size = source.batch_size or getattr(source.batch_sampler, "batch_size", None)
     if not isinstance(size, int):
         raise ValueError("expected a data_loader with a batch_size, which divides the noisy sum, got one without")
@@ -314,7 +297,7 @@ def _batch_size(source: DataLoader[Any]) -> int:
 
 
 def _sampling(source: DataLoader[Any], poisson: bool) -> str:
-    """What is accounted; Poisson samples take the place of uniform ones alone."""
+    """The accounted scheme; Poisson samples may only replace uniform ones."""
     scheme = scheme_of(source, poisson)
     return "poisson" if poisson else scheme
 

@@ -1,9 +1,9 @@
-"""A loss that the model computes itself, from labels among its inputs: cut off where the loss begins, not at the end.
+"""Cut a model that computes its own loss from labels before that loss, not at its outputs.
 
-As transformers' models do: ``model(**batch).loss.backward()``. The logits that `F.cross_entropy` reads inside of the
-model are outputs in the sense of `dpbench.integrations.opacus.outputs`, if the mean that it takes is one over samples:
-if each sample has as many labels that are not ignored as every other. Then what is returned depends on the parameters
-by way of these logits alone, which is looked at.
+transformers' models do so: ``model(**batch).loss.backward()``. The logits read by `F.cross_entropy` inside the model
+count as its outputs (`dpbench.integrations.opacus.outputs`), if the mean is one over samples: each sample has as many
+counted labels as every other. The returned loss must depend on the parameters through these logits alone, which is
+checked.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 MANY = 256
-"""Nodes of a loss that are gone through."""
+"""Largest number of a loss's nodes to follow."""
 
 
 class LossInside(TorchFunctionMode):
-    """Watches a forward pass for `F.cross_entropy` of a mean.
+    """Watches a forward pass for `F.cross_entropy` with a mean over samples.
 
     Args:
         batch_size: B.
-        take: of logits [B·k, classes], gives the same numbers to compute the loss of.
-        reduction: "mean" or "sum", of the caller's.
+        take: replaces logits [B·k, classes] by equal ones with a graph of their own.
+        reduction: the caller's, "mean" or "sum".
     """
 
     def __init__(self, batch_size: int, take: Callable[[Tensor], Tensor], reduction: str) -> None:
@@ -56,10 +56,10 @@ class LossInside(TorchFunctionMode):
 
 
 def depends_on(x: Tensor, anchors: set[int]) -> bool:
-    """Does a gradient of `x` end at these tensors, by their identities, and nowhere else?
+    """Returns whether the gradient of `x` ends at these tensors and nowhere else.
 
     Args:
-        x: with a graph, or without.
+        x: with or without a graph.
         anchors: identities of tensors without a graph of their own.
     """
     found, to_go = {x.grad_fn}, [x.grad_fn]

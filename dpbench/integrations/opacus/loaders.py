@@ -1,4 +1,4 @@
-"""The loaders that `make_private` and `BatchMemoryManager` return: of Poisson samples, or the caller's own batches."""
+"""The loaders of `make_private` and `BatchMemoryManager`: Poisson samples, or the caller's own batches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.adjust import count_batches, drop_parts
 
 KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
-"""Of a loader's options, those that its private copy has as well."""
+"""Options of a loader that its private copy shares."""
 
 
 class DPDataLoader(DataLoader[Any]):
-    """Batches for the private training of one engine; what is not here is as in the loader that it was made from.
+    """Batches for one engine's private training; other attributes are those of the source loader.
 
     Args:
         source: the caller's.
-        engine: which accounts.
-        poisson: sample anew each step, each record with probability `sample_rate`; else the source's own batches.
-        see: told each batch, whose answer is handed out.
+        engine: accounts.
+        poisson: sample each step, each record with probability `sample_rate`; else yield the source's own batches.
+        see: maps each batch to the one yielded.
     """
 
     def __init__(
@@ -46,16 +46,17 @@ class DPDataLoader(DataLoader[Any]):
         return getattr(self.source, name)
 
     def stepped(self) -> None:
-        """A logical batch of it was released."""
+        """Count the release of one of its logical batches."""
         if not self.poisson:
             self._epochs.stepped()
 
     def in_pieces(self, most: int, skip: Callable[[bool], None]) -> DPDataLoader:
-        """The same batches in pieces of `most` samples, of which the optimizer steps at the last alone.
+        """The same batches in pieces of `most` samples; the optimizer steps at the last one.
 
         Args:
             most: samples.
-            skip: told of each piece whether the optimizer is only to add it up; of Poisson samples the engine knows.
+            skip: called for each piece with whether the optimizer only accumulates it; the engine knows this of Poisson
+                samples.
         """
         pieces = DPDataLoader.__new__(DPDataLoader)
         pieces.__dict__.update(self.__dict__)
@@ -68,16 +69,16 @@ class DPDataLoader(DataLoader[Any]):
 
 
 class Epochs:
-    """Iterations of a loader in which there was a step: in each of them a record may have been used once.
+    """Counts iterations of a loader with at least one step, each of which may have used a record once.
 
-    Also where an iteration was broken off: the next one begins anew, with the first records again.
+    An interrupted iteration counts, too: the next one may begin with the same records.
     """
 
     def __init__(self, engine: PrivacyEngine) -> None:
         self._engine, self._counted = engine, False
 
     def of(self, loader: Any) -> Iterator[Any]:
-        """The batches of a loader; the first step within them begins an epoch.
+        """Yield the batches of a loader; the first step within them begins an epoch.
 
         Args:
             loader: of the caller's.
@@ -86,7 +87,7 @@ class Epochs:
         yield from loader
 
     def stepped(self) -> None:
-        """A step was made: the first of an epoch counts the batches of those before as handed out."""
+        """Count a step; the first one of an epoch also counts all batches of earlier epochs."""
         if not self._counted:
             length = self._engine.settings.steps_per_epoch
             before = -(-max(self._engine.drawn, self._engine.steps - 1) // length)
@@ -109,7 +110,7 @@ class _Split:
         batches = iter(self._loader)
         is_last, fresh = self._pieces.is_last, True
         for batch in batches:
-            if fresh:  # of a batch whose last piece was left out nothing is in the next one
+            if fresh:  # drop a batch whose last piece was left out
                 drop_parts(self._engine)
             fresh = is_last.popleft()
             self._skip(not fresh)
@@ -117,7 +118,7 @@ class _Split:
 
 
 class _Pieces:
-    """Index lists, and beside them whether each is the last piece of its batch."""
+    """Index lists, and a queue of whether each is the last piece of its batch."""
 
     def __init__(self, batches: Any, most: int) -> None:
         self._batches, self._most = batches, most
@@ -139,7 +140,7 @@ class _Pieces:
 
 
 def options(source: DataLoader[Any]) -> dict[str, Any]:
-    """What the private copy of a loader has from it.
+    """The options that a private copy of a loader shares.
 
     Args:
         source: the caller's loader.
@@ -155,10 +156,10 @@ def scheme_of(source: DataLoader[Any], poisson: bool) -> str:
 
     Args:
         source: the caller's loader.
-        poisson: Poisson samples are to take their place.
+        poisson: whether Poisson samples replace them.
 
     Raises:
-        Misuse: in a way that there is no accounting for, or that Poisson samples would not keep.
+        Misuse: a scheme without accounting, or one that Poisson samples cannot replace.
     """
     batches = source.batch_sampler
     sampler: Any = getattr(batches, "sampler", None)

@@ -1,4 +1,4 @@
-"""What `make_private` returns for the model: the model itself underneath, with Opacus' names around it."""
+"""The modules of `make_private`: the model itself, under Opacus' names."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 class GradSampleHooks:
-    """What `wrap_model=False` returns: the model is used as it is, and this takes the hooks off.
+    """Returned by `wrap_model=False`: removes the hooks from the model, which trains as it is.
 
     Args:
-        model: that trains privately.
+        model: trains privately.
         loss_reduction: "mean" or "sum".
-        close: takes everything off the model and the optimizer.
+        close: restores model and optimizer.
     """
 
     batch_first = True
@@ -23,19 +23,19 @@ class GradSampleHooks:
         self._module, self.loss_reduction, self._close_all = model, loss_reduction, close
 
     def cleanup(self) -> None:
-        """Leave model and optimizer as they were before `make_private`. Twice is fine."""
+        """Restore model and optimizer; may be called twice."""
         self._close_all()
 
     remove_hooks = cleanup
 
     def forbid_grad_accumulation(self) -> None:
-        """It never is allowed here: one backward pass a step."""
+        """Does nothing, as a step always has one backward pass."""
 
 
 class GradSampleModule(nn.Module):
-    """What `wrap_model=True` returns: calls the model, whose submodules are found by name here, too.
+    """Returned by `wrap_model=True`: calls the model, and finds its submodules by name.
 
-    As in Opacus, the names of its parameters begin with ``_module.``; `to_standard_module()` is the model alone.
+    As in Opacus, the names of its parameters begin with ``_module.``; `to_standard_module()` returns the model alone.
     """
 
     batch_first = True
@@ -54,45 +54,45 @@ class GradSampleModule(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "_module":  # of a copy that is being made
+            if name == "_module":  # a copy in construction
                 raise
         return getattr(self._module, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which has no engine: its model is an ordinary one."""
+        """A copy has no engine, and an ordinary model."""
         return {**self.__dict__, "_close_all": _nothing}
 
     def cleanup(self) -> None:
-        """Leave model and optimizer as they were before `make_private`. Twice is fine."""
+        """Restore model and optimizer; may be called twice."""
         self._close_all()
 
     remove_hooks = cleanup
 
     def to_standard_module(self) -> nn.Module:
-        """The model itself, without hooks: an ordinary one again."""
+        """Return the model itself, without hooks."""
         self.cleanup()
         model: nn.Module = self._module
         return model
 
     def forbid_grad_accumulation(self) -> None:
-        """It never is allowed here: one backward pass a step."""
+        """Does nothing, as a step always has one backward pass."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._module!r})"
 
 
 def _nothing() -> None:
-    """There is nothing to take off."""
+    """Does nothing."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The model under one of ours.
+    """Return the model inside our wrapper.
 
     Args:
         module: a model, wrapped or not.
 
     Raises:
-        TypeError: one of Opacus' own wrappers, whose hooks are on the model.
+        TypeError: one of Opacus' own wrappers, with hooks on the model.
     """
     if isinstance(module, GradSampleModule):
         return module._module

@@ -1,4 +1,4 @@
-"""What `make_private` returns for the optimizer: Opacus' interface, over one that the engine is attached to."""
+"""The optimizer of `make_private`: Opacus' interface over an optimizer attached to the engine."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ StepHook = Callable[["DPOptimizer"], None]
 
 
 class DPOptimizer(Optimizer):
-    """Takes the losses of `backward()` to the engine, whose step clips, adds noise, and calls the optimizer's own.
+    """Passes the losses of `backward()` to the engine, whose step clips, adds noise and runs the optimizer's own step.
 
-    `noise_multiplier` and `max_grad_norm` may be set between steps, as Opacus' schedulers do: every step is accounted
-    with the noise that it had, and noise is scaled to the norm of the time.
+    `noise_multiplier` and `max_grad_norm` may be set between steps, as by Opacus' schedulers. Every step is accounted
+    with its own noise, which is scaled to the norm of that step.
 
     Args:
         optimizer: attached to the engine.
-        engine: which accounts.
-        losses: where the losses come from.
+        engine: accounts.
+        losses: source of the losses.
         clips: clipping functions by their norms.
-        loss_reduction: "mean": the noisy sum is divided by `expected_batch_size`; "sum": it is not.
-        stepped: called when a logical batch was released.
+        loss_reduction: "mean" divides the noisy sum by `expected_batch_size`, "sum" does not.
+        stepped: called after the release of a logical batch.
     """
 
     _step_supports_amp_scaling = True
-    """A GradScaler then calls `step`, which refuses it."""
+    """Makes a GradScaler call `step`, which refuses it."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def max_grad_norm(self) -> float:
-        """C of the next step; of clipping per layer, of the whole gradient."""
+        """C of the next step; under clipping per layer, of the whole gradient."""
         return self._clips.norm
 
     @max_grad_norm.setter
@@ -87,26 +87,22 @@ class DPOptimizer(Optimizer):
 
     @property
     def adaptive(self) -> bool:
-        """Does the norm move by itself?"""
+        """Whether the norm adapts itself."""
         return self._clips.quantile is not None
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """Those that are trained."""
+        """The trainable parameters."""
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     @property
     def accumulated_iterations(self) -> int:
-        """Always 1: pieces of a logical batch are the loader's affair."""
+        """Always 1: the loader handles the pieces of a logical batch."""
         return 1
 
     @property
     def grad_samples(self) -> list[Tensor]:
-        """Never there.
-
-        Raises:
-            Misuse: always.
-        """
+        """Always raises Misuse, as per-sample gradients are not stored."""
         raise Misuse(
             "expected code that does without per-sample gradients, got optimizer.grad_samples: they are clipped and "
             "summed without being kept; clipping.load_backend('vmap') computes gradients one by one"
@@ -114,7 +110,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer beneath."""
+        """Of the underlying optimizer."""
         return self.original_optimizer.param_groups
 
     @param_groups.setter
@@ -123,7 +119,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """That of the optimizer beneath."""
+        """Of the underlying optimizer."""
         return self.original_optimizer.state
 
     @state.setter
@@ -132,7 +128,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Those of the optimizer beneath."""
+        """Of the underlying optimizer."""
         return self.original_optimizer.defaults
 
     @defaults.setter
@@ -140,9 +136,9 @@ class DPOptimizer(Optimizer):
         self.original_optimizer.defaults = defaults
 
     def attach_step_hook(self, fn: StepHook) -> None:
-        """`fn(optimizer)` runs with the noisy gradients in `.grad`, before each step of the parameters.
+        """Call `fn(optimizer)` before each step of the parameters, with the noisy gradients in `.grad`.
 
-        It takes the place of an earlier one. Accounting is the engine's, and goes on whatever it does.
+        It replaces an earlier hook. The engine's accounting does not depend on it.
 
         Args:
             fn: called with this optimizer.
@@ -150,13 +146,10 @@ class DPOptimizer(Optimizer):
         self.step_hook = fn
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """BatchMemoryManager's own.
+        """Always raises Misuse: only BatchMemoryManager knows the pieces of a batch.
 
         Args:
             do_skip: Opacus' argument.
-
-        Raises:
-            Misuse: always.
         """
         raise Misuse(
             "expected BatchMemoryManager(data_loader=..., max_physical_batch_size=..., optimizer=...), got "
@@ -164,19 +157,19 @@ class DPOptimizer(Optimizer):
         )
 
     def _skip_next(self, skip: bool) -> None:
-        """Is the next step only to add up its piece of a logical batch?"""
+        """Set whether the next step only accumulates its piece of a logical batch."""
         self._skip = skip
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients, and what `backward()` has left; not the pieces of a logical batch that are added up."""
+        """Reset the gradients and the losses of `backward()`, but not the accumulated pieces of a logical batch."""
         self.losses.clear()
         self.original_optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Any = None) -> Any:
-        """Clip, add noise, and step; of all but the last piece of a logical batch: clip and add up.
+        """Clip, add noise, and step; before the last piece of a logical batch only clip and accumulate.
 
         Raises:
-            Misuse: without a backward pass before it.
+            Misuse: no backward pass came before.
         """
         if vars(self).pop("found_inf", None) is not None or vars(self).pop("grad_scale", None) is not None:
             raise Misuse("expected no GradScaler: scaled gradients would be clipped; bfloat16 autocast needs none")
@@ -218,7 +211,7 @@ class DPOptimizer(Optimizer):
         return self.original_optimizer.register_step_post_hook(hook)
 
     def close(self) -> None:
-        """Take the hooks off optimizer and model."""
+        """Remove the hooks of optimizer and model."""
         self._handle.remove()
         self.losses.close()
 
@@ -229,7 +222,7 @@ class DPOptimizer(Optimizer):
         raise TypeError("expected optimizer.state_dict() to be saved, got the private optimizer: it holds secret keys")
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Noisy gradients are there, divided by b."""
+        """Multiply the noisy gradients by b for "sum", and call the hook."""
         if self.loss_reduction == "sum":
             grads = [p.grad for p in self.params if p.grad is not None]
             torch._foreach_mul_(grads, float(self.expected_batch_size))
@@ -239,7 +232,7 @@ class DPOptimizer(Optimizer):
             self.step_hook(self)
 
     def _give_up(self) -> None:
-        """There is no loss: forward passes are let go, and other processes are told, who would wait for this one."""
+        """Drop the forward passes without a loss, and release the other processes, which wait for this one."""
         drop_recorded(self._engine)
         if place()[1] > 1:
             with suppress(Misuse):
@@ -256,7 +249,7 @@ class DPOptimizer(Optimizer):
         )
 
     def _refuse_other_gradients(self) -> None:
-        """What reached a parameter by another way than the model's outputs would be lost."""
+        """Raise Misuse for a gradient that reached a parameter past the model's outputs, as it would be lost."""
         names = {id(p): name for name, p in self._engine.model.named_parameters()}
         for p in self.params:
             if p.grad is not None and p.grad is not self._grads.get(p):

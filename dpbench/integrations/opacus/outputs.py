@@ -1,13 +1,13 @@
-"""From the gradient of a mean back to the gradient of each sample: `loss.backward()` of a loss over the batch.
+"""Recover per-sample gradients from `loss.backward()` of a loss over the batch.
 
-Opacus' loops reduce the loss themselves: L = (1/B) Σ_i ℓ_i(o_i), o_i the model's outputs for sample i. The model is cut
-off at its outputs: what it returns in training is a tensor of the same numbers with another graph, which notes the
-gradient that arrives, v_i = ∂L/∂o_i. As o_i depends on sample i alone,
+Opacus' loops reduce the loss themselves: L = (1/B) Σ_i ℓ_i(o_i), o_i the model's outputs for sample i. In training the
+model returns equal tensors with another graph, which records the gradient v_i = ∂L/∂o_i. As o_i depends on sample i
+alone,
 
     ∂ℓ_i/∂θ = (∂o_i/∂θ)ᵀ B v_i = ∂/∂θ ⟨o_i, B v_i⟩,    v_i held fixed,
 
-so the engine is given the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ where the loss is a sum). Their gradients are the samples'
-own, if v_i depends on sample i alone: `dpbench.integrations.reduction` looks whether it does.
+so the engine receives the losses ⟨o_i, B v_i⟩ (⟨o_i, v_i⟩ for a sum). Their gradients are the samples' own if v_i
+depends on sample i alone, which `dpbench.integrations.reduction` checks.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ ACCUMULATION = (
 )
 
 MANY = 256
-"""Nodes of a loss by which it is told from others."""
+"""Largest number of nodes that identify a loss."""
 
 
 class Cut:
-    """One forward pass: its outputs with their graph, and what arrived at each.
+    """One forward pass: its outputs with their graph, and the gradient of each.
 
     Args:
         batch_size: B.
-        ran: told of the nodes of each backward pass that reaches it.
+        ran: called with the nodes of each backward pass that reaches it.
 
     Attributes:
         outputs: [B·k, ...] each.
-        gradients: of each output, summed over backward passes; None where none arrived.
+        gradients: of each output, summed over backward passes; None without one.
         passes: autograd's numbers of the backward passes that reached it.
     """
 
@@ -58,7 +58,7 @@ class Cut:
         self._done = False
 
     def take(self, x: Tensor) -> Tensor:
-        """The same numbers with a graph of their own.
+        """Return an equal tensor with its own graph.
 
         Args:
             x: an output of the model, [B, ...].
@@ -86,11 +86,11 @@ class Cut:
 
     @property
     def anchors(self) -> set[int]:
-        """The leaves that the graphs of what was handed out end at, by their identities."""
+        """Identities of the leaves of the returned tensors' graphs."""
         return {id(anchor) for anchor in self._leaves}
 
     def losses(self, scale: float) -> Tensor:
-        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩. Nothing arrives any more.
+        """[B]: Σ over the outputs of ⟨o_i, scale · v_i⟩. Later gradients are refused.
 
         Args:
             scale: of the gradients.
@@ -105,12 +105,12 @@ class Cut:
 
 
 class Outputs(Watch):
-    """Cuts a model off at its outputs, and turns what arrives there into the losses of the samples.
+    """Cuts a model at its outputs, and turns their gradients into the samples' losses.
 
     Args:
-        model: whose forward passes the engine records already.
+        model: the engine records its forward passes already.
         mean: the loss is a mean over the batch; else a sum.
-        forget: called when forward passes are let go without a step.
+        forget: called when forward passes are dropped without a step.
     """
 
     def __init__(self, model: nn.Module, mean: bool, forget: Callable[[], None]) -> None:
@@ -126,29 +126,29 @@ class Outputs(Watch):
 
     @property
     def pending(self) -> bool:
-        """Has a backward pass arrived that was not stepped?"""
+        """Whether there is a backward pass without a step."""
         return any(cut.passes for cut in self._cuts)
 
     def clear(self) -> None:
-        """`zero_grad()`: what has arrived is left out; forward passes whose backward is to come are kept."""
+        """Drop the gradients, for `zero_grad()`; forward passes without a backward pass stay."""
         if self.pending:
             self._cuts.clear()
             self._see(None)
             self._forget()
 
     def take(self) -> Tensor:
-        """The losses [B] of the batch, with their graph; what was recorded is done with.
+        """Return the losses [B] of the batch, with their graph, and drop its record.
 
         Raises:
             Misuse: no backward pass, or several batches.
-            UnsupportedModel: a loss whose gradient for one sample depends on others.
+            UnsupportedModel: the gradient of a sample's loss depends on other samples.
         """
         everything, self._cuts = self._cuts, []
         look = self._taken()
         try:
             return self._losses(everything, look)
         finally:
-            for cut in everything:  # the caller may keep its loss, and with it the cut
+            for cut in everything:  # the caller's loss may keep the cut alive
                 cut.outputs.clear()
             if look is not None:
                 look.close()
@@ -178,9 +178,9 @@ class Outputs(Watch):
         refuse_trained(args, kwargs)
         if self.pending:
             raise Misuse(ACCUMULATION)
-        if not self._by_loader and not self._cuts:  # batches of the caller's own
+        if not self._by_loader and not self._cuts:  # the caller's own batch
             self._see(self.looks.due())
-        self._leave()  # of a forward pass that was interrupted
+        self._leave()  # an interrupted forward pass
         self._cut = Cut(leading_dimension(args, kwargs), self.looks.ran)
         if "labels" in kwargs:
             reduction = "mean" if self._mean else "sum"
@@ -219,10 +219,10 @@ class Outputs(Watch):
 
 
 def refuse_trained(args: Any, kwargs: Any) -> None:
-    """Raise a Misuse for inputs whose gradient would end at the model's outputs.
+    """Raise a Misuse for inputs that require a gradient, as it would end at the model's outputs.
 
     Args:
-        args, kwargs: that the model is called with.
+        args, kwargs: the model's inputs.
     """
     if any(x.requires_grad for x in tensors_of((args, kwargs))):
         raise Misuse(
@@ -232,18 +232,18 @@ def refuse_trained(args: Any, kwargs: Any) -> None:
 
 
 def barred(args: Any, kwargs: Any, output: Any) -> Any:
-    """The output of a model, whose scalars refuse a backward pass: they are losses of the whole batch.
+    """The output of a model, with scalars that refuse a backward pass: they are losses of the whole batch.
 
     Args:
-        args, kwargs: what the model was called with.
-        output: what it gave.
+        args, kwargs: the model's inputs.
+        output: the model's output.
     """
     size = leading_dimension(args, kwargs)
     return map_tensors(lambda x: x if x.dim() or not x.requires_grad else _handed(x, _barred([], size))[0], output)
 
 
 class _Handed(torch.autograd.Function):
-    """A tensor of given numbers, in no graph but this function's, which tells what gradient arrives."""
+    """A copy of a tensor in a graph of its own, which reports its gradient."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: list[Tensor], arrived: Callable[[Tensor], None]) -> Tensor:
@@ -257,13 +257,13 @@ class _Handed(torch.autograd.Function):
 
 
 def _handed(x: Tensor, arrived: Callable[[Tensor], None]) -> tuple[Tensor, Tensor]:
-    """The same numbers, and the leaf that their graph ends at."""
+    """An equal tensor, and the leaf of its graph."""
     anchor = torch.zeros((), device=x.device, requires_grad=True)
     return _Handed.apply(anchor, [x], arrived), anchor
 
 
 def _running() -> tuple[str, ...]:
-    """The nodes of the backward pass that this thread is in, by name; none where it is another thread's (on a GPU)."""
+    """Names of the nodes of this thread's backward pass; none if it runs on another thread (on a GPU)."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         loss = frame.f_locals.get("self")
@@ -274,7 +274,7 @@ def _running() -> tuple[str, ...]:
 
 
 def _names(node: Any) -> tuple[str, ...]:
-    """Of the nodes from this one to the outputs of models, each once."""
+    """Names of the nodes between this one and the models' outputs, each once."""
     found, to_go = {node: node.name()}, [node]
     while to_go and len(found) < MANY:
         for after, _ in to_go.pop().next_functions:

@@ -1,17 +1,16 @@
-"""Adaptive clipping: C follows a quantile of the norms of the gradients. (Andrew et al. 2021, arXiv:1905.03871)
+"""Adaptive clipping: C follows a quantile of the gradients' norms. (Andrew et al. 2021, arXiv:1905.03871)
 
-Each logical batch releases, beside the noisy sum, how many of its gradients were not above C:
+Beside the noisy sum, each logical batch releases the number of its gradients not above C:
 
     u = Σ_i (1[‖g_i‖ ≤ C] - ½) + N(0, σ_u²),    C ← C exp(-η (u / b + ½ - γ)), kept within its limits.
 
-Adding or removing a record moves the sum by C and u by ½, so both together are one Gaussian mechanism: with
-κ = σ S / σ_u as the unit of the count,
+Adding or removing a record moves the sum by C and u by ½, so both together are one Gaussian mechanism: with κ = σ S /
+σ_u as the unit of the count,
 
     S² = C² + (κ / 2)²,    S = C / √(1 - σ² / 4 σ_u²),
 
-and noise of deviation σ S on the sum is accounted as σ: what Opacus calls the adjusted noise multiplier (its
-Theorem 1). Here u is centred, as that theorem asks, and divided by the expected size b: the number of records in a
-batch is private itself.
+and noise of deviation σ S on the sum is accounted as σ: Opacus' adjusted noise multiplier (its Theorem 1). Here u is
+centred, as the theorem requires, and divided by the expected size b, as the number of records in a batch is private.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class BesideCount:
 
 
 class Quantile:
-    """The count of a logical batch, and how C moves by it; arguments as Opacus' AdaClipDPOptimizer has them.
+    """The count of a logical batch, and its update of C, with the arguments of Opacus' AdaClipDPOptimizer.
 
     Args:
         target_unclipped_quantile: γ in [0, 1].
@@ -64,7 +63,7 @@ class Quantile:
         unclipped_num_std: σ_u > σ / 2.
 
     Raises:
-        ValueError: an argument, in one line.
+        ValueError: an invalid argument.
     """
 
     def __init__(
@@ -86,14 +85,14 @@ class Quantile:
         self._limits, self._deviation = (min_clipbound, max_clipbound), unclipped_num_std
 
     def clip(self, norm: float, noise_multiplier: float) -> BesideCount:
-        """The clipping function at C beside noise of σ.
+        """The clipping function at C with noise of σ.
 
         Args:
             norm: C.
             noise_multiplier: σ.
 
         Raises:
-            ValueError: σ >= 2 σ_u, so that the count alone would spend more than is accounted.
+            ValueError: σ >= 2 σ_u: the count alone would exceed the accounted ε.
         """
         part = 1 - (noise_multiplier / (2 * self._deviation)) ** 2 if self._deviation > 0 else 0.0
         if part <= 0:
@@ -113,11 +112,11 @@ class Quantile:
         return float((norms <= norm).double().sum()) - 0.5 * len(norms)
 
     def next(self, engine: PrivacyEngine, norm: float) -> float:
-        """C of the next logical batch, after the release of one.
+        """C of the next logical batch, after a release.
 
         Args:
-            engine: which has counted the batch, and whose noise the count gets.
-            norm: C, of the batch that was released.
+            engine: counted the batch; its noise is added to the count.
+            norm: C of the released batch.
         """
         count = torch.tensor([engine.counted], dtype=torch.float64, device="cpu")
         place = At(engine.steps, 0, sum(1 for _ in engine.model.parameters()))

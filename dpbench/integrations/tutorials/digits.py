@@ -1,18 +1,17 @@
-"""A vision model on handwritten digits, by Lightning: what is changed, and what ε buys.
+"""A vision model on handwritten digits, by Lightning: what changes, and the accuracy at each ε.
 
-The module is as Lightning's users write it, but for one word: `reduction="none"`, one loss a sample, since each
-sample's gradient is clipped by itself. The strategy does the rest: it draws the batches by chance (Poisson sampling, on
-which ε is founded), clips, adds noise and steps; `global_step`, schedulers, loggers and checkpoints count steps of the
-engine.
+The module is an ordinary LightningModule except for `reduction="none"`: one loss a sample, as each sample's gradient is
+clipped by itself. The strategy does the rest. It draws the batches at random (Poisson sampling, which ε relies on),
+clips, adds noise and steps; `global_step`, schedulers, loggers and checkpoints count steps of the engine.
 
-Three habits of private training are in it:
+It shows three habits of private training:
 
-- **No BatchNorm.** It mixes the samples of a batch, and would be refused. GroupNorm does not.
-- **Large batches, many epochs.** Noise is added once a step, however many records are in it.
+- **No BatchNorm.** It mixes the samples of a batch, and is refused. GroupNorm does not.
+- **Large batches, many epochs.** Noise is added once a step, whatever the number of records.
 - **ε is chosen first.** The engine finds the noise for it, and `epsilon` is in the logs of each step.
 
-Run it: `python -m dpbench.integrations.tutorials.digits` (a minute). The held-out accuracy is not private, if the
-held-out images are.
+Run it: `python -m dpbench.integrations.tutorials.digits` (a minute). The held-out accuracy is not private if the
+held-out images are private.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ with needed("lightning", __name__):
     from dpbench.integrations.lightning import PrivateStrategy  # needs it, too
 
 TESTED = 359
-"""Images that are held out, of 1797."""
+"""Held-out images, of 1797."""
 
 
 def network() -> nn.Module:
@@ -47,7 +46,7 @@ def network() -> nn.Module:
 
 
 class Digits(LightningModule):
-    """As Lightning's users write it, but for `reduction`."""
+    """An ordinary LightningModule except for `reduction`."""
 
     def __init__(self, lr: float = 0.5) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ def data() -> tuple[TensorDataset, TensorDataset]:
 
 
 def trained(target_epsilon: float, *, epochs: int = 20, batch_size: int = 256) -> tuple[float, float]:
-    """Train to an ε; give (accuracy on what was held out, ε that was spent, at δ = 1/(2n)).
+    """Train to an ε; return (held-out accuracy, spent ε at δ = 1/(2n)).
 
     Args:
         target_epsilon: ε at the end.

@@ -1,21 +1,24 @@
-"""Bring code that was written for Opacus over: in the first step one import is changed, in the second the loop.
+"""Port code written for Opacus: first change one import, then the loop.
 
-1. `by_make_private` is a loop as Opacus' own tutorials have it; `with_opacus` runs it with Opacus' `PrivacyEngine`.
-2. `one_import` runs it with ours. Nothing but the import is changed: the arguments, `make_private`, the loader,
-   `backward()`, `get_epsilon` are Opacus'. At noise 0 the weights are Opacus' to rounding; models that Opacus refuses
-   or computes wrongly are exact, and memory is near that of ordinary training.
-3. `own_engine` is what to write anew. The differences are few:
+1. `by_make_private` is a loop from Opacus' tutorials; `with_opacus` runs it with Opacus' `PrivacyEngine`.
+2. `one_import` runs it with ours. Only the import changes: the arguments, `make_private`, the loader, `backward()` and
+   `get_epsilon` are Opacus'. At noise 0 the weights equal Opacus' to rounding. Models that Opacus refuses or computes
+   wrongly are exact, and memory is near that of ordinary training.
+3. `own_engine` uses the engine itself. The differences are few:
 
 | Opacus | here |
 |---|---|
-| `make_private` gives another model, optimizer, loader | `engine.attach(optimizer)`: the model stays what it is |
+| `make_private` returns another model, optimizer, loader | `engine.attach(optimizer)`: the model does not change |
 | `criterion(...).backward(); optimizer.step()` | `optimizer.step(loss=losses)`, one loss a sample |
 | `noise_multiplier=1.1`, or `make_private_with_epsilon` | `noise_multiplier=1.1`, or `target_epsilon=3` |
 | `BatchMemoryManager` | `engine.data_loader(data, max_physical_batch_size=64)` |
 | `get_epsilon(delta)` | `engine.privacy_spent()`: ε, δ, and whether it is a bound |
-| records are drawn with probability 1 / `len(loader)` | with probability `batch_size / sample_size`, as asked |
+| sampling probability 1 / `len(loader)` | `batch_size / sample_size`, as requested |
 
-Run it: `python -m dpbench.integrations.tutorials.from_opacus` (a minute). Opacus is needed for the first alone.
+Run it: `python -m dpbench.integrations.tutorials.from_opacus` (a minute). Only the first loop needs Opacus.
+
+Functions take:
+    train, noise_multiplier: images and labels; σ.
 """
 
 from __future__ import annotations
@@ -36,12 +39,10 @@ EPOCHS, BATCH_SIZE, LR, CLIP, DELTA = 10, 256, 0.5, 1.0, 1e-4
 
 
 def by_make_private(engine: Any, train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """A loop as Opacus' tutorials have it, with Opacus' `PrivacyEngine()` or ours: (model, ε).
+    """Run a loop from Opacus' tutorials: (model, ε).
 
     Args:
-        engine: Opacus', or ours in its place.
-        train: images and labels.
-        noise_multiplier: σ.
+        engine: Opacus' `PrivacyEngine()`, or ours in its place.
     """
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -61,36 +62,21 @@ def by_make_private(engine: Any, train: TensorDataset, noise_multiplier: float) 
 
 
 def with_opacus(train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """Opacus.
-
-    Args:
-        train: images and labels.
-        noise_multiplier: σ.
-    """
+    """Run the loop with Opacus' engine."""
     from opacus import PrivacyEngine
 
     return by_make_private(PrivacyEngine(), train, noise_multiplier)
 
 
 def one_import(train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """The same loop, by our engine.
-
-    Args:
-        train: images and labels.
-        noise_multiplier: σ.
-    """
-    from dpbench.integrations.opacus import PrivacyEngine  # the import that is changed
+    """Run the same loop with our engine."""
+    from dpbench.integrations.opacus import PrivacyEngine  # the changed import
 
     return by_make_private(PrivacyEngine(), train, noise_multiplier)
 
 
 def own_engine(train: TensorDataset, noise_multiplier: float) -> tuple[nn.Module, float]:
-    """What to write anew: (model, ε).
-
-    Args:
-        train: images and labels.
-        noise_multiplier: σ.
-    """
+    """Train with the engine itself: (model, ε)."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     engine = PrivacyEngine(
@@ -119,10 +105,10 @@ LOOPS: dict[str, Callable[[TensorDataset, float], tuple[nn.Module, float]]] = {
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """The share of test images that are named right.
+    """The share of test images with the right label.
 
     Args:
-        model: from images to logits.
+        model: images -> logits.
         test: images and labels.
     """
     images, targets = test.tensors
@@ -132,11 +118,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 
 def main(noise_multiplier: float = 1.0) -> None:
-    """Print what each loop comes to.
-
-    Args:
-        noise_multiplier: σ.
-    """
+    """Print each loop's accuracy and ε."""
     warnings.simplefilter("ignore")
     train, test = data()
     for name, loop in LOOPS.items():

@@ -1,22 +1,22 @@
-"""What a language model keeps of a secret: fine-tuning with LoRA by transformers' Trainer, with and without privacy.
+"""How a language model memorises a secret: LoRA fine-tuning by transformers' Trainer, with and without privacy.
 
-A small GPT-2 reads lines, byte by byte. It is trained on public prose first; then LoRA adapts it to private code, among
-which are canaries: lines with a number that is nowhere else, some of them there once, some many times. An
-attacker has the model, knows how such a line begins, and ranks all numbers by their probability. **Exposure**
-(Carlini et al., The Secret Sharer, 2019) is log2(numbers) − log2(rank): as many bits as the model has given away.
+A small GPT-2 reads lines, byte by byte. It trains on public prose first; then LoRA adapts it to private code with
+canaries: lines with a number that appears nowhere else, some once and some many times. An attacker has the model, knows
+how such a line begins, and ranks all numbers by their probability. **Exposure** (Carlini et al., The Secret Sharer,
+2019) is log2(numbers) − log2(rank): the bits that the model gives away.
 
-1. The text is that of Python's standard library, as it is installed: `lines`.
-2. The public model is trained in the ordinary way: `pretrained`.
-3. The private data, canaries in it: `private_lines`.
-4. Fine-tuning with LoRA: `fine_tuned`. Private training differs from ordinary in two words: `PrivateTrainer` for
-   `Trainer`, and `privacy=PrivacyArguments(...)`.
-5. What an attacker finds: `exposure`. What it cost: `bits_per_byte` of lines that no model has seen.
+1. The text is the installed Python standard library: `lines`.
+2. The public model is trained without privacy: `pretrained`.
+3. The private data include the canaries: `private_lines`.
+4. Fine-tuning with LoRA: `fine_tuned`. Private training differs in two places: `PrivateTrainer` instead of `Trainer`,
+   and `privacy=PrivacyArguments(...)`.
+5. The attacker's gain: `exposure`. The cost: `bits_per_byte` of unseen lines.
 
 Run it: `python -m dpbench.integrations.tutorials.memorisation` (some minutes). `python -m dpbench run memorisation`
-keeps what comes out as records and draws it.
+records and draws the results.
 
-ε-differential privacy bounds what is given away, whoever asks and however: by (ε, δ) a secret that is there once comes
-first of R with probability e^ε/R + δ at the most, in place of 1/R. One that is there n times has n times the ε.
+ε-differential privacy bounds any attacker's gain. Under (ε, δ) a secret that appears once comes first of R with
+probability at most e^ε/R + δ, instead of 1/R. A secret that appears n times has n times the ε.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ with needed("transformers", __name__):
     from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer  # needs it, too
 
 LENGTH = 48
-"""Bytes of a line at the most; shorter ones are filled up, and what fills them is masked."""
+"""Largest number of bytes of a line; shorter lines are padded, and padding is masked."""
 NUMBERS = 10_000
-"""Numbers that a canary's may be: exposure is 13.3 bits where the model names it first, 1.4 by chance."""
+"""Possible numbers of a canary: exposure is 13.3 bits if the model ranks it first, 1.4 by chance."""
 REPETITIONS = (1, 4, 16, 64)
-"""How often a canary is in the data."""
+"""How often a canary appears in the data."""
 PAD = 0
 
 
 def lines(seed: int = 0) -> tuple[list[str], list[str], list[str]]:
-    """Lines of the standard library of Python, in any order: (prose, code to train on, code held out).
+    """Lines of Python's standard library in random order: (prose, code to train on, held-out code).
 
-    Prose, as of docstrings, has no brackets, equals signs and underscores. A module's lines of code are all to train
-    on, or all held out; no line is there twice.
+    Prose, as in docstrings, has no brackets, equals signs or underscores. All code lines of a module are in the same
+    part, and no line appears twice.
 
     Args:
         seed: of the order.
@@ -80,7 +80,7 @@ def lines(seed: int = 0) -> tuple[list[str], list[str], list[str]]:
 
 
 def canaries(seed: int = 0) -> dict[str, tuple[int, int]]:
-    """name -> (its number, how often it is in the data): four of each of `REPETITIONS`.
+    """name -> (its number, how often it appears): four of each of `REPETITIONS`.
 
     Args:
         seed: of the numbers.
@@ -94,7 +94,7 @@ def canaries(seed: int = 0) -> dict[str, tuple[int, int]]:
 
 
 def secret(name: str) -> str:
-    """How a canary's line begins; its number comes next.
+    """The beginning of a canary's line; its number follows.
 
     Args:
         name: of the canary.
@@ -103,11 +103,11 @@ def secret(name: str) -> str:
 
 
 def private_lines(found: Sequence[str], hidden: dict[str, tuple[int, int]], count: int) -> list[str]:
-    """`count` lines, canaries among them.
+    """`count` lines, with the canaries.
 
     Args:
-        found: lines of code, as many at least.
-        hidden: the canaries, as `canaries` gives them.
+        found: lines of code, at least `count`.
+        hidden: from `canaries`.
         count: lines in all.
     """
     secrets = [f'{secret(name)}{number:04d}"' for name, (number, times) in hidden.items() for _ in range(times)]
@@ -115,7 +115,7 @@ def private_lines(found: Sequence[str], hidden: dict[str, tuple[int, int]], coun
 
 
 class Lines(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Records for a language model: input_ids and labels [LENGTH], -100 where a line has ended."""
+    """Records for a language model: input_ids and labels [LENGTH], with label -100 after the line's end."""
 
     def __init__(self, text: Sequence[str]) -> None:
         self.ids = torch.tensor([list(line.encode().ljust(LENGTH, b"\0")) for line in text])
@@ -143,10 +143,10 @@ def network(seed: int = 0) -> GPT2LMHeadModel:
 
 
 def arguments(folder: str, *, epochs: float, lr: float, batch_size: int, seed: int) -> TrainingArguments:
-    """What ordinary and private training have in common.
+    """Settings of both ordinary and private training.
 
     Args:
-        folder: that nothing is kept in.
+        folder: where nothing is kept.
         epochs: passes over the data.
         lr: learning rate.
         batch_size: b.
@@ -168,7 +168,7 @@ def arguments(folder: str, *, epochs: float, lr: float, batch_size: int, seed: i
 
 
 def pretrained(public: Sequence[str], *, epochs: float = 2.0, seed: int = 0) -> GPT2LMHeadModel:
-    """The model that has read the public lines.
+    """Train a model on the public lines.
 
     Args:
         public: lines to read.
@@ -192,10 +192,10 @@ def fine_tuned(
     batch_size: int = 256,
     seed: int = 0,
 ) -> tuple[Any, PrivacySpent | None]:
-    """The model adapted to the private lines by LoRA, and what that cost; None without `privacy`.
+    """Adapt the model to the private lines by LoRA; return it and its spent privacy, None without `privacy`.
 
     Args:
-        model: that has read the public lines; changed in place.
+        model: trained on the public lines; changed in place.
         private: lines to adapt it to.
         privacy: None for ordinary fine-tuning.
         epochs: passes over them.
@@ -223,9 +223,9 @@ def exposure(model: Any, name: str, number: int) -> float:
     """Bits of a canary's number that the model gives away: log2 of all numbers, less log2 of its rank among them.
 
     Args:
-        model: that may know the number.
+        model: fine-tuned.
         name: of the canary.
-        number: that was in the data.
+        number: the canary's.
     """
     model.eval()
     begun = list(secret(name).encode())
@@ -240,10 +240,10 @@ def exposure(model: Any, name: str, number: int) -> float:
 
 @torch.no_grad()
 def bits_per_byte(model: Any, text: Sequence[str]) -> float:
-    """How well the model predicts these lines: the mean of -log2 p of a byte, the first of each line left out.
+    """The mean of -log2 p of a byte, without the first of each line.
 
     Args:
-        model: that reads bytes.
+        model: reads bytes.
         text: lines.
     """
     model.eval()

@@ -1,4 +1,4 @@
-"""The body of a `dpbench.training.MemorisationTrial`: the tutorial of that name, at one ε."""
+"""Run a `dpbench.training.MemorisationTrial`: the tutorial of that name, at one ε."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpbench.trials.packages import is_missing, to_be_installed
 
 
 def run(trial: Any) -> dict[str, Any]:
-    """Bits of each secret that the model gives away; bits a byte of held-out code; ε where there is one.
+    """Bits of each secret that the model gives away; bits a byte of held-out code; ε if private.
 
     Args:
         trial: a `dpbench.training.MemorisationTrial`.

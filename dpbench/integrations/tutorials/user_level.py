@@ -1,21 +1,21 @@
-"""Protect a person, not a record: each user's data is one record, and k of their examples are in it.
+"""Protect a person, not a record: a user's data is one record, which holds k examples.
 
-DP-SGD hides whether a *record* was there. Who gave ten messages gave ten records, and hiding each is not hiding ten:
-for a group of k records ε holds k times over. To protect all that a person gave, make it **one record**: then its
-gradient, over all its examples, is clipped as one, and ε is the user's (McMahan et al., Learning Differentially Private
+DP-SGD hides whether a *record* was there. A user with ten messages has ten records, and hiding each is not hiding all:
+for a group of k records ε is k times as large. To protect all data of a user, make it **one record**. Then its
+gradient, over all examples, is clipped as one, and ε is the user's (McMahan et al., Learning Differentially Private
 Recurrent Language Models, 2018; "user-level sampling" in Charles et al., Fine-Tuning Large Language Models with
 User-Level Differential Privacy, 2024).
 
-What it takes is shapes. A batch is [users, k, ...]; the model's forward pass folds both into one dimension and parts
-them again; a user's loss is the mean over their examples. Nothing else is changed: the backends follow samples through
-views, and a user is now what a sample was.
+Only shapes change. A batch is [users, k, ...]; the model's forward pass merges both dimensions and splits them again; a
+user's loss is the mean over their examples. The backends follow samples through views, so a user takes the place of a
+sample.
 
-1. `grouped`: at most k examples of each user; who has fewer is filled up with examples of weight 0.
-2. `PerUser`: a model of examples becomes a model of users.
+1. `grouped`: at most k examples of each user; missing ones are padded with weight 0.
+2. `PerUser`: turns a model of examples into a model of users.
 3. `user_losses`: one loss a user.
 
-Run it: `python -m dpbench.integrations.tutorials.user_level` (seconds). k is chosen without looking at the data, or
-its choice is not private; more examples a user are less noise from sampling, and cost time.
+Run it: `python -m dpbench.integrations.tutorials.user_level` (seconds). Choose k without the data, or the choice is not
+private. More examples a user reduce the noise from sampling, and cost time.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def grouped(users: Tensor, inputs: Tensor, targets: Tensor, k: int) -> TensorDat
     """A record a user: (inputs [k, ...], targets [k], weights [k]).
 
     Args:
-        users: [N] int64, whose each example is.
+        users: [N] int64, each example's user.
         inputs, targets: [N, ...] and [N].
-        k: examples of a user, the first ones; weights are 1 of those that are there and 0 of what fills up.
+        k: examples of a user, the first ones; their weight is 1, and that of padding 0.
 
     Raises:
         ValueError: k below 1.
@@ -54,7 +54,7 @@ def grouped(users: Tensor, inputs: Tensor, targets: Tensor, k: int) -> TensorDat
 
 
 class PerUser(nn.Module):
-    """A model of examples [n, ...] as one of users [users, k, ...]."""
+    """Applies a model of examples [n, ...] to users [users, k, ...]."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class PerUser(nn.Module):
 
 
 def user_losses(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """The mean cross entropy of each user's examples, [users]: of outputs [users, k, classes].
+    """The mean cross entropy of each user's examples, [users].
 
     Args:
         outputs: [users, k, classes].
         targets: [users, k].
-        weights: [users, k], 0 for what fills up.
+        weights: [users, k], 0 for padding.
     """
     each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
     return (each * weights).sum(1) / weights.sum(1)
@@ -80,7 +80,7 @@ def user_losses(outputs: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 def trained(
     data: TensorDataset, net: nn.Module, *, target_epsilon: float, batch_size: int = 64, epochs: int = 10
 ) -> PrivacyEngine:
-    """Train `net` on users to an ε of theirs; gives the engine, which says what was spent.
+    """Train `net` on users to a user's ε; return the engine.
 
     Args:
         data: of `grouped`.
@@ -121,7 +121,7 @@ def writers(count: int = 400, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def main(ks: Sequence[int] = (1, 2, 4, 8)) -> None:
-    """Print the accuracy by examples a user, at one ε a user.
+    """Print the accuracy for each number of examples a user, at one ε a user.
 
     Args:
         ks: examples a user.
