@@ -1,4 +1,4 @@
-"""What a privacy budget buys: trials that train with the engine. This module is for the parent; it imports no torch."""
+"""Trials that train with the engine: accuracy, audits, memorisation. No torch: the parent process imports this."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = [
 
 
 def cifar10_root() -> str | None:
-    """The folder that holds cifar-10-batches-py, if the environment variable DPBENCH_CIFAR10 names one."""
+    """The folder with cifar-10-batches-py, from the environment variable DPBENCH_CIFAR10; None if unset."""
     return os.environ.get("DPBENCH_CIFAR10") or None
 
 
 @dataclass(frozen=True, kw_only=True)
 class UtilityTrial(Trial):
-    """Train one model to one ε, and test it. The noise is seeded, so that a trial can be repeated: a measurement.
+    """Train one model to one ε, and test it. The noise is seeded, so that the measurement is repeatable.
 
-    `target_epsilon` None is ordinary training of the same model on the same batches, with neither clipping nor noise.
-    `network` is "linear", "uneven" (linear on pixels of unlike scales) or "cnn"; `data` is "digits" or "synthetic", of
-    which a fifth is for testing, or "cifar10:ROOT", which has a test set of its own.
+    `target_epsilon` None is ordinary training of the same model on the same batches, without clipping or noise.
+    `network` is "linear", "uneven" (linear on pixels of different scales) or "cnn". `data` is "digits" or "synthetic",
+    with a fifth for testing, or "cifar10:ROOT", with its own test set.
     """
 
     kind: ClassVar[str] = "utility"
@@ -58,27 +58,27 @@ class UtilityTrial(Trial):
     lr: float = 1.0
     max_grad_norm: float = 1.0
     device: str = "cpu"
-    threads: int = 1  # models this small are no faster with more, and with one the sums are the same on every machine
+    threads: int = 1  # more are no faster for small models; with one, sums are equal on all machines
 
     def __post_init__(self) -> None:
         validate_data(self.data)
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the engine is given beside."""
+        """Further arguments of the engine."""
         return {}
 
     @property
     def descent(self) -> str:
-        """The optimizer, as of `dpbench.training.utility.optimizer_of`."""
+        """The optimizer, for `dpbench.training.utility.optimizer_of`."""
         return "SGD"
 
     @property
     def alone(self) -> bool:
-        return True  # the seconds are part of it
+        return True  # it measures seconds
 
     def modules(self) -> tuple[str, ...]:
-        return ("torch", "torch._dynamo", "numpy", "scipy")  # which the first step of an optimizer imports
+        return ("torch", "torch._dynamo", "numpy", "scipy")  # an optimizer's first step imports them
 
     def label(self) -> str:
         budget = "ordinary" if self.target_epsilon is None else f"ε={self.target_epsilon:g} {self.clip} {self.backend}"
@@ -87,9 +87,9 @@ class UtilityTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class CorrelatedTrial(UtilityTrial):
-    """The same with the engine's `noise`: accuracy at one ε, and no seconds.
+    """The same with the engine's `noise`: accuracy at one ε, without seconds.
 
-    It is "gaussian" or "banded:N", or with another sampling than the noise's own "gaussian@one_pass", "blt:N@one_pass".
+    `noise` is "gaussian" or "banded:N", or names another sampling: "gaussian@one_pass", "blt:N@one_pass".
     """
 
     kind: ClassVar[str] = "correlated"
@@ -111,10 +111,10 @@ class CorrelatedTrial(UtilityTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class AdamTrial(UtilityTrial):
-    """The same with an `optimizer`: accuracy at one ε, and no seconds.
+    """The same with an `optimizer`: accuracy at one ε, without seconds.
 
-    It is "SGD" (momentum 0.9), "Adam", "AdamBC", or "AdamBC:0.01" with a floor of 0.01 Φ. Of all but SGD there is also
-    the spread of what they divide entries by: the 90 % over the 10 % quantile.
+    `optimizer` is "SGD" (momentum 0.9), "Adam", "AdamBC", or "AdamBC:0.01" with a floor of 0.01 Φ. For all but SGD the
+    result has the spread of Adam's divisors: their 90 % quantile over their 10 % quantile.
     """
 
     kind: ClassVar[str] = "adam_bias"
@@ -135,10 +135,9 @@ class AdamTrial(UtilityTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class AuditTrial(Trial):
-    """One run of the engine on canaries, and all that two adversaries find against what it claims, by `TESTS`.
+    """One run of the engine on canaries: two adversaries test its claims by `TESTS`.
 
-    `fault` seeds a privacy fault, one of `FAULTS`, which is to be found; "" is none. `form` is how batches come, one of
-    `FORMS`.
+    `fault` seeds one of `FAULTS`, which the audit must find; "" seeds none. `form` is one of `FORMS`.
     """
 
     kind: ClassVar[str] = "audit"
@@ -168,10 +167,10 @@ class AuditTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class MemorisationTrial(Trial):
-    """Fine-tune a language model on text with secrets in it, to one ε, and see what it gives away.
+    """Fine-tune a language model to one ε on text with secrets, and measure what it reveals.
 
-    As in `dpbench.integrations.tutorials.memorisation`. `target_epsilon` None is ordinary fine-tuning. The noise is of
-    a cipher, so no two runs of a seed are equal; `seed` chooses text, numbers and the model.
+    See `dpbench.integrations.tutorials.memorisation`. `target_epsilon` None is ordinary fine-tuning. `seed` chooses
+    text, numbers and model; the noise comes from a cipher, so that runs of one seed differ.
     """
 
     kind: ClassVar[str] = "memorisation"
@@ -188,7 +187,7 @@ class MemorisationTrial(Trial):
     epochs: int = 20
     public_epochs: int = 4
     device: str = "cpu"
-    threads: int = 1  # steps this small gain little by more, and trials run side by side
+    threads: int = 1  # more gain little for small steps, and trials run side by side
     timeout: float = 1800.0
 
     @property
@@ -203,7 +202,7 @@ class MemorisationTrial(Trial):
         return f"{self.kind} {budget} seed {self.seed}"
 
 
-#: How batches come -> in words.
+#: Form of the batches -> in words.
 FORMS = {
     "whole": "whole batches",
     "pieces": "batches in pieces",
@@ -212,7 +211,7 @@ FORMS = {
     "banded": "banded noise",
     "blt": "BLT noise, one pass in order",
 }
-#: What may refute a claim -> what is looked at.
+#: Test that may refute a claim -> its evidence.
 TESTS = {
     "one_run": "the guesses of one run",
     "mu": "the errors of a test of each release",
@@ -224,5 +223,5 @@ TESTS = {
     "sensitivity": "a record's part of a sum",
     "sampling": "the batches drawn",
 }
-#: The probability that a sound engine is refuted by any test of a trial.
+#: Probability that any test of a trial refutes a sound engine.
 LEVEL = 1e-4

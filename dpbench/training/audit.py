@@ -1,23 +1,23 @@
-"""The body of an `AuditTrial`: is what the engine releases as private as it says?
+"""Run an `AuditTrial`: test whether the engine's releases are as private as it claims.
 
-Two adversaries look at what an engine releases while it trains on canaries (`dpbench.training.canaries`).
+Two adversaries attack an engine that trains on canaries (`dpbench.training.canaries`).
 
-The first sees every released gradient and knows the scheme, not the batches, which is what ε is claimed against. It
-guesses which canaries are in the data, each by a fair coin. A canary's score is its log likelihood ratio, the best
-there is against a sound engine: over all steps under Poisson sampling, of the one step that it may be in where batches
-are cut in order. Both are tried. It guesses "in" for the highest eighth of the scores, and "out" for the lowest.
+The first sees every released gradient and knows the scheme but not the batches, which is the adversary that ε assumes.
+It guesses which canaries are in the data, each by a fair coin. A canary's score is its log likelihood ratio, the
+optimal score against a sound engine: over all steps under Poisson sampling, over its only possible step for batches cut
+in order. Both are tried. It guesses "in" for the highest eighth of the scores, and "out" for the lowest.
 
-The second knows coins and batches as well: the adversary of DP-SGD's proof, from whom noise alone hides a record. To it
-the parts of the claim lie open. The noise is what is released at the coordinates of canaries that are not in a batch.
-One canary's part of a sum is the difference of two releases with the same noise, of data with it and without.
+The second also knows coins and batches: the adversary of DP-SGD's proof, from whom noise alone hides a record. It tests
+each part of the claim. The noise is the release at the coordinates of canaries outside the batch. One canary's part of
+a sum is the difference of two releases with the same noise, of data with and without it.
 
-Banded noise is undone first: the second adversary multiplies the releases by C, and takes of each block of b rows the
-projection that the proof of `accounting.banded` names. What it has are Gaussian releases, a block each, at the rate of
-a group; all tests are of these. Of a BLT, all releases together are the block (`accounting.blt`); the directions that
-are orthogonal to a canary's projection have noise alone, and are tested for that.
+For banded noise, the second adversary first multiplies the releases by C, and takes of each block of b rows the
+projection named in the proof of `accounting.banded`. The results are Gaussian releases, one a block, at the rate of a
+group; all tests use these. For a BLT all releases together are the block (`accounting.blt`); the directions orthogonal
+to a canary's projection have noise alone, and are tested for that.
 
-Each test is wrong about a sound engine with a probability of `LEVEL` over their number at the most, and all of them
-together with `LEVEL`; `sensitivity` is no matter of chance.
+Each test wrongly refutes a sound engine with probability at most `LEVEL` over their number, and all together with
+`LEVEL`; `sensitivity` involves no chance.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from dpbench.trials.outcome import Mismatch
 DELTA = 1e-8
 REPLAYS = 5
 ROUNDING = 1e-3
-"""Of a difference of two releases, in units of C: the noise's grid and float32, in 64,000 coordinates."""
+"""Tolerance of a difference of two releases, in units of C: the noise's grid and float32, in 64,000 coordinates."""
 _EACH = LEVEL / (len(TESTS) - 1)
 
 
 class Seen(NamedTuple):
-    """What an engine claims, and what it was seen to do.
+    """An engine's claims, and its observed behaviour.
 
     Attributes:
-        epsilon, sigma, rate: ε of the training, the noise multiplier and the sample rate that are claimed.
-        most: batches that a record may be in; None if that is left to chance.
-        in_turn: beside correlated noise, each canary is in the steps of one turn alone.
-        coins: [m], is the canary in the data?
+        epsilon, sigma, rate: the claimed ε of the training, noise multiplier and sample rate.
+        most: batches that a record may be in; None if that is random.
+        in_turn: with correlated noise, each canary is in the steps of one turn alone.
+        coins: [m], whether the canary is in the data.
         training: the releases that ε is claimed for.
-        resumed: the next step, and the same again after going on from a checkpoint of before; of a BLT, noise alone.
+        resumed: the next step, and the same step after resuming from an earlier checkpoint; of a BLT, noise alone.
         shards: [2, N], the noise of two shards, over σC.
-        sensitivity: the most that records were seen to move a sum, in units of C.
+        sensitivity: the largest observed effect of a record on a sum, in units of C.
     """
 
     epsilon: float
@@ -74,16 +74,16 @@ class Seen(NamedTuple):
 
 
 def run(trial: AuditTrial) -> dict[str, Any]:
-    """What is claimed, what is certified from below, the p-values, and which tests refute the claim.
+    """The claims, the certified lower bounds, the p-values, and the tests that refute the claims.
 
     Args:
-        trial: of one engine, with a fault or without.
+        trial: of one engine, with or without a fault.
 
     Raises:
-        Mismatch: an engine that is less private than it says, or a seeded fault that was not found.
+        Mismatch: an engine less private than claimed, or a seeded fault that was not found.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyWarning)  # of the audit's own steps, after those that are accounted
+        warnings.simplefilter("ignore", PrivacyWarning)  # for the audit's own steps after the accounted ones
         seen = _see(trial)
     result = _judge(seen)
     refuted_by = result["refuted_by"]
@@ -101,7 +101,7 @@ def run(trial: AuditTrial) -> dict[str, Any]:
 
 
 def _see(trial: AuditTrial) -> Seen:
-    """Train, replay, go on from a checkpoint."""
+    """Train, replay, and resume from a checkpoint."""
     coins = np.random.default_rng(trial.seed).integers(0, 2, trial.canaries).astype(bool)
     target = _target(trial)
     training = target.releases(coins, trial.steps)
@@ -127,7 +127,7 @@ def _see(trial: AuditTrial) -> Seen:
 
 
 def _judge(seen: Seen) -> dict[str, Any]:
-    """The record's result."""
+    """Compute the record's result."""
     guesses, correct, bound = _one_run(seen)
     releases = seen.training + seen.resumed
     errors = _errors(releases, seen.coins)
@@ -160,7 +160,7 @@ def _judge(seen: Seen) -> dict[str, Any]:
 
 
 def _target(trial: AuditTrial) -> Target:
-    """An engine with the noise that everybody has, but for keys that are the trial's seed; and the fault."""
+    """An engine with the default noise, keys from the trial's seed, and the fault."""
     fault, form = trial.fault and one_of("a fault", trial.fault, FAULTS), one_of("a form", trial.form, FORMS)
     torch.manual_seed(trial.seed)
     model = Canaries(trial.canaries)
@@ -188,10 +188,10 @@ def _target(trial: AuditTrial) -> Target:
 
 
 def _sensitivity(target: Target) -> float:
-    """The most that records move a sum, by replays of a step with other data and the same noise, in units of C.
+    """The largest effect of records on a sum, from replays of a step with other data and the same noise, in units of C.
 
-    All canaries against none: each one's part is seen at its own coordinate. All against all but one: the distance of
-    neighbours, whatever else the one's absence changes.
+    All canaries against none shows each one's part at its own coordinate. All against all but one is the distance of
+    neighbours, with any other effect of the one's absence.
     """
     everybody = np.ones(target.engine.settings.sample_size, dtype=bool)
     most = 0.0
@@ -210,7 +210,7 @@ def _sensitivity(target: Target) -> float:
 
 
 def _one_run(seen: Seen) -> tuple[int, int, float]:
-    """(guesses, how many are right, the ε that they refute), by the better of the two scores."""
+    """(guesses, correct guesses, the ε that they refute), by the better of the two scores."""
     coins, q = seen.coins, seen.rate
     steps, m = seen.training[-1].step + 1, len(coins)
     evidence = np.zeros((steps, m))
@@ -229,7 +229,7 @@ def _one_run(seen: Seen) -> tuple[int, int, float]:
 
 
 def _errors(releases: list[Release], coins: Flags) -> dict[str, int]:
-    """Of a test that says "in the sum" of a canary whose signal is above a half."""
+    """Errors of a test that says "in the sum" if a canary's signal exceeds a half."""
     signal = np.stack([_signal(release) for release in releases])
     there = np.stack([release.drawn & coins for release in releases])
     return {
@@ -241,7 +241,7 @@ def _errors(releases: list[Release], coins: Flags) -> dict[str, int]:
 
 
 def _batches(seen: Seen) -> float:
-    """The p-value of the batches: 0 or 1 where the claim leaves nothing to chance."""
+    """The p-value of the batches: 0 or 1 if the claim involves no chance."""
     drawn = np.zeros((seen.training[-1].step + 1, len(seen.coins)), dtype=bool)
     for release in seen.training:
         drawn[release.step] |= release.drawn
@@ -253,7 +253,7 @@ def _batches(seen: Seen) -> float:
 
 
 def _blocks(training: list[Release], c: Array) -> tuple[list[Release], bool]:
-    """The releases without the correlation of their noise, a block each; and is each canary in steps of one turn?"""
+    """The releases without the correlation of their noise, one a block; and whether each canary keeps to one turn."""
     moved, drawn = np.stack([each.moved for each in training]), np.stack([each.drawn for each in training])
     (steps, canaries), bands = drawn.shape, len(c)
     rows = lfilter(c, [1.0], moved, axis=0)
@@ -268,9 +268,9 @@ def _blocks(training: list[Release], c: Array) -> tuple[list[Release], bool]:
 
 
 def _whole(training: list[Release], blt: Blt) -> tuple[list[Release], list[Release], bool]:
-    """The release that all are together, those without any canary, and is each canary in steps of one turn?
+    """All releases combined into one, those without any canary, and whether each canary keeps to one turn.
 
-    A reflection takes each canary's projection, the sum of the columns of C of its steps, to the first axis.
+    A reflection maps each canary's projection, the sum of its steps' columns of C, to the first axis.
     """
     moved, drawn = np.stack([each.moved for each in training]), np.stack([each.drawn for each in training])
     steps, c = len(moved), blt.coefficients(len(moved))
@@ -289,7 +289,7 @@ def _whole(training: list[Release], blt: Blt) -> tuple[list[Release], list[Relea
 
 
 def _noise_tests(releases: list[Release], coins: Flags, sigma: float) -> tuple[dict[str, float], float]:
-    """(p-values of the noise at the coordinates of canaries that are not in a sum, their deviation over the claim)."""
+    """p-values of the noise at the coordinates of canaries outside a sum, and its deviation over the claimed one."""
     away = np.stack([~(release.drawn & coins) for release in releases]).astype(float)  # [R, m]
     noise = np.stack([release.moved for release in releases]) / sigma * away[:, None]  # [R, P, m]
     squares, count = np.square(noise).sum(-1), np.broadcast_to(away.sum(-1)[:, None], noise.shape[:2])  # [R, P]
@@ -308,9 +308,9 @@ def _noise_tests(releases: list[Release], coins: Flags, sigma: float) -> tuple[d
 
 
 def _products(draws: Array, kept: Array | None = None) -> tuple[Array, Array, Array]:
-    """[R, R] each, of draws [R, N]: their products, and squares of the one and the other.
+    """Of draws [R, N] their products and the squares of either, [R, R] each.
 
-    `kept` [R, N] is 1 where a draw is, and 0 where it was made 0: a pair has the coordinates that both have.
+    `kept` [R, N] is 0 for a draw that was set to 0, else 1: a pair uses the coordinates that both have.
     """
     kept = np.ones_like(draws) if kept is None else kept
     squares = np.square(draws) @ kept.T
@@ -318,6 +318,6 @@ def _products(draws: Array, kept: Array | None = None) -> tuple[Array, Array, Ar
 
 
 def _signal(release: Release) -> Array:
-    """[m], in units of C: 1 for a canary in the sum, and 0 for another, with noise of deviation σ."""
+    """[m], in units of C: 1 for a canary in the sum, 0 for another, with noise of deviation σ."""
     found: Array = release.moved.sum(0) / PARAMETERS**0.5
     return found

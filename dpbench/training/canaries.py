@@ -1,9 +1,9 @@
-"""What an audit attacks: the engine, training on canaries, and every movement of the model that it releases.
+"""The target of an audit: the engine, training on canaries, and every movement of the model that it releases.
 
 Each record is a canary: its gradient is the same in each of the model's parameters, along a coordinate of its own, and
-above the clipping norm. The canaries are orthogonal: a release shows each one's part at its own coordinate, with noise,
-and noise alone at the coordinates of those that are not in the batch. The loss of a canary that is not in the data is
-multiplied by 0: it may be in a batch, and is not in its sum.
+above the clipping norm. The canaries are orthogonal: a release shows each one's part, with noise, at its own
+coordinate, and noise alone at the coordinates of canaries outside the batch. The loss of a canary outside the data is
+multiplied by 0: it may be in a batch, but not in its sum.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from dpbench.engine.noise import At
 
 PARAMETERS = 16
 PIECE = 32
-"""Samples in a physical batch, where batches come in pieces."""
+"""Samples in a physical batch, for batches in pieces."""
 NORMS = 1e4, 1e6
-"""Of the losses' slopes: of most canaries, and of each eighth, the square of whose norm does not fit half precision."""
+"""Slopes of the losses: of most canaries, and of every eighth, whose squared norm overflows half precision."""
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
@@ -44,7 +44,7 @@ class Release(NamedTuple):
 
     Attributes:
         step: the number of its logical batch.
-        drawn: [m], is the canary in the batch?
+        drawn: [m], whether the canary is in the batch.
         moved: [PARAMETERS, m], in units of C: the sum of the clipped gradients, and the noise.
     """
 
@@ -54,13 +54,16 @@ class Release(NamedTuple):
 
 
 class Target:
-    """An engine with its model and optimizer, as its user has them: batches come from its data loader.
+    """An engine with its model and optimizer, used through its data loader.
 
     Args:
         model: the canaries.
-        optimizer: plain gradient descent at a learning rate of 1, attached to the engine.
+        optimizer: plain gradient descent with learning rate 1, attached to the engine.
         engine: of one process.
         form: of the batches; "pieces" and "padded" come in physical batches of `PIECE` samples.
+
+    Methods take:
+        coins: [m], whether the canary is in the data.
     """
 
     def __init__(self, model: Canaries, optimizer: torch.optim.SGD, engine: PrivacyEngine, form: str) -> None:
@@ -68,10 +71,9 @@ class Target:
         self._piece, self._pad = PIECE if form in ("pieces", "padded") else None, form == "padded"
 
     def releases(self, coins: Flags, steps: int) -> list[Release]:
-        """Train for so many logical batches, and write down whatever moves the model.
+        """Train, and record every movement of the model.
 
         Args:
-            coins: [m], is the canary in the data?
             steps: logical batches.
         """
         engine, count = self.engine, len(coins)
@@ -91,7 +93,7 @@ class Target:
             for x, slope, index in loader:
                 drawn[index[: int(engine.mask.sum())].numpy()] = True
                 for p in self._model.parameters():
-                    p.data.zero_()  # where training is does not matter here, and what moves is exact from there
+                    p.data.zero_()  # movements from zero are exact
                 step = engine.steps
                 self._optimizer.step(loss=slope * self._model(x))  # type: ignore[call-arg]
                 moved = -unit * torch.cat([p.detach() for p in self._model.parameters()]).double().numpy()
@@ -103,20 +105,16 @@ class Target:
         return found
 
     def released(self, coins: Flags) -> Release:
-        """All that the next logical batch moves.
-
-        Args:
-            coins: which canaries are in.
-        """
+        """The movement of the next logical batch."""
         steps, drawn, moved = zip(*self.releases(coins, 1), strict=True)
         return Release(steps[0], np.logical_or.reduce(drawn), np.sum(moved, axis=0))
 
     def save(self) -> Any:
-        """A checkpoint."""
+        """Return a checkpoint."""
         return self.engine.state_dict(), copy.deepcopy(self._optimizer.state_dict())
 
     def go_on(self, checkpoint: Any, *, replay: bool = False) -> None:
-        """From a checkpoint, with fresh noise or the same again.
+        """Resume from a checkpoint, with fresh noise or a replay.
 
         Args:
             checkpoint: of another target.

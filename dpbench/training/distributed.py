@@ -1,13 +1,13 @@
-"""Body of a `DistributedTrial`: ranks forked from the trial's process, in its process group, that train together.
+"""Run a `DistributedTrial`: fork ranks from the trial's process, which train together.
 
-Weak scaling: each process has `batch_size` samples. Each backend has a model of its own, spread in the same way. In
-order: the summed clipped gradient against one process's; a warm-up; rounds in which every backend has a turn, in an
-order of the round's own; and the memory of one more step of each, in every process.
+Weak scaling: each process has `batch_size` samples. Each backend has its own model, spread in the same way. The steps
+are: compare the summed clipped gradient with one process's; warm up; run rounds in which every backend has a turn, in a
+random order; and measure the memory of one more step of each, in every process.
 
-A step is all of training: forward, backward, communication, noise and the optimizer (SGD with momentum). Ordinary
-training averages gradients while the backward pass still runs, as the wrapper does; the engine's sums cross when the
-factors are known, which is after it. More processes than CPUs or GPUs share them: their throughput is marked
-`oversubscribed`, and says nothing of a machine that has enough.
+A step is all of training: forward, backward, communication, noise and the optimizer (SGD with momentum). The wrapper of
+ordinary training averages gradients during the backward pass; the engine's sums are sent after it, once the factors are
+known. If there are more processes than CPUs or GPUs, throughput is marked `oversubscribed`, and does not represent a
+machine with enough of them.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ from dpbench.process.linux import available_cpus
 from dpbench.training.scale import DistributedTrial
 from dpbench.trials.outcome import Outcome, TrialFailure, classify
 
-#: A turn is one step, or as many as fill so long, but these at most.
+#: Length of a turn in seconds, and its largest number of steps.
 TURN_SECONDS, MOST_IN_A_TURN = 0.3, 10
-#: Samples of each process that the answer is verified on.
+#: Samples of each process for the verification.
 VERIFIED = 2
 _MAX_GRAD_NORM, _NOISE = 1.0, 0.01
 
 
 class RankFailed(TrialFailure):
-    """A process of the training ended before it had answered, or raised: with the outcome that this has."""
+    """A process of the training exited or raised before its answer."""
 
     def __init__(self, result: dict[str, Any], message: str, outcome: Outcome = Outcome.ERROR) -> None:
         super().__init__(result, message)
@@ -65,14 +65,14 @@ class RankFailed(TrialFailure):
 def run(trial: DistributedTrial) -> dict[str, Any]:
     """{"parameters", "communication", "oversubscribed", "verification", "backends": {name: {"turns", "memory"}}}.
 
-    A turn is {"round", "position", "step_seconds"}, of the first process; memory is a list, of each process.
+    A turn is {"round", "position", "step_seconds"}, of the first process; memory is a list, one of each process.
 
     Args:
         trial: of one model and number of processes.
 
     Raises:
-        Mismatch: the summed clipped gradient is not that of one process.
-        RankFailed: a process went away, or raised.
+        Mismatch: the summed clipped gradient differs from one process's.
+        RankFailed: a process exited or raised.
     """
     on_cuda = trial.device.startswith("cuda")
     places = torch.cuda.device_count() if on_cuda else available_cpus() // trial.threads
@@ -98,15 +98,15 @@ def run(trial: DistributedTrial) -> dict[str, Any]:
 
 
 def _launched(trial: DistributedTrial) -> list[dict[str, Any]]:
-    """What each rank answers, in order. None is left when this returns."""
-    context = multiprocessing.get_context("fork")  # the trial's process has torch, and has not touched a device
+    """Run all ranks, and return their answers in order."""
+    context = multiprocessing.get_context("fork")  # the trial's process has imported torch, and used no device
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         for rank in range(trial.processes):
             receive, send = context.Pipe(duplex=False)
             process = context.Process(target=_rank, args=(trial, rank, f"file://{folder}/meet", send), daemon=True)
             process.start()
-            send.close()  # or its end would not be seen
+            send.close()  # else its end would not be noticed
             ranks.append((process, receive))
         try:
             waiting = {receive: rank for rank, (_, receive) in enumerate(ranks)}
@@ -150,13 +150,13 @@ def _rank(trial: DistributedTrial, rank: int, meet: str, send: Connection) -> No
             timeout=timedelta(seconds=trial.timeout),
         )
         send.send({**_measured(trial, rank), "communication": library})
-        dist.barrier()  # or the first to end takes its store away from the others
+        dist.barrier()  # else the first to exit removes the others' store
     except BaseException as error:
         outcome, evidence, _ = classify(error)
         send.send({"error": RankFailed({}, f"process {rank}: {evidence}", outcome)})
     finally:
         send.close()
-        os._exit(0)  # past the end of the interpreter, at which gloo's threads now and then abort the process
+        os._exit(0)  # skip the interpreter's exit, where gloo's threads sometimes abort
 
 
 def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
         others = sum(storage_bytes(other.holds()) for key, other in steps.items() if key != name)
         peak = measured_peak(step, step.holds(), device).as_record()
         if device.type == "cuda":
-            peak["peak_bytes"] -= others  # the allocator's peak is of all that is alive
+            peak["peak_bytes"] -= others  # the allocator's peak includes the others
         memory[name] = peak
     return {
         "agreement": agreement._asdict(),
@@ -195,14 +195,14 @@ def _measured(trial: DistributedTrial, rank: int) -> dict[str, Any]:
 
 
 def _agreed(first: list[float], step: Callable[[], object], stopwatch: Any) -> list[float]:
-    """Two more steps after the first, as many in every process: a warm-up that settles would end at different times."""
+    """Run two more steps in every process; a warm-up until stable would end at different times."""
     dist.barrier()
     found: list[float] = stopwatch(step, 2, math.inf)
     return found or first
 
 
 def _of_the_first(number: float) -> float:
-    """The first process's, in all of them: they take the same turns."""
+    """The first process's number, in all of them, so that they take the same turns."""
     box = [number]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -220,11 +220,11 @@ def workload_of(trial: DistributedTrial) -> Workload:
 
 
 def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
-    """The model as the trial has it spread: wrapped, or sharded in place, block by block.
+    """Wrap the model, or shard it in place, block by block.
 
     Args:
         model: of this process.
-        trial: that says how.
+        trial: decides which.
     """
     if trial.spread == "ddp":
         return nn.parallel.DistributedDataParallel(model)
@@ -239,7 +239,7 @@ def spread(model: nn.Module, trial: DistributedTrial) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """What is gathered together: the outermost members of module lists, unless they share parameters with the rest.
+    """The modules to shard together: the outermost members of module lists, unless they share parameters with others.
 
     Args:
         model: to be sharded.
@@ -266,7 +266,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _agreement(trial: DistributedTrial, rank: int) -> Agreement:
-    """The sum of every process's clipped gradients against one process's, of the model before it was spread."""
+    """Compare the sum of all processes' clipped gradients with one process's, before the model was spread."""
     private = next((name for name in trial.backends if load_backend(name).private), None)
     if private is None:
         return Agreement(0.0, 0.0, "")
@@ -282,21 +282,21 @@ def _agreement(trial: DistributedTrial, rank: int) -> Agreement:
     assert alone.norms is not None
     norms = alone.norms[rank :: trial.processes]
     reference = alone.grads
-    if trial.precision == "mixed":  # rounding in bfloat16 is large beside a small parameter's gradient, not the whole's
+    if trial.precision == "mixed":  # compare the whole: bfloat16 rounding is large for a small parameter
         grads, reference = ({"the model": torch.cat([g[n].flatten() for n in alone.grads])} for g in (grads, reference))
     return compare(type(alone)(grads, together.norms, together.losses), type(alone)(reference, norms, alone.losses))
 
 
 @contextlib.contextmanager
 def _autocast(trial: DistributedTrial) -> Iterator[None]:
-    """Mixed precision, where it is not FSDP's own."""
+    """Mixed precision, unless FSDP does it."""
     on = trial.precision == "mixed" and trial.spread == "ddp"
     with torch.autocast(torch.device(trial.device).type, torch.bfloat16, enabled=on):
         yield
 
 
 class _Step:
-    """One training step of one backend on this process's samples, ready to run."""
+    """One training step of one backend on this process's samples."""
 
     def __init__(self, trial: DistributedTrial, name: str, rank: int) -> None:
         work = workload_of(trial)
@@ -319,7 +319,7 @@ class _Step:
             losses = self._loss_fn(forward(self._model, self._inputs), self._targets)
         if self._engine is not None:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PrivacyWarning)  # the batches are fixed: time is measured, not trained
+                warnings.simplefilter("ignore", PrivacyWarning)  # fixed batches are fine for timing
                 self._optimizer.step(loss=losses)  # type: ignore[call-arg]
         else:
             losses.mean().backward()
@@ -327,7 +327,7 @@ class _Step:
         self._optimizer.zero_grad()
 
     def holds(self) -> list[Tensor]:
-        """What lives before and after the step, in this process."""
+        """The tensors that live before and after the step, in this process."""
         state = [value for values in self._optimizer.state.values() for value in values.values()]
         mine = [getattr(x, "to_local", lambda x=x: x)() for x in tensors_in(state)]
         return [*held_here(self._model), *mine, *tensors_in(self._inputs, self._targets)]

@@ -1,10 +1,10 @@
-"""Privacy faults, to be seeded into an engine from outside: what people have got wrong in DP-SGD.
+"""Privacy faults to seed into an engine: known mistakes in DP-SGD.
 
-Each is a function that changes the parts of an attached engine; the first line of its docstring says what is wrong. An
-audit is to find each of them. No torch here: the parent reads the descriptions.
+Each function changes the parts of an attached engine; the first line of its docstring names the fault. An audit must
+find each of them. No torch: the parent reads the descriptions.
 
 Functions take:
-    engine: that is attached, and changed for good.
+    engine: attached; changed permanently.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def uniform_noise(engine: PrivacyEngine) -> None:
 
 def averaged_noise(engine: PrivacyEngine) -> None:
     """each piece of a batch has noise, of which the average is taken"""
-    pieces = [0, 0]  # of the batch that is being added up, and of the one that is released
+    pieces = [0, 0]  # of the batch being accumulated, and of the released one
     accumulate, let_go = engine._accumulate, engine._release
 
     def counted(losses: Any, drawn: tuple[int, int] | None) -> None:
@@ -187,13 +187,13 @@ _ALL: tuple[Callable[[PrivacyEngine], None], ...] = (
     *(fixed_batches, repeated_batches, twice_the_rate),
 )
 SEEDS = {fault.__name__: fault for fault in _ALL}
-"""Name -> the function that seeds it."""
+"""Name -> the function that seeds the fault."""
 FAULTS = {name: (fault.__doc__ or "").splitlines()[0] for name, fault in SEEDS.items()}
-"""Name -> what is wrong, in words."""
+"""Name -> the fault, in words."""
 
 
 def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], Tensor]) -> None:
-    """`change` is called for each parameter in the place of the engine's `added`, which it is given first."""
+    """Replace the engine's noise by `change`, called for each parameter with the original function first."""
     to_all = engine.noise.added_to_all
 
     def added(total: Tensor, deviation: float, at: At) -> Tensor:
@@ -205,7 +205,7 @@ def _noise(engine: PrivacyEngine, change: Callable[[Added, Tensor, float, At], T
 
 
 def _once(engine: PrivacyEngine, place: Callable[[At], Any]) -> None:
-    """Draw once for all that `place` makes the same, and add that again and again."""
+    """Draw once for all places that `place` maps to one value, and add that draw to each."""
     drawn: dict[Any, Tensor] = {}
 
     def change(added: Added, total: Tensor, deviation: float, at: At) -> Tensor:
@@ -217,11 +217,11 @@ def _once(engine: PrivacyEngine, place: Callable[[At], Any]) -> None:
 
 
 def _factors(engine: PrivacyEngine, factors: Callable[[Tensor], Tensor]) -> None:
-    """The engine clips by these, and says the same sensitivity as before."""
+    """Clip by these factors, under the unchanged sensitivity."""
     object.__setattr__(engine.clip, "factors", factors)
 
 
 def _batches(engine: PrivacyEngine, change: Callable[[Callable[[int], Any], int], Any]) -> None:
-    """`change(batch, step)` are the records of a batch, where `batch(step)` are those that the engine drew."""
+    """Replace the records of each batch by `change(batch, step)`; `batch(step)` returns the engine's own."""
     batch = engine._sampler.batch
     engine._sampler.batch = lambda step: change(batch, step)  # type: ignore[method-assign]

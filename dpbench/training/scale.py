@@ -1,4 +1,4 @@
-"""Training in several processes: the trial. This module is for the parent; it imports no torch."""
+"""The trial of training in several processes. No torch: the parent process imports this."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpbench.errors import one_of
 from dpbench.trials import STEP_SOURCES, Trial
 from dpbench.trials.steps import modules_of_step
 
-#: How the model is spread over the processes -> in words.
+#: Way to spread the model over the processes -> in words.
 SPREADS = {
     "ddp": "DDP: every process has the whole model",
     "fsdp": "FSDP2: every process has a shard of each parameter",
@@ -22,10 +22,10 @@ PRECISIONS = ("float32", "mixed")
 class DistributedTrial(Trial):
     """Whole training steps in `processes` processes, private and ordinary in turns: forward to optimizer, noise too.
 
-    `batch_size` is that of a process: the work of each stays the same as they become more. `spread` is one of
-    `SPREADS`. `precision` "mixed" computes in bfloat16, with parameters, sums and norms in float32. `backends` are
-    names; `nonprivate` belongs among them, and is what the wrapper does by itself. A process has `threads` threads
-    on a CPU (gloo), a GPU of its own on CUDA (nccl). The summed clipped gradient is verified against one process.
+    `batch_size` is per process, so that each one's work stays the same. `spread` is one of `SPREADS`. `precision`
+    "mixed" computes in bfloat16, with parameters, sums and norms in float32. `backends` are names; include
+    `nonprivate`, the wrapper's ordinary training. A process has `threads` threads on a CPU (gloo), or its own GPU on
+    CUDA (nccl). The summed clipped gradient is verified against one process.
     """
 
     kind: ClassVar[str] = "distributed"
@@ -48,7 +48,7 @@ class DistributedTrial(Trial):
     timeout: float = 900.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "backends", tuple(self.backends))  # from JSON it comes as a list
+        object.__setattr__(self, "backends", tuple(self.backends))  # JSON has a list
         one_of("a spread", self.spread, SPREADS)
         one_of("a precision", self.precision, PRECISIONS)
         if self.processes < 1 or self.batch_size < 1 or self.rounds < 1:

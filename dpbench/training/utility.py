@@ -1,4 +1,4 @@
-"""The body of a `UtilityTrial`: a model trained with the privacy engine, and its accuracy on what it never saw."""
+"""Run a `UtilityTrial`: train a model with the privacy engine, and test it on held-out data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZERS = ("SGD", "Adam", "AdamBC")
 
 
 def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Accuracy at the end and after each epoch; ε where there is one; seconds of training alone.
+    """Accuracy at the end and after each epoch; ε if private; seconds of training alone.
 
     Args:
         trial: of one setting.
@@ -47,7 +47,7 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
         **budget,
     )
     optimizer = optimizer_of(trial, model, engine.noise_multiplier)
-    batches = Sampler(engine.settings, trial.seed.to_bytes(32, "little"))  # the same for private and ordinary training
+    batches = Sampler(engine.settings, trial.seed.to_bytes(32, "little"))  # equal in private and ordinary training
     if private:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PrivacyWarning)  # the noise is seeded; the record says so
@@ -97,11 +97,11 @@ def run(trial: UtilityTrial, dtype: torch.dtype = torch.float32) -> dict[str, An
 
 
 def optimizer_of(trial: UtilityTrial, model: nn.Module, noise_multiplier: float) -> torch.optim.Optimizer:
-    """SGD with a momentum of 0.9, Adam, or AdamBC; that with the floor f Φ if f is named beside it ("AdamBC:0.01").
+    """SGD with momentum 0.9, Adam or AdamBC; "AdamBC:0.01" has the floor 0.01 Φ.
 
     Args:
-        trial: that names it.
-        model: whose parameters it moves.
+        trial: names it.
+        model: has its parameters.
         noise_multiplier: σ.
     """
     name, _, part = trial.descent.partition(":")
@@ -115,7 +115,7 @@ def optimizer_of(trial: UtilityTrial, model: nn.Module, noise_multiplier: float)
 
 
 def spread(optimizer: torch.optim.Optimizer) -> float:
-    """The 90 % over the 10 % quantile of what Adam divides the entries by; 1: it is SGD with momentum.
+    """The 90 % over the 10 % quantile of Adam's divisors; 1 means SGD with momentum.
 
     Args:
         optimizer: Adam or AdamBC, after a step.
@@ -137,7 +137,7 @@ def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
     """(images, labels) to train on, and to test on: the same split for every trial of the same data.
 
     Args:
-        trial: that names the data.
+        trial: names the data.
     """
     (x, y), (test_x, test_y) = split(trial.data, image_size=8 if trial.data == "digits" else 32)
     on = torch.device(trial.device)
@@ -145,9 +145,9 @@ def data_of(trial: UtilityTrial) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, T
 
 
 def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
-    """A linear model on pixels, or on pixels whose scales differ up to ten times; or a net of two convolutions.
+    """A linear model on pixels, or on pixels with scales that differ up to ten times; or a net of two convolutions.
 
-    The convolutions have GroupNorm and tanh after them, and a linear layer.
+    GroupNorm and tanh follow each convolution, and a linear layer comes last.
 
     Args:
         name: one of `MODELS`.
@@ -182,7 +182,7 @@ def model_of(name: str, shape: torch.Size, seed: int) -> nn.Module:
 
 
 class Scaled(nn.Module):
-    """Multiplies each of n inputs by a factor of its own, 0.1 to 1, the same for every seed.
+    """Multiplies each of n inputs by a factor of its own in 0.1 to 1, the same for every seed.
 
     Args:
         inputs: n.
@@ -203,9 +203,8 @@ def tested(model: nn.Module, x: Tensor, y: Tensor) -> tuple[float, float]:
     """Accuracy and mean loss.
 
     Args:
-        model: from images to logits.
-        x: images.
-        y: labels.
+        model: images -> logits.
+        x, y: images and labels.
     """
     model.eval()
     with torch.no_grad():

@@ -1,6 +1,6 @@
-"""What can be measured: one frozen dataclass a kind of trial. No torch here; the parent reads and writes these.
+"""The kinds of trial: one frozen dataclass each. No torch: the parent process reads and writes these.
 
-An experiment may bring a kind of its own: subclass `Trial` at the top level of a module, with `kind` and `body`.
+To add a kind in an experiment, subclass `Trial` at the top level of a module, with `kind` and `body`.
 """
 
 from dpbench.trials.base import Trial, canonical_json

@@ -1,4 +1,4 @@
-"""The class behind a reference to a backend, in the process that runs it: what an import of a file can show."""
+"""Load the class behind a reference to a backend, in the process that runs it."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dpbench.trials.reference import load_module, split_file
 
 
 class UnavailableBackend(NotHere):
-    """The backend needs something that this machine lacks: a package."""
+    """A package that the backend needs is missing on this machine."""
 
     def __init__(self, backend: str, reason: str) -> None:
         super().__init__(f"{backend} is not available here: {reason}")
 
 
 def backend_class(ref: str) -> type[Backend]:
-    """The class that `ref` stands for, which can run here.
+    """Return the class of a reference, if it can run here.
 
     Args:
         ref: a name, or ``path/file.py:Class``.
 
     Raises:
-        UsageError: the file cannot be imported, has no such class, or it is no backend.
+        UsageError: the file cannot be imported or lacks the class, or the class is not a backend.
         UnavailableBackend: a package that it needs is missing.
     """
     found = _from_file(ref) if is_file(ref) else load_backend(ref)
@@ -43,7 +43,7 @@ def run(trial: ResolveTrial) -> dict[str, Any]:
     """{"usage": None, or what is wrong with the reference in one line}.
 
     Args:
-        trial: whose `backend` is a file's class.
+        trial: its `backend` is a class in a file.
     """
     try:
         _from_file(trial.backend)
@@ -65,12 +65,12 @@ def _from_file(ref: str) -> type[Backend]:
         missing = ", ".join(sorted(found.__abstractmethods__))
         raise UsageError(f"{name} of {path} to have the method {missing}", "none")
     if not hasattr(found, "name"):
-        found.name = name  # what messages call it
+        found.name = name  # for messages
     return found
 
 
 def _imported(path: Path) -> Any:
-    """The module, which may import its neighbours."""
+    """Import the module, which may import its neighbours."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -78,7 +78,7 @@ def _imported(path: Path) -> Any:
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:
-        # a syntax error says its line itself
+        # a syntax error names its own line
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path.resolve()]
         said = (str(error).strip().splitlines() or [""])[0]
         where = f" (line {lines[-1]})" if lines else ""

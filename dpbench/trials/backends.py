@@ -1,8 +1,11 @@
-"""A backend by reference: a name that `clipping.load_backend` takes, or ``path/file.py:Class``, a subclass of
-`clipping.Backend`.
+"""References to backends: a name for `clipping.load_backend`, or ``path/file.py:Class``.
 
-Importing this module imports no torch: `validate_backend` serves the parent process. What only an import of the file
-can show (no such class, no backend, an error in the file) is found in a trial's process, and handed back as one line.
+Importing this module imports no torch, so that the parent process can call `validate_backend`. A trial's process finds
+the errors that need an import of the file (no such class, no subclass of `clipping.Backend`, an error in the file), and
+returns them as one line.
+
+Functions take:
+    ref: a name, or ``path/file.py:Class``.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from dpbench.trials.base import Trial
 from dpbench.trials.packages import modules_of_backends
 from dpbench.trials.reference import split_file
 
-#: Names of backends in the order of `clipping.registry`: ours, ordinary training first, and other libraries'.
+#: Backends in the order of `clipping.registry`: ours, with ordinary training first, and other libraries'.
 OURS = tuple(name for name, info in BACKENDS.items() if not info.peer)
 PEERS = tuple(name for name, info in BACKENDS.items() if info.peer)
 OWN_VARIANTS = tuple(VARIANTS)
@@ -41,7 +44,7 @@ class BackendTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolveTrial(BackendTrial):
-    """Whether `path/file.py:Class` is a backend: to know that, the file has to be imported, and with it torch."""
+    """Check that `path/file.py:Class` is a backend, which needs an import of the file and of torch."""
 
     kind: ClassVar[str] = "resolve"
     body: ClassVar[str] = "dpbench.trials.backend_classes:run"
@@ -49,29 +52,22 @@ class ResolveTrial(BackendTrial):
 
 
 class UnusableBackend(UsageError):
-    """What an import of the file has shown, in one line."""
+    """One line on why a file's class cannot be used."""
 
     def __init__(self, line: str) -> None:
         Exception.__init__(self, line)
 
 
 def is_file(ref: str) -> bool:
-    """Whether `ref` means a file, and not a name.
-
-    Args:
-        ref: a name, or ``path/file.py:Class``.
-    """
+    """Returns whether `ref` is a file's class rather than a name."""
     return ref.endswith(".py") or ".py:" in ref
 
 
 def validate_backend(ref: str) -> None:
-    """Check what can be checked without importing anything.
-
-    Args:
-        ref: a name, or ``path/file.py:Class``.
+    """Check a reference without any import.
 
     Raises:
-        UsageError: an unknown name, with the nearest; a file without a class, or none.
+        UsageError: an unknown name, with the nearest one; a missing file, or one without a class.
     """
     if is_file(ref):
         split_file(ref, CLASS)

@@ -1,11 +1,10 @@
-"""What every trial is: a frozen dataclass, its identity, its place in records and between processes. No torch here.
+"""The base of every trial: a frozen dataclass with an identity, for records and other processes. No torch.
 
-A trial is data. Its identity is the hash of its canonical JSON, so that the same trial declared twice, or again
-tomorrow, is the same trial. What it runs is named by `body`, a function ``body(trial) -> dict`` that is imported and
-called in the trial's own process only (see `dpbench.process.server`); the dict is the record's ``result``. A body
-raises what `dpbench.trials.outcome` knows how to name.
+A trial is data. Its identity is the hash of its canonical JSON, so that equal declarations are one trial. `body` names
+a function ``body(trial) -> dict``, which is imported and called in the trial's own process only (see
+`dpbench.process.server`); the dict is the record's ``result``. `dpbench.trials.outcome` names the exceptions of a body.
 
-An experiment may bring a kind of its own: subclass `Trial` at the top level of a module, with `kind` and `body`.
+To add a kind in an experiment, subclass `Trial` at the top level of a module, with `kind` and `body`.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values give equal texts.
 
     Args:
-        value: of dicts, lists, texts, numbers, truth values and None.
+        value: of dicts, lists, strings, numbers, bools and None.
 
     Raises:
-        ValueError: for a float that is not finite, which JSON does not know.
+        ValueError: a float that is not finite.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def _as_text(value: Any) -> Any:
-    """A field of a trial such that every encoding has it."""
+    """A field of a trial, with strings that every encoding supports."""
     if isinstance(value, list | tuple):
         return type(value)(map(_as_text, value))
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
@@ -43,7 +42,7 @@ def _as_text(value: Any) -> Any:
 class Trial:
     """One measurement, in a process of its own.
 
-    `timeout` (seconds) bounds the whole trial and is no part of its identity: a longer one measures the same thing.
+    `timeout` (seconds) bounds the whole trial and is not part of its identity.
     """
 
     kind: ClassVar[str]
@@ -52,7 +51,7 @@ class Trial:
     timeout: float = 600.0
 
     def describe(self) -> dict[str, Any]:
-        """`kind` and all fields, as they stand in a record: a path's byte that is not UTF-8 as its escape."""
+        """`kind` and all fields, as in a record; a path's byte that is not UTF-8 becomes its escape."""
         return {"kind": self.kind} | {f.name: _as_text(getattr(self, f.name)) for f in fields(self)}
 
     @cached_property
@@ -63,26 +62,26 @@ class Trial:
 
     @property
     def alone(self) -> bool:
-        """Whether another trial at the same time would change what this one measures."""
+        """Whether a concurrent trial would change this measurement."""
         return True
 
     @property
     def beside(self) -> bool:
-        """True if a trial that runs `alone` needs only its device: trials that are not alone may run meanwhile."""
+        """True if a trial that runs `alone` needs only its device: others that are not `alone` may run meanwhile."""
         return False
 
     def modules(self) -> tuple[str, ...]:
-        """Third-party modules that the trial uses: imported before the fork, and their versions fingerprinted."""
+        """Third-party modules that the trial uses: imported before the fork, with their versions in the fingerprint."""
         return ()
 
     def label(self) -> str:
-        """A few words for a person: what is measured."""
+        """A few words for people: what is measured."""
         shown = ("model", "backend", "accountant", "batch_size")
         words = [str(getattr(self, name)) for name in shown if hasattr(self, name)]
         return " ".join([self.kind, *words])
 
     def to_wire(self) -> dict[str, Any]:
-        """As sent to the process that runs it: the reference of the class, and its fields."""
+        """The message for the trial's process: the reference of the class, and its fields."""
         return {"class": reference_to(type(self)), "fields": {f.name: getattr(self, f.name) for f in fields(self)}}
 
     @staticmethod
@@ -90,7 +89,7 @@ class Trial:
         """The inverse of `to_wire`.
 
         Args:
-            message: what `to_wire` gave.
+            message: from `to_wire`.
         """
         trial = load_object(message["class"])(**message["fields"])
         assert isinstance(trial, Trial)

@@ -1,7 +1,7 @@
-"""What the experiment `evidence` measures beside steps and peaks: the device, norms, a step's parts, a profile.
+"""Further trials of the experiment `evidence`: the device, norms, a step's parts, a profile.
 
-No torch here, as in `dpbench.trials`; the bodies lie in `dpbench.measure`, a module a kind. `small`: the same in
-miniature, for a CPU and for a smoke run.
+No torch, as in `dpbench.trials`; the bodies are in `dpbench.measure`, a module a kind. `small` selects a miniature for
+a CPU or a smoke run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dpbench.trials.steps import STEP_SOURCES, modules_of_step
 
 __all__ = ["FAMILIES", "DeviceTrial", "NormsTrial", "PartsTrial", "ProfileTrial"]
 
-#: What a `NormsTrial` looks at: the uses of a parameter, group norm, and the Triton programs, called directly.
+#: Families of a `NormsTrial`: the uses of a parameter, group norm, and the Triton programs, called directly.
 FAMILIES = ("linear", "convolution", "embedding", "normalisation", "group_norm", "kernels")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceTrial(Trial):
-    """What the device can do at best: bandwidth, rates of matrix products, what a launch and a wait take.
+    """Measure the device's best bandwidth, matrix-product rates, and times of a launch and a wait.
 
-    `sizes` are those of square matrices; `copied` is in bytes, and more than the caches hold.
+    `sizes` are those of square matrices; `copied` is in bytes, and exceeds the caches.
     """
 
     kind: ClassVar[str] = "device"
@@ -47,7 +47,7 @@ class DeviceTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class NormsTrial(Trial):
-    """Every way to a per-sample norm of one family of operations, beside norms in float64 by autograd's definition."""
+    """Every way to a per-sample norm of one family of operations, compared with autograd's norms in float64."""
 
     kind: ClassVar[str] = "norms"
     body: ClassVar[str] = "dpbench.measure.norms:run"
@@ -75,7 +75,7 @@ class NormsTrial(Trial):
 class _StepTrial(Trial):
     """A trial that looks into steps on one batch. `image_size` and `num_classes` may be None for text.
 
-    `threads` is the number of threads of a CPU operation; None means every CPU that the process may use.
+    `threads` is the number of threads of a CPU operation; None means all available CPUs.
     """
 
     model: str
@@ -99,7 +99,7 @@ class _StepTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class PartsTrial(_StepTrial):
-    """The step of `dpbench.PrivacyEngine` taken apart, beside the plain step of the same optimizer.
+    """The parts of a step of `dpbench.PrivacyEngine`, and of the plain step of the same optimizer.
 
     `optimizer` is a name in torch.optim; `backend` is the engine's.
     """
@@ -118,7 +118,7 @@ class PartsTrial(_StepTrial):
 class ProfileTrial(_StepTrial):
     """A profile of `steps` steps of each backend: its largest operations, its launches, and the trace as a file.
 
-    A trace of more than `most_bytes` (compressed) is not kept.
+    A trace of more than `most_bytes` (compressed) is dropped.
     """
 
     kind: ClassVar[str] = "profile"

@@ -1,8 +1,8 @@
-"""How long a trial takes on a GPU before any was recorded there: what a plan says in advance.
+"""Estimate how long a trial takes on a GPU before any record exists there.
 
-By the records of an H100 and an H200 (2026-11-26; 16 host cores, torch 2.11): whole simulated searches are means over
-eight backends; `OPENING` is what is left of an `overhead` trial beyond its turns, for each backend. Where no record was
-(a step that confirms, an engine's whole step) it is made of these parts, and rather too long.
+The numbers are from records of an H100 and an H200 (2026-11-26; 16 host cores, torch 2.11). Simulated searches are
+means over eight backends; `OPENING` is an `overhead` trial's time beyond its turns, for each backend. Trials without a
+record (a confirming step, an engine's whole step) are sums of these parts, and rather too long.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dpbench.trials.base import Trial
 
 #: A process with a CUDA context and a model.
 START = 1.0
-#: A turn of one backend, and what is collected before it.
+#: A turn of one backend, with the garbage collection before it.
 TURN = 0.3
-#: To open one backend, verify it and warm it up.
+#: Opening one backend, verifying it and warming it up.
 OPENING = {"resnet18": 1.3, "transformers:gpt2@1024": 2.6, "timm:vit_base_patch16_224": 3.1, "resnet50": 3.4}
 OPENING |= {"transformers:roberta@128": 4.0, "cnn": 1.0, "vgg11": 1.3}
-#: A whole simulated search in one process, beside seven others.
+#: A whole simulated search in one process, with seven others running.
 SEARCHES = {"resnet18": 7.4, "resnet34": 6.1, "resnet50": 10.0, "resnet101": 14.0, "resnet152": 17.1}
 SEARCHES |= {"vgg11": 5.5, "vgg13": 6.2, "vgg16": 5.8, "vgg19": 6.2}
-#: To verify a backend and run two steps that fill 16 GiB.
+#: Verifying a backend and running two steps that fill 16 GiB.
 CONFIRMED = {"nonprivate": 3.0, "microbatch": 4.0, "vmap": 3.2, "opacus_hooks": 4.0}
-#: One sample through a model, forward and back, as `microbatch` has them.
+#: One sample's forward and backward pass, as in `microbatch`.
 SAMPLE = {"resnet18": 0.016, "resnet34": 0.028, "resnet50": 0.041}
-#: Kinds that take about the same whatever is asked.
+#: Kinds whose time hardly depends on their fields.
 KINDS = {"device": 2.1, "parts": 10.0, "profile": 8.5, "peak": 4.0}
 NORMS = {"kernels": 10.0, "linear": 3.0, "convolution": 3.5}
 _OTHER = 3.0
 
 
 def expected_seconds(trial: Trial) -> float | None:
-    """Seconds of a trial on a GPU; None on a CPU, and for a kind that none was seen of.
+    """Seconds of a trial on a GPU; None on a CPU, and for an unknown kind.
 
     Args:
         trial: to be run.

@@ -1,4 +1,4 @@
-"""Values as JSON text: strict, one line, for records and for what is sent between processes."""
+"""Values as JSON text: strict, one line, for records and messages between processes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-#: Half of a pair of code units, which no encoding of text has.
+#: A lone surrogate, which no text encoding supports.
 _HALF = re.compile("[\ud800-\udfff]")
 
 
 def to_json(value: Any) -> str:
     """One line of strict JSON; floats that are not finite become the strings "inf", "-inf" and "nan".
 
-    What is no character (half of a pair, or a byte of a path that is not UTF-8) becomes its escape, to be read.
+    A lone surrogate, as of a path's byte that is not UTF-8, becomes a readable escape.
 
     Args:
-        value: of dicts, lists, texts, numbers, truth values and None.
+        value: of dicts, lists, strings, numbers, bools and None.
     """
     text = json.dumps(_finite(value), allow_nan=False, ensure_ascii=False)
     return text if text.isascii() else _HALF.sub(lambda half: f"\\\\u{ord(half[0]):04x}", text)

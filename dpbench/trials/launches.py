@@ -1,4 +1,4 @@
-"""The trial that counts what steps ask of a GPU, without one."""
+"""The trial that counts a step's GPU launches, without a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpbench.trials.steps import STEP_SOURCES, modules_of_step
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchesTrial(Trial):
-    """Launches, bytes and operations of one step of each backend, in float32: counted on tensors without values.
+    """Launches, bytes and operations of one step of each backend, in float32, counted on tensors without values.
 
     `image_size` and `num_classes` may be None for a model that reads text.
     """

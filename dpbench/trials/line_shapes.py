@@ -1,11 +1,10 @@
-"""Which lines of a file are whole records: the shapes of the lines, and of what each kind of trial has found.
+"""Check that lines of a file are whole records: the shapes of lines, and of each kind of trial's result.
 
-What a shape asks for is what reports, plans and comparisons rely on; a record may always hold more. The kinds of an
-experiment of a person's own have no shape for their results, and of their trials' fields only for those that are read
-of any kind.
+A shape has what reports, plans and comparisons rely on; a record may hold more. For kinds of your own experiments,
+results have no shape, and only the trial fields that are read for any kind are checked.
 
 Functions take:
-    line, record, trial: as read from a file of records; one that is to be written; what a record says of its trial.
+    line, record, trial: read from a file of records; to be written; a record's description of its trial.
 """
 
 from __future__ import annotations
@@ -89,10 +88,10 @@ LINES: Mapping[str, Shape] = {
 }
 
 _TYPE = one_of(*LINES)
-#: What a trial sends back.
+#: A trial's answer.
 ANSWER: Shape = {"outcome": OUTCOME, "evidence": _TEXT, "result": Or(Each(ANY), None)}
 
-#: What a field of a trial is, whichever kind has it.
+#: Field of a trial, in any kind -> shape.
 _FIELDS: Mapping[str, Shape] = {
     **dict.fromkeys(("model", "backend", "device", "precision", "data", "accountant", "sampling", "adjacency"), TEXT),
     **dict.fromkeys(("scheme", "unknown", "network", "clip", "fault", "form", "task", "family", "spread"), TEXT),
@@ -115,7 +114,7 @@ _OF_ANY_KIND: Shape = {
 _STEP = "model backend batch_size device precision image_size num_classes"
 _TURNS = "model backends batch_size device precision image_size num_classes"
 _EPSILON = "accountant sample_rate delta"
-#: kind -> the fields that its trials have.
+#: kind -> fields of its trials.
 _TRIALS = {
     "step": _STEP,
     "peak": f"{_STEP} simulated memory_budget",
@@ -146,7 +145,7 @@ _TRIALS = {
 }
 
 _FILES: Shape = {"files?": Each(FILE_NAME)}
-#: The same before they are written: their content.
+#: The same before they are written, with their content.
 _CONTENTS: Shape = {"files?": Each(BASE64)}
 _MEMORY: Shape = {
     "source": TEXT,
@@ -203,7 +202,7 @@ _BOUNDS = (
 )
 _GUESSES = ("correct", "guesses", "positives", "negatives", "false_positives", "false_negatives")
 _EPSILON_FOUND: Shape = _CLAIM | {"compute_seconds": SECONDS, "all_seconds?": [SECONDS]}
-#: kind -> what a trial that ended well has found.
+#: kind -> result of a trial that succeeded.
 _RESULTS: Mapping[str, Shape] = {
     "step": {
         "step_seconds": Some(ABOVE_0),
@@ -316,11 +315,11 @@ _RESULTS: Mapping[str, Shape] = {
 
 
 def flaw_of_result(kind: str, result: Any) -> str | None:
-    """What a result of a trial that ended well lacks of what its kind has; None if it is whole.
+    """What a successful trial's result lacks, by its kind; None if it is whole.
 
     Args:
         kind: of the trial.
-        result: what its body gave.
+        result: from its body.
     """
     if too_deep(result):
         return "result: nested too deeply"
@@ -328,7 +327,7 @@ def flaw_of_result(kind: str, result: Any) -> str | None:
 
 
 def flaw_of_record(record: Mapping[str, Any]) -> str | None:
-    """Why a trial's record, whose files are not written yet, would be none for its readers; None if it is whole."""
+    """Why readers would reject a trial's record, before its files are written; None if it is whole."""
     result = record["result"]
     if isinstance(result, Mapping) and "files" in result:
         if (found := flaw(result, _CONTENTS, "result")) is not None:
@@ -338,7 +337,7 @@ def flaw_of_record(record: Mapping[str, Any]) -> str | None:
 
 
 def flaw_of_line(line: Any) -> str | None:
-    """Why a line, in the schema of today, is no whole record, in words; None if it is one."""
+    """Why a line is not a whole record of today's schema, in words; None if it is."""
     if too_deep(line):
         return "nested too deeply"
     kind_of_line = line.get("type") if isinstance(line, Mapping) else None
@@ -346,7 +345,7 @@ def flaw_of_line(line: Any) -> str | None:
         return found
     if (found := flaw(line, LINES[str(kind_of_line)])) is not None:
         return found
-    if kind_of_line == "environment":  # the records of a sweep count by their machine
+    if kind_of_line == "environment":  # a sweep's records are grouped by machine
         where = line["environment"]
         return flaw(where, {"host": TEXT}, "environment") if where.get("executor") else None
     trial = line["trial"]
@@ -356,7 +355,7 @@ def flaw_of_line(line: Any) -> str | None:
 
 
 def flaw_of_trial(trial: Any) -> str | None:
-    """What the description of a trial lacks of what its kind has, or has too much of; None if it is whole."""
+    """How the description of a trial differs from its kind's; None if it does not."""
     if too_deep(trial):
         return "trial: nested too deeply"
     return flaw(trial, {"kind": TEXT}, "trial") or _flaw_of_trial(trial)
@@ -371,7 +370,7 @@ def _flaw_of_trial(trial: Mapping[str, Any]) -> str | None:
 def _shape_of_trial(kind: str) -> Shape:
     shape: dict[str, Shape] = {f"{name}?": each for name, each in _FIELDS.items()}
     shape |= {name: _FIELDS[name] for name in _TRIALS[kind].split()}
-    if kind.startswith("epsilon"):  # what a calibration leaves open
+    if kind.startswith("epsilon"):  # only a calibration leaves these open
         shape |= {"noise_multiplier": FINITE, "steps": WHOLE}
     if kind == "calibration":
         shape["target_epsilon"] = ABOVE_0
@@ -379,7 +378,7 @@ def _shape_of_trial(kind: str) -> Shape:
 
 
 def _too_large(value: Any, where: str = "trial") -> str | None:
-    """The first number in it that has more digits than anything here can reckon with."""
+    """The first number too large to compute with."""
     if isinstance(value, dict | list):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return next((f for key, each in items if (f := _too_large(each, f"{where}.{key}"))), None)
@@ -387,7 +386,7 @@ def _too_large(value: Any, where: str = "trial") -> str | None:
 
 
 def _flaw_of_found(kind: str, line: Mapping[str, Any]) -> str | None:
-    """Of a trial that ended otherwise than well, what it kept must be as that of others, as far as it goes."""
+    """The same of a result; that of a failed trial may be partial."""
     result, shape = line["result"], _RESULTS.get(kind, Each(ANY))
     if line["outcome"] == Outcome.OK:
         found = flaw(result, shape, "result") or flaw(result, _FILES, "result")

@@ -1,18 +1,18 @@
-"""The search for the largest batch that fits, as a schedule of ordinary trials.
+"""Search for the largest batch that fits, as a schedule of ordinary trials.
 
-Nothing is run here. `MaxBatch.next_batch_size` is a pure function of what has been seen so far, so a search that was
-killed continues from its records, and is tested on memory models of our own making.
+Nothing runs here. `MaxBatch.next_batch_size` is a pure function of the probes so far. So a killed search resumes from
+its records, and tests use memory models of their own.
 
 The strategy: memory(B) = a + b·B predicts where the budget is reached; probe there, then one tolerance step to the
-other side. The line, from the most telling to the least:
+other side. The line is, in order of preference:
 
-- two peaks that are known: the line through them;
-- one: the line from it to what is held before the step (the baseline of the probe);
-- none: probe `start`, and its double.
+- with two known peaks: the line through them;
+- with one: the line from it to the memory held before the step (the probe's baseline);
+- with none: probe `start`, and its double.
 
-Where memory is nearly linear in B, as it is for training, that is two to five probes. After `PATIENCE` probes nothing
-is believed any more (allocators round, kernels choose workspaces), and plain doubling and bisection end the search.
-Whatever was predicted, the answer is a batch that was seen to fit.
+If memory is nearly linear in B, as in training, that takes two to five probes. After `PATIENCE` probes (allocators
+round, kernels choose workspaces) plain doubling and bisection end the search. The answer is always a batch that fitted
+in a probe.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from dpbench.trials.outcome import Outcome
 from dpbench.trials.steps import BatchTrial, ConfirmTrial, LargestTrial, PeakTrial
 
 PATIENCE = 6
-#: Two probes closer than this say little about the slope between them.
+#: Two probes closer than this ratio say little about the slope between them.
 _APART = 0.9
-#: A probe aims this share of the tolerance below the predicted limit: what it misses by is then within the next step.
+#: A probe aims below the predicted limit by this share of the tolerance, so that the next step covers its error.
 _BELOW = 1 / 3
-#: After so many failures whose peak is not known, the forecast is tried at this share of the smallest of them.
+#: By number of failures with an unknown peak: the share of the smallest of them to probe next.
 _RETREAT = (0.96, 0.9, 0.8, 0.65)
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one probe told: whether the batch fits, and the peak in bytes, and what was held before, where known."""
+    """A probe's result: whether the batch fits; the peak and the memory held before, in bytes, if known."""
 
     fits: bool
     peak_bytes: int | None = None
@@ -45,10 +45,10 @@ class Probe:
 
 
 def probes_of(record: Mapping[str, Any]) -> dict[int, Probe]:
-    """Batch size -> what a record of a search's probe told of it; of a whole search in one trial, all its probes.
+    """Batch size -> result of a record's probe; of all probes if one trial ran a whole search.
 
     Args:
-        record: of a trial that ended well, or did not fit.
+        record: of a trial that succeeded or did not fit.
     """
     result = record.get("result") or {}
     if "probes" in result:
@@ -62,9 +62,12 @@ def probes_of(record: Mapping[str, Any]) -> dict[int, Probe]:
 class MaxBatch:
     """Find the largest batch size at which `probe` fits; then run `then` there, in every round.
 
-    The search ends when the largest that fits and the smallest that does not are within `tolerance` (relative) or one
-    sample of each other, or when `max_batch_size` fits, which says "not limited by memory". Batch sizes of `probe` and
-    `then` as declared are ignored. A probe of kind `largest` is a whole search, and tells of several batches.
+    The search ends when the largest fitting and the smallest failing batch are within `tolerance` (relative) or one
+    sample of each other, or when `max_batch_size` fits, which means "not limited by memory". The declared batch sizes
+    of `probe` and `then` are ignored. A probe of kind `largest` is a whole search, with results of several batches.
+
+    Methods take:
+        batch_size, seen: the size to run; batch size -> its probe.
     """
 
     probe: PeakTrial | LargestTrial
@@ -74,10 +77,7 @@ class MaxBatch:
     tolerance: float = 0.02
 
     def check(self) -> None:
-        """
-        Raises:
-            UsageError: for numbers by which it would have no end.
-        """
+        """Raise a UsageError for numbers with which the search would not end."""
         for name in ("start", "max_batch_size"):
             size: Any = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -86,47 +86,28 @@ class MaxBatch:
             raise UsageError("a share of at least 0 and below 1 for tolerance", self.tolerance)
 
     def probe_at(self, batch_size: int) -> PeakTrial | LargestTrial:
-        """The probe of a batch size.
-
-        Args:
-            batch_size: to be tried.
-        """
+        """Return the probe of a batch size."""
         return self.probe.replace(batch_size=batch_size)
 
     def then_at(self, batch_size: int) -> BatchTrial | None:
-        """The trial that follows at the largest batch size; None if there is none.
-
-        Args:
-            batch_size: that was found.
-        """
+        """Return the trial at the largest batch size; None without `then`."""
         return None if self.then is None else self.then.replace(batch_size=batch_size)
 
     def bounds(self, seen: Mapping[int, Probe]) -> tuple[int, int | None]:
         """(largest that fits, or 0; smallest that does not, or None).
 
-        Where a larger batch fitted although a smaller one did not, the smaller one counts: what fits, fits always.
-
-        Args:
-            seen: batch size -> its probe.
+        If a larger batch fitted although a smaller one failed, the failure counts.
         """
         high = min((size for size, probe in seen.items() if not probe.fits), default=None)
         low = max((size for size, probe in seen.items() if probe.fits and (high is None or size < high)), default=0)
         return low, high
 
     def answer(self, seen: Mapping[int, Probe]) -> int:
-        """The largest batch size known to fit; 0 if none does.
-
-        Args:
-            seen: batch size -> its probe.
-        """
+        """The largest batch size known to fit; 0 if none does."""
         return self.bounds(seen)[0]
 
     def next_batch_size(self, seen: Mapping[int, Probe]) -> int | None:
-        """The batch size to probe next, never one already seen; None when the search has ended.
-
-        Args:
-            seen: batch size -> its probe.
-        """
+        """The batch size to probe next, never a repeated one; None when the search has ended."""
         low, high = self.bounds(seen)
         predicted = self._predict(seen, low, high) if len(seen) < PATIENCE else None
         if not seen:
@@ -138,18 +119,18 @@ class MaxBatch:
         return self._between(seen, low, high, predicted)
 
     def _above(self, low: int, predicted: float | None) -> int | None:
-        """Everything fitted so far."""
+        """Probe above `low`, if all probes fitted."""
         if low >= self.max_batch_size:
             return None
         candidate = 2 * low if predicted is None else max(self._cap(predicted), low + self._step(low))
         return min(candidate, self.max_batch_size)
 
     def _between(self, seen: Mapping[int, Probe], low: int, high: int, predicted: float | None) -> int:
-        """`low` fits (or is 0), `high` does not, and they are further apart than the tolerance."""
+        """Probe between `low`, which fits (or is 0), and `high`, which does not, if they are too far apart."""
         if predicted is not None and self._cap(predicted) < high:
             closest_below_high = high - max(1, int(self.tolerance / (1 + self.tolerance) * high))
             candidate = min(max(self._cap(predicted), low + self._step(low), 1), closest_below_high)
-        elif predicted is not None:  # what was believed is refuted, and by how much is not known
+        elif predicted is not None:  # the prediction failed by an unknown amount
             failures = sum(not probe.fits for probe in seen.values())
             candidate = max(int(high * _RETREAT[min(failures, len(_RETREAT)) - 1]), low + self._step(low))
         elif low > 0 and high > 4 * low:
@@ -162,11 +143,11 @@ class MaxBatch:
         return max(1, int(self.tolerance * low))
 
     def _cap(self, predicted: float) -> int:
-        """A batch size a little below the limit that is predicted."""
+        """A batch size slightly below the predicted limit."""
         return int(min(predicted * (1 - _BELOW * self.tolerance), self.max_batch_size))
 
     def _predict(self, seen: Mapping[int, Probe], low: int, high: int | None) -> float | None:
-        """Where the budget is reached, by what is known best; None if nothing says so."""
+        """The batch size at which the budget is reached, by the best line; None without one."""
         budget = self.probe.memory_budget
         if budget is None:
             return None
@@ -180,7 +161,7 @@ class MaxBatch:
         return size_a + (budget - peak_a) / slope
 
     def _by_one(self, seen: Mapping[int, Probe], low: int, budget: int) -> float | None:
-        """The same where fewer than two peaks are known."""
+        """The same with fewer than two known peaks."""
         known = {size: probe for size, probe in seen.items() if probe.peak_bytes is not None}
         if not known:
             return None
@@ -214,18 +195,18 @@ def searches(
     limit: int = 16384,
     limits: Mapping[str, int] | None = None,
 ) -> list[MaxBatch]:
-    """The largest batch of each model and backend, as in Figure 3 of arXiv:2205.10683.
+    """Search the largest batch of each model and backend, as in Figure 3 of arXiv:2205.10683.
 
-    It is foretold: simulated on fake tensors of the device, which takes no memory. On CUDA the whole search is one
-    trial, and then two real steps confirm what it found.
+    The search is simulated on fake tensors of the device, which takes no memory. On CUDA the whole search is one trial,
+    and two real steps confirm its answer.
 
     Args:
         device: "cpu" or "cuda".
-        models: references, the first outermost.
+        models: references; the outer loop.
         backends: names.
         budget: bytes.
-        limit: the largest batch that is tried.
-        limits: of a backend, where it is smaller.
+        limit: the largest batch to try.
+        limits: smaller limits, by backend.
     """
     found = []
     backends = list(backends)

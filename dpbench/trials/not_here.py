@@ -1,4 +1,4 @@
-"""What is to be measured does not run on this machine."""
+"""The exception of a measurement that cannot run on this machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from clipping import UnsupportedModel
 
 
 class NotHere(UnsupportedModel):
-    """What is to be measured does not run on this machine, whatever the model: such a trial ends `unsupported`."""
+    """The measurement cannot run on this machine, whatever the model: the trial ends `unsupported`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("", [])

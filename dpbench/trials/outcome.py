@@ -6,10 +6,10 @@ outcome         meaning                                                         
 `ok`            measured, and the answer verified                                                        yes
 `oom`           the device or the allocator had no memory left                                           yes
 `over_budget`   it ran, and needed more than the budget; the result is kept                              yes
-`unsupported`   the backend refuses this model, or the accountant has no answer, and says why            yes
-`mismatch`      it ran, and its answer is not the oracle's; the result is kept and enters no figure       no
+`unsupported`   the backend refuses this model, or the accountant has no answer, with the reason         yes
+`mismatch`      it ran, and its answer differs from the oracle's; the result is kept, for no figure      no
 `timeout`       still running at its time limit; killed, with its whole process group                    no
-`crash`         the process went away by a signal or an exit of its own                                  no
+`crash`         the process ended by a signal or its own exit                                            no
 `error`         it raised something else                                                                 no
 ==============  =======================================================================================  =====
 
@@ -25,7 +25,7 @@ from typing import Any
 
 
 class Outcome(StrEnum):
-    """What became of a trial; the table above says what each means."""
+    """How a trial ended; see the table above."""
 
     OK = "ok"
     OOM = "oom"
@@ -41,14 +41,14 @@ FINAL = frozenset({Outcome.OK, Outcome.OOM, Outcome.OVER_BUDGET, Outcome.UNSUPPO
 DOES_NOT_FIT = frozenset({Outcome.OOM, Outcome.OVER_BUDGET})
 RETRYABLE = frozenset(Outcome) - FINAL
 
-#: What a failed allocation says where it is no exception of a class of its own.
+#: Messages of failed allocations without an exception class of their own.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "ALLOC_FAILED", "NOT_ENOUGH_MEMORY")
 _TRACEBACK_LINES = 12
 _TRACEBACK_LENGTH = 4096
 
 
 class TrialFailure(Exception):
-    """A trial that ended otherwise than well, and has a `result` to keep all the same."""
+    """A trial failed, with a `result` to keep."""
 
     outcome: Outcome
 
@@ -64,13 +64,13 @@ class OverBudget(TrialFailure):
 
 
 class Mismatch(TrialFailure):
-    """The step ran, and its norms or gradients are not the oracle's."""
+    """The step ran, and its norms or gradients differ from the oracle's."""
 
     outcome = Outcome.MISMATCH
 
 
 class PartlyFailed(TrialFailure):
-    """A trial of several backends, some of which ended with an outcome that is not final; the others' results stand."""
+    """Some backends of a trial ended with an outcome that is not final; the others' results stand."""
 
     def __init__(self, outcome: Outcome, result: dict[str, Any], message: str) -> None:
         super().__init__(result, message)
@@ -78,12 +78,12 @@ class PartlyFailed(TrialFailure):
 
 
 def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]:
-    """Name what a trial's body raised: (outcome, evidence, result or None).
+    """Name the exception of a trial's body: (outcome, evidence, result or None).
 
-    Imports nothing: what the body can raise it has imported.
+    Imports nothing, as the body has imported all exceptions that it can raise.
 
     Args:
-        error: what the body raised.
+        error: raised by the body.
     """
     if isinstance(error, TrialFailure):
         return error.outcome, str(error), error.result
@@ -96,7 +96,7 @@ def classify(error: BaseException) -> tuple[Outcome, str, dict[str, Any] | None]
 
 
 def _is_unsupported(error: BaseException) -> bool:
-    # where each is defined: to ask `clipping` itself for it would import torch
+    # by the defining module, as `clipping` itself would import torch
     refusals = {"clipping.core.types": "UnsupportedModel", "accounting.mechanism": "NoAnswer"}
     loaded = ((sys.modules[module], name) for module, name in refusals.items() if module in sys.modules)
     return any(isinstance(error, getattr(module, name)) for module, name in loaded)

@@ -1,4 +1,4 @@
-"""The packages that are not always installed: which models and backends need them, and how they are had."""
+"""Optional packages: which models and backends need them, and how to install them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from clipping.registry import BACKENDS
 
 ROOT = Path(__file__).resolve().parents[2]
 
-#: Scheme of a reference -> modules that a server process can import once, before it forks a trial.
+#: Scheme of a reference -> modules that a server process imports once, before it forks trials.
 SCHEMES: dict[str, tuple[str, ...]] = {
     "timm": ("timm",),
     "torchvision": ("torchvision",),
-    # the first model's module brings what all of them share, which takes longer than transformers itself
+    # importing one model's module imports what all share, the slowest part
     "transformers": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
     "tiny": ("transformers.models.auto.modeling_auto", "transformers.models.gpt2.modeling_gpt2"),
 }
 
 
-#: Package -> the extra of this project that brings it; others are installed by their own name.
+#: Package -> this project's extra that includes it; others are installed by name.
 EXTRAS = {
     "timm": "models",
     "transformers": "models",
@@ -35,9 +35,9 @@ EXTRAS = {
 
 
 def to_be_installed(package: str) -> str:
-    """What an error expects where a package is missing: that it is installed, and the command that does it.
+    """An error's text for a missing package: "to be installed", with the command.
 
-    An extra is installed from the checkout that this module lies in; without a checkout, the package by its own name.
+    The command installs an extra from this module's checkout; without a checkout, the package by name.
 
     Args:
         package: its name to import.
@@ -48,7 +48,7 @@ def to_be_installed(package: str) -> str:
 
 
 def is_missing(package: str) -> bool:
-    """Whether it is not installed. Imports nothing.
+    """Returns whether a package is not installed, without importing it.
 
     Args:
         package: its name to import.
@@ -58,14 +58,14 @@ def is_missing(package: str) -> bool:
 
 @contextlib.contextmanager
 def needed(package: str, module: str) -> Iterator[None]:
-    """Around the imports of a package that may be missing: say so in one line, and how to have it.
+    """Wrap the imports of an optional package: an error says in one line how to install it.
 
     Args:
         package: its name to import.
-        module: `__name__` of the module that imports it; a program that a person started ends with exit code 2.
+        module: `__name__` of the importing module; a program run by a person exits with code 2.
 
     Raises:
-        ImportError: it cannot be imported.
+        ImportError: the package cannot be imported.
     """
     try:
         yield
@@ -78,7 +78,7 @@ def needed(package: str, module: str) -> Iterator[None]:
 
 
 def required_modules(ref: str) -> tuple[str, ...]:
-    """Modules that are worth importing before a trial with this model is forked; () for built-ins and files.
+    """Modules to import before forking a trial of this model; () for built-ins and files.
 
     Args:
         ref: of a model.
@@ -88,7 +88,7 @@ def required_modules(ref: str) -> tuple[str, ...]:
 
 
 def modules_of_backends(names: Iterable[str]) -> tuple[str, ...]:
-    """The same of backends: what the rows of `clipping.registry` say.
+    """The same for backends, from the rows of `clipping.registry`.
 
     Args:
         names: of backends; those of files have no row.

@@ -1,7 +1,7 @@
-"""Precision profiles: in which formats of numbers a training step computes. No torch here.
+"""Precision profiles: the number formats in which a training step computes. No torch.
 
-A trial of a step says its profile, and ordinary training beside it runs in the same. How torch is made to obey one, and
-what its switches really were, is `dpbench.measure.precision`'s.
+A trial of a step names its profile, and ordinary training beside it uses the same. `dpbench.measure.precision` applies
+a profile to torch, and reads torch's actual switches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ class Profile:
     """How a step computes.
 
     Attributes:
-        name: as a trial, `--only precision=...` and captions say it.
-        doc: what it means, in one line.
-        dtype: of parameters and of floating inputs; a dtype's name in torch.
-        autocast: to which dtype torch.autocast casts products around the forward pass and the losses; None for off.
-        tf32: whether CUDA's products and convolutions of float32 round their operands to TF32.
+        name: as in trials, `--only precision=...` and captions.
+        doc: its meaning, in one line.
+        dtype: of parameters and floating-point inputs; a dtype's name in torch.
+        autocast: torch.autocast's dtype for the forward pass and the losses; None for off.
+        tf32: whether CUDA's float32 products and convolutions round their operands to TF32.
     """
 
     name: str
@@ -48,26 +48,26 @@ PROFILES = {
         Profile("float64", "parameters and inputs in float64", "float64"),
     )
 }
-#: Kinds of trial that have a profile, and once had a dtype.
+#: Kinds of trial with a profile, which formerly had a dtype.
 STEPS = ("step", "overhead", "recommend", "peak", "largest")
 
 
 def profile_of(name: str) -> Profile:
-    """The profile of this name.
+    """Return the profile of this name.
 
     Args:
-        name: as a trial has it.
+        name: as in a trial.
 
     Raises:
-        UsageError: in one line, if there is none.
+        UsageError: an unknown name.
     """
     return PROFILES[one_of("a precision", name, PROFILES)]
 
 
 def with_profile(trial: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A trial's fields with its profile, where it was recorded before there were any, and says a dtype instead.
+    """A trial's fields with its profile, if an old record names a dtype instead.
 
-    On CUDA float32 then ran with TF32 as torch has it by default, in convolutions alone: that is no profile.
+    On CUDA float32 then used TF32 in convolutions alone, torch's default, which is no profile.
 
     Args:
         trial: as a record describes it.

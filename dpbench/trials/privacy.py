@@ -1,4 +1,4 @@
-"""The kinds of trial that ask an accountant: of ε, or of the noise or the steps that an ε allows."""
+"""The trials of an accountant: compute ε, or calibrate the noise or the number of steps to an ε."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dpbench.trials.base import Trial
 
 @dataclass(frozen=True, kw_only=True)
 class _AccountingTrial(Trial):
-    """A trial of one accountant; `sampling` to `max_batch_size` as `accounting.SubsampledGaussian` takes them.
+    """A trial of one accountant, with `sampling` to `max_batch_size` as in `accounting.SubsampledGaussian`.
 
-    An `adjacency` that is not named is found at once, so that a trial and its record say which it is.
+    `__post_init__` fills in the default `adjacency`, so that trial and record name it.
     """
 
     sources: ClassVar[tuple[str, ...]] = ("accounting/**/*.py", "dpbench/measure/epsilon.py")
@@ -26,7 +26,7 @@ class _AccountingTrial(Trial):
     timeout: float = 60.0
 
     def __post_init__(self) -> None:
-        from accounting.sampling import PROVED  # brings numpy, and `list` answers at once
+        from accounting.sampling import PROVED  # imports numpy, and `list` must be fast
 
         if self.adjacency == "" and self.sampling in PROVED:
             object.__setattr__(self, "adjacency", PROVED[self.sampling][0])
@@ -37,7 +37,7 @@ class _AccountingTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class EpsilonTrial(_AccountingTrial):
-    """What one accountant says of `steps` steps of the subsampled Gaussian mechanism at `delta`."""
+    """ε of `steps` steps of the subsampled Gaussian mechanism at `delta`, by one accountant."""
 
     kind: ClassVar[str] = "epsilon"
     body: ClassVar[str] = "dpbench.measure.epsilon:run"
@@ -50,14 +50,14 @@ class EpsilonTrial(_AccountingTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class SweepTrial(EpsilonTrial):
-    """A point of curves along σ, q and δ."""
+    """A point of curves over σ, q and δ."""
 
     kind: ClassVar[str] = "epsilon_sweep"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchemeTrial(EpsilonTrial):
-    """A bar or a point of the sampling schemes side by side; `scheme` is its name in the figure."""
+    """A bar or a point in a comparison of sampling schemes; `scheme` is its name in the figure."""
 
     kind: ClassVar[str] = "epsilon_scheme"
     scheme: str
@@ -76,7 +76,7 @@ class MapTrial(EpsilonTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class TunedTrial(EpsilonTrial):
-    """The best of `runs` runs on average, their number drawn by `distribution`; of one run where that is ""."""
+    """ε of the best of `runs` expected runs, with a number of runs from `distribution`; of one run if that is ""."""
 
     kind: ClassVar[str] = "epsilon_tuned"
     body: ClassVar[str] = "dpbench.measure.epsilon:tuned"
@@ -95,7 +95,7 @@ class TunedTrial(EpsilonTrial):
 class CalibrationTrial(_AccountingTrial):
     """The noise multiplier, or the number of steps, that one accountant allows at `target_epsilon`.
 
-    `unknown` is "noise_multiplier" or "steps", and the field of that name is None.
+    `unknown` is "noise_multiplier" or "steps"; the field of that name is None.
     """
 
     kind: ClassVar[str] = "calibration"

@@ -1,7 +1,7 @@
 """References to Python objects as text: ``package.module:name``, or ``/path/to/file.py:name``.
 
-What a trial runs is named by such a text, because it crosses a process boundary as JSON. A module that comes from a
-file is registered under its absolute path, so that the ``__module__`` of what it defines is again a reference.
+They name a trial's code across processes, as JSON. A module from a file is registered under its absolute path, so that
+the ``__module__`` of its definitions is again a reference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def load_module(name: str) -> ModuleType:
         name: ``package.module``, or a path that ends in ``.py``.
 
     Raises:
-        ImportError: if there is none; whatever the module itself raises on import passes through.
+        ImportError: no such module; exceptions of the module itself pass through.
     """
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -35,7 +35,7 @@ def load_module(name: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path] = module  # before it runs: dataclasses look their own module up
+    sys.modules[path] = module  # before it runs, as dataclasses look up their own module
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -45,7 +45,7 @@ def load_module(name: str) -> ModuleType:
 
 
 def load_object(reference: str) -> Any:
-    """The object that ``module:name`` or ``file.py:name`` refers to.
+    """Load the object of a reference.
 
     Args:
         reference: ``module:name`` or ``file.py:name``.
@@ -55,14 +55,14 @@ def load_object(reference: str) -> Any:
 
 
 def split_file(ref: str, expected: str) -> tuple[Path, str]:
-    """(path, name) of ``path/file.py:name``, such as was `expected`: "path/file.py:Class".
+    """(path, name) of ``path/file.py:name``.
 
     Args:
-        ref: what was typed.
-        expected: what was to be typed, for the error.
+        ref: as typed.
+        expected: the expected form, for the error, such as "path/file.py:Class".
 
     Raises:
-        UsageError: nothing is named, or there is no such file.
+        UsageError: no name, or no such file.
     """
     path, _, name = ref.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -74,7 +74,7 @@ def split_file(ref: str, expected: str) -> tuple[Path, str]:
 
 
 def reference_to(obj: Any) -> str:
-    """The reference of a function or class at the top level of its module.
+    """Return the reference of a function or class at the top level of its module.
 
     Args:
         obj: with a module and a qualified name.

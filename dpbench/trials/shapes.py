@@ -1,15 +1,15 @@
-"""What a value that was read from JSON must look like before anything is done with it.
+"""Check the structure of values read from JSON.
 
 A shape is one of
 
     NUMBER, WHOLE, TEXT, FLAG, ANY, ...    a value that passes a test (`Is`)
     None                                   null
-    [shape], Some(shape)                   a list of such, of any length; of at least one
-    {"a": shape, "b?": shape}              an object with "a", and "b" if it has one; what else it has is its own affair
+    [shape], Some(shape)                   a list of such values, of any length; of at least one
+    {"a": shape, "b?": shape}              an object with "a", optionally "b", and any other keys
     Each(shape)                            an object with any keys, all values such
     Or(shape, shape, ...)                  one of these
 
-`flaw` says where a value first differs. Whoever reads on after that may trust keys and types.
+`flaw` says where a value first differs. A value without a flaw has the expected keys and types.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-#: No record is nested deeper: a reader that calls itself for what is inside stays far from the limit of Python.
+#: Largest nesting of a record, far below Python's recursion limit.
 DEPTH = 48
 _LARGEST = 2**63
 _SHOWN = 40
@@ -35,7 +35,7 @@ Shape = Any
 
 @dataclass(frozen=True)
 class Is:
-    """A value that passes `test`; `words` say what is expected."""
+    """A value that passes `test`; `words` describe what is expected."""
 
     words: str
     test: Callable[[Any], bool]
@@ -43,14 +43,14 @@ class Is:
 
 @dataclass(frozen=True)
 class Each:
-    """An object with any keys, all of whose values have this shape."""
+    """An object with any keys, and values of one shape."""
 
     shape: Shape
 
 
 @dataclass(frozen=True)
 class Some:
-    """A list of at least one, all of this shape."""
+    """A list of at least one value, all of one shape."""
 
     shape: Shape
 
@@ -68,7 +68,7 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     if isinstance(value, float):
-        return abs(value) < _GREATEST  # no axis holds more, and what is not finite is written as a text
+        return abs(value) < _GREATEST  # axes hold no more, and values that are not finite are text
     return _is_whole(value) or (isinstance(value, str) and value in ("inf", "-inf", "nan"))
 
 
@@ -101,7 +101,7 @@ SECONDS = Is(
 POSITIVE = Is("a whole number of at least 1", lambda value: _is_whole(value) and value >= 1)
 ABOVE_0 = Is("a number above 0", lambda value: FINITE.test(value) and value > 0)
 UTC = Is("a time as 2026-01-31T12:00:00.000000Z", lambda value: isinstance(value, str) and _is_utc(value))
-#: Of a file beside the records, never a way to another folder.
+#: A file beside the records, never a path to another folder.
 FILE_NAME = Is(
     "the name of a file in this folder",
     lambda value: isinstance(value, str) and _FILE_NAME.fullmatch(value) is not None,
@@ -122,8 +122,8 @@ def flaw(value: Any, shape: Shape, where: str = "") -> str | None:
 
     Args:
         value: as read from JSON.
-        shape: that it is to have.
-        where: the way to it, for the words.
+        shape: the expected one.
+        where: path to the value, for the words.
     """
     found = _difference(value, shape)
     if found is None:
@@ -135,16 +135,16 @@ def flaw(value: Any, shape: Shape, where: str = "") -> str | None:
 
 
 class _Nothing:
-    """Where a value should be."""
+    """Stands for a missing value."""
 
     def __repr__(self) -> str:
         return "none"
 
 
 def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
-    """(way to the first value that differs, what is expected there, what came); None if none does.
+    """(path to the first value that differs, what is expected there, the value); None if none does.
 
-    The way is put together on the way back: of most values there is nothing to tell.
+    The path is built while returning, as most values do not differ.
     """
     if isinstance(shape, Is):
         return None if shape.test(value) else ("", shape.words, value)
@@ -156,7 +156,7 @@ def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
             if (found := _difference(value, each)) is None:
                 return None
             differences.append(found)
-        # of an object or a list that comes near, what is wrong inside says more than what else there could have been
+        # the deepest difference is the most telling
         return max(differences, key=lambda found: len(found[0]))
     if isinstance(shape, list | Some):
         inner = shape[0] if isinstance(shape, list) else shape.shape
@@ -184,11 +184,11 @@ def _difference(value: Any, shape: Shape) -> tuple[str, str, Any] | None:
 
 
 def too_deep(value: Any, left: int = DEPTH) -> bool:
-    """Whether lists and objects lie in each other more than `DEPTH` deep.
+    """Returns whether lists and objects are nested more than `DEPTH` deep.
 
     Args:
         value: as read from JSON.
-        left: levels that there may still be.
+        left: remaining levels.
     """
     if not isinstance(value, dict | list):
         return False

@@ -1,4 +1,4 @@
-"""The kinds of trial that run a training step of a model: timed, beside others, simulated, checked, explained."""
+"""The trials of a model's training step: timed, compared, simulated, checked, explained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpbench.trials.base import Trial
 from dpbench.trials.packages import modules_of_backends, required_modules
 from dpbench.trials.precision import profile_of
 
-#: Sources (globs under the project's root) whose change makes a measurement of a training step another measurement.
+#: Sources (globs under the project's root) that a measurement of a training step depends on.
 STEP_SOURCES = (
     *("clipping/**/*.py", "clipping/**/*.c", "clipping/**/*.h"),
     *("dpbench/measure/**/*.py", "dpbench/models/**/*.py"),
@@ -33,12 +33,12 @@ def modules_of_step(trial: Trial, model: str, backends: Iterable[str]) -> tuple[
     """The packages that a step of `model` under `backends` imports.
 
     Args:
-        trial: whose data and device count, if it has them.
+        trial: its data and device count, if it has them.
         model: a reference.
         backends: names, or references to files.
     """
     digits = ("sklearn.datasets",) if getattr(trial, "data", None) == "digits" else ()
-    # torch's profiler, which watches the memory on a CPU, looks for torch._inductor, and so imports it: two seconds
+    # torch's profiler, which measures CPU memory, imports torch._inductor: two seconds
     profiler = ("torch._inductor",) if getattr(trial, "device", None) == "cpu" else ()
     return ("torch", *profiler, *digits, *required_modules(model), *modules_of_backends(backends))
 
@@ -65,10 +65,10 @@ class BatchTrial(ModelTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrial(BatchTrial):
-    """Verify, then time, then take the memory of one training step.
+    """Verify one training step, time it, and measure its memory.
 
-    At least `steps` steps are timed, unless `max_seconds` have passed after two. `memory_budget` is in bytes.
-    `threads` is the number of threads of a CPU operation; None means every CPU that the process may use.
+    At least `steps` steps are timed, unless `max_seconds` pass after two. `memory_budget` is in bytes. `threads` is the
+    number of threads of a CPU operation; None means all available CPUs.
     """
 
     kind: ClassVar[str] = "step"
@@ -82,17 +82,17 @@ class StepTrial(BatchTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class OverheadTrial(Trial):
-    """What clipping costs beside ordinary training: one model, many backends, interleaved in one process.
+    """The cost of clipping over ordinary training: one model, many backends, interleaved in one process.
 
-    Each backend is verified and warmed up; then in each of `rounds` rounds every backend has a turn, in an order of
-    the round's own, so that ratios can be taken within a round; then each one's memory is taken. A backend for which
-    `rounds` turns would take more than `max_seconds` has fewer, spread over the rounds, but three. One that is refused,
-    wrong or fails has an entry that says so, and the others go on.
+    Each backend is verified and warmed up. In each of `rounds` rounds every backend then has a turn, in a random order,
+    so that ratios can be computed within a round. Then each one's memory is measured. A backend whose turns would take
+    more than `max_seconds` has fewer, but at least three, spread over the rounds. If a backend is refused, wrong or
+    fails, its entry says so, and the others continue.
 
-    `backends` are names or ``path/file.py:Class``; `nonprivate` belongs among them. `compiled`: all of them, ordinary
-    training too, run as graphs in the way that is fastest for each (`clipping.program.graphs`). All run in one
-    `precision`, one of `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads
-    text. Seeds: `seed` is that of the weights, the data and the orders.
+    `backends` are names or ``path/file.py:Class``; include `nonprivate`. With `compiled` all of them, ordinary training
+    too, run as graphs in the fastest way for each (`clipping.program.graphs`). All run in one `precision` of
+    `dpbench.trials.precision`. `image_size` and `num_classes` may be None for a model that reads text. `seed` decides
+    the weights, the data and the orders.
     """
 
     kind: ClassVar[str] = "overhead"
@@ -132,11 +132,10 @@ class OverheadTrial(Trial):
 
 @dataclass(frozen=True, kw_only=True)
 class RecommendTrial(OverheadTrial):
-    """A race of all within a time (`dpbench.measure.recommend`): rounds as they fit.
+    """A race of all backends within a time limit (`dpbench.measure.recommend`), with as many rounds as fit.
 
-    `until`: when it is to be done, by `time.monotonic`, which all processes of a machine share; None: in a minute.
-    `notes`: the path of a file for what is known by now; "" for none. None for `image_size` or `num_classes`: the
-    model's own.
+    `until` is the end by `time.monotonic`, which all processes of a machine share; None means in a minute. `notes` is
+    the path of a file for results so far; "" for none. None for `image_size` or `num_classes` means the model's own.
     """
 
     kind: ClassVar[str] = "recommend"
@@ -152,7 +151,7 @@ class RecommendTrial(OverheadTrial):
 class PeakTrial(BatchTrial):
     """The peak memory of one training step, and whether it fits in `memory_budget` (bytes).
 
-    `simulated`: by fake tensors, with no memory and no device taken; else measured on `device`.
+    `simulated` uses fake tensors, which need neither memory nor device; otherwise it is measured on `device`.
     """
 
     kind: ClassVar[str] = "peak"
@@ -168,11 +167,11 @@ class PeakTrial(BatchTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class LargestTrial(BatchTrial):
-    """The largest batch whose step fits in `memory_budget` (bytes): the whole search, simulated, in one process.
+    """The largest batch whose step fits in `memory_budget` (bytes): a whole search, simulated, in one process.
 
-    `batch_size` is where it begins. It ends when it knows the answer to `tolerance`, when a fitting batch fills the
-    budget but for `unused` (a share of it), or after `max_seconds`, with what is known by then. None for `image_size`
-    or `num_classes`: the model's own.
+    It starts at `batch_size`. It ends when the answer is known to `tolerance`, when a fitting batch leaves at most a
+    share `unused` of the budget free, or after `max_seconds` with the best answer so far. None for `image_size` or
+    `num_classes` means the model's own.
     """
 
     kind: ClassVar[str] = "largest"
@@ -192,10 +191,10 @@ class LargestTrial(BatchTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class ConfirmTrial(BatchTrial):
-    """Whether the largest batch that was foretold, `batch_size`, is one: verify the backend, then run two real steps.
+    """Confirm the predicted largest batch, `batch_size`: verify the backend, then run two real steps.
 
-    The first step has that batch; the second is one step of the search (`tolerance`, relative) larger if it fitted, or
-    smaller if it did not. No batch is larger than `max_batch_size`. Nothing is timed, so simulations may run meanwhile.
+    The first step has that batch. The second is one step of the search (`tolerance`, relative) larger if it fitted,
+    else smaller. No batch exceeds `max_batch_size`. Nothing is timed, so simulations may run meanwhile.
     """
 
     kind: ClassVar[str] = "confirm"
@@ -210,7 +209,7 @@ class ConfirmTrial(BatchTrial):
         return True
 
     def second(self, *, fits: bool) -> int | None:
-        """The batch size of the second step; None if there is none: the limit fits, or not even one sample does.
+        """The batch size of the second step; None if the limit fits, or if not even one sample does.
 
         Args:
             fits: whether the first step did.
@@ -224,7 +223,7 @@ class ConfirmTrial(BatchTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckTrial(ModelTrial):
-    """A backend against the microbatch oracle, on batches that are hard to get right."""
+    """Compare a backend with the microbatch oracle on difficult batches."""
 
     kind: ClassVar[str] = "check"
     body: ClassVar[str] = "dpbench.measure.check:run"
@@ -236,9 +235,10 @@ class CheckTrial(ModelTrial):
 
 @dataclass(frozen=True, kw_only=True)
 class ExplainTrial(Trial):
-    """The route of each use of each parameter, and what it costs. None: the model's own size and number of classes.
+    """The route of each use of each parameter, and its cost. None means the model's own size and number of classes.
 
-    `measure`: on real tensors on `device`, with the seconds of each route and the peaks of a step; else from shapes.
+    `measure` uses real tensors on `device`, with the seconds of each route and the peaks of a step; otherwise shapes
+    alone.
     """
 
     kind: ClassVar[str] = "explain"
@@ -253,5 +253,5 @@ class ExplainTrial(Trial):
     timeout: float = 300.0
 
     def modules(self) -> tuple[str, ...]:
-        # the fake mode imports torch._dynamo in its constructor, which takes a second and more; the profiler, see above
+        # the fake mode imports torch._dynamo in its constructor, over a second; the profiler: see above
         return ("torch", "torch._inductor" if self.measure else "torch._dynamo", *required_modules(self.model))

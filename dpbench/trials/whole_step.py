@@ -1,4 +1,4 @@
-"""Trials of the whole training step, as people run it: an engine around an optimizer."""
+"""The trial of whole training steps: an engine around an optimizer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ OPTIMIZERS = ("SGD", "AdamW")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStepTrial(OverheadTrial):
-    """What private training costs beside ordinary training, forward to optimizer: many engines in one process.
+    """The cost of private over ordinary training, forward to optimizer: many engines in one process.
 
     `backends` names the engines by how they clip: `nonprivate` is the plain step of the same optimizer; our backends
-    are `PrivacyEngine`'s, `opacus_hooks` and `opacus_ghost`, `private_cnn` and `fastdp` the steps of those libraries.
-    Each has a copy of the model and an optimizer of its own. `optimizer` is SGD (with momentum 0.9) or AdamW. All else
-    is as in `OverheadTrial`.
+    run in `PrivacyEngine`; `opacus_hooks`, `opacus_ghost`, `private_cnn` and `fastdp` are the steps of those libraries.
+    Each has its own copy of the model and optimizer. `optimizer` is SGD (with momentum 0.9) or AdamW. All else is as in
+    `OverheadTrial`.
     """
 
     kind: ClassVar[str] = "training_step"
