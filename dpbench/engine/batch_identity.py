@@ -266,7 +266,7 @@ class Tickets:
                 f"expected one of the {len(self._open)} batches that data_loader has handed out and that were not "
                 f"stepped yet, got inputs of {batch_size} samples that are "
                 + ("none of these" if not alike else "several of these")
-                + ": hand the model their tensors, moved or cast or normalised, in the order of their samples; or read "
+                + ": pass the model their tensors, moved or cast or normalised, in the order of their samples; or read "
                 "no batch ahead, and leave none out (weigh its losses by 0 instead)"
                 + ("; a step of one of these has raised, so begin to iterate anew to leave it" if failed else "")
             )

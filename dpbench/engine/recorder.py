@@ -306,8 +306,8 @@ class Recorder:
             if name is not None:
                 self._told_of_buffers = True
                 warnings.warn(
-                    f"buffer {name!r} changed in the forward pass: what it learns of the data is neither clipped nor "
-                    "noised, and not accounted; leave it out of what is released, or do without",
+                    f"buffer {name!r} changed in the forward pass: its view of the data is neither clipped nor "
+                    "noised, and not accounted; do not release it, or do without it",
                     PrivacyWarning,
                     stacklevel=2,
                 )

@@ -39,7 +39,7 @@ FIRST, RATE, KNOWN = 3, 1 / 200, 32
 """Number of first batches to check, share of later ones, and number of losses told apart."""
 DIVISIONS = {"div", "div_", "true_divide", "__truediv__", "__div__", "__itruediv__", "__idiv__", "divide"}
 REMEDY = (
-    "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or hand make_private the "
+    "let the loss of a sample depend on it alone: reduction='sum' with loss_reduction='sum', or pass make_private the "
     "criterion with grad_sample_mode='ghost', which takes the losses of the samples"
 )
 ALONE = "make what the model reads of each sample alone: normalise by constants, and mix no samples of the batch"
@@ -168,7 +168,7 @@ class Look(Trace):
         for others in map(replaced, separating(batch_size)):
             now = _run(draws, partial(self._values, read, others.of))
             if was is None or now is None or any(a.shape != b.shape for a, b in zip(was, now, strict=True)):
-                _unknown(self._by, "what is made of a batch before the model cannot be run again")
+                _unknown(self._by, "operations on a batch before the model cannot be rerun")
                 return
             sample = differing(was, now, others, coarsest(was, TOLERANCE))
             if sample is not None:

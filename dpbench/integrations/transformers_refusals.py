@@ -62,7 +62,7 @@ def _of_arguments(args: Any) -> list[tuple[str, str, str, str]]:
             "auto_find_batch_size",
             True,
             "False",
-            "it begins training anew after steps that were released; lower per_device_train_batch_size, and raise "
+            "it restarts training after released steps; lower per_device_train_batch_size, and raise "
             "gradient_accumulation_steps, which is the same training",
         ),
         (
@@ -120,7 +120,7 @@ def _of_options(options: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         why = "it is C, and of gradients clipped to 0 nothing is learned; where Trainer would not clip, say how far"
         found.append(("max_grad_norm", repr(norm), "C > 0", why))
     if options.get("model_init") is not None:
-        why = "each train() would begin a model anew, and ε is one model's; pass model="
+        why = "each train() would create another model, and ε is one model's; pass model="
         found.append(("model_init", "a function", "None", why))
     dataset = options.get("train_dataset")
     if dataset is not None and (not hasattr(dataset, "__len__") or isinstance(dataset, IterableDataset)):
