@@ -48,8 +48,8 @@ def disclaim(engine: State) -> None:
 class Patch:
     """Replaces `optimizer.step` and adds `optimizer.virtual_step`; a scheduler may wrap the former.
 
-    accelerate may have wrapped the optimizer. If it has not, its `prepare` leaves the optimizer as it is, as the `step`
-    of its wrapper takes no losses.
+    accelerate may have wrapped the optimizer. Its `prepare` returns an attached optimizer unchanged, as the `step` of
+    its wrapper takes no losses.
 
     Raises:
         Misuse: the optimizer or the model has an engine, or their parameters differ.
@@ -200,7 +200,7 @@ def require_own(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parame
         parameters: all of the model, resharded: gathered shards are other tensors.
 
     Raises:
-        Misuse: the optimizer would move a parameter of another model.
+        Misuse: the optimizer would move a parameter outside the model.
     """
     held = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     mine = set(map(id, parameters))

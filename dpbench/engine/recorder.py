@@ -306,7 +306,7 @@ class Recorder:
             if name is not None:
                 self._told_of_buffers = True
                 warnings.warn(
-                    f"buffer {name!r} changed in the forward pass: its view of the data is neither clipped nor "
+                    f"buffer {name!r} changed in the forward pass: data in it are neither clipped nor "
                     "noised, and not accounted; do not release it, or do without it",
                     PrivacyWarning,
                     stacklevel=2,
