@@ -48,7 +48,7 @@ and by memory alone.
 `compile=True` runs a step as one program for each shape of batch (`clipping.program.graphs`): captured by
 TorchDynamo, whose guards see what changes in Python, traced once, compared with the eager step, and run in the way that
 is fastest on the machine: as it was traced, as a CUDA graph, or compiled by TorchInductor. `compile="auto"` runs
-eagerly what is no program; `backend.ways` says how each shape runs.
+eagerly what is no program, and is the default on a CUDA device; `backend.ways` says how each shape runs.
 
 Importing this package imports no torch: the names and one line about each backend can be listed at once.
 """

@@ -7,12 +7,13 @@ exactly is what `clipping.checks.verification` holds it to.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from types import TracebackType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from clipping.distributed import spread
 from clipping.numerics.finite import require_numbers
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import LossesOf
-from clipping.program.graphs import Graphs
+from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 
 
@@ -48,7 +49,8 @@ class Backend(ABC):
             shapes and graphs, and in one step of 200. Costs a few steps, once, and 0.4 % of a step.
         compile: from the third batch of a shape on, run the step as one program if that is faster
             (`clipping.program.graphs`). True refuses what is no program; "auto" runs it eagerly, and leaves
-            TorchInductor out on a CPU, where it compiles for a minute.
+            TorchInductor out on a CPU, where it compiles for a minute. By default "auto" for a model on a CUDA device,
+            else False.
         timing: take the fastest of several ways on this device; else the same one everywhere.
 
     Raises:
@@ -76,7 +78,7 @@ class Backend(ABC):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = None,
         timing: bool = True,
     ) -> None:
         self.model = spread.unwrapped(model)
@@ -140,8 +142,10 @@ class Backend(ABC):
         """
         if self._closed:
             raise RuntimeError(f"expected an open backend, got {self.name} after close(); make a new one")
-        if self.replicated:
-            return self._summed(inputs, targets)
+        found = self._of_this_process(inputs, targets)
+        return spread.summed(found) if self.replicated else found
+
+    def _of_this_process(self, inputs: Any, targets: Any) -> ClippedGradient:
         batch_size = leading_dimension(inputs, targets)
         inputs, targets = map_tensors(lambda x: x.detach(), (inputs, targets))
         self._named = tuple(self.members().items())  # some may have been put in others' places
@@ -150,16 +154,8 @@ class Backend(ABC):
             with torch.enable_grad():
                 return self._nothing(parameters, inputs, targets)
         if self._verify:
-            self._verify = False  # before the call: verifying calls this backend
-            verified = False
-            occasions, self.occasions = self.occasions, None
-            chosen_for, graphs, self.graphs = self.chosen_for, self.graphs, None
-            try:
-                verify(self, inputs, targets)
-                verified = batch_size > self.together  # one sample cannot show that samples are told apart
-            finally:
-                self._verify = not verified
-                self.occasions, self.chosen_for, self.graphs = occasions, chosen_for, graphs
+            verify(self._bare(self.loss_fn), inputs, targets)
+            self._verify = batch_size <= self.together  # one sample cannot show that samples are told apart
         with torch.enable_grad():
             found = self.graphs and self.graphs(Batch(parameters, inputs, targets, batch_size))
             if found is None and self.occasions is not None:
@@ -173,6 +169,13 @@ class Backend(ABC):
         if self.private and self.together == 1 and self.refuses_no_numbers:
             require_numbers(found)
         return found
+
+    def _bare(self, loss_fn: LossFunction) -> Self:
+        """A copy without verification, looks and programs, for calls beside the caller's."""
+        bare = copy.copy(self)
+        bare._verify, bare.occasions, bare.graphs, bare.replicated = False, None, None, False
+        bare.loss_fn = loss_fn
+        return bare
 
     def _twice(
         self, changes: Sequence[Change], parameters: Parameters, inputs: Any, targets: Any, batch_size: int
@@ -189,37 +192,36 @@ class Backend(ABC):
             return [result.losses] if result.norms is None else [result.losses, result.norms]
 
         def run(change: Change, only_losses: bool) -> list[Tensor]:
+            bare = self._bare(lambda outputs, targets: change.alone(self.loss_fn(outputs, targets)))
             with self.moving.repeated(draws), change.making() as of:
                 few = map_tensors(of, inputs), map_tensors(of, targets)
-                self.loss_fn = lambda outputs, targets: change.alone(loss_fn(outputs, targets))
                 if only_losses:
-                    return [self.losses(*few, len(change.take))]
-                return numbers(self._clipped(parameters, *few, len(change.take)))
+                    return [bare.losses(*few, len(change.take))]
+                return numbers(bare._clipped(parameters, *few, len(change.take)))
 
         tolerance = coarsest([result.losses, *parameters.values()], TOLERANCE)
-        occasions, self.occasions, loss_fn = self.occasions, None, self.loss_fn
-        try:
-            sample = mixed(self.model, run, numbers(result), changes, tolerance)
-        finally:
-            self.occasions, self.loss_fn = occasions, loss_fn
+        sample = mixed(self.model, run, numbers(result), changes, tolerance)
         if sample is not None:
             raise UnsupportedModel(self.name, [mixing(sample, "loss or the norm of the gradient")])
-        if occasions is not None:
-            occasions.others_passed()
+        if self.occasions is not None:
+            self.occasions.others_passed()
         return result
 
-    def use_graphs(self, losses_of: LossesOf, compile: bool | Literal["auto"], *, timing: bool = True) -> Graphs | None:
+    def use_graphs(self, losses_of: LossesOf, compile: Compile, *, timing: bool = True) -> Graphs | None:
         """Have steps run as programs. See `clipping.program.graphs`.
 
         Args:
             losses_of: (inputs, targets) -> ℓ [B]: forward pass and loss.
-            compile: True refuses what is no graph; "auto" runs it eagerly; False has no graphs.
+            compile: True refuses what is no graph; "auto" runs it eagerly; False has no graphs; None is "auto" on a
+                CUDA device, else False.
             timing: take the fastest way to run a graph; else one whose results do not depend on time.
 
         Raises:
             ValueError: `compile` is True, and of this backend, or of a sharded model, a step is no graph.
         """
         has_graphs = self.compilable and not self.sharded
+        if compile is None and any(p.is_cuda for p in self.model.parameters()):
+            compile = "auto"
         if not compile or (compile == "auto" and not has_graphs):
             return None
         if not has_graphs:
@@ -364,14 +366,6 @@ class Backend(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-    def _summed(self, inputs: Any, targets: Any) -> ClippedGradient:
-        """Of all processes; each verifies its own part."""
-        self.replicated = False
-        try:
-            return spread.summed(self(inputs, targets))
-        finally:
-            self.replicated = True
 
     def _nothing(self, parameters: Parameters, inputs: Any, targets: Any) -> ClippedGradient:
         some = next((p for _, p in self._named), torch.empty(0, device="cpu"))

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 WARM = 3
 """Runs before it is recorded, in which libraries choose their kernels and allocate their workspaces."""
+
+
+class Pool:
+    """Device memory that CUDA graphs share. They must not run at the same time."""
+
+    @functools.cached_property
+    def handle(self) -> Any:
+        """What torch.cuda.graph takes as `pool`."""
+        return torch.cuda.graph_pool_handle()
 
 
 class Replayed:
@@ -22,10 +33,13 @@ class Replayed:
         step: reads nothing back from the device.
         given: its arguments, on one CUDA device; their numbers change as in a few steps.
         moving: the places of those that are another tensor in each call.
+        pool: where its activations and outputs lie; a call copies the outputs before another graph may overwrite them.
     """
 
-    def __init__(self, step: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], moving: Sequence[int]) -> None:
-        self._step, self._moving, self._written = step, set(moving), set[int]()
+    def __init__(
+        self, step: Callable[..., Sequence[Tensor]], given: Sequence[Tensor], moving: Sequence[int], pool: Pool
+    ) -> None:
+        self._step, self._moving, self._written, self._pool = step, set(moving), set[int](), pool
         self._record(given)
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
@@ -52,7 +66,7 @@ class Replayed:
         torch.cuda.current_stream().wait_stream(side)
         self._written = {i for i, x in enumerate(self._own) if x._version != versions[i]}
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, pool=self._pool.handle):
             self._outputs = list(self._step(*self._own))
         for i, x in kept.items():
             self._own[i].copy_(x)

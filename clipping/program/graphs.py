@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn.modules import module as modules
@@ -34,9 +34,12 @@ from clipping.checks.second_look import Moving
 from clipping.core.types import ClippedGradient, UnsupportedModel
 from clipping.numerics.rng_replay import Draws
 from clipping.program.capture import Capture, Captured, LossesOf, NotCaptured, TooMany
+from clipping.program.cuda_graph import Pool
 from clipping.program.step import Batch, Graph, StepOf, Way, no_graph, places_of
 
 _LOG = logging.getLogger(__name__)
+Compile = bool | Literal["auto"] | None
+"""True: refuse what is no program. "auto": run it eagerly. None: "auto" on a CUDA device, else False."""
 GLOBAL_HOOKS = (
     modules._global_forward_hooks,
     modules._global_forward_pre_hooks,
@@ -61,7 +64,8 @@ class Graphs:
         step: what is made of the losses.
         moving: what a step of the model's writes to.
         version: told when what `step` decides may have changed: graphs are traced anew.
-        timing: take the fastest way; else what is `traced`, whose results do not depend on how long anything took.
+        timing: take the fastest way; else `replayed` on a CUDA device and `traced` on a CPU, so that results do not
+            depend on how long anything took.
         strict: refuse what is no graph; else it runs eagerly, and nothing is compiled on a CPU, which takes a minute.
 
     Attributes:
@@ -89,6 +93,7 @@ class Graphs:
         self._resumed: dict[str, Way] = {}
         self._why = ""  # steps run eagerly
         self._told = False
+        self._pool = Pool()
         self._batch: Batch | None = None
         self._found: ClippedGradient | None = None
         self.steps, self.is_new = 0, False
@@ -200,14 +205,17 @@ class Graphs:
         return outputs
 
     def _made(self, captured: Captured, given: Sequence[Any], batch: Batch, version: Hashable) -> Graph:
-        graph = Graph(self._name, captured, self._step, self._moving, given, batch, version, self._losses_of)
-        ways: list[Way] = ["traced"]
+        graph = Graph(
+            self._name, captured, self._step, self._moving, given, batch, version, self._losses_of, self._pool
+        )
+        on_gpu = graph.device.type == "cuda"
+        ways: list[Way] = ["replayed" if on_gpu else "traced"]
         if graph.kind in self._resumed:
             ways = [self._resumed[graph.kind]]
         elif self._timing:
-            of_gpus: list[Way] = ["replayed"] if graph.device.type == "cuda" else []
-            slow_to_make: list[Way] = ["compiled"] if self._strict or of_gpus else []
-            ways = ["eager", "traced", *of_gpus, *slow_to_make]
+            ways = ["eager", "traced", *(ways if on_gpu else [])]
+            if self._strict or on_gpu:
+                ways.append("compiled")
         graph.take_fastest(ways, given, batch.parameters)
         self._graphs.append(graph)
         return graph

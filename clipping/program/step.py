@@ -30,7 +30,7 @@ from clipping.core.types import ClippedGradient, Parameters, Problem, Unsupporte
 from clipping.numerics.rng_replay import Draws
 from clipping.numerics.traced_operations import tracing
 from clipping.program.capture import DRAWS, Captured, LossesOf, NotCaptured
-from clipping.program.cuda_graph import Replayed
+from clipping.program.cuda_graph import Pool, Replayed
 
 _LOG = logging.getLogger(__name__)
 TURNS = 5
@@ -70,6 +70,7 @@ class Graph:
         given: its arguments.
         batch: which is among these, as parameters are.
         version: what this library has decided, and `places_of` the parameters.
+        pool: device memory of its CUDA graphs, shared with other graphs.
 
     Attributes:
         kind: the same for the same step in another process.
@@ -90,11 +91,12 @@ class Graph:
         batch: Batch,
         version: Hashable,
         losses_of: LossesOf,
+        pool: Pool,
     ) -> None:
         if odd := [x for x in given if not isinstance(x, Tensor)]:
             raise no_graph(name, "it computes with a number of Python's", TypeError(repr(odd[0])))
         self._name, self._captured, self._step_of, self._moving = name, captured, step, moving
-        self._batch_size = batch.size
+        self._batch_size, self._pool = batch.size, pool
         at = {id(x): i for i, x in enumerate(given)}
         tensors = list(tensors_of((batch.inputs, batch.targets)))
         self._own = {name: at[id(p)] for name, p in batch.parameters.items() if id(p) in at}
@@ -276,7 +278,7 @@ class Graph:
                 if self.device.type != "cuda":
                     return step
                 with self._repeated(given, draws):
-                    return Replayed(step, given, moving=self._data)
+                    return Replayed(step, given, self._data, self._pool)
         except Exception as error:
             raise no_graph(self._name, "it does not compile", error) from error
 

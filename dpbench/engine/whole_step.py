@@ -8,14 +8,14 @@ counts as `optimizer.step(loss=losses)` does; only the computation of the sum di
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clipping.core.batches import forward, leading_dimension
 from clipping.core.types import ClippedGradient, LossFunction, Parameters
-from clipping.program.graphs import Graphs
+from clipping.program.graphs import Compile, Graphs
 from clipping.program.step import Batch
 from dpbench.engine.errors import Misuse
 from dpbench.engine.recorder import only_real
@@ -35,7 +35,7 @@ class WholeStep:
         ValueError: `compile` is True, and the backend or the model does not allow a program.
     """
 
-    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: bool | Literal["auto"]) -> None:
+    def __init__(self, engine: State, loss_fn: LossFunction, *, compile: Compile) -> None:
         self._engine, self._loss_fn = engine, loss_fn
         backend = engine._recorder.backend
         self.graphs = backend.use_graphs(self._losses_of, compile, timing=engine.timing)
@@ -119,7 +119,7 @@ class Programs(WholeStep):
         losses_of: batch -> [B]: forward pass and loss.
     """
 
-    def __init__(self, engine: State, losses_of: Callable[[Any], Tensor], *, compile: bool | Literal["auto"]) -> None:
+    def __init__(self, engine: State, losses_of: Callable[[Any], Tensor], *, compile: Compile) -> None:
         super().__init__(engine, lambda outputs, targets: outputs, compile=compile)
         self._of_batch = losses_of
 

@@ -119,8 +119,8 @@ is said to be a mean, mixup, gradients of several batches. `poisson_sampling=Fal
 over fixed batches, at a larger ε. `dpbench.integrations.tutorials.from_opacus` goes through it.
 
 **transformers.** Two words change. LoRA, bf16, accumulation, checkpoints, `torchrun` and `fully_shard` stay as they
-are; ε is in the logs and on the model card (`dpbench.integrations.huggingface`). With
-`PrivacyArguments(compile="auto")` steps run as programs, as those of `make_step` do:
+are; ε is in the logs and on the model card (`dpbench.integrations.huggingface`). On a GPU, or with
+`PrivacyArguments(compile="auto")`, steps run as programs, as those of `make_step` do:
 
 ```text
 from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
@@ -128,8 +128,8 @@ from dpbench.integrations.huggingface import PrivacyArguments, PrivateTrainer
 PrivateTrainer(model, args, train_dataset=data, privacy=PrivacyArguments(target_epsilon=3)).train()
 ```
 
-**Lightning.** A strategy; `training_step` returns one loss a record (`dpbench.integrations.lightning`). With
-`PrivateStrategy(..., compile="auto")` it is part of a program, which logs what `self.log` was given:
+**Lightning.** A strategy; `training_step` returns one loss a record (`dpbench.integrations.lightning`). On a GPU, or
+with `PrivateStrategy(..., compile="auto")`, it is part of a program, which logs what `self.log` was given:
 
 ```text
 from dpbench.integrations.lightning import PrivateStrategy

@@ -23,12 +23,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from clipping.program.graphs import Compile
 from dpbench.engine import Misuse, PrivacyEngine
 from dpbench.engine.whole_step import Programs
 from dpbench.integrations.alone import look
@@ -54,8 +55,8 @@ PREPARED = {"device_placement": False, "evaluation_mode": True}
 class PrivacyArguments:
     """The arguments of `PrivacyEngine` that `TrainingArguments` lack; also for `HfArgumentParser`.
 
-    `max_grad_norm`, `generator`, `log` and `compile` (False, "auto" or True: `PrivacyEngine.make_step`) are for Python
-    alone; on a command line C is `--max_grad_norm` of TrainingArguments.
+    `max_grad_norm`, `generator`, `log` and `compile` (as in `clipping.Backend`) are for Python alone; on a command line
+    C is `--max_grad_norm` of TrainingArguments.
     """
 
     target_epsilon: float | None = field(default=None, metadata={"help": "Epsilon at the end of training."})
@@ -74,14 +75,14 @@ class PrivacyArguments:
     max_grad_norm: InitVar[float | None] = None
     generator: InitVar[torch.Generator | None] = None
     log: InitVar[Any] = None
-    compile: InitVar[bool | Literal["auto"]] = False
+    compile: InitVar[Compile] = None
 
     def __post_init__(
         self,
         max_grad_norm: float | None,
         generator: torch.Generator | None,
         log: Any,
-        compile: bool | Literal["auto"],
+        compile: Compile,
     ) -> None:
         vars(self).update(max_grad_norm=max_grad_norm, generator=generator, log=log, compile=compile)
 

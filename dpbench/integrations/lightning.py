@@ -25,12 +25,13 @@ Not private: values that `training_step` logs, and metrics of private records.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clipping.program.capture import is_captured
+from clipping.program.graphs import Compile
 from dpbench.engine import PrivacyEngine
 from dpbench.engine.distributed import place
 from dpbench.engine.settings import steps_per_epoch
@@ -88,8 +89,8 @@ class _Private:
             LightningModule itself if there are several; `training_step` must then call `self(...)`. With a
             `BaseFinetuning`, frozen parameters count as trainable, as it trains them later.
         pad: as in `PrivacyEngine.data_loader`.
-        compile: run steps as programs that include `training_step`: False, "auto" or True, as in
-            `PrivacyEngine.make_step`. Calls of `self.log` take effect after the program has run.
+        compile: run steps as programs that include `training_step`, as in `clipping.Backend`. Calls of `self.log` take
+            effect after the program has run.
         options: of Lightning's strategy.
 
     Attributes:
@@ -106,7 +107,7 @@ class _Private:
         privacy: Mapping[str, Any],
         model: str | None = None,
         pad: bool | None = None,
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = None,
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)

@@ -50,7 +50,7 @@ def run(trial: ConfirmTrial) -> dict[str, Any]:
 
 def _verified(trial: ConfirmTrial, workload: Workload) -> dict[str, Any]:
     chosen = backend_class(trial.backend)
-    with chosen(workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False) as backend:
+    with chosen(workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False, compile=False) as backend:
         batch = workload.batch(verify.SAMPLES * backend.together)
         record, wrong = verify.verified(backend, *batch, trial.precision)
         found = {"verification": record, "coverage": dict(backend.coverage)}
@@ -73,6 +73,6 @@ def _probe(trial: ConfirmTrial, workload: Workload, size: int, device: torch.dev
 
 
 def _peak(trial: ConfirmTrial, workload: Workload, size: int, device: torch.device) -> dict[str, Any]:
-    with backend_class(trial.backend)(workload.model, workload.loss_fn, verify=False) as backend:
+    with backend_class(trial.backend)(workload.model, workload.loss_fn, verify=False, compile=False) as backend:
         step = Step(backend, *workload.batch(size))
         return measured_peak(step, step.holds(), device).as_record()

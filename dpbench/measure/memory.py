@@ -267,6 +267,6 @@ def _open_step(trial: PeakTrial, device: str, phases: Phases) -> Iterator[Step]:
     batch = workload.batch(trial.batch_size)
     with (
         phases.watched(workload.model, workload.loss_fn) as loss_fn,
-        chosen(workload.model, loss_fn, verify=False) as backend,
+        chosen(workload.model, loss_fn, verify=False, compile=False) as backend,
     ):
         yield Step(backend, *batch)

@@ -187,7 +187,7 @@ class Entry:
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
         """Make its step."""
         clip = Flat(max_grad_norm=self.trial.max_grad_norm)
-        cls, options = backend_class(self.name), {"compile": True} if self.trial.compiled else {}
+        cls, options = backend_class(self.name), {"compile": self.trial.compiled}
         if self.trial.compiled and not cls.compilable:
             raise NoGraph(self.name)
         backend = cls(workload.model, workload.loss_fn, clip=clip, verify=False, **options)

@@ -60,7 +60,7 @@ def _entry(
     entry: dict[str, Any] = {"outcome": Outcome.OK, "evidence": None}
     try:
         with backend_class(name)(
-            workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False
+            workload.model, workload.loss_fn, clip=Flat(max_grad_norm=1.0), verify=False, compile=False
         ) as backend:
             step = Step(backend, *workload.batch(trial.batch_size))
             with arithmetic(trial.precision, device):

@@ -50,7 +50,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
     workload = open_workload(trial)
     inputs, targets = workload.batch(trial.batch_size)
     clip = Flat(max_grad_norm=trial.max_grad_norm)
-    with chosen(workload.model, workload.loss_fn, clip=clip, verify=False) as backend:
+    with chosen(workload.model, workload.loss_fn, clip=clip, verify=False, compile=False) as backend:
         record, wrong = verify.verified(backend, inputs, targets, trial.precision)
         result: dict[str, Any] = {
             "parameters": parameter_count(workload.model),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
@@ -13,14 +14,14 @@ from torch.utils._pytree import tree_leaves
 import clipping.program.graphs
 import clipping.program.step
 from clipping import Flat, load_backend
-from clipping.program.cuda_graph import Replayed
+from clipping.program.cuda_graph import Pool, Replayed
 from tests.support.cases import cross_entropy
 
 
 class Recorder(TorchDispatchMode):
     """Of operations and their results. A replay runs them on the tensors of the recording, as a CUDA graph does."""
 
-    count = 0
+    count, pools = 0, set()
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +47,10 @@ class Stream:
 
 @pytest.fixture
 def on_a_recorder(monkeypatch):
-    Recorder.count = 0
+    Recorder.count, Recorder.pools, numbers = 0, set(), itertools.count()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Recorder)
-    monkeypatch.setattr(torch.cuda, "graph", lambda recorder: recorder)
+    monkeypatch.setattr(torch.cuda, "graph", lambda recorder, pool: Recorder.pools.add(pool) or recorder)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(numbers)))
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -62,7 +64,7 @@ def step(weight, count, x):
 
 def test_a_replay_reads_what_lies_in_place_and_copies_the_batch(on_a_recorder):
     weight, count, other = torch.randn(4, 4), torch.zeros(()), torch.zeros(())
-    replayed = Replayed(step, [weight, count, torch.randn(3, 4)], moving=[2])
+    replayed = Replayed(step, [weight, count, torch.randn(3, 4)], [2], Pool())
     count.zero_()
     kept = []
     for _ in range(4):
@@ -80,7 +82,7 @@ def test_a_replay_reads_what_lies_in_place_and_copies_the_batch(on_a_recorder):
 def test_what_lies_elsewhere_is_copied_from_then_on(on_a_recorder):
     """A parameter that was replaced, and a buffer that is bound anew in each step."""
     weight, first, x = torch.randn(4, 4), torch.full((), 5.0), torch.randn(3, 4)
-    replayed = Replayed(step, [weight, first, x], moving=[2])
+    replayed = Replayed(step, [weight, first, x], [2], Pool())
     kept = first.clone(), weight.clone()
     for number in range(3):
         moved, count, other = torch.randn(4, 4), torch.full((), float(number)), torch.full((), float(number))
@@ -96,7 +98,6 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
     """The traced step with its kernels; weights move in between, as an optimizer moves them."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
-    x, y = torch.randn(6, 1, 6, 6), torch.randint(3, (6,))
     clip = Flat(max_grad_norm=0.5)
     take_fastest = clipping.program.step.Graph.take_fastest
     monkeypatch.setattr(
@@ -115,8 +116,8 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
         load_backend("bk_mixed")(model, cross_entropy, clip=clip, timing=False) as eager,
         load_backend("bk_mixed")(model, cross_entropy, clip=clip, compile=True, timing=False) as backend,
     ):
-        for _ in range(7):
-            x = torch.randn(6, 1, 6, 6)
+        for size in (6, 6, 6, 6, 5, 5, 5, 6):
+            x, y = torch.randn(size, 1, 6, 6), torch.randint(3, (size,))
             wanted, found = eager(x, y), backend(x, y)
             torch.testing.assert_close(found.norms, wanted.norms)
             for name, grad in wanted.grads.items():
@@ -124,5 +125,5 @@ def test_a_private_step_is_replayed(on_a_recorder, monkeypatch):
             with torch.no_grad():
                 for p in model.parameters():
                     p.add_(0.01 * torch.randn_like(p))
-        assert list(backend.ways.values()) == ["replayed"]
-        assert Recorder.count == 1
+        assert list(backend.ways.values()) == ["replayed"] * 2
+        assert (Recorder.count, len(Recorder.pools)) == (2, 1)  # the graphs of both shapes share their memory
