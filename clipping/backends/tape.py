@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -34,11 +34,12 @@ from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed.fsdp import norms_of
 from clipping.distributed.spread import held_here, no_rows, row_of_zeros, stand_ins
-from clipping.norms.collection import Book, LayerByLayer, Norms, TwoPasses
+from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
 from clipping.numerics.products import onednn_from, take_onednn_from
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
 from clipping.planning.costs import ghost_by_paper
 from clipping.planning.planner import Planner, Strategy
+from clipping.program.graphs import Compile
 from clipping.provenance.derived_parameters import Source
 from clipping.rules.base import Refused, Route, Rule, Spec
 from clipping.tape.compiled import compiled_code, compiled_modules, reentrant_checkpoint, selective_checkpoint
@@ -62,7 +63,7 @@ class TapeBackend(Backend):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = None,
         timing: bool = True,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
@@ -83,7 +84,7 @@ class TapeBackend(Backend):
             batch_size, positions, features, most, dtype, of_layers=self.clip.per_layer, operands=self._rounds_operands
         )
 
-    def _choose_for(self, tape: Tape, batch_size: int) -> None:
+    def _choose_for(self, batch_size: int) -> None:
         """Have routes chosen for one batch size, to a power of two, until a batch is more than twice as large.
 
         A norm's bound depends on its route. If a route depended on how many records there are, one record more would
@@ -92,9 +93,6 @@ class TapeBackend(Backend):
         if batch_size > 2 * self.chosen_for:
             likely = self.expected if batch_size <= 2 * self.expected < 4 * batch_size else batch_size
             self.chosen_for = 1 << (likely - 1).bit_length()
-        for use in tape.uses:
-            for _, rule in use.rules:
-                rule.chosen_for = self.chosen_for
 
     def settle(self) -> dict[str, Any]:
         """See `clipping.backends.base.Backend.settle`."""
@@ -105,10 +103,11 @@ class TapeBackend(Backend):
         super().resume(settled)
         self.chosen_for = settled.get("chosen_for", 0)
 
-    def _saw(self, tape: Tape) -> None:
+    def _saw(self, tape: Tape, routes: Routes) -> None:
         first = self._sizes == UNSEEN
         seen = (0, 0) if first else self._sizes
-        sizes = ((rule.positions, rule.features()) for use in tape.uses for _, rule in use.rules)
+        planned = (each for use in tape.uses for each in zip(use.rules, routes[use], strict=True))
+        sizes = ((rule.positions, rule.features(route)) for (_, rule), route in planned)
         positions, features = zip(seen, (1, 1), *sizes, strict=True)
         self._sizes = max(positions), max(features)
         rules = [rule for use in tape.uses for _, rule in use.rules if rule.library]
@@ -128,16 +127,14 @@ class TapeBackend(Backend):
         """
         raise NotImplementedError(f"{type(self).__name__} plans its routes otherwise")
 
-    def plan(self, tape: Tape, losses: Tensor) -> None:
-        """Write on the rule of each use which route its norm takes.
+    def plan(self, tape: Tape, losses: Tensor) -> Routes:
+        """Choose the route of each norm.
 
         Args:
             tape: of the forward pass.
             losses: ℓ [B], with their graph.
         """
-        for use in tape.uses:
-            for source, rule in use.rules:
-                rule.route = self.route(source, rule, use.output)
+        return {use: [self.route(*rule, use.output) for rule in use.rules] for use in tape.uses}
 
     def route(self, source: Source, rule: Rule, output: Spec) -> Route:
         """By `by_ghost`, in the way that the formulas prefer; kept where that takes no more than (a, g).
@@ -148,7 +145,7 @@ class TapeBackend(Backend):
             output: shape and dtype of its output.
         """
         ghost = source.rearranged and bool(rule.ghosts) and self.by_ghost(rule)
-        return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output))
+        return Route(ghost, kept=not ghost and source.rearranged and rule.is_kept(output, self.chosen_for))
 
     def _clipped(self, parameters: Parameters, inputs: Any, targets: Any, batch_size: int) -> ClippedGradient:
         def losses() -> Tensor:
@@ -242,11 +239,12 @@ class TapeBackend(Backend):
             kind = TwoPasses  # what is computed once more in each backward pass is not held
         if self.sharded:
             kind = norms_of(kind, losses)
+        routes: Routes = {}
         if losses.shape[0]:
-            self._choose_for(tape, losses.shape[0])
-            self.plan(tape, losses)
-            self._saw(tape)
-        norms = kind(tape.counts, losses, parameters, self.clip)
+            self._choose_for(losses.shape[0])
+            routes = self.plan(tape, losses)
+            self._saw(tape, routes)
+        norms = kind(tape.counts, losses, parameters, self.clip, routes, self.chosen_for)
         twice = kind.second_pass
         tape.backward(losses, norms.arrived, retain_graph=twice or keep_graph, last=not twice)
         if isinstance(norms, TwoPasses):
@@ -334,7 +332,7 @@ class BkMixed(TapeBackend):
         *,
         clip: ClipFunction | None = None,
         verify: bool = True,
-        compile: bool | Literal["auto"] = False,
+        compile: Compile = None,
         plan: Strategy | None = None,
         memory_overhead: float = 0.05,
         timing: bool = True,
@@ -360,11 +358,9 @@ class BkMixed(TapeBackend):
         """Where memory counts: with activation checkpointing a second backward pass takes the place of the book."""
         return self.planner.strategy in ("auto", "memory") and not self.sharded
 
-    def plan(self, tape: Tape, losses: Tensor) -> None:
-        found = self.planner.plan(tape, losses, lambda: held_here(self.model))
-        rules = [rule for use in tape.uses for _, rule in use.rules]
-        for rule, route in zip(rules, found.routes, strict=True):
-            rule.route = route
+    def plan(self, tape: Tape, losses: Tensor) -> Routes:
+        routes = iter(self.planner.plan(tape, losses, lambda: held_here(self.model), self.chosen_for).routes)
+        return {use: [next(routes) for _ in use.rules] for use in tape.uses}
 
 
 class BkMixedPaper(BkMixed):

@@ -30,10 +30,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from clipping.norms.collection import Book, LayerByLayer, Norms
+from clipping.norms.collection import Book, LayerByLayer, Norms, Term
 from clipping.numerics.per_sample import weighted_sum
 from clipping.provenance.derived_parameters import Source
-from clipping.rules.base import Rule
 from clipping.tape.uses import Use
 
 
@@ -71,11 +70,11 @@ class ShardedBook(_Sharded, Book):
 
     joins = False
 
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        if source.rearranged and not rule.is_fallback:
-            super()._single(source, rule, g)
+    def _single(self, term: Term) -> None:
+        if term.source.rearranged and not term.rule.is_fallback:
+            super()._single(term)
         else:
-            self._several(source, rule, g)
+            self._several(term)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -95,7 +94,7 @@ class ShardedBook(_Sharded, Book):
     ) -> Tensor | None:
         """This process's Σ_i c_i g_i of one parameter; None if its loss does not depend on it."""
         found = [weighted_sum(factors, self._sums.pop(name))] if name in self._sums else []
-        found += [rule.weighted(g, factors) for rule, g in self._pairs.pop(name, [])]
+        found += [term.rule.weighted(term.g, factors) for term in self._pairs.pop(name, [])]
         found += [source.pull_back_one(weigh(factors))[name] for source, weigh in parts]
         return sum(found[1:], found[0]) if found else None
 
@@ -114,7 +113,7 @@ class Nothing(Norms):
     def arrived(self, use: Use, g: Tensor) -> None:
         pass
 
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+    def _single(self, term: Term) -> None:
         pass
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:

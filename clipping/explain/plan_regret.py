@@ -45,7 +45,7 @@ def fresh_costs(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
     with torch.no_grad():
         for position, reading in enumerate(readings):
             if position not in found and reading.is_planned:
-                what = kind(reading.rule, reading.use.output)
+                what = kind(reading.rule, reading.use.output, reading.rule.samples(reading.use.output))
                 if what not in others:
                     others[what] = measured(reading.rule, reading.use.output)
                 found[position] = others[what]
@@ -65,7 +65,7 @@ def regrets(readings: Sequence[Reading], plans: Sequence[Plan], costs: dict[int,
     for position, reading in enumerate(readings):
         if not reading.is_planned:
             continue
-        what = kind(reading.rule, reading.use.output)
+        what = kind(reading.rule, reading.use.output, reading.rule.samples(reading.use.output))
         taken = [settled(reading, plan.routes[position]) for plan in plans]
         routes = dict.fromkeys([*taken, *candidates(reading, costs[position])])
         if any((what, route) not in seconds for route in routes):

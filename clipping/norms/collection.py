@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ from clipping.numerics.per_sample import weighted_sum
 from clipping.numerics.rounding_bounds import UNKNOWN, Doubt, Reach, rounds_operands
 from clipping.numerics.squares import sum_of_squares
 from clipping.provenance.derived_parameters import Source
-from clipping.rules.base import Rule, Spec
+from clipping.rules.base import Route, Rule, Spec
 from clipping.rules.elementwise import Copies
 from clipping.tape.arrivals import Arrival
 from clipping.tape.uses import Use
@@ -46,10 +46,23 @@ def _unknown(squares: Tensor) -> Reach:
     return Reach(terms, torch.zeros_like(terms), terms.square())
 
 
+Routes = Mapping[Use, Sequence[Route]]
+"""The route of each rule of each use."""
+
+
+class Term(NamedTuple):
+    """One rule of a use: the tensor that it reads, the route of its norm, and the gradient g of the use's output."""
+
+    source: Source
+    rule: Rule
+    route: Route
+    g: Tensor
+
+
 class Norms(ABC):
     """Adds up squared norms [B], and what several uses of a parameter must share first.
 
-    Which route the norm of a use takes is written on its rule. Products of Gram matrices may cancel below zero, by a
+    Products of Gram matrices may cancel below zero, by a
     rounding: each norm is brought back before it is added, or it would make others smaller than they are.
 
     Args:
@@ -57,17 +70,27 @@ class Norms(ABC):
         losses: [B], with their graph.
         parameters: the trainable parameters by name.
         clip: the clipping function.
+        routes: of the uses.
+        planned_for: number of samples that they were chosen for.
     """
 
     second_pass: ClassVar[bool] = False
 
-    def __init__(self, counts: Counter[str], losses: Tensor, parameters: Parameters, clip: ClipFunction) -> None:
-        self._counts, self._losses = counts, losses
+    def __init__(
+        self,
+        counts: Counter[str],
+        losses: Tensor,
+        parameters: Parameters,
+        clip: ClipFunction,
+        routes: Routes,
+        planned_for: int,
+    ) -> None:
+        self._counts, self._losses, self._routes, self._planned_for = counts, losses, routes, planned_for
         self._parameters, self._clip = parameters, clip
         self._squares = torch.zeros(losses.shape, dtype=norm_dtype(losses.dtype), device=losses.device)
         self._doubt = Doubt(self._squares, sum(p.numel() for p in parameters.values()))
         self._sums: dict[str, Tensor] = {}
-        self._routes: dict[str, str] = {}
+        self._kinds: dict[str, str] = {}
 
     def arrived(self, use: Use, g: Tensor) -> None:
         """Take the gradient of a use's output, [B·k, ...].
@@ -75,16 +98,17 @@ class Norms(ABC):
         Args:
             use, g: one that the tape recorded, and the gradient of its output.
         """
-        for source, rule in use.rules:
-            alone, by_ghost = True, "ghost" if rule.route.ghost else "instantiated"
+        for (source, rule), route in zip(use.rules, self._routes[use], strict=True):
+            alone, by_ghost = True, "ghost" if route.ghost else "instantiated"
             for name in source.parameters:
                 alone = alone and self._counts[name] == 1
-                if self._routes.get(name) != "fallback":
-                    self._routes[name] = "fallback" if rule.is_fallback else by_ghost
-            if alone:
-                self._single(source, rule, g)
-            else:
-                self._several(source, rule, g)
+                if self._kinds.get(name) != "fallback":
+                    self._kinds[name] = "fallback" if rule.is_fallback else by_ghost
+            (self._single if alone else self._several)(Term(source, rule, route, g))
+
+    def _is_small(self, rule: Rule, g: Tensor) -> bool:
+        """True if a batch's gradients of one parameter cost nothing: see `SMALL`."""
+        return SMALL * self._planned_for * rule.instantiated_bytes(g) <= rule.room()
 
     @abstractmethod
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -95,22 +119,21 @@ class Norms(ABC):
         shares = dict.fromkeys(("ghost", "instantiated", "fallback"), 0.0)
         total = sum(p.numel() for p in self._parameters.values()) or 1
         for name, p in self._parameters.items():
-            shares[self._routes.get(name, "instantiated")] += p.numel() / total
+            shares[self._kinds.get(name, "instantiated")] += p.numel() / total
         return shares
 
     @abstractmethod
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+    def _single(self, term: Term) -> None:
         """The only use of its parameters: its norm is theirs."""
 
-    def _squared_norms(
-        self, source: Source, rule: Rule, g: Tensor, others: Sequence[tuple[Rule, Tensor]] = ()
-    ) -> tuple[Tensor, list[Reach]]:
+    def _squared_norms(self, term: Term, others: Sequence[Term] = ()) -> tuple[Tensor, list[Reach]]:
         """Of the only use, [B]; pulled back from what was made of the parameters unless that only rearranged them.
 
         With `others`, its companions, the sum of all their squared norms. With the reach of each, if found at once.
         """
+        source, rule, route, g = term
         if source.rearranged:
-            return rule.squares_and_reach(g, rule.route, others)
+            return rule.squares_and_reach(g, route, [(other.rule, other.g) for other in others])
 
         def squares(samples: slice) -> Tensor:
             found = source.pull_back(rule.instantiate(g, samples))
@@ -118,16 +141,9 @@ class Norms(ABC):
 
         return concatenated(squares, pulled_back_in(source, rule, g)), []
 
-    def _reach(self, source: Source, rule: Rule, g: Tensor, squares: Tensor) -> Reach:
-        """U of a use; of one of which nothing else is known, by its squared norms."""
-        known = rule.reach(g) if source.rearranged else None
-        return known or _unknown(squares)
-
     def _doubtful(
         self,
-        source: Source,
-        rule: Rule,
-        g: Tensor,
+        term: Term,
         squares: Tensor,
         reach: Reach | None = None,
         *,
@@ -135,25 +151,26 @@ class Norms(ABC):
         doubt: Doubt | None = None,
     ) -> None:
         """Note that the squared norms of this use are not of the tensor which is summed."""
-        reach, ghost = reach or self._reach(source, rule, g, squares), rule.route.ghost
+        source, rule, route, g = term
+        reach = reach or (rule.reach(g) if source.rearranged else None) or _unknown(squares)
         (doubt or self._doubt).add(
             reach,
-            rule.features(),
+            rule.features(route),
             rule.positions,
-            gram=ghost,
+            gram=route.ghost,
             second_pass=second_pass,
             of=g,
             library=rule.library,
         )
 
-    def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
+    def _several(self, term: Term) -> None:
         """One of several uses of some parameter: per-sample gradients add up."""
-        for name, gradient in source.pull_back(rule.instantiate_all(g)).items():
+        for name, gradient in term.source.pull_back(term.rule.instantiate_all(term.g, term.route)).items():
             self._add(name, gradient)
 
     def _not_by_ghost(self, name: str) -> None:
         """Another use of the parameter had to be instantiated, and so all were."""
-        self._routes[name] = "instantiated" if self._routes[name] == "ghost" else self._routes[name]
+        self._kinds[name] = "instantiated" if self._kinds[name] == "ghost" else self._kinds[name]
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self._sums[name] = gradient + self._sums[name] if name in self._sums else gradient
@@ -164,13 +181,13 @@ class _WholeNorms(Norms):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._pairs: dict[str, list[tuple[Rule, Tensor]]] = {}
+        self._pairs: dict[str, list[Term]] = {}
 
-    def _several(self, source: Source, rule: Rule, g: Tensor) -> None:
-        if rule.route.ghost and source.is_parameter:
-            self._pairs.setdefault(next(iter(source.parameters)), []).append((rule, g))
+    def _several(self, term: Term) -> None:
+        if term.route.ghost and term.source.is_parameter:
+            self._pairs.setdefault(next(iter(term.source.parameters)), []).append(term)
         else:
-            super()._several(source, rule, g)
+            super()._several(term)
 
     def _total(self) -> tuple[Tensor, Tensor]:
         """‖g_i‖ [B], and what clipping is to take it for; then `_pairs` holds what was paired, `_sums` the rest."""
@@ -180,36 +197,37 @@ class _WholeNorms(Norms):
                 self._squares += squares.clamp_(min=0)
                 self._doubt_all(self._pairs[name], squares)
                 continue
-            for rule, g in self._pairs.pop(name):
-                self._add(name, rule.instantiate_all(g))
+            for _, rule, route, g in self._pairs.pop(name):
+                self._add(name, rule.instantiate_all(g, route))
             self._not_by_ghost(name)
         for gradient in self._sums.values():
             self._squares += sum_of_squares(gradient)
         return self._squares.clamp(min=0).sqrt(), self._doubt.bound(self._squares)
 
-    def _doubt_all(self, uses: list[tuple[Rule, Tensor]], squares: Tensor) -> None:
+    def _doubt_all(self, uses: list[Term], squares: Tensor) -> None:
         """Of the uses of one parameter: their gradients add up, and so do their terms."""
         unknown = _unknown(squares)
-        found = [rule.reach(g) or unknown for rule, g in uses]
+        found = [use.rule.reach(use.g) or unknown for use in uses]
         reach = Reach(*(torch.stack(each).sum(0) for each in zip(*found, strict=True)))
-        features = max(rule.features() for rule, _ in uses)
-        positions = sum(rule.positions for rule, _ in uses)
-        library = next((rule.library for rule, g in uses if rule.library and rounds_operands(g, rule.library)), "")
+        features = max(use.rule.features(use.route) for use in uses)
+        positions = sum(use.rule.positions for use in uses)
+        libraries = (use.rule.library for use in uses if use.rule.library and rounds_operands(use.g, use.rule.library))
+        library = next(libraries, "")
         self._doubt.add(
             reach,
             features,
             positions,
             gram=True,
             second_pass=self.second_pass,
-            of=uses[0][1],
+            of=uses[0].g,
             library=library,
         )
 
-    def _pairwise(self, uses: list[tuple[Rule, Tensor]]) -> Tensor | None:
+    def _pairwise(self, uses: list[Term]) -> Tensor | None:
         squares = torch.zeros_like(self._squares)
-        for i, (rule, g) in enumerate(uses):
-            squares += rule.squared_norms(g, rule.route).to(squares)
-            for other, other_g in uses[:i]:
+        for i, (_, rule, route, g) in enumerate(uses):
+            squares += rule.squared_norms(g, route).to(squares)
+            for _, other, _, other_g in uses[:i]:
                 product = rule.inner(g, other, other_g)
                 product = other.inner(other_g, rule, g) if product is None else product
                 if product is None:
@@ -237,18 +255,19 @@ class TwoPasses(_WholeNorms):
         self._sums_of: dict[str, Tensor] = {}
         self._small, self._found = Joined(), list[Tensor]()
 
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        keeps = _is_small(rule, g) or isinstance(rule, Copies)
-        if source.is_parameter and not rule.route.ghost and keeps:
-            gradient = rule.instantiate_all(g)
+    def _single(self, term: Term) -> None:
+        source, rule, route, g = term
+        keeps = self._is_small(rule, g) or isinstance(rule, Copies)
+        if source.is_parameter and not route.ghost and keeps:
+            gradient = rule.instantiate_all(g, route)
             if at_once(g):
                 return self._small.add(source, gradient)
             self._squares += sum_of_squares(gradient)
             self._sums_of[next(iter(source.parameters))] = gradient
             return
-        squares, reaches = self._squared_norms(source, rule, g)
+        squares, reaches = self._squared_norms(term)
         self._found.append(squares)
-        self._doubtful(source, rule, g, squares, *reaches, second_pass=True)
+        self._doubtful(term, squares, *reaches, second_pass=True)
 
     def finish(self) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
@@ -290,22 +309,22 @@ class Book(_WholeNorms):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._entries: list[tuple[Source, Callable[[Tensor], Tensor]]] = []
-        self._derived: list[tuple[Source, Rule, Tensor]] = []
-        self._waiting: list[tuple[Source, Rule, Tensor]] = []
+        self._derived: list[Term] = []
+        self._waiting: list[Term] = []
         self._small = Joined()
 
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
-        route = rule.route
-        if not source.rearranged and is_small_pulled_back(source, rule, g):
-            return self._several(source, rule, g)
-        if self.joins and route.kept and not route.way and _is_small(rule, g):
-            return self._small.add(source, rule.instantiate_all(g))
+    def _single(self, term: Term) -> None:
+        source, rule, route, g = term
+        if not source.rearranged and is_small_pulled_back(source, rule, g, self._planned_for):
+            return self._several(term)
+        if self.joins and route.kept and not route.way and self._is_small(rule, g):
+            return self._small.add(source, rule.instantiate_all(g, route))
         if not route.kept:
-            self._waiting.append((source, rule, g))
+            self._waiting.append(term)
             if source.rearranged:
                 self._entries.append((source, partial(rule.weighted, g)))
             else:
-                self._derived.append((source, rule, g))
+                self._derived.append(term)
             return
         way = route.way or rule.best_way(g, ghost=False)
 
@@ -318,16 +337,16 @@ class Book(_WholeNorms):
         self._entries.append((source, partial(weighted_sum_of, parts)))
 
     def _total(self) -> tuple[Tensor, Tensor]:
-        groups: dict[Hashable, list[tuple[Source, Rule, Tensor]]] = {}
-        for waiting in self._waiting:
-            source, rule, g = waiting
-            groups.setdefault(rule.companions(g) if source.rearranged else id(rule), []).append(waiting)
+        groups: dict[Hashable, list[Term]] = {}
+        for term in self._waiting:
+            source, rule, route, g = term
+            groups.setdefault(rule.companions(g, route) if source.rearranged else id(rule), []).append(term)
         if groups:
-            found = [self._squared_norms(*first, [use[1:] for use in others]) for first, *others in groups.values()]
+            found = [self._squared_norms(first, others) for first, *others in groups.values()]
             self._squares += torch.stack([squares for squares, _ in found]).clamp_(min=0).sum(0)
             for uses, (squares, reaches) in zip(groups.values(), found, strict=True):
                 for use, reach in zip(uses, reaches or repeat(None), strict=False):
-                    self._doubtful(*use, squares, reach)
+                    self._doubtful(use, squares, reach)
         self._waiting.clear()
         return super()._total()
 
@@ -341,13 +360,15 @@ class Book(_WholeNorms):
                 source.add_to(grads, gradient)
             for name in list(self._pairs):
                 source = Source(self._parameters[name], {name: self._parameters[name]}, rearranged=True)
-                self._entries.append((source, partial(weighted_of_all, self._pairs.pop(name))))
+                uses = [(term.rule, term.g) for term in self._pairs.pop(name)]
+                self._entries.append((source, partial(weighted_of_all, uses)))
             self._entries.sort(key=lambda entry: -entry[0].tensor.numel())
             while self._entries:  # a large gradient (an embedding's) waits until others have let go of what they kept
                 source, weigh = self._entries.pop()
                 source.add_to(grads, weigh(factors))
             while self._derived:
-                add_sum(grads, *self._derived.pop(), factors)
+                source, rule, _, g = self._derived.pop()
+                add_sum(grads, source, rule, g, factors)
         return total, grads
 
 
@@ -358,12 +379,13 @@ class LayerByLayer(Norms):
         super().__init__(*args)
         self._grads: dict[str, Tensor] = {}
 
-    def _single(self, source: Source, rule: Rule, g: Tensor) -> None:
+    def _single(self, term: Term) -> None:
+        source, rule, _, g = term
         if not source.rearranged or source.part is not None:  # factors are those of whole parameters
-            return self._several(source, rule, g)
-        squares, reaches = self._squared_norms(source, rule, g)
+            return self._several(term)
+        squares, reaches = self._squared_norms(term)
         doubt = Doubt(self._squares, rule.parameter.numel(), of_layer=True)
-        self._doubtful(source, rule, g, squares, *reaches, doubt=doubt)
+        self._doubtful(term, squares, *reaches, doubt=doubt)
         factors = self._factors(next(iter(source.parameters)), squares, doubt)
         source.add_to(self._grads, rule.weighted(g, factors))
 
@@ -384,18 +406,14 @@ class LayerByLayer(Norms):
         return self._clip.factors(layers)[list(self._parameters).index(name)]
 
 
-def _is_small(rule: Rule, g: Tensor) -> bool:
-    """Whether a batch's gradients of one parameter cost nothing: see `SMALL`."""
-    return SMALL * rule.planned(g)[0] * rule.instantiated_bytes(g) <= rule.room()
-
-
-def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec) -> bool:
+def is_small_pulled_back(source: Source, rule: Rule, g: Tensor | Spec, count: int) -> bool:
     """Whether the parameters' own per-sample gradients take no more than g, and are made within the workspace.
 
     Args:
         source, rule, g: what the use reads, made of the parameters; its rule; the gradient of its output, [B, ...].
+        count: number of samples to decide for.
     """
     pulled_back = sum(p.numel() for p in source.parameters.values()) * g.element_size()
-    count, each = rule.planned(g)
+    each = rule.bytes_of_each(g)
     made = pulled_back + rule.instantiated_bytes(g)
     return pulled_back <= each and count * made <= max(rule.room(), count * each // 4)

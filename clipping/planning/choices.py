@@ -42,13 +42,14 @@ def has_choice(source: Source, rule: Rule, counts: Counter[str]) -> bool:
     return alone and source.rearranged and several and not rule.is_fallback
 
 
-def formula_route(source: Source, rule: Rule, output: Spec) -> Route:
+def formula_route(source: Source, rule: Rule, output: Spec, count: int) -> Route:
     """For a use without a choice, or one of several uses of a parameter: what the formulas prefer.
 
     Args:
         source: what a use reads.
         rule: of the use.
         output: shape and dtype of its output.
+        count: number of samples to plan for.
     """
     if not source.rearranged:
         return Route()
@@ -56,15 +57,18 @@ def formula_route(source: Source, rule: Rule, output: Spec) -> Route:
     ghost, instantiated = costs.best(ghost=True), costs.best(ghost=False)
     if ghost is not None and (instantiated is None or ghost[1] < instantiated[1]):
         return ghost[0]
-    return Route(kept=rule.is_kept(output))
+    return Route(kept=rule.is_kept(output, count))
 
 
-def held_without_choice(use: Use, source: Source, rule: Rule, route: Route, shared: set[str] | None) -> Held:
+def held_without_choice(
+    use: Use, source: Source, rule: Rule, route: Route, shared: set[str] | None, planned_for: int
+) -> Held:
     """What a use holds whose route is settled.
 
     Args:
         use, source, rule, route: one reading.
         shared: parameters of several uses that were met before, added to here; None if its own are used once.
+        planned_for: number of samples to plan for.
     """
     output, count = use.output, rule.samples(use.output)
     size, gradients = output.numel() * output.element_size(), count * rule.instantiated_bytes(output)
@@ -74,7 +78,7 @@ def held_without_choice(use: Use, source: Source, rule: Rule, route: Route, shar
         return Held(use.node, gradients if new else 0, None, 0 if new else gradients)
     if route.kept:
         return Held(use.node, gradients, None, 0)
-    if not source.rearranged and is_small_pulled_back(source, rule, output):
+    if not source.rearranged and is_small_pulled_back(source, rule, output, planned_for):
         entries = sum(p.numel() for p in source.parameters.values())
         return Held(use.node, count * entries * output.element_size(), None, gradients)
     held_input = rule.held_input()

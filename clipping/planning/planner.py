@@ -134,18 +134,19 @@ class Planner:
         self._plans.clear()
         self._resumed = {step: [Route(*route) for route in routes] for step, routes in settled.items()}
 
-    def plan(self, tape: Tape, losses: Tensor, outside: Callable[[], list[Tensor]]) -> Plan:
+    def plan(self, tape: Tape, losses: Tensor, outside: Callable[[], list[Tensor]], count: int = 0) -> Plan:
         """The plan for what was recorded, made anew only for a kind of step that was not seen before.
 
         Args:
             tape: after the forward pass.
             losses: [B], with their graph.
             outside: tells the tensors that are held whatever happens; asked only for a plan that is made anew.
+            count: number of samples to plan for; 0 for those of the batch.
         """
         readings = [(use, source, rule) for use in tape.uses for source, rule in use.rules]
-        kinds = [kind(rule, use.output) for use, _, rule in readings]
-        size = next((rule.chosen_for for _, _, rule in readings), 0) or losses.shape[0]
-        step = (size.bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go else []))
+        count = count or losses.shape[0]
+        kinds = [kind(rule, use.output, count) for use, _, rule in readings]
+        step = (count.bit_length(), losses.device, *kinds, *(["let go"] if tape.let_go else []))
         self._calls[step] += 1
         known = self._plans.get(step)
         routes = self._resumed.get(repr(step)) if known is None and self._resumed else None
@@ -153,7 +154,7 @@ class Planner:
             known = self._plans[step] = Plan(routes, [], 0, 0, False)
         may_time = self._calls[step] > 1 and self._times(losses)
         if known is None or (may_time and not known.timed):
-            self._plans[step] = self._made(tape, losses, outside(), readings, kinds, may_time)
+            self._plans[step] = self._made(tape, losses, outside(), readings, kinds, may_time, count)
             how = "by their times on this device" if may_time else "by formula"
             _LOG.info("%d norms of a step of %d samples are planned %s", len(readings), losses.shape[0], how)
         return self._plans[step]
@@ -166,12 +167,13 @@ class Planner:
         readings: list[tuple[Use, Source, Rule]],
         kinds: list[Kind],
         may_time: bool,
+        count: int,
     ) -> Plan:
         sizes = Counter[int]()
         for use, source, _ in readings:
             sizes[use.node] += sum(p.numel() * p.element_size() for p in source.parameters.values())
         timeline = Timeline(losses, list(sizes.items()), outside)
-        routes = [formula_route(source, rule, use.output) for use, source, rule in readings]
+        routes = [formula_route(source, rule, use.output, count) for use, source, rule in readings]
         costs = self._costs(readings, kinds, tape.counts, losses, may_time)
         items: list[Item] = []
         fixed: list[Held] = []
@@ -183,7 +185,8 @@ class Planner:
                 items.append(Item(position, paper, costs[what], choices, choices[0]))
             else:
                 alone = all(tape.counts[name] == 1 for name in source.parameters)
-                fixed.append(held_without_choice(use, source, rule, routes[position], shared if not alone else None))
+                several = None if alone else shared
+                fixed.append(held_without_choice(use, source, rule, routes[position], several, count))
         if tape.let_go:
             self._choose_norms(items, timeline)
         else:
@@ -319,12 +322,13 @@ def _hasten(items: list[Item], balance: Balance, limit: float) -> None:
             item.taken = choice
 
 
-def kind(rule: Rule, output: Spec) -> Kind:
+def kind(rule: Rule, output: Spec, count: int) -> Kind:
     """All that the costs of a use depend on; of the number of samples what they are timed on, to a power of two.
 
     Args:
         rule: of a use.
         output: shape and dtype of the use's output.
+        count: number of samples to plan for.
     """
-    samples = min(rule.planned(output)[0], MOST_SAMPLES).bit_length()
+    samples = min(count, MOST_SAMPLES).bit_length()
     return type(rule).__name__, rule.shapes(), samples, output.shape[1:], output.dtype, rule.fold

@@ -174,10 +174,6 @@ class Rule(ABC):
     library = ""  # library of the product Σ_i c_i g_i on CUDA, which may round its operands: cublas, cudnn or none
     fold = 1
     """Output rows for each sample: more than one where windows or tokens were folded into the batch."""
-    route = Route()
-    """The route chosen for this use before the backward pass."""
-    chosen_for = 0
-    """Number of samples to choose routes for; 0 for the batch size. See `clipping.backends.tape`."""
     share: Any = None
     """Called if only the gradient of the operation's input is needed, if the operation can use that."""
 
@@ -201,8 +197,8 @@ class Rule(ABC):
         """Size of the terms that the gradient sums (`numerics.rounding_bounds`); None if unknown."""
         return None
 
-    def features(self) -> int:
-        """Length of the longest rows multiplied in a Gram matrix."""
+    def features(self, route: Route) -> int:
+        """Length of the longest rows multiplied in a Gram matrix by this route."""
         return max(self.inputs, self.outputs)
 
     def _reach_of_rows(self, g: Tensor, of_block: Callable[[slice], Reach], size: int) -> Reach:
@@ -210,7 +206,7 @@ class Rule(ABC):
         found = each(lambda samples: of_block(samples), blocks(self.samples(g), size, self.workspace(g)))
         return Reach(*(map(torch.cat, zip(*found, strict=True)) if len(found) > 1 else found[0]))
 
-    def companions(self, g: Tensor) -> Hashable:
+    def companions(self, g: Tensor, route: Route) -> Hashable:
         """Return equal keys for uses of different parameters whose squared norms are faster to compute together."""
         return id(self)
 
@@ -243,10 +239,10 @@ class Rule(ABC):
 
         return added(weighted, self.blocks(g, way))
 
-    def instantiate_all(self, g: Tensor) -> Tensor:
+    def instantiate_all(self, g: Tensor, route: Route) -> Tensor:
         """Per-sample gradients [B, *shape], by the way and in the blocks of the route if it instantiates them."""
-        way = "" if self.route.ghost else self.route.way
-        several = self.blocks(g, way, self.route.block) if way else [slice(0, self.samples(g))]
+        way = "" if route.ghost else route.way
+        several = self.blocks(g, way, route.block) if way else [slice(0, self.samples(g))]
         return concatenated(lambda samples: self.instantiate(g, samples, way), several)
 
     def held_input(self) -> Tensor | None:
@@ -293,13 +289,13 @@ class Rule(ABC):
         least = WORKSPACE.get((device := self.parameter.device).type, WORKSPACE["cuda"])
         return max(least, share_of_gpu(device.index or 0)) if device.type == "cuda" else least
 
-    def planned(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Number of samples to choose routes for, and bytes of each one's part of the output's gradient."""
-        return self.chosen_for or self.samples(g), g.numel() * g.element_size() // max(1, self.samples(g))
+    def bytes_of_each(self, g: Tensor | Spec) -> int:
+        """Bytes of one sample's part of the output's gradient."""
+        return g.numel() * g.element_size() // max(1, self.samples(g))
 
-    def is_kept(self, g: Tensor | Spec) -> bool:
-        """True if the instantiated gradients of the whole batch need no more memory than the tensors they replace."""
-        count, each = self.planned(g)
+    def is_kept(self, g: Tensor | Spec, count: int) -> bool:
+        """True if the instantiated gradients of `count` samples need no more memory than the tensors they replace."""
+        each = self.bytes_of_each(g)
         return count * self.instantiated_bytes(g) <= max(self.room(), count * each)
 
     def work(self, g: Tensor | Spec, way: str) -> Work:

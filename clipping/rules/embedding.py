@@ -16,7 +16,7 @@ from clipping.numerics.gram import part, within
 from clipping.numerics.products import products
 from clipping.numerics.rounding_bounds import Reach, of_rows, portion, row_norms
 from clipping.numerics.squares import sum_of_squares
-from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Rule, Spec, Work
+from clipping.rules.base import GRAM_KERNEL, Gradient, Refused, Route, Rule, Spec, Work
 from clipping.rules.linear import LinearWeight
 
 
@@ -48,8 +48,8 @@ class EmbeddingWeight(Rule):
         ids, g = self._positions(g, samples)
         return _added_up(g, ids, len(self.parameter))
 
-    def features(self) -> int:
-        return self.outputs if self.route.way == GRAM_KERNEL else 0
+    def features(self, route: Route) -> int:
+        return self.outputs if route.way == GRAM_KERNEL else 0
 
     def reach(self, g: Tensor) -> Reach:
         def of_block(samples: slice) -> Reach:

@@ -104,11 +104,11 @@ class LinearWeight(Bilinear):
             return kernels.cuda.instantiated_norm(*self.operands(g, samples))
         return self._ghosts_together(g, samples, way, ())
 
-    def companions(self, g: Tensor) -> Hashable:
+    def companions(self, g: Tensor, route: Route) -> Hashable:
         """Layers with the same input (a query, a key and a value) share its Gram matrix."""
-        if not self.route.ghost or self.route.way in (GRAM_KERNEL, NORM_KERNEL):
-            return super().companions(g)
-        return id(self.a), self.fold, g.dtype, self.samples(g), self.route.way
+        if not route.ghost or route.way in (GRAM_KERNEL, NORM_KERNEL):
+            return super().companions(g, route)
+        return id(self.a), self.fold, g.dtype, self.samples(g), route.way
 
     def _ghosts_together(self, g: Tensor, samples: slice, way: str, others: Sequence[tuple[Rule, Tensor]]) -> Tensor:
         a, (g, *more) = self._together_with(others, g, samples)

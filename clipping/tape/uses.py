@@ -48,8 +48,8 @@ class Use:
         if self.again is None:
             return self.rules
         found = self.again()
-        for (_, rule), (_, planned) in zip(found, self.rules, strict=True):
-            rule.route, rule.share, rule.chosen_for = planned.route, planned.share, planned.chosen_for
+        for (_, rule), (_, first) in zip(found, self.rules, strict=True):
+            rule.share = first.share
         return found
 
     @property

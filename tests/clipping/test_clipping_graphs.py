@@ -406,4 +406,4 @@ def test_a_number_of_python_s_among_a_graph_s_arguments_is_refused(number):
     captured = Captured(torch.fx.symbolic_trace(Numbered()), 0)
     batch = clipping.program.step.Batch({}, x, (), 4)
     with pytest.raises(UnsupportedModel, match="computes with a number of Python's"):
-        clipping.program.step.Graph("ours", captured, lambda *given: None, None, [number, x], batch, 0, None)
+        clipping.program.step.Graph("ours", captured, lambda *given: None, None, [number, x], batch, 0, None, None)
