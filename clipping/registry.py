@@ -162,7 +162,6 @@ VARIANTS: dict[str, BackendInfo] = {
             ("onednn", "OneDnn", "products by oneDNN"),
             ("chunks", "Chunks", "convolutions in pieces of the batch"),
             ("overwriting", "Overwriting", "activation functions that overwrite their gradients"),
-            ("meeting", "Meeting", "gradients that are added where they meet"),
             ("batching", "Batching", "small gradients that are summed together"),
         )
     },

@@ -1,18 +1,18 @@
-"""A convolution whose input's gradient is formed in pieces of the batch, on a CPU.
+"""A convolution on a CPU that computes its input's gradient in pieces of the batch.
 
-There the library copies whatever it multiplies into a layout of its own (`numerics.convolution_memory`): an input's
-gradient takes twice its size while it is formed, three times with a stride, in the backward pass at the worst moment.
-In pieces of a few samples it takes little more than itself. It is about as fast, and takes half the time where a copy
-would be 32 MiB or more, which the C library takes from the kernel anew each time, page by page. Each piece copies the
-weight, too: where that is large beside the images, as in a ResNet's last layers, all are one piece.
+oneDNN copies its operands into a layout of its own: while an input's gradient is computed, it takes twice its size, or
+three times with a stride. In pieces of a few samples it takes little more than its size. This is about as fast, and
+takes half the time where a copy would be 32 MiB or more, which the C library requests from the kernel each time, page
+by page. Each piece copies the weight, too: a weight that is large beside the images leaves one piece.
 
-Only in the tape's own backward pass, which wants no gradient of a parameter: any other one is autograd's own, on
-tensors, so that it can be differentiated once more.
+Only the tape's own backward pass, which requests no gradient of a parameter, uses pieces. Any other one is autograd's
+own, and can be differentiated again.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,10 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from clipping.accel.gradient_accumulation import Meeting
 from clipping.core.dtypes import without_autocast
 from clipping.core.microbatching import each, in_parts
-from clipping.numerics.convolution_memory import Convolution
 
 PIECE = 2 * 2**20
 """Bytes of the input or of the output that a piece may have."""
@@ -45,7 +43,7 @@ class Share:
 
 
 class Pieces(torch.autograd.Function):
-    """convNd of an input that requires a gradient; `meeting` of its node is where that meets another one, or None."""
+    """convNd of an input that requires a gradient."""
 
     @staticmethod
     def forward(
@@ -62,9 +60,9 @@ class Pieces(torch.autograd.Function):
         function = (F.conv1d, F.conv2d, F.conv3d)[weight.dim() - 3]
         output = function(x, weight, bias, stride, padding, dilation, groups)
         ctx.save_for_backward(x, weight)
-        ctx.share, ctx.has_bias, ctx.meeting = share, bias is not None, None
+        ctx.share, ctx.has_bias = share, bias is not None
         ctx.geometry = (stride, padding, dilation, False, [0] * len(stride), groups)
-        ctx.sizes = Convolution(x.shape, weight.shape, output.shape, stride, groups, x.dtype)
+        ctx.count = pieces(x.shape, weight.shape, output.shape, x.itemsize)
         return output
 
     @staticmethod
@@ -73,46 +71,24 @@ class Pieces(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if ctx.share.input_only:
             ctx.share.input_only = False
-            return None, _met(ctx.meeting, g, x, weight, ctx.geometry, pieces(ctx.sizes)), *[None] * 6
+            return None, _in_pieces(g, x, weight, ctx.geometry, ctx.count), *[None] * 6
         wanted = [ctx.needs_input_grad[1], ctx.needs_input_grad[2], ctx.has_bias and ctx.needs_input_grad[3]]
         biases = [weight.shape[0]] if ctx.has_bias else None
         found = torch.ops.aten.convolution_backward.default(g, x, weight, biases, *ctx.geometry, wanted)
         return None, *found, *[None] * 4
 
 
-def sizes_of(node: Any) -> Convolution | None:
-    """The shapes and options of a node's convolution; None of a node of another kind.
+def pieces(x: Sequence[int], weight: Sequence[int], y: Sequence[int], size: int) -> int:
+    """Number of pieces of the batch in which to form an input's gradient; 1 if none are worth it.
 
     Args:
-        node: of the graph.
+        x, weight, y: shapes of input, weight and output.
+        size: bytes of an entry.
     """
-    return node.sizes if isinstance(node, Pieces._backward_cls) else None  # type: ignore[attr-defined]
-
-
-def pieces(sizes: Convolution) -> int:
-    """In how many pieces of the batch an input's gradient is formed; 1 if none are worth it.
-
-    Args:
-        sizes: shapes and options of the convolution.
-    """
-    images = [each.results(True, False) for each in (sizes, sizes._replace(x=sizes.y))]
-    count = min(max(min(max(images) // PIECE, MOST), max(images) // LARGEST), sizes.x[0] // 2)
-    copies = count * sizes.results(False, True)
+    images = size * math.prod(x), size * math.prod(y)
+    count = min(max(min(max(images) // PIECE, MOST), max(images) // LARGEST), x[0] // 2)
+    copies = count * size * math.prod(weight)
     return count if count >= LEAST and copies <= WEIGHTS * sum(images) else 1
-
-
-def in_pieces(sizes: Convolution) -> int:
-    """Bytes at once of the input's gradient, itself among them.
-
-    Args:
-        sizes: shapes and options of the convolution.
-    """
-    count = pieces(sizes)
-    if count == 1:
-        return sizes.input_gradient()
-    rows = -(-sizes.x[0] // count)
-    part = sizes._replace(x=[rows, *sizes.x[1:]], y=[rows, *sizes.y[1:]])
-    return sizes.results(True, False) + part.input_gradient()
 
 
 def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int], groups: int) -> bool:
@@ -126,9 +102,8 @@ def applies(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], di
     """
     if not x.is_cpu or not x.requires_grad or x.dim() != weight.dim():
         return False
-    geometry = tuple(stride), tuple(padding), tuple(dilation), groups
     return (
-        _is_large(x.shape, weight.shape, *geometry, x.dtype)
+        _is_large(x.shape, weight.shape, tuple(stride), tuple(padding), tuple(dilation), x.itemsize)
         and x.is_contiguous()
         and x.dtype == weight.dtype
         and not torch.is_autocast_enabled("cpu")
@@ -143,39 +118,21 @@ def _is_large(
     stride: tuple[int, ...],
     padding: tuple[int, ...],
     dilation: tuple[int, ...],
-    groups: int,
-    dtype: torch.dtype,
+    itemsize: int,
 ) -> bool:
     sides = zip(x[2:], weight[2:], stride, padding, dilation, strict=True)
     size = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sides]
-    return pieces(Convolution(x, weight, [x[0], weight[0], *size], stride, groups, dtype)) > 1
+    return pieces(x, weight, [x[0], weight[0], *size], itemsize) > 1
 
 
-def _met(
-    meeting: Meeting | None, g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int
-) -> Tensor | None:
-    """The input's gradient; None if it was added to the one that waited."""
-    if meeting:
-        total = meeting.take(x)
-        found = _in_pieces(g, x, weight, geometry, count, total)
-        return found if total is None else None
-    found = _in_pieces(g, x, weight, geometry, count)
-    if meeting is not None:
-        meeting.leave(found)
-    return found
-
-
-def _in_pieces(
-    g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int, add_to: Tensor | None = None
-) -> Tensor:
+def _in_pieces(g: Tensor, x: Tensor, weight: Tensor, geometry: Sequence[Any], count: int) -> Tensor:
     with torch.no_grad(), without_autocast(g.device):
         wanted = [True, False, False]
-        result = torch.empty_like(x) if add_to is None else add_to
-        put = Tensor.copy_ if add_to is None else Tensor.add_
+        result = torch.empty_like(x)
 
         def form(samples: slice) -> tuple[()]:
             into, *operands = (whole[samples] for whole in (result, g, x))
-            put(into, torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
+            into.copy_(torch.ops.aten.convolution_backward.default(*operands, weight, None, *geometry, wanted)[0])
             return ()
 
         each(form, in_parts(len(x), count))

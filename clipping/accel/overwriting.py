@@ -4,14 +4,10 @@ The gradient of y = f(x), entry by entry, is g f'(x): each number of g is read o
 memory, and on a CPU less time: a third of it where g is 16 MiB, a tenth above 32 MiB, which the C library takes from
 the kernel anew each time, page by page.
 
-It must be nobody else's. A convolution, a product or a normalisation makes the gradient of its input anew (`ANEW`); an
-addition hands on the one that it was given itself, and a skip connection has that, too. Which nodes hand a gradient to
-which the graph of the losses says (`clipping.tape.graph`): only where all that lead to it are known to make it anew is
-it `alone`, and only in a backward pass from the losses, in which no other node leads to it.
-
-Where a block of a ResNet begins, two gradients meet: that of its first convolution, and that of its skip connection or
-of another convolution. The second one is formed in pieces and added to the first, in its memory
-(`clipping.accel.gradient_accumulation`): it takes no memory of its own, and nothing is gone over once more.
+No other node may use that gradient. A convolution, a product or a normalisation allocates a fresh input gradient
+(`ANEW`); an addition passes on the one that it received, which a skip connection receives, too. The graph of the losses
+says which nodes pass a gradient to which (`clipping.tape.graph`): a node is `alone` only if all that lead to it are
+known to allocate, and only in a backward pass from the losses, in which no other node leads to it.
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from clipping.accel.chunked_conv import Pieces
-from clipping.accel.gradient_accumulation import Meeting, alike
 from clipping.rules.rewritten import methods
 
 LEAST = 4 * 2**20
@@ -73,11 +68,7 @@ IN_PLACE = methods("relu_")
 
 
 class Overwriting(torch.autograd.Function):
-    """An activation function.
-
-    Its node is told whether the gradient that it is handed is nobody else's (`alone`), and where the one that it makes
-    waits for another, or None (`meeting`).
-    """
+    """An activation function. Its node is told whether it exclusively owns its incoming gradient (`alone`)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: Activation, options: dict[str, Any], in_place: bool) -> Tensor:
@@ -86,7 +77,7 @@ class Overwriting(torch.autograd.Function):
         y = torch.relu_(x) if in_place else activation.forward(x, **options)
         ctx.save_for_backward(y if activation.keeps_output else x)
         ctx.activation, ctx.options, ctx.output = activation, options, lambda: None
-        ctx.alone, ctx.meeting = False, None
+        ctx.alone = False
         return y
 
     @staticmethod
@@ -94,13 +85,17 @@ class Overwriting(torch.autograd.Function):
         (g,), (kept,), activation = grads, ctx.saved_tensors, ctx.activation
         given = (g, kept, *activation.arguments)
         ours = getattr(_passes, "running", False) and not torch.is_grad_enabled()
-        if ctx.alone and ours and alike(g, kept):
+        if ctx.alone and ours and _alike(g, kept):
             found = activation.backward.grad_input(*given, **ctx.options, grad_input=g)
         else:
             found = activation.backward.default(*given, **ctx.options)
-        if ctx.meeting is not None and ours:
-            ctx.meeting.leave(found)
         return found, None, None, None
+
+
+def _alike(g: Tensor, x: Tensor) -> bool:
+    """True if each entry of g has memory of its own, in the order of x."""
+    dense = g.is_contiguous() or (g.dim() == 4 and g.is_contiguous(memory_format=torch.channels_last))
+    return dense and g.shape == x.shape and g.stride() == x.stride() and g.dtype == x.dtype
 
 
 _NODE: Any = Overwriting._backward_cls
@@ -189,17 +184,7 @@ def is_followed(kind: Any) -> bool:
     Args:
         kind: the type of a node.
     """
-    return _hands_on(kind) or _is_sum(kind)
-
-
-@functools.cache
-def _hands_on(kind: Any) -> bool:
-    """To one node alone."""
     return kind is _NODE or kind.__name__ in VIEWS
-
-
-def _is_sum(kind: Any) -> bool:
-    return kind.__name__ == "AddBackward0"
 
 
 def overwrites(node: Any) -> bool:
@@ -211,17 +196,8 @@ def overwrites(node: Any) -> bool:
     return type(node) is _NODE and node.alone
 
 
-def adds(node: Any) -> bool:
-    """Whether a node adds its gradient to one that waits for it, or that one to it.
-
-    Args:
-        node: of the graph.
-    """
-    return type(node) is _PIECES and node.meeting is not None
-
-
 def note_alone(leads: dict[Any, list[Any]]) -> None:
-    """Note of each node whose gradient is nobody else's that it is so, and of gradients that are added where they meet.
+    """Mark nodes that exclusively own their incoming gradient.
 
     Args:
         leads: of each node that is followed, the nodes that hand it its gradient.
@@ -229,38 +205,10 @@ def note_alone(leads: dict[Any, list[Any]]) -> None:
 
     def alone(node: Any) -> bool:
         kinds: list[tuple[Any, Any]] = [(type(each), each) for each in leads[node]]
-        return all(makes_anew(kind) or (_hands_on(kind) and each in leads and alone(each)) for kind, each in kinds)
+        return all(makes_anew(kind) or (is_followed(kind) and each in leads and alone(each)) for kind, each in kinds)
 
     for node in leads:
         if type(node) is _NODE:
             output = node.output()
             hooked = output is not None and bool(output._backward_hooks)  # which may keep what they are handed
-            summed = _note_meeting(leads[node], leads)
-            node.alone = not hooked and (summed or alone(node))
-
-
-def _note_meeting(makers: list[Any], leads: dict[Any, list[Any]]) -> bool:
-    """Of the two nodes that hand another its gradient. Whether their sum is nobody else's, whatever they hand on.
-
-    Two convolutions, where a stage of a ResNet begins: the first leaves its gradient to the second. Or a convolution
-    and the sum at the end of its block, which hands on to the skip connection what the activation after it made.
-    """
-    convolutions: list[Any] = [each for each in makers if type(each) is _PIECES]
-    if len(makers) != 2 or not convolutions:
-        return False
-    others = [each for each in makers if each not in convolutions]
-    first: list[Any] = [_hands_to(each, leads) for each in others]
-    if None in first:
-        return False
-    meeting = Meeting()
-    for node in convolutions + first:
-        node.meeting = meeting
-    return True
-
-
-def _hands_to(node: Any, leads: dict[Any, list[Any]]) -> Any:
-    """The activation function whose gradient a sum hands on as it is; None if it is no such sum."""
-    if not _is_sum(type(node)) or node._saved_alpha != 1 or len(leads.get(node, ())) != 1:
-        return None
-    (activation,) = leads[node]
-    return activation if type(activation) is _NODE else None
+            node.alone = not hooked and alone(node)

@@ -33,7 +33,7 @@ from clipping.core.dtypes import norm_dtype, without_autocast
 from clipping.core.reference import with_zeros
 from clipping.core.types import ClippedGradient, LossFunction, Parameters, Problem, UnsupportedModel
 from clipping.distributed.fsdp import norms_of
-from clipping.distributed.spread import held_here, no_rows, row_of_zeros, stand_ins
+from clipping.distributed.spread import no_rows, row_of_zeros, stand_ins
 from clipping.norms.collection import Book, LayerByLayer, Norms, Routes, TwoPasses
 from clipping.numerics.products import onednn_from, take_onednn_from
 from clipping.numerics.rounding_bounds import excess, portion, rounds_operands
@@ -316,7 +316,6 @@ class BkMixed(TapeBackend):
     Args:
         model, loss_fn, clip, verify, compile: as for every backend.
         plan: what the planner aims at (see `clipping.planning.planner`); None is the `strategy` of the class.
-        memory_overhead: for "auto", what may be held beyond ordinary training, as a share of what that holds.
         timing: time the routes on this device in the second step, too; else the plan is by formula.
     """
 
@@ -334,12 +333,11 @@ class BkMixed(TapeBackend):
         verify: bool = True,
         compile: Compile = None,
         plan: Strategy | None = None,
-        memory_overhead: float = 0.05,
         timing: bool = True,
     ) -> None:
         super().__init__(model, loss_fn, clip=clip, verify=verify, compile=compile, timing=timing)
         # between a sharded module's passes its parameters are not there to be timed with
-        self.planner = Planner(plan or self.strategy, memory_overhead, timing=timing and not self.sharded)
+        self.planner = Planner(plan or self.strategy, timing=timing and not self.sharded)
 
     def settle(self) -> dict[str, Any]:
         """See `clipping.backends.base.Backend.settle`; which library multiplies is part of it."""
@@ -359,7 +357,7 @@ class BkMixed(TapeBackend):
         return self.planner.strategy in ("auto", "memory") and not self.sharded
 
     def plan(self, tape: Tape, losses: Tensor) -> Routes:
-        routes = iter(self.planner.plan(tape, losses, lambda: held_here(self.model), self.chosen_for).routes)
+        routes = iter(self.planner.plan(tape, losses, self.chosen_for).routes)
         return {use: [next(routes) for _ in use.rules] for use in tape.uses}
 
 

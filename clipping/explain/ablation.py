@@ -71,15 +71,6 @@ class WithoutOverwriting(Ablated):
         return kernels, {"overwriting": kernels.Missing()}
 
 
-class WithoutMeeting(Ablated):
-    """Two gradients of one tensor are added up by autograd."""
-
-    name = "bk_mixed:without_meeting"
-
-    def without(self) -> tuple[Any, dict[str, Any]]:
-        return kernels.overwriting, {"_note_meeting": lambda makers, leads: False}
-
-
 class WithoutBatching(Ablated):
     """Small gradients are summed parameter by parameter."""
 

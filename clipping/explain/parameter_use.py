@@ -75,7 +75,7 @@ def record(
             for use in tape.uses
             for source, rule in use.rules
         ]
-        made = [planner.plan(tape, losses, lambda: [*model.parameters(), *model.buffers()]) for _ in range(plans)]
+        made = [planner.plan(tape, losses) for _ in range(plans)]
         tape.backward(losses, gradients.__setitem__, retain_graph=False)
         for reading in readings:
             reading.g = gradients.get(reading.use)

@@ -40,7 +40,7 @@ def fresh_costs(readings: Sequence[Reading], plan: Plan) -> dict[int, Costs]:
         readings: all uses of all parameters.
         plan: of the step that has them.
     """
-    found = {item.position: item.costs for item in plan.items}
+    found = dict(plan.costs)
     others: dict[Hashable, Costs] = {}
     with torch.no_grad():
         for position, reading in enumerate(readings):

@@ -120,14 +120,11 @@ class Explanation:
 
     Attributes:
         rows: one for each use of each trainable parameter, in the order of the forward pass.
-        peak, ordinary: predicted bytes of the plan's step and of an ordinary one; see `clipping.planning.planner.Plan`.
         regret: "formula" and "timed" -> seconds that a plan made so loses (`clipping.explain.plan_regret`), if that
             was measured.
     """
 
     rows: list[Row]
-    peak: int
-    ordinary: int
     regret: dict[str, float] | None
 
 
@@ -176,7 +173,7 @@ def explain(
         on_device = seconds(reading, costs[i]) if i in costs else None
         for row in rows_of(reading, mine, crossing.get(reading, (0, 0)), reason):
             rows.append(replace(row, plan=words, predicted=by_formula, measured=on_device))
-    return Explanation(rows, plans[-1].peak, plans[-1].ordinary, regret)
+    return Explanation(rows, regret)
 
 
 def seconds(reading: Reading, costs: Costs) -> Seconds:

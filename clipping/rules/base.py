@@ -316,10 +316,6 @@ class Rule(ABC):
         bytes_ = int(block * self.work(g, way).workspace)
         return min(bytes_, self.workspace(g)) if way in self.ghosts else bytes_  # large Gram matrices use blocks
 
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        """Bytes that `weighted` needs besides (a, g) and the sum: it scales one of them, if there is an input."""
-        return 0 if self.held_input() is None else g.numel() * g.element_size()
-
     def best_way(self, g: Tensor | Spec, *, ghost: bool) -> str:
         """Return the way that the formulas prefer; kernels must be timed first."""
         ways = [way for way in (self.ghosts if ghost else self.instantiations) if way not in KERNELS]

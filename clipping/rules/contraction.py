@@ -120,10 +120,6 @@ class Contraction(Bilinear):
     def copied(self, g: Tensor | Spec) -> int:
         return self.groups * self.positions * min(self.inputs, self.outputs) * g.element_size()
 
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        samples, beside = self.portion(g)
-        return 2 * samples * self.copied(g) + beside
-
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         x, g = self.operands(g, samples)
         count = len(x)

@@ -21,7 +21,6 @@ from torch import Tensor
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import concatenated
 from clipping.numerics import kernels
-from clipping.numerics.convolution_memory import Convolution
 from clipping.numerics.gram import gram_product, part
 from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
@@ -290,25 +289,7 @@ class ConvolutionWeight(Bilinear):
         if way == COMPILED:
             features = max(self.parameter.shape[1], self.parameter.shape[0] // self.groups)
             return kernels.cpu.scratch_bytes(math.prod(self.x.shape[2:]), self.positions, features, block, g.dtype)
-        if way != "grouped" or self.parameter.device.type != "cpu":
-            return super().norm_bytes(g, way, block)
-        spare = 0 if g.numel() >= block * self.parameter.numel() else block * self.instantiated_bytes(g)
-        return spare + self._convolution(g, 1, fold=block).weight_gradient()
-
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        samples, beside = self.portion(g)
-        taken = samples * min(self._each(g)) + beside
-        if self.parameter.device.type != "cpu":
-            return taken
-        if self._by_rows(samples):
-            return taken + samples * sum(self._each(g))
-        return taken + self._convolution(g, samples).weight_gradient() - self.instantiated_bytes(g)
-
-    def _convolution(self, g: Tensor | Spec, rows: int, fold: int = 1) -> Convolution:
-        """The convolution of some samples, or with `fold` samples folded into the groups."""
-        outputs, *kernel = self.parameter.shape
-        x, y = ([rows, fold * shape[1], *shape[2:]] for shape in (self.x.shape, g.shape))
-        return Convolution(x, (fold * outputs, *kernel), y, self.stride, fold * self.groups, g.dtype)
+        return super().norm_bytes(g, way, block)
 
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         available = self.workspace(g)

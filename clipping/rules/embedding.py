@@ -68,9 +68,6 @@ class EmbeddingWeight(Rule):
 
         return added(summed, blocks(count, 1, portion(count, max(1, self.positions), factors.dtype)))
 
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        return g.numel() * norm_dtype(g.dtype).itemsize  # a scaled copy of g
-
     def work(self, g: Tensor | Spec, way: str) -> Work:
         rows = self.positions * self.outputs
         if way == "sorted":

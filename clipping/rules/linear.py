@@ -11,7 +11,7 @@ from torch import Tensor
 from clipping.core.microbatching import each
 from clipping.numerics import kernels
 from clipping.numerics.gram import gram_product, part, within
-from clipping.numerics.products import by_onednn, product, products
+from clipping.numerics.products import product, products
 from clipping.numerics.rounding_bounds import Reach, of_lost, of_rows, row_norms
 from clipping.rules.base import COMPILED, GRAM_KERNEL, NORM_KERNEL, Bias, Gradient, Refused, Route, Rule, Spec
 from clipping.rules.elementwise import Broadcast
@@ -83,12 +83,6 @@ class LinearWeight(Bilinear):
 
     def copied(self, g: Tensor | Spec) -> int:
         return self.positions * min(self.inputs, self.outputs) * g.element_size()
-
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        samples, beside = self.portion(g)
-        each = self.positions * self.inputs * self.outputs
-        copies = 2 if by_onednn(self.a, samples * each) else 1  # a scaled copy, and oneDNN's copy
-        return copies * samples * self.copied(g) + beside
 
     def inner(self, g: Tensor, other: Rule, other_g: Tensor) -> Tensor | None:
         if not isinstance(other, LinearWeight) or other.transposed != self.transposed:

@@ -37,9 +37,6 @@ class TransposedConvolutionWeight(ConvolutionWeight):
     def reach(self, g: Tensor) -> Reach:
         return self._swapped(g).reach(self.x.to(g.dtype))
 
-    def summing_bytes(self, g: Tensor | Spec) -> int:
-        return self._swapped(g).summing_bytes(self.x)
-
     def _ghost(self, g: Tensor, samples: slice, way: str) -> Tensor:
         return self._swapped(g)._ghost(self.x.to(g.dtype), samples, way)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor
 
 from clipping.core.dtypes import norm_dtype, wide_dtype
 from clipping.core.microbatching import added, blocks
-from clipping.numerics.chunked_sums import added_at_once, at_once, of_one_size
+from clipping.numerics.chunked_sums import added_at_once, at_once
 from clipping.numerics.gram import part
 from clipping.numerics.rounding_bounds import portion
 from clipping.rules.base import Rule, Spec
@@ -61,16 +60,6 @@ class Bilinear(Rule):
         x, g = self.operands(g, samples)
         factors = part(factors, samples).view(-1, *[1] * (g.dim() - 1))
         return (x * factors, g) if x.numel() < g.numel() else (x, g * factors)
-
-    def portion(self, g: Tensor | Spec) -> tuple[int, int]:
-        """Samples to copy at once; bytes of the sum that portions are added to, and of the portions."""
-        wide, most = self.parameter.numel() * torch.float64.itemsize, self._most(g)
-        if at_once(self.parameter) and self.samples(g) > most:
-            divided = of_one_size(self.samples(g), most, self._together(g))
-            samples, count = max((each.stop - each.start, count) for each, count in divided)
-            return samples, (count + 1) * self.instantiated_bytes(g) + wide
-        portions = self._portions(g)
-        return max(portion.stop - portion.start for portion in portions), wide if len(portions) > 1 else 0
 
     def _most(self, g: Tensor | Spec) -> int:
         """Samples in a portion: see `clipping.numerics.rounding_bounds`."""

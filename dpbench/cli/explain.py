@@ -201,13 +201,12 @@ def footer(rows: Sequence[Row], summary: dict[str, Any], reasons: Sequence[str])
 
 
 def figures(summary: dict[str, Any]) -> list[str]:
-    """What the plan comes to, a figure a line: peaks as predicted, and time, peaks and regret if they were measured.
+    """Time, peak memory and regret of the plan, a line each; none if nothing was measured.
 
     Args:
         summary: of the trial's result.
     """
-    peak, measured, regret = summary["predicted_peak"], summary["measured"], summary["regret"]
-    lines = [f"Predicted peak of the plan: {_beside(peak['plan'], peak['ordinary'])}."]
+    measured, regret, lines = summary["measured"], summary["regret"], list[str]()
     if measured and regret:
         plan, ordinary = measured["plan"], measured["ordinary"]
         seconds = plan["step_seconds"]

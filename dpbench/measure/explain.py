@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from clipping import UnsupportedModel
 from clipping.backends.microbatch import NonPrivate
 from clipping.backends.tape import BkMixed
-from clipping.explain.routes import STRATEGIES, Cost, Explanation, Row, explain
+from clipping.explain.routes import STRATEGIES, Cost, Row, explain
 from clipping.planning.planner import Planner
 from dpbench.errors import UsageError
 from dpbench.measure import verify
@@ -105,19 +105,10 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
             raise ModelError(f"{trial.model} to have parameters to train", "none")
         shapes = [list(tensor.shape) for tensor in tensors_in(inputs)]
     summary = summary_of(found.rows, entries) | {"inputs": shapes, "batch_size": trial.batch_size, "real_tensors": None}
-    summary |= planned(found) | {"measured": None}
+    summary |= {"regret": found.regret, "measured": None}
     if trial.measure:
         summary["measured"] = steps(workload, inputs, targets, planner)
     return {"rows": [row_of(row) for row in found.rows], "summary": summary}
-
-
-def planned(found: Explanation) -> dict[str, Any]:
-    """Of the summary: "predicted_peak" ("plan", "ordinary": bytes), "regret" (None, or "formula", "timed": seconds).
-
-    Args:
-        found: of the model.
-    """
-    return {"predicted_peak": {"plan": found.peak, "ordinary": found.ordinary}, "regret": found.regret}
 
 
 def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:

@@ -12,7 +12,7 @@ autograd saves is counted because its storage lives. The backward pass runs on t
 (`set_multithreading_enabled(False)`), where the modes are.
 
 **Inside an operation** a kernel allocates and frees memory that no mode sees. On a CPU it is added by formula
-(`temporaries`): copies of a convolution's operands in oneDNN's layout (`numerics.convolution_memory`), a softmax's
+(`temporaries`): copies of a convolution's operands in oneDNN's layout (`measure.convolution_memory`), a softmax's
 dense copy of its input, a group norm's sums, a wide copy of what is added to a wider sum. Workspaces of cuDNN and
 cuBLAS, rounding by the allocator and fragmentation are not known: on CUDA, or for a device that this machine lacks,
 none are added. The experiment `memory_accuracy` compares.
@@ -45,8 +45,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipping.core.dtypes import norm_dtype
 from clipping.core.microbatching import InTurn, Parts, taken_by
-from clipping.numerics.convolution_memory import Convolution
 from dpbench.measure.bench import Memory, storage_bytes
+from dpbench.measure.convolution_memory import Convolution
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 
 #: Where a mode is wrapped, to keep a compiler off it.

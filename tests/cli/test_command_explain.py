@@ -190,14 +190,12 @@ def test_the_table_numbers_its_reasons():
         "inputs": [[2, 6], [2]],
         "batch_size": 2,
         "real_tensors": "TypeError: no",
-        "predicted_peak": {"plan": 3 * 2**20, "ordinary": 2 * 2**20},
         "measured": None,
         "regret": None,
     }
     lines = table("mine.py:f", rows, summary)
     assert lines[0] == "mine.py:f: 6 trainable parameters, inputs 2×6, 2"
     assert [columns(line)[-1] for line in lines[3:7]] == ["[1]", "-", "[2]", "[1]"]
-    assert "Predicted peak of the plan: 3.00 MiB, 1.50x ordinary training's 2.00 MiB." in lines
     assert columns(lines[5])[1] == "maximum, 2 groups"
     assert "[1] this" in lines and "[2] that" in lines
     assert "parameters by the route of mixed_ghost: 66.7% fallback, 33.3% that the loss does not depend on" in lines
@@ -306,12 +304,11 @@ def test_measured_seconds_peaks_and_regret(measured):
     assert all(row["measured_seconds"]["kept"] > 0 for row in rows)
     assert rows[0]["measured_seconds"]["ghost"] is None or rows[0]["measured_seconds"]["ghost"] > 0
     assert set(summary["regret"]) == {"formula", "timed"} and min(summary["regret"].values()) >= 0
-    steps, predicted = summary["measured"], summary["predicted_peak"]
+    steps = summary["measured"]
     for name in ("plan", "ordinary"):
         assert steps[name]["source"] == "cpu_allocator" and 0 < steps[name]["step_seconds"] < 1
         assert steps[name]["verification"]["max_grad_error"] < 1e-6
-        # of a network as small as this, temporaries inside kernels are the larger part
-        assert predicted[name] / 2 < steps[name]["peak_bytes"] < 20 * predicted[name]
+        assert steps[name]["peak_bytes"] > 0
     assert sum(steps["plan"]["coverage"].values()) == pytest.approx(1.0)
 
 
@@ -322,7 +319,6 @@ def test_the_table_says_what_was_measured(measured):
     assert all(re.fullmatch(r"[\d.]+ (s|ms|µs)", columns(line)[-2]) for line in lines[3:9])
     text = "\n".join(lines)
     for said in (
-        r"Predicted peak of the plan: [\d.]+ KiB, [\d.]+x ordinary training's [\d.]+ KiB\.\n",
         r"Measured peak of the plan: [\d.]+ [KM]iB, [\d.]+x ordinary training's [\d.]+ [KM]iB \(cpu_allocator\)\.\n",
         r"Measured step: [\d.]+ (ms|µs), ordinary training's [\d.]+ (ms|µs); exact to \de-\d+ on 2 samples\.\n",
         r"Regret of the plan by formula: [\d.]+ (ms|µs), [\d.]+% of the step\.\n",

@@ -11,11 +11,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from clipping import compare, load_backend
 from clipping.accel import chunked_conv as pieces
-from clipping.accel.chunked_conv import Pieces, in_pieces
+from clipping.accel.chunked_conv import Pieces
 from clipping.numerics import products as matmul
-from clipping.numerics.convolution_memory import Convolution
 from clipping.rules import base
 from clipping.tape.record import Tape
+from dpbench.measure.convolution_memory import Convolution
 from dpbench.measure.memory import measured_peak
 
 CPU = torch.device("cpu")
@@ -121,24 +121,16 @@ def test_any_other_backward_pass_is_autograd_s_own():
     assert torch.autograd.gradgradcheck(convolved, (x[:2].detach().requires_grad_(), weight, bias))
 
 
-def test_pieces_take_less_at_once():
-    large = Convolution((64, 32, 32, 32), (32, 32, 3, 3), (64, 32, 32, 32), [1, 1], 1, torch.float32)
-    assert pieces.pieces(large) == 4
-    assert in_pieces(large) < 0.8 * large.input_gradient()
-    small = large._replace(x=(8, 32, 32, 32), y=(8, 32, 32, 32))
-    assert pieces.pieces(small) == 1 and in_pieces(small) == small.input_gradient()
+def of_shapes(batch: int, inputs: int, outputs: int, side: int, kernel: int) -> int:
+    x, y = (batch, inputs, side, side), (batch, outputs, side, side)
+    return pieces.pieces(x, (outputs, inputs, kernel, kernel), y, 4)
 
 
-def test_large_weights_are_not_copied_for_each_piece():
-    late = Convolution((64, 1024, 8, 8), (256, 1024, 1, 1), (64, 256, 8, 8), [1, 1], 1, torch.float32)
-    assert pieces.pieces(late) == 1 and in_pieces(late) == late.input_gradient()
-    assert pieces.pieces(late._replace(weight=(256, 512, 1, 1))) == 8
-
-
-def test_no_piece_of_a_large_batch_is_larger_than_16_mib():
-    large = Convolution((6400, 32, 32, 32), (32, 32, 3, 3), (6400, 32, 32, 32), [1, 1], 1, torch.float32)
-    assert pieces.pieces(large) == 50  # of 128 samples
-    assert in_pieces(large) < 1.05 * large.results(True, False)
+def test_large_convolutions_are_done_in_pieces():
+    assert of_shapes(64, 32, 32, 32, 3) == 4
+    assert of_shapes(8, 32, 32, 32, 3) == 1
+    assert of_shapes(64, 1024, 256, 8, 1) == 1  # whose weight would be copied for each piece
+    assert of_shapes(6400, 32, 32, 32, 3) == 50  # none of a large batch is larger than 16 MiB
 
 
 SUMS = {
@@ -165,7 +157,6 @@ def test_a_sum_is_formed_in_portions_as_it_is_at_once_and_takes_less(monkeypatch
         with torch.no_grad():
             found[room] = rule.weighted(g, factors)  # the first call may time libraries
             taken[room] = measured_peak(lambda: rule.weighted(g, factors), [], CPU).peak_bytes
-        assert rule.summing_bytes(g) + layer.weight.numel() * 4 == pytest.approx(taken[room], rel=0.15)
     torch.testing.assert_close(found[2**30], found[2**18], rtol=1e-4, atol=1e-3)
     assert taken[2**18] < 0.5 * taken[2**30]
     expected = torch.autograd.grad((layer(x) * g * factors.view(-1, *[1] * (g.dim() - 1))).sum(), layer.weight)[0]
@@ -176,7 +167,7 @@ def test_a_sum_is_formed_in_portions_as_it_is_at_once_and_takes_less(monkeypatch
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("onednn_from", [0.0, math.inf])
 def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_format, onednn_from, monkeypatch):
-    """No convolution is asked for it, and it takes what was said, by whichever library."""
+    """No convolution is asked for it, by whichever library."""
     monkeypatch.setitem(matmul._FROM, torch.get_num_threads(), onednn_from)
     layer, x = nn.Conv2d(256, 320, 1, stride), torch.randn(8, 256, 3, 3).to(memory_format=memory_format)
     tape = Tape({"weight": layer.weight}, (x,), len(x))
@@ -188,13 +179,7 @@ def test_a_sum_of_few_pixels_in_a_large_weight_is_one_product(stride, memory_for
         rule.weighted(g, factors)
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             found = rule.weighted(g, factors)
-        taken = measured_peak(lambda: rule.weighted(g, factors), [], CPU).peak_bytes
     assert "aten::convolution_backward" not in {event.key for event in profiled.key_averages()}
-    said = rule.summing_bytes(g) + layer.weight.numel() * 4
-    most = 1.1 if memory_format == torch.contiguous_format else 1.45  # nothing there is copied
-    # without AVX-512 oneDNN packs an operand once more; nor is it chosen there
-    least = 0.85 if math.isinf(onednn_from) or not HAS_AVX2_ALONE else 0.75
-    assert least < said / taken < most
     expected = torch.autograd.grad((layer(x) * g * factors.view(-1, 1, 1, 1)).sum(), layer.weight)[0]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
@@ -209,16 +194,15 @@ def test_portions_in_half_precision_add_up_in_single(monkeypatch):
     with torch.no_grad():
         at_once = rule.weighted(g, factors)
         monkeypatch.setitem(base.WORKSPACE, "cpu", 1)
-        assert rule.portion(output)[0] == 8  # of 512 samples: 64 sums, which bfloat16 would add up 2 % off
+        assert len(rule._portions(output)) == 64  # sums of 8 samples, which bfloat16 would add up 2 % off
         torch.testing.assert_close(rule.weighted(g, factors), at_once, rtol=0, atol=0)
 
 
-def test_an_input_s_gradient_is_predicted_as_it_is_measured(monkeypatch):
+def test_an_input_s_gradient_takes_little_more_than_itself():
     x = torch.randn(64, 32, 32, 32, requires_grad=True)
-    weight = torch.randn(32, 32, 3, 3)
     share = pieces.Share()
     share.input_only = True
-    output = Pieces.apply(share, x, weight, None, [1, 1], [1, 1], [1, 1], 1)
-    g, sizes = torch.randn_like(output), output.grad_fn.sizes
+    output = Pieces.apply(share, x, torch.randn(32, 32, 3, 3), None, [1, 1], [1, 1], [1, 1], 1)
+    g = torch.randn_like(output)
     found = measured_peak(lambda: torch.autograd.grad(output, x, g), [], CPU).peak_bytes
-    assert in_pieces(sizes) == pytest.approx(found, rel=0.05)
+    assert found < 1.6 * x.nbytes  # 2 at once, and more
