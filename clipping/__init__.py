@@ -38,11 +38,13 @@ thousandth. Sums leave in float32 at least, from portions that are added up in f
 `bk_mixed` plans: for each use of each parameter there are several exact ways to its norm (Gram matrices from patches,
 from pixels or by a kernel; gradients by the library's grouped kernel or from patches, kept for the sum or not, in
 larger or smaller blocks). They are timed on the device in the second step and remembered for the next run, and the
-fastest are taken that keep no more for the sum than each layer's input and output gradient. On a CPU the kernels are compiled by `cc` (GCC 12 or newer, or Clang; `CC` names another) in a
-second, once, into `~/.cache/dpbench` (`DPBENCH_CACHE` moves it; `off` keeps and compiles nothing); without one torch's
-own operations remain, and a record says which ran. A library that is not whole is compiled anew; one that others could
-have changed is refused. `bk_mixed:paper`, `bk_mixed:time` and `bk_mixed:memory` plan by the paper's rule, by time alone
-and by memory alone.
+fastest are taken that keep no more for the sum than each layer's input and output gradient. `bk_mixed:paper`,
+`bk_mixed:time` and `bk_mixed:memory` plan by the paper's rule, by time alone and by memory alone.
+
+On a CPU the kernels are compiled by `cc` (GCC 12 or newer, or Clang; `CC` names another) in a second, once, into
+`~/.cache/dpbench` (`DPBENCH_CACHE` moves it; `off` keeps and compiles nothing); without a compiler torch's own
+operations run, and a record says which ran. An incomplete library is compiled again; one that others could have changed
+is refused.
 
 `compile=True` runs a step as one program for each shape of batch (`clipping.program.graphs`): captured by
 TorchDynamo, whose guards see what changes in Python, traced once, compared with the eager step, and run in the way that

@@ -296,7 +296,8 @@ def _path(device: torch.device) -> Path | None:
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     here = Path(__file__).resolve().parents[1]
-    sources = [file.read_text() for kind in ("rules/*.py", "accel/*.py", "native/*.[ch]") for file in sorted(here.glob(kind))]
+    kinds = ("rules/*.py", "accel/*.py", "native/*.[ch]")
+    sources = [file.read_text() for kind in kinds for file in sorted(here.glob(kind))]
     compiled = str(device.type == "cpu" and kernels.cpu.supported(torch.empty(0, dtype=torch.float32, device="cpu")))
     known = [name, platform.node(), torch.__version__, str(torch.get_num_threads()), compiled, *sources]
     if device.type == "cuda":  # products of float32 in TF32 are other products

@@ -69,8 +69,8 @@ one product for each weight are what ordinary training does as well: only the no
 for the e of all layers, which ordinary training frees as it goes.
 
 `bk_mixed` is book-keeping with a planner. For each layer it knows several exact ways to the norm, times them on the
-machine, and takes the fastest that keep no more than (a, g). Where a Gram norm is
-taken, e is kept; where a gradient was instantiated for its norm, it is either kept for the sum or formed again.
+machine, and takes the fastest that keep no more than a and e. Where a Gram norm is taken, e is kept; where a gradient
+was instantiated for its norm, it is either kept for the sum or formed again.
 
 ## What is in memory when
 
