@@ -1,20 +1,30 @@
-"""The bodies of trials, and the instruments they use. They run in the trial's own process; most import torch.
+"""The bodies of trials and their instruments. They run in the trial's own process; most import torch.
 
 ==========  ==========================================================================================
-`step`      one training step: verified, timed, its memory taken
-`overhead`  many backends on one model, interleaved: what each costs beside ordinary training
-`recommend` every backend on one model, within a time
-`race`      which of them is the fastest: turns, rounds, finalists
+`step`      one training step: verified, timed, its memory measured
+`overhead`  many backends on one model, interleaved: the cost of each beside ordinary training
+`recommend` every backend on one model, within a time limit
+`race`      finds the fastest backend: turns, rounds, finalists
 `largest`   the largest batch that fits, by a simulated search
 `memory`    the measured peak of a step: CUDA's allocator statistics, or the CPU allocator's events
-`simulate`  the peak of a step that is never computed: fake tensors and the lifetimes of their storages
-`timing`    warm-up and per-step times
-`verify`    the answer of a step beside the microbatch oracle's
+`simulate`  the peak of a simulated step: fake tensors and the lifetimes of their storages
+`timing`    warm-up and seconds per step
+`verify`    compares a step's result with the microbatch oracle's
 `check`     a backend on batches that are hard to get right
-`bench`     from a trial to a step that can be run
+`bench`     turns a trial into a step that can be run
 ==========  ==========================================================================================
 
-**A step** is one call of a clipping backend: from a batch to the (clipped) summed gradient of every parameter. Noise
-and the optimizer's update are left out: they are the same for every backend, touch each parameter once whatever the
-batch size, and would only dilute the ratios. The result is released when the step ends.
+**A step** is one call of a clipping backend: from a batch to the (clipped) summed gradient of every parameter. It
+excludes noise and the optimizer's update: they are the same for every backend, touch each parameter once whatever the
+batch size, and would only dilute the ratios. The result is freed when the step ends.
+
+Functions take:
+    trial: the trial to run.
+    device: the trial's device.
+    workload: model, loss function and data.
+    batch: (inputs, targets), every tensor [B, ...].
+    inputs, targets: one batch.
+    batch_size: B.
+    precision: the name of a precision profile (`dpbench.trials.precision`).
+    step: runs one step.
 """

@@ -1,4 +1,4 @@
-"""From a trial to a step that can be run, and what its memory is recorded as."""
+"""Turns a trial into a step that can be run, and defines the record of its memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def open_workload(
     trial: StepTrial | OverheadTrial | PeakTrial | ConfirmTrial | CheckTrial | PartsTrial | ProfileTrial,
     device: str | None = None,
 ) -> Workload:
-    """The model and data of a trial, on its device or on another, in its precision but for TF32.
+    """Load the model and data of a trial in its precision, except for TF32.
 
     TF32 is a switch of the whole process: see `dpbench.measure.precision.arithmetic`.
 
     Args:
-        trial: of one model.
+        trial: any trial of one model.
         device: "cpu" or "cuda"; None for the trial's own.
     """
     wanted = ("image_size", "num_classes", "data", "dtype", "seed")
@@ -54,11 +54,11 @@ class Step:
         self.losses = self.backend(self.inputs, self.targets).losses
 
     def close(self) -> None:
-        """Take the backend's hooks off the model."""
+        """Remove the backend's hooks from the model."""
         self.backend.close()
 
     def holds(self) -> list[Tensor]:
-        """What lives before and after the step: parameters, buffers and the batch."""
+        """Tensors that live before and after the step: parameters, buffers and the batch."""
         return [*self.backend.model.parameters(), *self.backend.model.buffers(), *tensors_in(self.inputs, self.targets)]
 
 
@@ -66,14 +66,14 @@ class Step:
 class Memory:
     """Peak memory of a step, in bytes.
 
-    source: "cuda_allocator", "cpu_allocator" or "simulated". They see different things: a number goes with its source.
-    peak_bytes: the most alive at once, baseline included, and on CUDA what graphs' pools hold beside it.
+    source: "cuda_allocator", "cpu_allocator" or "simulated". They see different things: compare within one source.
+    peak_bytes: the most alive at once, including the baseline and, on CUDA, the pools of CUDA graphs.
     baseline_bytes: parameters, buffers and the batch.
-    allocated_bytes, pool_bytes: on CUDA, the peak by the allocator's books, and the size of graphs' private pools.
-    active_bytes, reserved_bytes: CUDA's peaks of blocks in use or awaited by a stream, and of what was taken from the
+    allocated_bytes, pool_bytes: on CUDA, the allocator's peak of allocated bytes, and the size of graphs' pools.
+    active_bytes, reserved_bytes: CUDA's peaks of blocks in use or awaited by a stream, and of memory reserved from the
         card.
-    alloc_retries: how often CUDA's allocator has had to empty its cache, since the process began: 0 but near a limit.
-    phases: the peak while each part of the step ran (`dpbench.measure.phases`), where that was watched.
+    alloc_retries: how often CUDA's allocator has emptied its cache since the process began; 0 unless memory ran short.
+    phases: the peak of each part of the step (`dpbench.measure.phases`), if recorded.
     """
 
     source: str
@@ -87,7 +87,7 @@ class Memory:
     phases: dict[str, int] | None = None
 
     def as_record(self) -> dict[str, Any]:
-        """Its fields by name, without those that are None."""
+        """Its fields by name, without fields that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
@@ -104,7 +104,7 @@ def tensors_in(*trees: Any) -> list[Tensor]:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind tensors; one that several share counts once, and whole.
+    """Bytes of the storages behind tensors; a shared storage counts once, in full.
 
     Args:
         tensors: with a storage each.
@@ -113,7 +113,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Scalars in all trainable parameters.
+    """Number of entries of all trainable parameters.
 
     Args:
         model: any module.
@@ -122,7 +122,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that `name` stands for, with an index on CUDA.
+    """The device called `name`, with an index on CUDA.
 
     Args:
         name: "cpu", "cuda" or "cuda:1".

@@ -1,22 +1,21 @@
-"""Body of a `CheckTrial`: a backend beside the microbatch oracle, on batches that are hard to get right.
+"""Run a `CheckTrial`: compare a backend with the microbatch oracle on difficult batches.
 
 ==========  =====================================================================================================
 `random`    B samples; C halfway between two of their norms, so that some are clipped and others are not
 `tied`      two equal samples, and C equal to their norm: the edge of min(1, C/‖g‖)
-`zero`      one sample whose loss is multiplied by 0: ‖g‖ = 0, and 0/0 must not come near it
+`zero`      one sample with its loss multiplied by 0: ‖g‖ = 0, and no 0/0 may occur
 `single`    B = 1, clipped to half its norm
 ==========  =====================================================================================================
 
-The oracle gives g_i and ‖g_i‖ of each sample by itself; what a batch of them must give is then the definition, Σ_i
-c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}, and the `microbatch` backend is checked like any other. One that
-clips the means of several samples is held to that, which is another mechanism
+The oracle gives g_i and ‖g_i‖ of each sample by itself. The expected result of a batch then follows from the
+definition, Σ_i c(w_i‖g_i‖) w_i g_i with loss weights w_i ∈ {0, 1}. So the `microbatch` backend is checked like any
+other. A backend that clips the means of several samples, which is another mechanism, is compared with that mechanism
 (`clipping.backends.microbatch.of_means`). Ordinary training is compared with the plain sum, Σ_i w_i g_i. Errors are
 those of `dpbench.measure.verify`.
 
-A model may hold casts of its own to a narrower dtype (the RMSNorm of Llama computes in float32, whatever it is given).
-The gradient of c·ℓ is then c times that of ℓ but for rounding in *that* dtype, and this shows in the oracle itself:
-before a mismatch is declared it is asked for the gradient of ℓ/3, and if that is not a third, the tolerance is that of
-such casts.
+A model may cast to a narrower dtype itself (the RMSNorm of Llama always computes in float32). Rounding in *that* dtype
+then limits how closely the gradient of c·ℓ is c times that of ℓ, in the oracle too. So before reporting a mismatch,
+compare the oracle's gradient of ℓ/3 with a third of its gradient of ℓ; if they differ, use the tolerance for casts.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from dpbench.trials.backend_classes import backend_class
 
 @dataclass(frozen=True)
 class Case:
-    """A batch: which samples (indices, with repetition), how much each loss weighs, and the threshold C."""
+    """A batch: its samples (indices, with repetition), the weight of each loss, and the threshold C."""
 
     name: str
     samples: list[int]
@@ -66,7 +65,7 @@ def cases(norms: list[float]) -> list[Case]:
 
 
 def between(norms: list[float]) -> float:
-    """A threshold that lies between two of several norms, near the middle; of one norm, half of it.
+    """A threshold between two of several norms, near the middle; half of a single norm.
 
     Args:
         norms: at least one.
@@ -80,9 +79,6 @@ def between(norms: list[float]) -> float:
 
 def run(trial: CheckTrial) -> dict[str, Any]:
     """{"rows": [{"batch", "max_norm_error", "max_grad_error"}, ...], their maxima, "coverage", "tolerance"}.
-
-    Args:
-        trial: what is to be checked.
 
     Raises:
         Mismatch: an error above the tolerance, with all rows.
@@ -124,11 +120,7 @@ def run(trial: CheckTrial) -> dict[str, Any]:
 
 
 def weighted(workload: Workload) -> Workload:
-    """The same model and data, with a weight for each sample's loss: targets become (weights [B], targets).
-
-    Args:
-        workload: model, loss and data.
-    """
+    """The same model and data, with a weight for each sample's loss: targets become (weights [B], targets)."""
 
     def loss_fn(outputs: Any, targets: Any) -> Tensor:
         weights, inner = targets
@@ -143,11 +135,7 @@ def weighted(workload: Workload) -> Workload:
 
 
 def one_by_one(batch: tuple[Any, Any]) -> list[tuple[Any, Any]]:
-    """A batch as batches of one.
-
-    Args:
-        batch: (inputs, targets), every tensor [B, ...].
-    """
+    """Split a batch into batches of one."""
 
     def only(i: int) -> tuple[Any, Any]:
         inputs, targets = map_tensors(lambda x: x[i : i + 1], batch)
@@ -157,12 +145,12 @@ def one_by_one(batch: tuple[Any, Any]) -> list[tuple[Any, Any]]:
 
 
 def nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradient) -> float:
-    """How far the oracle's gradient of a third of a loss is from a third of its gradient of the `whole` loss.
+    """The relative difference between the oracle's gradient of ℓ/3 and a third of its gradient of ℓ.
 
     Args:
         workload: of `weighted`.
         one: a batch of one.
-        whole: the oracle's answer on it.
+        whole: the oracle's result on it.
     """
     inputs, (weights, targets) = one
     third = verify.oracle(workload, inputs, (weights / 3, targets), clip=Flat(max_grad_norm=math.inf))
@@ -170,22 +158,22 @@ def nonlinearity(workload: Workload, one: tuple[Any, Any], whole: ClippedGradien
 
 
 def norms_of(samples: list[ClippedGradient]) -> Tensor:
-    """‖g_i‖ of batches of one, as one [B].
+    """‖g_i‖ of batches of one, as one tensor [B].
 
     Args:
-        samples: the oracle's answers on batches of one.
+        samples: the oracle's results on batches of one.
     """
     return torch.cat([sample.norms for sample in samples if sample.norms is not None])
 
 
 def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: int = 1) -> ClippedGradient:
-    """The definition, from the gradients of single samples with weight 1.
+    """The expected result by definition, from the gradients of single samples with weight 1.
 
     Args:
-        case: which samples, with which weights.
-        samples: the oracle's answers on batches of one, with weight 1.
+        case: samples and weights.
+        samples: the oracle's results on batches of one, with weight 1.
         clip: norms [B] -> factors [B].
-        together: samples whose mean gradient is clipped as one.
+        together: how many samples are averaged before clipping.
     """
     chosen = [samples[i] for i in case.samples]
     if together > 1:
@@ -205,7 +193,7 @@ def expected(case: Case, samples: list[ClippedGradient], clip: Flat, together: i
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest, and NaN if any is.
+    """The largest error, or NaN if any is NaN.
 
     Args:
         errors: at least one.
@@ -218,7 +206,7 @@ def arranged(case: Case, batch: tuple[Any, Any]) -> tuple[Any, Any]:
     """The samples of `case`, taken from a batch of `weighted`, with its weights.
 
     Args:
-        case: which samples, with which weights.
+        case: samples and weights.
         batch: (inputs, targets) of `weighted`.
     """
     inputs, (weights, targets) = map_tensors(lambda x: x[case.samples], batch)

@@ -1,8 +1,8 @@
-"""Body of a `ConfirmTrial`: does the largest batch that was foretold fit, and does it not a step of the search beyond?
+"""Run a `ConfirmTrial`: check by real steps that the predicted largest batch fits and a larger one does not.
 
-First the backend is verified, on as few samples as tell something: that takes a second or so, whatever the batch. Then
-two real steps, each of a fresh backend and within the budget, as a `PeakTrial` measures one: at the batch that was
-foretold, and one step of the search to the side that tells, larger if it fitted, else smaller.
+First verify the backend on a few samples: this takes about a second, whatever the batch. Then run two real steps, each
+with a fresh backend and within the budget, measured as by a `PeakTrial`: one at the predicted batch, and one a search
+step away, larger if the first fitted, else smaller.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from dpbench.trials.outcome import Mismatch, Outcome, classify
 def run(trial: ConfirmTrial) -> dict[str, Any]:
     """{"parameters", "verification", "coverage", "probes"}; a probe is {"batch_size", "fits", "memory", "seconds"}.
 
-    The "memory" of a step that had not enough of it is None.
-
-    Args:
-        trial: which model, backend, batch and budget.
+    "memory" is None for a step that ran out of memory.
 
     Raises:
-        Mismatch: the answer on a few samples is not the oracle's; no step was run.
+        Mismatch: the result on a few samples differs from the oracle's; no step was run.
         UnsupportedModel: the backend refuses the model, or is not available.
     """
     device = device_of(trial.device)
@@ -60,7 +57,7 @@ def _verified(trial: ConfirmTrial, workload: Workload) -> dict[str, Any]:
 
 
 def _probe(trial: ConfirmTrial, workload: Workload, size: int, device: torch.device) -> dict[str, Any]:
-    gc.collect()  # what an earlier step left in reference cycles would count against the budget
+    gc.collect()  # reference cycles of an earlier step would count against the budget
     begin, memory = time.monotonic(), None
     try:
         memory = _peak(trial, workload, size, device)

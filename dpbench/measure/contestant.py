@@ -1,4 +1,4 @@
-"""One backend in a race: verified once, then steps of one batch or another, in seconds of the race's clock."""
+"""One backend in a race: verified once, then timed on batches of different sizes by the race's clock."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from dpbench.models.workload import Workload
 
 
 class Contestant(Entry):
-    """An entry that runs steps of one batch or another.
+    """An entry that can change its batch.
 
-    `seconds` a step takes of a person's time, `latest` of the clock that ratios are taken from; `setup`: the first two
-    steps of a person's time, 0 if there was but one; `samples` of the batch.
+    `seconds`: wall time of a step; `latest`: time of a step by the clock that gives the ratios; `setup`: wall time of
+    the first two steps, 0 after a single step; `samples`: the size of the batch.
     """
 
     seconds = 0.0
@@ -30,26 +30,23 @@ class Contestant(Entry):
     samples = 0
 
     def enter(self, workload: Workload, batch: tuple[Any, Any], longest: float = math.inf) -> None:
-        """Make its step, verify it, and run it: once if that takes `longest`, else three times.
+        """Open its step, verify it, and run it: once if that takes `longest`, else three times.
 
         Args:
-            workload: model, loss and data.
-            batch: inputs and targets.
             longest: seconds.
         """
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # for a few samples that is as fast, and nobody disturbs it
+        torch.set_num_threads(1)  # as fast for a few samples, and undisturbed by other programs
         with self._guarded():
             self._opened(workload, *batch)
         torch.set_num_threads(threads)
         self.move(batch, longest)
 
     def move(self, batch: tuple[Any, Any], longest: float = math.inf) -> None:
-        """Go on with another batch: a first step pays for kernels, a second one may time a planner's routes.
+        """Change the batch. The first step pays for kernels; a second may time a planner's routes.
 
         Args:
-            batch: inputs and targets.
-            longest: seconds; a first step that takes longer is the only one.
+            longest: seconds; if the first step takes longer, no second follows.
         """
         if self._step is None:
             return
@@ -64,14 +61,14 @@ class Contestant(Entry):
 
     @property
     def stands(self) -> bool:
-        """Whether nothing has gone wrong."""
+        """True unless something has gone wrong."""
         return self._step is not None
 
     def timed(self, count: int) -> list[float]:
         """The seconds of each step; [] if one failed.
 
         Args:
-            count: how many.
+            count: number of steps.
         """
         if self._step is None:
             return []
@@ -83,11 +80,7 @@ class Contestant(Entry):
 
 
 def clock_of(device: torch.device) -> Callable[[Step, int], list[float]]:
-    """The seconds of each of some steps: CPU time where one thread runs them on a CPU, else a person's time.
-
-    Args:
-        device: of the trial.
-    """
+    """Times each of several steps: by CPU time for a single thread on a CPU, else by wall time."""
     if device.type == "cuda":
         return lambda step, count: cuda_stopwatch(step, count, math.inf)
     now = time.process_time if torch.get_num_threads() == 1 else time.perf_counter

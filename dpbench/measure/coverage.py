@@ -1,18 +1,19 @@
-"""Body of a `CoverageTrial`: several backends on one model, each beside autograd's own per-sample gradients.
+"""Run a `CoverageTrial`: compare several backends on one model with autograd's per-sample gradients.
 
-The model is in train mode, in float64, with dropout off. Two references, which agree on a model that treats each sample
-by itself and draws nothing:
+The model is in train mode, in float64, with dropout off. There are two references. They agree on a model that treats
+each sample by itself and draws no random numbers:
 
 - *alone*: the gradient of each sample in a batch of its own, which is the definition;
 - *together*: the gradients of ℓ_0 ... ℓ_{B-1} of one forward pass over the whole batch.
 
-Where they differ, either the model draws random numbers in train mode (two passes from different seeds say so): then
-the seed is set before every pass and *together* is what a backend must give. Or it mixes samples (routing with a
-capacity, statistics of the batch): then no per-sample gradient exists, to refuse is right, and every answer is wrong.
+If they differ, there are two cases. Either the model draws random numbers in train mode (two passes from different
+seeds differ): then the seed is set before every pass, and a backend must give *together*. Or the model mixes samples
+(routing with a capacity, statistics of the batch): then no per-sample gradient exists, refusing is right, and every
+result is wrong.
 
-Each backend answers two batches: all samples, and then the last and the first of them alone, so that what it keeps of
-the first batch shows. The threshold lies between two norms: some samples are clipped. Its own verification is off, but
-for a model that mixes samples: nothing else can tell.
+Each backend computes two batches: all samples, then the last and the first alone, which reveals state kept from the
+first batch. The threshold lies between two norms, so some samples are clipped. The backend's own verification is off,
+except on a model that mixes samples: only verification can detect that.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from dpbench.models.loading import load_workload
 from dpbench.models.workload import ModelError, Workload
 from dpbench.trials.backend_classes import UnavailableBackend, backend_class
 
-#: Height and width of images, tried in turn.
+#: Heights and widths of images, tried in turn.
 IMAGE_SIZES: tuple[int | None, ...] = (64, 128, 224, 256, 240, 288, 384)
-#: The dtypes that are tried in turn, and the largest relative error that rounding in them explains.
+#: The dtypes, tried in turn, and the largest relative error due to rounding in each.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
 MOST = 1e-3
 """No error above this is ever taken for rounding."""
@@ -49,7 +50,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that can be trained on a batch, the gradients of that, and in which dtype and on images of which size."""
+    """A model that can be trained on a batch, with the gradients, dtype and image size."""
 
     workload: Workload
     batch: tuple[Any, Any]
@@ -59,17 +60,14 @@ class Opened:
 
 
 class Unusable(Exception):
-    """The model is built, and there is nothing to compare with: why, in one line."""
+    """The model builds, but has no reference to compare with; the reason, in one line."""
 
 
 def run(trial: CoverageTrial) -> dict[str, Any]:
     """{"built": False, "reason"}, or {"built": True, ..., "rows"}, a row a backend.
 
-    A row: {"backend", "status", "norm_error", "grad_error", "coverage", "reason"}, the status one of
+    A row is {"backend", "status", "norm_error", "grad_error", "coverage", "reason"}, with a status from
     `dpbench.conformance.coverage.STATUSES`.
-
-    Args:
-        trial: which model, under which backends.
     """
     torch.set_num_threads(1)
     try:
@@ -97,10 +95,7 @@ def run(trial: CoverageTrial) -> dict[str, Any]:
 
 
 def opened(trial: CoverageTrial) -> Opened:
-    """The model on images of the smallest size, and in the widest dtype, in which it can be trained.
-
-    Args:
-        trial: which model.
+    """The model at the smallest image size and in the widest dtype in which it trains.
 
     Raises:
         ModelError: it does not build, with the reason of the last size.
@@ -114,23 +109,22 @@ def opened(trial: CoverageTrial) -> Opened:
                 return trained(trial, size, dtype)
             except ModelError as error:
                 last = error
-                break  # it is built in float32 whatever is asked for
+                break  # it builds in float32 whatever the dtype
             except Unusable as error:
                 last = error
     raise last
 
 
 def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
-    """Build the model, and take the gradients of one batch in ordinary training.
+    """Build the model, and compute the gradients of one batch by ordinary training.
 
     Args:
-        trial: which model.
-        size: of images, in pixels; None for a model that has none.
+        size: of images, in pixels; None for a model without images.
         dtype: "float64" or "float32".
 
     Raises:
         ModelError: it does not build.
-        Unusable: ordinary training fails, or its gradients are no numbers.
+        Unusable: ordinary training fails, or its gradients are not finite.
     """
     settings: dict[str, Any] = {"device": trial.device, "seed": trial.seed}
     workload = load_workload(trial.model, image_size=size or 32, data="synthetic", dtype=dtype, **settings)
@@ -148,12 +142,10 @@ def trained(trial: CoverageTrial, size: int | None, dtype: str) -> Opened:
 
 
 def together(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> list[ClippedGradient]:
-    """The gradient of each sample's loss through one forward pass of all; of `share` of the loss, divided by it.
+    """Per-sample gradients through one forward pass of the whole batch.
 
     Args:
-        workload: model, loss and data.
-        batch: (inputs, targets).
-        share: of each loss.
+        share: multiplies each loss; the gradients are divided by it.
     """
     inputs, targets = batch
     named = {name: p for name, p in workload.model.named_parameters() if p.requires_grad}
@@ -174,9 +166,7 @@ def alone(workload: Workload, batch: tuple[Any, Any], share: float = 1.0) -> lis
     """The gradient of each sample in a batch of its own.
 
     Args:
-        workload: model, loss and data.
-        batch: (inputs, targets).
-        share: of each loss.
+        share: multiplies each loss; the gradients are divided by it.
     """
     return [together(workload, one, share)[0] for one in one_by_one(batch)]
 
@@ -191,7 +181,7 @@ def difference(found: list[ClippedGradient], reference: list[ClippedGradient]) -
 
 
 def is_random(model: Opened) -> bool:
-    """Whether two passes from different seeds give different losses.
+    """True if two passes from different seeds give different losses.
 
     Args:
         model: with a batch.
@@ -206,10 +196,10 @@ def is_random(model: Opened) -> bool:
 
 
 def seed(number: int) -> None:
-    """Every generator that a model may draw from on a CPU.
+    """Seed every generator that a model may draw from on a CPU.
 
     Args:
-        number: of the seed.
+        number: the seed.
     """
     torch.default_generator.manual_seed(number)
     random.seed(number)
@@ -222,10 +212,9 @@ def seed(number: int) -> None:
 
 @contextmanager
 def seeded(workload: Workload, drawn: bool) -> Iterator[None]:
-    """The same seed before every forward pass, if the model is random.
+    """If the model is random, set the same seed before every forward pass.
 
     Args:
-        workload: whose model it is.
         drawn: whether the model is random.
     """
     if not drawn:
@@ -239,15 +228,15 @@ def seeded(workload: Workload, drawn: bool) -> Iterator[None]:
 
 
 class Truth:
-    """What every backend must give on the two batches.
+    """The right results of the two batches.
 
     Attributes:
-        mixes: whether a sample's gradient depends on the others, without any random number.
-        limit: the largest relative errors that rounding explains, in casts of the model's own too: those show in the
-            gradient of a third of a loss, which is a third of the gradient but for rounding, and lower factors.
+        mixes: whether a sample's gradient depends on the others, without random numbers.
+        limit: the largest relative errors due to rounding. The gradient of a third of a loss shows rounding by casts of
+            the model, in the losses or in the clipping factors.
 
     Raises:
-        Unusable: the same pass from the same seed gives other gradients, or rounding explains any error.
+        Unusable: two passes from the same seed give different gradients, or rounding could explain any error.
     """
 
     def __init__(self, model: Opened, drawn: bool) -> None:
@@ -271,7 +260,7 @@ class Truth:
         self.clip = Flat(max_grad_norm=between(norms_of(self.samples).tolist()))
 
     def batches(self) -> Iterator[tuple[tuple[Any, Any], ClippedGradient]]:
-        """((inputs, targets), what is right)."""
+        """((inputs, targets), the right result)."""
         count = len(self.samples)
         for chosen in (list(range(count)), [count - 1, 0]):
             batch = self.only(chosen)
@@ -296,7 +285,7 @@ def judged(name: str, truth: Truth) -> Row:
 
     Args:
         name: of the backend.
-        truth: what its answer is held to.
+        truth: the reference.
     """
     row: Row = {
         "backend": name,

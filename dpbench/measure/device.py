@@ -1,14 +1,14 @@
-"""Body of a `DeviceTrial`: what the device can do at best, by which every other time is to be read.
+"""Run a `DeviceTrial`: measure the device's best bandwidth, arithmetic rate and latency.
 
-- `bandwidth`: bytes a second: read and written by a copy on the device, read by a sum, and on CUDA crossing between
-  pinned memory of the host and the device.
-- `products`: floating-point operations a second, 2n³ of a product of two n×n matrices. `float32` has TF32 off.
-- `latency`: seconds of a tiny operation: what the host takes to launch it, the device from one to the next, and the
-  host to read one number that the device has made.
-- `facts` and `versions`: which device, and what drives it.
+- `bandwidth`: bytes a second: read and written by a copy on the device, read by a sum, and on CUDA copied between
+  pinned host memory and the device.
+- `products`: floating-point operations a second, 2n³ for a product of two n×n matrices. `float32` has TF32 off.
+- `latency`: seconds of a tiny operation: to launch it from the host, between two on the device, and to read one
+  number of the device on the host.
+- `facts` and `versions`: the device and its software.
 
-Each is the median of repetitions, after one that pays for what happens once. On a CPU there is no TF32, and no launch
-that is over before its operation is: those rows are left out.
+Each is the median of repetitions, after one warm-up. A CPU has no TF32 and no asynchronous launches: those rows are
+left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dpbench.trials.evidence import DeviceTrial
 
 REPEATS = 10
 MAX_SECONDS = 1.0
-#: Tiny operations in a row: one alone is shorter than the clock can tell.
+#: Tiny operations in a row: a single one is too short for the clock.
 ROW = 200
 _PROPERTIES = {
     "capability": lambda p: f"{p.major}.{p.minor}",
@@ -42,13 +42,10 @@ _PROPERTIES = {
 
 
 def run(trial: DeviceTrial) -> dict[str, Any]:
-    """{"facts", "versions", "bandwidth", "products", "latency"}, the last three lists of rows; see the module's text.
-
-    Args:
-        trial: which device, and how much of it.
+    """{"facts", "versions", "bandwidth", "products", "latency"}; the last three are lists of rows.
 
     Raises:
-        torch.OutOfMemoryError: `copied` bytes, twice, are more than there is.
+        torch.OutOfMemoryError: the device cannot hold `copied` bytes twice.
     """
     device = device_of(trial.device)
     return {
@@ -61,12 +58,9 @@ def run(trial: DeviceTrial) -> dict[str, Any]:
 
 
 def facts(device: torch.device) -> dict[str, Any]:
-    """Name and size of the device; on CUDA its clocks, power and temperature as well, before it has much to do.
+    """Name and size of the device; on CUDA also its clocks, power and temperature before the load.
 
-    "triton_programs": "run", or why they do not, and torch's operations stand in for them in every later trial.
-
-    Args:
-        device: of the trial.
+    "triton_programs" is "run", or the reason why torch's operations replace Triton programs in every later trial.
     """
     if device.type != "cuda":
         return {"name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
@@ -77,11 +71,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 
 
 def versions(device: torch.device) -> dict[str, Any]:
-    """Of what computes: None where it is not installed.
-
-    Args:
-        device: of the trial.
-    """
+    """Versions of Python, torch, triton, numpy and CUDA; None if not installed."""
     found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("triton", "numpy"):
         try:
@@ -94,11 +84,10 @@ def versions(device: torch.device) -> dict[str, Any]:
 
 
 def bandwidth(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"what", "bytes", "seconds", "bytes_per_second"}; `size` is in bytes.
+    """Rows {"what", "bytes", "seconds", "bytes_per_second"}.
 
     Args:
-        size: bytes that are copied.
-        device: of the trial.
+        size: bytes to copy.
     """
     source = torch.zeros(size // 4, device=device)
     target = torch.empty_like(source)
@@ -124,7 +113,6 @@ def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
 
     Args:
         size: rows and columns of each matrix.
-        device: of the trial.
     """
     for precision in ("float32", "tf32", "bfloat16") if device.type == "cuda" else ("float32", "bfloat16"):
         a = torch.randn(size, size, device=device).to(dtype_of(precision))
@@ -136,11 +124,7 @@ def products(size: int, device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def latency(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Rows {"what", "seconds"}, of one operation each.
-
-    Args:
-        device: of the trial.
-    """
+    """Rows {"what", "seconds"}, each of one operation."""
     number = torch.zeros(1, device=device)
 
     def row_of_operations() -> None:
@@ -155,14 +139,14 @@ def latency(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """As the device's own clock has it."""
+    """Median seconds by the device's own clock."""
     stopwatch = stopwatch_for(device)
     stopwatch(action, 2, MAX_SECONDS)
     return median(stopwatch(action, REPEATS, MAX_SECONDS))
 
 
 def _host(action: Callable[[], object], device: torch.device) -> list[float]:
-    """As the host's clock has it, each with nothing left to do on the device before."""
+    """Seconds by the host's clock; the device is idle before each."""
     found = []
     for _ in range(REPEATS + 1):
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Joules of a stretch of work, where a counter can be read: RAPL of a CPU's packages, NVML of a GPU."""
+"""Reads energy counters, in joules: RAPL of CPU packages, NVML of a GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ NOT_READABLE = "not readable"
 
 
 def counter(device: torch.device) -> tuple[str, Callable[[], float] | None]:
-    """What counts ("RAPL", "NVML" or "not readable"), and a function to joules since some moment; None without.
+    """The name of the counter ("RAPL", "NVML" or "not readable"), and a function that reads its joules, or None.
 
-    Args:
-        device: of the trial.
+    Joules count from an arbitrary moment.
     """
     if device.type == "cuda":
         read = _of_gpu(device)
@@ -28,7 +27,7 @@ def counter(device: torch.device) -> tuple[str, Callable[[], float] | None]:
 
 
 def _of_packages() -> Callable[[], float] | None:
-    """All packages of the machine, whoever works on them; a counter that went past its end is taken on from there."""
+    """Energy of all CPU packages of the machine, by all processes; handles counters that wrap around."""
     packages = [path for path in sorted(_RAPL.glob("intel-rapl:*")) if path.name.count(":") == 1]
     try:
         ranges = [int((path / "max_energy_range_uj").read_text()) for path in packages]

@@ -1,4 +1,4 @@
-"""The bodies of `epsilon` and `calibration` trials: what one accountant says, and how long it takes to say it."""
+"""Run `epsilon` and `calibration` trials: one accountant's result, and its compute time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from accounting import Accountant, Guarantee, NoAnswer, SubsampledGaussian, load
 from accounting.tuned import Tuned
 from dpbench.trials import CalibrationTrial, EpsilonTrial, TunedTrial
 
-#: A quick answer is asked for again, for times without what is done once in a process: so often, in so many seconds.
+#: Repeat a quick computation up to _TIMES or for _ENOUGH seconds: the first includes one-time costs of the process.
 _TIMES, _ENOUGH = 4, 0.5
 
 
 def run(trial: EpsilonTrial) -> dict[str, Any]:
     """The record's result: `epsilon` (may be infinite), `kind`, `detail`, `compute_seconds`, `all_seconds`.
 
-    The times are of this answer, and then of one step more each, as some accountants remember their last answers.
-
-    Args:
-        trial: mechanism, steps, δ and accountant.
+    The first time is of this result. Each repetition takes one step more, since some accountants cache a result.
 
     Raises:
         accounting.ArgumentError: for a value outside its domain, or an unknown accountant.
@@ -30,10 +27,7 @@ def run(trial: EpsilonTrial) -> dict[str, Any]:
 
 
 def tuned(trial: TunedTrial) -> dict[str, Any]:
-    """As `run`, of the best of several runs where `distribution` is named.
-
-    Args:
-        trial: mechanism, steps, δ, and how many runs.
+    """As `run`; if `distribution` is named, ε of the best of several runs.
 
     Raises:
         accounting.ArgumentError: for a value outside its domain.
@@ -50,7 +44,7 @@ def _timed(accountant: Accountant, trial: EpsilonTrial) -> dict[str, Any]:
     )
     answer = accountant.guarantee(mechanism, steps=trial.steps, delta=trial.delta)
     seconds = [answer.detail["seconds"]]
-    with contextlib.suppress(NoAnswer):  # of a mechanism that is no longer the one asked for
+    with contextlib.suppress(NoAnswer):  # a repetition has more steps than the trial
         while len(seconds) < _TIMES and sum(seconds) < _ENOUGH:
             again = accountant.guarantee(mechanism, steps=trial.steps + len(seconds), delta=trial.delta)
             seconds.append(again.detail["seconds"])
@@ -58,12 +52,9 @@ def _timed(accountant: Accountant, trial: EpsilonTrial) -> dict[str, Any]:
 
 
 def calibrate(trial: CalibrationTrial) -> dict[str, Any]:
-    """As `run`, of the largest ε within the target; and `value` of the unknown, `steps`, `evaluations`.
+    """As `run`, for the largest ε within the target; also `value` of the unknown, `steps`, `evaluations`.
 
-    A number of steps is exact, a noise multiplier is within 1e-4 of itself.
-
-    Args:
-        trial: the same, with the target and what is unknown.
+    A number of steps is exact; a noise multiplier has a relative error of at most 1e-4.
 
     Raises:
         accounting.ArgumentError: for a value outside its domain, or an unknown accountant.
