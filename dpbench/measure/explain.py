@@ -1,13 +1,12 @@
-"""Body of an `ExplainTrial`: the decision for every use of every parameter of a model, and the plan of `bk_mixed`.
+"""Run an `ExplainTrial`: the route of every use of every parameter, and the plan of `bk_mixed`.
 
-The step runs under fake tensors, which have a shape and no data: any resolution answers in seconds. (A model whose
-Python code asks for a value, or an operation that has no fake form, is run on real ones, and the result says so.) A
-trial that measures runs on real ones on its device, times the routes of each use (`clipping.explain.plan_regret`), and
-then takes time and memory of a step by the plan that came of it, and of ordinary training.
+The step runs under fake tensors, which have a shape and no data, so any resolution takes seconds. A model whose Python
+code reads a value, or an operation without a fake form, runs on real tensors; the result says so. A trial that measures
+runs on real tensors on its device and times the routes of each use (`clipping.explain.plan_regret`). It then measures
+time and memory of a step by the resulting plan, and of ordinary training.
 
-Weights have no part in it, so the sizes are the model's own unless the trial says otherwise: 224x224 images and 1000
-classes for timm and torchvision (timm's own resolution where it is another), 32x32 and 10 for the built-in CIFAR forms
-and for files.
+Weights do not matter, so the sizes default to the model's own: 224x224 images and 1000 classes for timm and torchvision
+(or timm's own resolution), 32x32 and 10 for the built-in CIFAR models and for files.
 """
 
 from __future__ import annotations
@@ -37,21 +36,18 @@ from dpbench.trials import ExplainTrial, LargestTrial, RecommendTrial
 
 Sized = ExplainTrial | LargestTrial | RecommendTrial
 
-#: scheme -> (image size, classes); ImageNet's for what is made for it
+#: scheme -> (image size, classes); those of ImageNet for models made for it
 NATURAL = {"builtin": (32, 10), "file": (32, 10), "timm": (224, 1000), "torchvision": (224, 1000)}
 _TEXT = (224, 10)
-#: Steps that are timed, or as many as fit into so many seconds
+#: Time STEPS steps, or as many as fit in MAX_SECONDS
 STEPS, MAX_SECONDS = 5, 10.0
 
 
 def run(trial: ExplainTrial) -> dict[str, Any]:
-    """{"rows": [...], "summary": {...}}; of what cannot be explained, {"usage": line} or {"problems": [...]}.
+    """{"rows": [...], "summary": {...}}; {"usage": line} or {"problems": [...]} if the model cannot be explained.
 
-    A row has the keys of `row_of`. The summary: see `summary_of` and `planned`, and "inputs" (the shape of each, of the
-    whole batch), "batch_size", and "real_tensors": None, or why fake ones would not do.
-
-    Args:
-        trial: which model.
+    A row has the keys of `row_of`. The summary has those of `summary_of` and `planned`, "inputs" (the shape of each,
+    for the whole batch), "batch_size", and "real_tensors": None, or the reason why fake ones did not work.
     """
     try:
         size, classes = sizes(trial)
@@ -61,7 +57,7 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
             found, why_real = _explain(trial, size, classes, FakeTensorMode(allow_non_fake_inputs=True)), None
         except UnsupportedModel:
             raise
-        except Exception as error:  # a value was asked for, or an operation has no fake form: many words for it
+        except Exception as error:  # many types of error mean that a value was read or that no fake form exists
             why_real = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             found = _explain(trial, size, classes, nullcontext())
     except UsageError as error:
@@ -73,11 +69,7 @@ def run(trial: ExplainTrial) -> dict[str, Any]:
 
 
 def sizes(trial: Sized) -> tuple[int, int]:
-    """(image size, number of classes): the trial's, or the model's own.
-
-    Args:
-        trial: which model.
-    """
+    """(image size, number of classes): the trial's, or the model's own."""
     scheme, name = split_reference(trial.model)
     size, classes = NATURAL.get(scheme, _TEXT)
     if trial.image_size is None and scheme == "timm":
@@ -86,7 +78,7 @@ def sizes(trial: Sized) -> tuple[int, int]:
 
 
 def _timm_size(name: str) -> int | None:
-    """The resolution that the published weights of a timm model were trained at, if timm knows."""
+    """The training resolution of a timm model's published weights, if timm knows it."""
     with needs("timm"):
         import timm
     config = timm.get_pretrained_cfg(name, allow_unregistered=True) if timm.is_model(name) else None
@@ -112,17 +104,15 @@ def _explain(trial: ExplainTrial, size: int, classes: int, mode: AbstractContext
 
 
 def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> dict[str, Any]:
-    """A step by the planner's "plan", and an "ordinary" one.
+    """Measure a step by the planner's "plan", and an "ordinary" one.
 
     Each -> {"step_seconds", "peak_bytes", "source", "verification", "coverage"}, the last two as in an `OverheadTrial`.
 
     Args:
-        workload: model, loss and data.
-        inputs, targets: of one batch.
         planner: with its plan.
 
     Raises:
-        Mismatch: the plan's answer is not the oracle's.
+        Mismatch: the plan's result differs from the oracle's.
     """
     found = {}
     device = next(iter(tensors_in(inputs))).device
@@ -133,9 +123,7 @@ def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> di
             agreement, tolerance, samples = verify.against_oracle(backend, inputs, targets)
             step = Step(backend, inputs, targets)
             timing = time_steps(step, stopwatch=stopwatch_for(device), steps=STEPS, max_seconds=MAX_SECONDS)
-            watched = Step(
-                backend, inputs, targets
-            )  # a fresh one: there is nothing of an earlier step that it releases
+            watched = Step(backend, inputs, targets)  # a fresh one, which frees nothing of an earlier step
             memory = measured_peak(watched, watched.holds(), device)
             coverage = dict(backend.coverage)
         seconds = median(timing.step_seconds)
@@ -147,7 +135,7 @@ def steps(workload: Workload, inputs: Any, targets: Any, planner: Planner) -> di
 
 
 def row_of(row: Row) -> dict[str, Any]:
-    """A row as it is printed: figures of one sample and, T, d, p, 2T² and pd, of one group; seconds of the batch.
+    """A row to print: figures of one sample; T, d, p, 2T² and pd of one group; seconds of the batch.
 
     Args:
         row: of an explanation.
@@ -178,16 +166,16 @@ def _cost(cost: Cost) -> dict[str, int | None]:
 
 
 def summary_of(rows: list[Row], entries: dict[str, int]) -> dict[str, Any]:
-    """What the rows come to.
+    """Totals of all rows.
 
     Args:
         rows: all of them.
         entries: parameter -> its number of entries, for every trainable parameter.
 
     Returns:
-        "parameters" (their number of entries), "share" (of them, by the route of `mixed_ghost`), "totals" (strategy ->
-        {"bytes", "flops"} of one sample), "uncounted" (uses whose operations are not known), "unused" (parameters that
-        the loss does not depend on).
+        "parameters" (their number of entries), "share" (of entries, by the route of `mixed_ghost`), "totals" (strategy
+        -> {"bytes", "flops"} of one sample), "uncounted" (uses with an unknown number of operations), "unused"
+        (parameters that the loss does not depend on).
     """
     routes: defaultdict[str, set[str]] = defaultdict(set)
     for row in rows:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's forward and backward pass, as torch's counter has them."""
+"""Counts the floating-point operations of a model's forward and backward pass with torch's counter."""
 
 from __future__ import annotations
 
@@ -16,23 +16,17 @@ from dpbench.models.workload import Workload
 
 
 def model_flops(workload: Workload, inputs: Any, targets: Any, batch_size: int) -> int | None:
-    """Operations of ordinary training's forward and backward pass on a batch: 2 for a multiplication and an addition.
+    """Operations of ordinary training's forward and backward pass on a batch; a multiplication and an addition are 2.
 
-    Matrix products, convolutions and attention count, and nothing else. They are counted on one sample, times B. What a
-    backend computes besides or twice does not count: so "model FLOPs" are defined (Chowdhery et al. 2022,
-    arXiv:2204.02311, appendix B). None for recurrent layers, which torch's counter does not see, and for a model that
-    takes no single sample.
-
-    Args:
-        workload: model and loss.
-        inputs, targets: of a batch.
-        batch_size: B.
+    Counts matrix products, convolutions and attention only, on one sample, times B. Excludes what a backend computes in
+    addition or twice: that is the definition of "model FLOPs" (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+    Returns None for recurrent layers, which torch's counter does not see, and for a model that rejects a single sample.
     """
     parameters = [p for p in workload.model.parameters() if p.requires_grad]
     if any(isinstance(module, nn.RNNBase) for module in workload.model.modules()):
         return None
     try:
-        # attention as matrix products: its kernel for a CPU is none that the counter knows
+        # compute attention by matrix products: the counter does not know its CPU kernel
         with (
             FlopCounterMode(display=False, custom_mapping=_OURS) as counter,
             sdpa_kernel(SDPBackend.MATH),
@@ -49,12 +43,12 @@ def model_flops(workload: Workload, inputs: Any, targets: Any, batch_size: int) 
 def of_convolution_backward(
     g: Sequence[int], x: Sequence[int], weight: Sequence[int], *others: Any, **result: Any
 ) -> int:
-    """Each gradient takes as many as the forward pass; torch's formula for the weight's leaves groups out.
+    """Each gradient takes as many operations as the forward pass; torch's formula for the weight's ignores groups.
 
     Args:
         g, x, weight: shapes of the output's gradient, the input and the weight.
-        others: of `aten.convolution_backward`, after the weight.
-        result: what it gives; not read.
+        others: further arguments of `aten.convolution_backward`.
+        result: its result; not read.
     """
     *_, transposed, _, _, (of_input, of_weight, _) = others
     positions = x[0] * math.prod((x if transposed else g)[2:])

@@ -1,8 +1,8 @@
-"""A GPU's clocks, power and temperature at a moment, as its driver says (NVML).
+"""Reads a GPU's clocks, power and temperature from its driver (NVML).
 
-A step's time means little without the clock that it ran at: a card at its power limit slows down from turn to turn. The
-driver's library is called by itself, for torch's own functions need a package beside it, and nvidia-smi is a process
-that takes longer than a turn. It is asked between turns, never while something is timed.
+A step's time means little without the clock: a card at its power limit slows down from turn to turn. This module calls
+the driver's library directly, since torch's own functions need another package, and nvidia-smi takes longer than a
+turn. Read between turns, never while something is timed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ _CORE = 0  # nvmlTemperatureSensors_t
 
 
 def sample(device: torch.device) -> dict[str, float | None] | None:
-    """{"sm_mhz", "memory_mhz", "watts", "celsius"} now, None for what the driver does not say; None on a CPU.
-
-    Args:
-        device: of the trial.
-    """
+    """{"sm_mhz", "memory_mhz", "watts", "celsius"} now, None for each that the driver lacks; None on a CPU."""
     if device.type != "cuda":
         return None
     found = _handle(device)
@@ -46,7 +42,7 @@ def _asked(function: Any, handle: Any, *which: int) -> int | None:
 
 @functools.cache
 def _handle(device: torch.device) -> tuple[Any, Any] | None:
-    """(the library, its name for the device); None where there is no such library, or it does not know the device."""
+    """(the library, its handle of the device); None without the library, or if it does not know the device."""
     try:
         nvml = ctypes.CDLL(_LIBRARY)
         uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -1,7 +1,7 @@
-"""Body of a `LargestTrial`: the largest batch that fits in a budget, by a simulated search in one process.
+"""Run a `LargestTrial`: find the largest batch that fits in a budget, by a simulated search in one process.
 
-The search is `dpbench.trials.max_batch.MaxBatch`, its probes are simulated steps (`dpbench.measure.simulate`). What it
-says is what was simulated; on CUDA a `ConfirmTrial` runs real steps there.
+The search is `dpbench.trials.max_batch.MaxBatch`; its probes are simulated steps (`dpbench.measure.simulate`). On CUDA
+a `ConfirmTrial` checks the result by real steps.
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from dpbench.trials.outcome import OverBudget
 
 
 def run(trial: LargestTrial) -> dict[str, Any]:
-    """{"batch_size", "ended", "probes"}: the largest that was seen to fit, and 0 if none was.
+    """{"batch_size", "ended", "probes"}: the largest batch size seen to fit, or 0.
 
-    "ended" is "bracketed" (a batch a tolerance larger was seen not to fit), "full" (the budget is used but for
-    `unused`), "limit" (`max_batch_size` fits), "nothing" (a batch of one does not) or "time". A probe is {"batch_size",
-    "fits", "peak_bytes", "seconds"}, in the order in which they were made.
-
-    Args:
-        trial: which model, backend and budget.
+    "ended" is "bracketed" (a batch a tolerance larger does not fit), "full" (the budget is used except for `unused`),
+    "limit" (`max_batch_size` fits), "nothing" (a batch of one does not fit) or "time". A probe is {"batch_size",
+    "fits", "peak_bytes", "seconds"}, in the order of the search.
 
     Raises:
         UnsupportedModel: the backend refuses the model, or is not available.
@@ -77,7 +74,7 @@ def _probe(trial: PeakTrial) -> Probe:
 
 
 def _end(trial: LargestTrial, search: MaxBatch, seen: dict[int, Probe], seconds: float) -> str | None:
-    """Why the search is over; None if it goes on."""
+    """Why the search is over; None if it continues."""
     low = search.answer(seen)
     if search.next_batch_size(seen) is None:
         return "nothing" if not low else "limit" if low >= search.max_batch_size else "bracketed"

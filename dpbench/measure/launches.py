@@ -1,21 +1,21 @@
-"""Body of a `LaunchesTrial`: launches, bytes and operations of one step on a GPU, counted without one.
+"""Run a `LaunchesTrial`: count launches, bytes and operations of a GPU's step, without a GPU.
 
-The step runs under fake tensors on the device "meta": they have shapes, and neither values nor memory. (Autograd asks
-the driver of a fake tensor on CUDA.) The backend is told that there is a GPU: one of 80 GiB, on which Triton's programs
-run. So it takes the same way as there, in float32: autocast knows no meta tensors. Routes are chosen by formula, since
+The step runs under fake tensors on the device "meta", which have shapes and neither values nor memory. (For a fake
+tensor on CUDA autograd would call the driver.) The backend sees a GPU of 80 GiB on which Triton programs run, so it
+takes the same path as there, in float32: autocast does not support meta tensors. Routes are chosen by formula, since
 nothing can be timed.
 
-**A launch** is an operation of torch's that computes or copies, or a Triton program. Each counts once; one on a list of
-tensors as often as torch's kernels for lists take. A GPU launches several kernels for some of them (the backward pass
-of a convolution, copies into cuDNN's layout), so a profiler counts more, of ordinary training too. A CUDA graph replays
-the same operations, without Python between them.
+**A launch** is a torch operation that computes or copies, or a Triton program. Each counts once; an operation on a list
+of tensors counts as many launches as torch's list kernels take. A GPU launches several kernels for some operations (the
+backward pass of a convolution, copies into cuDNN's layout), so a profiler counts more, for ordinary training too. A
+CUDA graph replays the same operations, without Python between them.
 
-**Bytes** are those of each operand once and of each result once: what an operation moves at least, with no cache
-between two of them. **Operations** are of matrix products, convolutions and attention, as torch's counter has them
-(`torch.utils.flop_counter`), and of the products in Triton's programs.
+**Bytes** count each operand and each result once: the least an operation moves, with no cache between two of them.
+**Operations** are those of matrix products, convolutions and attention, by torch's counter
+(`torch.utils.flop_counter`), and of the products in Triton programs.
 
-transformers builds its causal mask as it does while a step is captured: whether sequences are packed is a value, which
-nobody can ask for here. Attention is torch's memory-efficient kernel, which CUDA takes for float32.
+transformers builds its causal mask as during capture of a step: whether sequences are packed depends on values, which
+do not exist here. Attention is torch's memory-efficient kernel, which CUDA uses for float32.
 """
 
 from __future__ import annotations
@@ -43,26 +43,23 @@ from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.launches import LaunchesTrial
 from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 
-#: Tensors of a list that one launch of torch's takes: 64 pairs, 110 single ones, 128 that are put together.
+#: Tensors of a list per launch by torch: 64 for pairs (110 for single tensors, 128 for concatenation).
 AT_ONCE = 64
-#: Entries that one launch on a list goes through: 320 blocks of 65,536.
+#: Entries per launch on a list: 320 blocks of 65,536.
 ENTRIES = 320 * 65_536
-#: Operations for whose answer the host waits.
+#: Operations that make the host wait for the device.
 WAITS = {"_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero"}
-#: What overwrites its first argument without a look at it.
+#: Operations that overwrite their first argument without reading it.
 _OVERWRITES = ("copy_", "fill_", "zero_")
-#: What reads as much of its first argument as it returns.
+#: Operations that read as many bytes of their first argument as they return.
 _GATHERS = ("embedding", "index", "gather", "index_select")
-#: What reads and writes as much of its first argument as its last tensor has.
+#: Operations that read and write as many bytes of their first argument as their last tensor has.
 _SCATTERS = ("index_put_", "index_add_", "scatter_", "scatter_add_", "_index_put_impl_")
 _MEMORY = 80 * 2**30
 
 
 def run(trial: LaunchesTrial) -> dict[str, Any]:
-    """{"parameters", "backends": {name: entry}}, an entry as of `counted`, or "outcome" and "evidence" of a failure.
-
-    Args:
-        trial: which model, under which backends.
+    """{"parameters", "backends": {name: entry}}; an entry is that of `counted`, or a failure's "outcome", "evidence".
 
     Raises:
         PartlyFailed: a backend's entry is an `error`; with the whole result.
@@ -89,10 +86,10 @@ def run(trial: LaunchesTrial) -> dict[str, Any]:
 def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
     """{"outcome": "ok", "launches", "bytes_read", "bytes_written", "flops", "operations": {name: launches}} of a step.
 
-    The second one: what a first step looks at, it looks at once.
+    Counts the second step: the first includes one-time checks.
 
     Args:
-        backend: of a model whose parameters are fake ones on "meta".
+        backend: of a model with fake parameters on "meta".
         inputs, targets: a batch, likewise.
     """
     for _ in range(2):
@@ -104,12 +101,12 @@ def counted(backend: Backend, inputs: Any, targets: Any) -> dict[str, Any]:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what each operation asks of a device; none may wait for it.
+    """Counts the launches, bytes and operations of a step; fails if an operation waits for the device.
 
     Attributes:
         found: operation -> launches.
         bytes_read, bytes_written: of operands and results.
-        flops: of products, 2 for a multiplication and an addition.
+        flops: of products; a multiplication and an addition are 2.
         counting: whether it counts; see `paused`.
     """
 
@@ -158,12 +155,12 @@ class Launches(TorchDispatchMode):
             self.flops += int(flop_registry[packet](*args, **kwargs, out_val=result))
 
     def program(self, name: str, given: Sequence[Tensor], results: Sequence[Tensor], flops: int = 0) -> None:
-        """Count a program of Triton's.
+        """Count a Triton program.
 
         Args:
             name: of the program.
-            given: what it reads.
-            results: what it writes.
+            given: tensors that it reads.
+            results: tensors that it writes.
             flops: operations of its products.
         """
         if self.counting:
@@ -176,12 +173,12 @@ class Launches(TorchDispatchMode):
         for x in {id(x): x for x in given}.values():
             views[x.untyped_storage()._cdata] += _bytes(x)
         whole = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in given}
-        self.bytes_read += sum(min(count, whole[key]) for key, count in views.items())  # what several views show, once
+        self.bytes_read += sum(min(count, whole[key]) for key, count in views.items())  # shared memory once
         self.bytes_written += sum(map(_bytes, results))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it nothing is counted."""
+        """Count nothing inside."""
         before, self.counting = self.counting, False
         try:
             yield
@@ -190,17 +187,17 @@ class Launches(TorchDispatchMode):
 
 
 def _bytes(x: Tensor) -> int:
-    """In memory: a dimension that was expanded is there once."""
+    """Bytes in memory; an expanded dimension counts once."""
     return math.prod(size for size, stride in zip(x.shape, x.stride(), strict=True) if stride) * x.element_size()
 
 
 @contextmanager
 def as_on_a_gpu(launches: Launches, *, triton: bool = True) -> Iterator[Launches]:
-    """Within it steps on "meta" go the way of a GPU of 80 GiB, and are counted.
+    """Run steps on "meta" as on a GPU of 80 GiB, and count them.
 
     Args:
         launches: counts.
-        triton: whether Triton's programs run there; else torch's operations run in their place.
+        triton: whether Triton programs run there; else torch's operations replace them.
     """
 
     def launched(program: str, tensors: Any, count: int, each: int, numbers: Any, *_: Any, **constants: Any) -> Tensor:
@@ -237,7 +234,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As CUDA has it for float32."""
+    """The attention kernel that CUDA uses for float32."""
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     if mask is not None:
@@ -253,12 +250,12 @@ def _of_convolution_backward(g: Tensor, x: Tensor, weight: Tensor, *others: Any)
 
 
 def _of_convolution(x: Tensor, g: Tensor, numbers: Sequence[int], constants: Any) -> int:
-    _, channels, *_ = numbers  # of a group
+    _, channels, *_ = numbers  # channels of a group
     return 2 * g.numel() * channels * int(constants["KERNEL_H"] * constants["KERNEL_W"])
 
 
-#: Program of `clipping.accel.cuda` -> the operations of its products.
-_FLOPS: dict[str, Callable[..., int]] = {  # of Gram matrices, which are symmetric, half
+#: Program of `clipping.accel.cuda` -> a function that returns the operations of its products.
+_FLOPS: dict[str, Callable[..., int]] = {  # Gram matrices are symmetric: count half
     "gram": lambda a, g, *_: len(a) * a.shape[1] ** 2 * (a.shape[2] + g.shape[2]),
     "embedding_gram": lambda ids, g, *_: len(g) * g.shape[1] ** 2 * g.shape[2],
     "instantiated": lambda a, g, *_: 2 * a.numel() * g.shape[2],

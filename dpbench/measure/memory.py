@@ -1,24 +1,23 @@
-"""Peak memory of one step, as the allocator saw it.
+"""Measures the peak memory of one step from the allocator's statistics or events.
 
 ``peak_bytes`` is everything alive at the worst moment: the *baseline* (parameters, buffers and the batch, which live
-before and after the step) and what the step itself had allocated then. Never the resident set, which holds the
-interpreter, the libraries, and pages that were freed and kept.
+before and after the step) and the step's own allocations. It is never the resident set, which includes the interpreter,
+the libraries, and freed pages.
 
-On CUDA: the caching allocator's own peaks, and beside them what the private pools of CUDA graphs hold. The tensors of a
-captured step live in a pool of the graph's own: when the capture ends the allocator's books call them free, although
-each replay works in them and nobody else can have them. So with P the bytes of all pools before the step, and F those
-of them that the books call free, ``peak = peak(allocated) + F``, for every step alike: without graphs F is 0. A record
-has ``allocated_bytes`` (the books' peak), ``pool_bytes`` (P) and ``reserved_bytes`` as well. A budget is
-`set_per_process_memory_fraction`: the allocator then refuses to reserve more, which is *an allocator budget on that
-card* and not a smaller GPU (workspaces that libraries allocate beside it, the context and the other processes are not
-in it).
+On CUDA: the caching allocator's own peaks, plus the private pools of CUDA graphs. The tensors of a captured step live
+in a pool of the graph. When the capture ends, the allocator counts them as free, although each replay uses them and no
+other tensor can. With P the bytes of all pools before the step, and F the part that the allocator counts as free,
+``peak = peak(allocated) + F`` for every step; without graphs F is 0. A record also has ``allocated_bytes`` (the
+allocator's peak), ``pool_bytes`` (P) and ``reserved_bytes``. A budget is `set_per_process_memory_fraction`: the
+allocator refuses to reserve more. That is *an allocator budget on that card* and not a smaller GPU: it excludes
+libraries' workspaces, the context and other processes.
 
-On a CPU: every allocation and release passes the profiler's memory hook as a signed number of bytes, in order. With
-the running sum R_t = Σ_{s≤t} Δ_s, the peak is baseline + max(0, max_t R_t). Kernels' own temporaries are in it (copies
-of a convolution's operands in oneDNN's layout, the unfolded input in float64): they come from the same allocator. What
-was allocated before the step and is released during it is not seen going; a step must own what it frees. The profiler
-slows the step down, so it watches a step of its own, never one that is timed. No CPU allocator enforces a budget: a
-step that went over it is said to have gone over (`OverBudget`).
+On a CPU: the profiler's memory hook sees every allocation and release as a signed number of bytes, in order. With the
+running sum R_t = Σ_{s≤t} Δ_s, the peak is baseline + max(0, max_t R_t). It includes kernels' temporaries (copies of a
+convolution's operands in oneDNN's layout, the unfolded input in float64), which come from the same allocator. Releases
+of memory allocated before the step are not seen; a step must own what it frees. The profiler slows the step down, so it
+watches a step of its own, never a timed one. No CPU allocator enforces a budget: a step that exceeds it raises
+`OverBudget`.
 """
 
 from __future__ import annotations
@@ -55,19 +54,18 @@ _MARK = "dpbench phase: "
 def measured_peak(
     step: Callable[[], object], holds: Iterable[Tensor], device: torch.device, phases: Phases | None = None
 ) -> Memory:
-    """Run `step` once and take its peak; `holds` are the tensors that live before and after it.
+    """Run `step` once and return its peak memory.
 
-    On CUDA `holds` is what is reported as the baseline; the peak is the allocator's, whatever else is alive.
-    `phases` is what tells of the parts of the step, for their peaks.
+    On CUDA `holds` only gives the baseline; the peak is the allocator's, and includes all other live tensors.
 
     Args:
         step: runs one step.
         holds: tensors that live before and after it.
-        device: where they are.
-        phases: tells of the parts of the step; None for no peaks of parts.
+        device: of these tensors.
+        phases: reports the parts of the step; None for no peaks of parts.
     """
     baseline = storage_bytes(holds)
-    gc.collect()  # what an earlier step left in reference cycles would be released, and counted, during this one
+    gc.collect()  # reference cycles of an earlier step would be freed, and counted, during this one
     if device.type == "cuda":
         return _cuda_peak(step, baseline, device, phases)
     grown = {phase: baseline + growth for phase, growth in _cpu_growth(step, phases).items()}
@@ -76,7 +74,7 @@ def measured_peak(
 
 def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, phases: Phases | None) -> Memory:
     torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()  # or the peak of `reserved` would be that of the steps before
+    torch.cuda.empty_cache()  # or the peak of `reserved` would include earlier steps
     torch.cuda.reset_peak_memory_stats(device)
     pools = graph_pools(device)
     peaks = {FORWARD: 0, BACKWARD: 0}
@@ -84,7 +82,7 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
     now = FORWARD
 
     def entered(phase: str) -> None:
-        """The allocator's books are kept where memory is asked for, on the host: no need to wait for the device."""
+        """The allocator counts when the host requests memory: no need to wait for the device."""
         nonlocal now
         stats = torch.cuda.memory_stats(device)
         peaks[now] = max(peaks[now], stats["allocated_bytes.all.peak"])
@@ -112,17 +110,17 @@ def _cuda_peak(step: Callable[[], object], baseline: int, device: torch.device, 
 
 
 class Pools(NamedTuple):
-    """Bytes of the private pools of CUDA graphs: all, and those that the allocator's books call free."""
+    """Bytes of the private pools of CUDA graphs: all, and those that the allocator counts as free."""
 
     all: int
     free: int
 
 
 def graph_pools(device: torch.device) -> Pools:
-    """What CUDA graphs hold in pools of their own.
+    """Bytes of the private pools of CUDA graphs.
 
     Args:
-        device: of CUDA, with its index.
+        device: a CUDA device with its index.
     """
     segments = [s for s in torch.cuda.memory_snapshot() if s["device"] == device.index]
     own = [s for s in segments if tuple(s["segment_pool_id"]) != (0, 0)]
@@ -131,14 +129,14 @@ def graph_pools(device: torch.device) -> Pools:
 
 
 def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, int]:
-    """max_t Σ_{s≤t} Δ_s over the CPU allocator's events during each part of `step`; at least 0."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to standard error, which is a trial's evidence
+    """max(0, max_t Σ_{s≤t} Δ_s) over the CPU allocator's events, for each part of `step`."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps it off standard error, which is a trial's evidence
 
     def entered(phase: str) -> None:
         with torch.profiler.record_function(_MARK + phase):
             pass
 
-    # acc_events: there is one cycle alone, of which torch 2.11 would else warn that it clears the events of others
+    # acc_events: with a single cycle, torch 2.11 would warn that it clears the events of others
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profiler:
@@ -163,11 +161,10 @@ def _cpu_growth(step: Callable[[], object], phases: Phases | None) -> dict[str, 
 
 
 def set_budget(budget: int | None, device: torch.device) -> None:
-    """Hold CUDA's allocator to `budget` bytes from now on; elsewhere there is nothing to set.
+    """Limit CUDA's allocator to `budget` bytes from now on; does nothing on a CPU.
 
     Args:
         budget: bytes, or None.
-        device: of the trial.
     """
     if budget is not None and device.type == "cuda":
         torch.cuda.empty_cache()
@@ -176,7 +173,7 @@ def set_budget(budget: int | None, device: torch.device) -> None:
 
 
 def within_budget(result: dict[str, Any], budget: int | None) -> dict[str, Any]:
-    """`result`, whose "memory" is a record of `Memory`, if its peak is at most `budget` bytes.
+    """Return `result`, with a record of `Memory` as "memory", if its peak is at most `budget` bytes.
 
     Args:
         result: of a body.
@@ -193,7 +190,7 @@ def within_budget(result: dict[str, Any], budget: int | None) -> dict[str, Any]:
 
 
 class UnsupportedSimulation(UnsupportedModel):
-    """The backend refuses the model, or the model's or backend's code does not run on fake tensors."""
+    """The backend refuses the model, or code of the model or backend does not run on fake tensors."""
 
     def __init__(self, refusal: UnsupportedModel) -> None:
         super().__init__("", refusal.problems)
@@ -201,14 +198,11 @@ class UnsupportedSimulation(UnsupportedModel):
 
 
 def run(trial: PeakTrial) -> dict[str, Any]:
-    """Body of a `PeakTrial`: {"memory", "budget_bytes", "parameters"}; "memory" has "phases", each with its peak.
-
-    Args:
-        trial: which model, backend and batch.
+    """Run a `PeakTrial`: {"memory", "budget_bytes", "parameters"}; "memory" has "phases", each with its peak.
 
     Raises:
         OverBudget: the step needs more than `trial.memory_budget`.
-        torch.OutOfMemoryError: the device, or its allocator held to the budget, had no more.
+        torch.OutOfMemoryError: the device, or its allocator under the budget, has no more memory.
         UnsupportedModel: the backend refuses the model, or is not available.
     """
     with arithmetic(trial.precision, torch.device(trial.device)):
@@ -242,11 +236,11 @@ def _simulated(trial: PeakTrial) -> tuple[Memory, int, int]:
             yield step
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(available_cpus())  # as the step has that is foreseen; each takes memory of its own
+    torch.set_num_threads(available_cpus())  # as many as the predicted step uses; each allocates memory
     try:
         memory = simulated_peak(
             open_step,
-            temporaries=torch.device(trial.device).type == "cpu",  # of a GPU's kernels nothing is known
+            temporaries=torch.device(trial.device).type == "cpu",  # those of a GPU's kernels are not known
             phases=phases,
         )
     except UnsupportedModel as error:

@@ -1,7 +1,7 @@
-"""Operations whose per-sample norms a `NormsTrial` finds in every way: the operation, its sizes, and what torch has.
+"""The operations of a `NormsTrial`: their sizes, the rule that handles each, and torch's reference function.
 
-Of a case the rules' handler says which ways there are, and torch's own function, in float64, what is right. Sizes are
-those of models that people train, and for `small` those of the same shape that a CPU does in milliseconds.
+The rule's handler gives the ways to compute a norm; torch's own function, in float64, gives the right one. Sizes are
+those of models in common use; for `small`, the same shapes in miniature, which a CPU computes in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Case:
     Attributes:
         operation: its name.
         sizes: for people: "32×128, 384 to 1536".
-        inputs: the shape of the input, samples first; of ids where `rows` says how many rows there are to read.
+        inputs: the shape of the input, samples first; the shape of ids if `rows` is not 0.
         parameters: the shape of each parameter.
         handler: (input, *parameters) -> (output, gradients), as `clipping.rules` runs it.
-        function: (input, *parameters) -> output, as torch does.
+        function: (input, *parameters) -> output, by torch.
         rows: of an embedding.
     """
 
@@ -49,9 +49,9 @@ class Case:
         """The input and the parameters, from N(0, 1), rounded to `dtype`; parameters scaled to keep outputs small.
 
         Args:
-            generator: of the numbers.
-            device: where they are put.
-            dtype: that they are rounded to.
+            generator: of random numbers.
+            device: of the result.
+            dtype: of the result.
         """
 
         def draw(shape: Sequence[int], scale: float = 1.0) -> Tensor:
@@ -59,13 +59,13 @@ class Case:
 
         if self.rows:
             ids = torch.randint(0, self.rows, tuple(self.inputs), generator=generator)
-            ids[:, -1] = ids[:, 0]  # read twice by every sample
+            ids[:, -1] = ids[:, 0]  # every sample reads one row twice
             return [ids.to(device), *(draw(shape) for shape in self.parameters)]
         return [draw(self.inputs), *(draw(shape, 0.05 if len(shape) > 1 else 1.0) for shape in self.parameters)]
 
 
 def cases(family: str, small: bool) -> list[Case]:
-    """The cases of a family, the same operations for `small` sizes.
+    """The cases of a family; the same operations for `small` sizes.
 
     Args:
         family: one of `dpbench.trials.evidence.FAMILIES`, but "group_norm" and "kernels".

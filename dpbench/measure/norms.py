@@ -1,18 +1,18 @@
-"""Body of a `NormsTrial`: every way to a per-sample norm beside the norm in float64, and the clipped sum beside it.
+"""Run a `NormsTrial`: compare every way to compute a per-sample norm, and the clipped sum, with float64.
 
-What is right: for each sample autograd's gradient of torch's own function in float64, of the very numbers (rounded to
-the profile's dtype) that the ways are given. So a row's error is of the way's arithmetic, and of nothing else.
+The reference is autograd's gradient of torch's own function for each sample, in float64, on the same numbers (rounded
+to the profile's dtype). So a row's error comes from the arithmetic of the way alone.
 
-- A *ghost* or *instantiated* row is one way of one rule of `clipping.rules`, the Triton programs among them where they
-  run: max_i |n_i - ‖g_i‖| / ‖g_i‖.
+- A *ghost* or *instantiated* row is one way of one rule of `clipping.rules`, including the Triton programs if they run:
+  max_i |n_i - ‖g_i‖| / ‖g_i‖.
 - A *sum* row is the weighted gradient Σ_i c_i g_i: ‖Δ‖ / ‖reference‖.
-- A *kernel* row calls a Triton program itself, on strides of its own as well.
-- A *group norm* row is of a backend's step at the batch sizes at which CUDA's backward pass reaches a limit of 65,535
-  groups of all samples.
+- A *kernel* row calls a Triton program directly, on various strides.
+- A *group norm* row is a backend's step, at batch sizes around the limit of 65,535 groups (over all samples) of CUDA's
+  backward pass.
 
-`limit` is what rounding explains: four units of the coarsest number in between (2⁻¹¹ for TF32, 2⁻⁸ for bfloat16), and
-2e-5 in float32, where what is added up decides. A program of Triton's adds up in float32 and multiplies float32 in
-full in every profile: it is held to 1e-5, and to 1e-4 of bfloat16, where tensor cores cut off what they add.
+`limit` is the error due to rounding: four units of the coarsest number involved (2⁻¹¹ for TF32, 2⁻⁸ for bfloat16), and
+2e-5 in float32, where summation dominates. A Triton program sums in float32 and multiplies float32 in full in every
+profile: its limit is 1e-5, and 1e-4 for bfloat16, where tensor cores truncate sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dpbench.trials.outcome import Mismatch, Outcome, PartlyFailed, classify
 
 LIMITS = {"float32": 2e-5, "tf32": 2.0**-9, "bfloat16": 2.0**-6}
 KERNEL_LIMITS = {"float32": 1e-5, "tf32": 1e-5, "bfloat16": 1e-4}
-#: 32 groups: 65,504, 65,536 and 131,072 of them in all samples.
+#: 32 groups a sample: 65,504, 65,536 and 131,072 in a batch.
 GROUP_NORM_BATCHES, GROUPS = (2047, 2048, 4096), 32
 _PROGRAMS = (GRAM_KERNEL, NORM_KERNEL)
 Row = dict[str, Any]
@@ -46,13 +46,10 @@ Row = dict[str, Any]
 def run(trial: NormsTrial) -> dict[str, Any]:
     """{"rows": [{"operation", "sizes", "parameter", "route", "way", "error", "limit", "outcome", "evidence"}]}.
 
-    Args:
-        trial: which family, in which precision.
-
     Raises:
         Mismatch: an error is beyond its limit; with all rows.
-        PartlyFailed: a way raised something; with all rows.
-        NotHere: no Triton program runs here; TF32 on a device that has none.
+        PartlyFailed: a way raised an error; with all rows.
+        NotHere: no Triton program runs here; TF32 on a device without it.
     """
     device = device_of(trial.device)
     if trial.precision not in LIMITS:
@@ -116,13 +113,13 @@ def _case_rows(case: Case, precision: str, generator: torch.Generator, device: t
 
 
 def _ways(rule: Rule) -> list[tuple[bool, str]]:
-    """(ghost, way): torch's own operations first, for what a program of ours breaks stays broken."""
+    """(ghost, way) pairs: torch's own operations first, since a Triton program that fails may break the process."""
     ghosts = sorted(rule.ghosts, key=lambda way: way in _PROGRAMS)
     return [*((False, way) for way in rule.instantiations), *((True, way) for way in ghosts)]
 
 
 def per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tensor], g: Tensor) -> list[Tensor]:
-    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample after the other.
+    """Per-sample gradients in float64 [n, *shape] of each parameter, by autograd, one sample at a time.
 
     Args:
         function: of the input and the parameters.
@@ -142,7 +139,7 @@ def per_sample(function: Callable[..., Tensor], x: Tensor, parameters: list[Tens
 
 
 def _kernel_rows(trial: NormsTrial, generator: torch.Generator, device: torch.device) -> Iterator[Row]:
-    """The Triton programs themselves: features or positions last in memory, odd sizes, and one of several tiles."""
+    """The Triton programs themselves: features or positions last in memory, odd sizes, and several tiles."""
     dtype = dtype_of(trial.precision)
     if not cuda.supported(torch.empty(1, dtype=dtype, device=device)):
         needs = "it needs Triton and a CUDA device of capability {}.{} (or TRITON_INTERPRET=1)".format(*cuda.CAPABILITY)
@@ -200,7 +197,7 @@ def _convolution_kernel_row(
 def _group_norm_rows(
     trial: NormsTrial, batch_size: int, generator: torch.Generator, device: torch.device
 ) -> Iterator[Row]:
-    """By a backend's step: γ and β of a group norm have rules of their own only as a part of the tape's."""
+    """By a backend's step: only the tape has rules for γ and β of a group norm."""
     dtype, channels = dtype_of(trial.precision), GROUPS if trial.small else 2 * GROUPS
     size = 2 if trial.small else 4
     x, g = (torch.randn(batch_size, channels, size, size, generator=generator).to(device, dtype) for _ in range(2))
@@ -223,7 +220,7 @@ def _group_norm_rows(
                 found = backend(x, g)
             if found.norms is not None:
                 return relative(found.norms, norms)
-            right = (normalised * g.double()).sum((0, 2, 3))  # ordinary training's own gradient, unclipped
+            right = (normalised * g.double()).sum((0, 2, 3))  # the gradient of ordinary training, unclipped
             return float((found.grads["weight"].double() - right).norm() / right.norm())
 
         said = {"operation": "group norm", "sizes": f"B={batch_size}, {GROUPS} groups of {channels} channels"}
@@ -232,7 +229,7 @@ def _group_norm_rows(
 
 
 def relative(found: Tensor, norms: Tensor) -> float:
-    """max_i |found_i - norms_i| / norms_i; infinite for what is not finite, or of another shape.
+    """max_i |found_i - norms_i| / norms_i; infinite if a value is not finite or the shapes differ.
 
     Args:
         found: [n], computed.
@@ -248,7 +245,7 @@ def _root(squares: Tensor) -> Tensor:
 
 
 def _judged(said: Row, error: Callable[[], float], limit: float) -> Row:
-    """A row with its outcome: what one way raises ends that way, and the others go on."""
+    """A row with its outcome; an error ends only this way."""
     row = said | {"error": None, "limit": limit, "outcome": Outcome.OK, "evidence": None}
     try:
         row["error"] = error()
@@ -257,5 +254,5 @@ def _judged(said: Row, error: Callable[[], float], limit: float) -> Row:
     except Exception as raised:
         outcome, evidence, _ = classify(raised)
         row |= {"outcome": outcome, "evidence": evidence}
-        raised.__traceback__ = None  # its frames hold tensors
+        raised.__traceback__ = None  # its frames keep tensors alive
     return row

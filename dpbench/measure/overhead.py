@@ -1,27 +1,26 @@
-"""Body of an `OverheadTrial`: one model, many backends, interleaved, so that their ratios are of one time and place.
+"""Run an `OverheadTrial`: one model, many backends, interleaved, so that ratios share one time and place.
 
-A ratio of two processes holds whatever differs between them: frequency, neighbours, how the allocator was left. Here
-round after round every backend has a turn, in an order of the round's own, ordinary training among them, and a ratio is
-taken within a round. In order:
+A ratio between two processes includes all that differs between them: frequency, neighbours, the allocator's state.
+Here every backend, ordinary training among them, takes a turn in every round, in a fresh order, and ratios are taken
+within a round. In order:
 
-1. Each backend is opened on the one model, verified, and warmed up until it settles, two steps at the least: a first
-   step pays for kernels, a second one still calibrates a planner.
-2. Rounds of turns. A turn is one step, or as many as fill a fifth of a second. What an earlier turn left in reference
-   cycles is collected before the next one begins, on nobody's time. Caches are not emptied: training does not empty
-   them between its steps either, and a step moves many times what the largest cache of a GPU holds (60 MB), so what an
-   earlier turn left there is gone in its first fraction of a millisecond.
-3. The memory of one more step of each, of the very backend that was timed, and then it is closed.
+1. Open each backend on the one model, verify it, and warm it up until it settles, for at least two steps: the first
+   pays for kernels, the second may calibrate a planner.
+2. Run rounds of turns. A turn is one step, or as many as fill a fifth of a second. Reference cycles of an earlier turn
+   are collected between turns, untimed. Caches are not emptied: training does not empty them between steps either, and
+   a step moves many times the largest cache of a GPU (60 MB), so it evicts an earlier turn's data at once.
+3. Measure the memory of one more step of each timed backend, then close it.
 
-The backends share the model: each takes its hooks off between two calls (`clipping.Peer`), and none holds a copy. What
-a backend keeps of its own from step to step is part of its own peak and of no other's (see `Entry.take_memory`).
+The backends share the model: each removes its hooks between two calls (`clipping.Peer`), and none holds a copy. State
+that a backend keeps from step to step counts towards its own peak only (see `Entry.take_memory`).
 
-The result is ``{"parameters", "precision", "backends": {name: entry}}``, the entries in the order of the trial;
-``precision`` is what torch's switches were (`dpbench.measure.precision.facts`). An entry has ``outcome`` and
-``evidence``, and as far as the backend came: ``verification``, ``coverage``, ``warmup_seconds``, ``turns``, ``loss``,
-``memory``, and ``way`` (`clipping.program.graphs`) if the trial is compiled. A turn is ``{"round", "position",
-"step_seconds"}``, with the position within its round's order; on CUDA also ``gpu``, its clocks, power and temperature
-as the turn ended (`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken ends there; the
-others go on. If an entry's outcome is not final, it is the record's too (`PartlyFailed`), so that ``--retry`` finds it.
+The result is ``{"parameters", "precision", "backends": {name: entry}}``, entries in the order of the trial;
+``precision`` has torch's switches (`dpbench.measure.precision.facts`). An entry has ``outcome`` and ``evidence``, and,
+as far as the backend came, ``verification``, ``coverage``, ``warmup_seconds``, ``turns``, ``loss``, ``memory``, and
+``way`` (`clipping.program.graphs`) if the trial is compiled. A turn is ``{"round", "position", "step_seconds"}``, with
+the position within the round; on CUDA also ``gpu``, its clocks, power and temperature after the turn
+(`dpbench.measure.gpu`). A backend that is refused, wrong, out of memory or broken stops; the others continue. An
+outcome that is not final becomes the record's too (`PartlyFailed`), so that ``--retry`` finds it.
 """
 
 from __future__ import annotations
@@ -54,35 +53,30 @@ from dpbench.trials.backend_classes import backend_class
 from dpbench.trials.outcome import FINAL, Mismatch, Outcome, PartlyFailed, classify
 
 FEWEST_ROUNDS = 3
-#: A turn of a short step is several of them: so long, and so many at most.
+#: A turn of short steps lasts TURN_SECONDS, with at most MOST_IN_A_TURN steps.
 TURN_SECONDS = 0.2
 MOST_IN_A_TURN = 20
-#: Steps after which a backend that compiles has done so, and compared its graph with the eager step.
+#: Steps after which a backend has compiled, and compared its graph with the eager step.
 TO_A_GRAPH = BEFORE + 4
-#: Of the memory that is free when a trial on a CPU begins, this share is left to everybody else.
+#: The share of free memory that a trial on a CPU leaves to other processes.
 SPARED = 0.05
 
 
 def run(trial: OverheadTrial) -> dict[str, Any]:
     """See the module's docstring.
 
-    Args:
-        trial: which model, under which backends.
-
     Raises:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
-        NotHere: the device has not this precision.
+        NotHere: the device lacks this precision.
     """
     device = device_of(trial.device)
     return compared(trial, device, [Entry(name, trial, device) for name in trial.backends])
 
 
 def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry]) -> dict[str, Any]:
-    """All entries on one batch: opened, round after round a turn each, and the memory of each.
+    """Run all entries on one batch: open them, run rounds of turns, and measure the memory of each.
 
     Args:
-        trial: which model.
-        device: of the trial.
         entries: one for each backend.
 
     Raises:
@@ -118,10 +112,10 @@ def compared(trial: OverheadTrial, device: torch.device, entries: Sequence[Entry
 
 
 def order(entries: Sequence[Any], seed: int, number: int) -> list[Any]:
-    """A permutation of the entries that belongs to the round.
+    """A permutation of the entries, determined by seed and round.
 
     Args:
-        entries: to be put in order.
+        entries: to be ordered.
         seed: of the trial.
         number: of the round.
     """
@@ -129,12 +123,12 @@ def order(entries: Sequence[Any], seed: int, number: int) -> list[Any]:
 
 
 def rounds_for(turn_seconds: float, rounds: int, max_seconds: float) -> list[int]:
-    """The rounds in which a backend has a turn: all, or evenly spread as many as `max_seconds` holds, but three.
+    """The rounds, evenly spread, in which a backend takes a turn: as many as fit in `max_seconds`, at least three.
 
     Args:
-        turn_seconds: that a turn takes.
+        turn_seconds: the time of a turn.
         rounds: of the trial.
-        max_seconds: that its turns may take together.
+        max_seconds: the limit on the time of its turns.
     """
     count = min(rounds, max(FEWEST_ROUNDS, int(max_seconds / turn_seconds) if turn_seconds > 0 else rounds))
     return [0] if count == 1 else [round(i * (rounds - 1) / (count - 1)) for i in range(count)]
@@ -142,10 +136,10 @@ def rounds_for(turn_seconds: float, rounds: int, max_seconds: float) -> list[int
 
 @dataclass
 class Entry:
-    """One backend, from its opening to its record.
+    """One backend, from opening to record.
 
-    `fewest` steps at the least are run before any is timed, and `lead` at the beginning of each turn; `verified`:
-    against the oracle, before that.
+    `fewest`: least number of steps before timing; `lead`: untimed steps at the beginning of each turn; `verified`:
+    whether to compare with the oracle first.
     """
 
     name: str
@@ -161,12 +155,7 @@ class Entry:
     _step: Step | None = None
 
     def open(self, workload: Workload, inputs: Any, targets: Any) -> None:
-        """Verify it, and warm it up.
-
-        Args:
-            workload: model, loss and data.
-            inputs, targets: of one batch.
-        """
+        """Verify it, and warm it up."""
         with self._guarded():
             self._opened(workload, inputs, targets)
             assert self._step is not None
@@ -176,16 +165,16 @@ class Entry:
             fewest = max(self.fewest, TO_A_GRAPH if self.trial.compiled else 0)
             if len(seconds) < fewest:
                 seconds += stopwatch(self._step, fewest - len(seconds), math.inf)
-            expected = min(seconds)  # a first step pays for kernels, a second one may time a planner's routes
+            expected = min(seconds)  # the first step pays for kernels, the second may time a planner's routes
             self.steps = max(1, min(MOST_IN_A_TURN, math.ceil(TURN_SECONDS / expected))) if expected > 0 else 1
             self.rounds = range(self.trial.rounds)
-            if self.private:  # ordinary training has a turn in every round: each ratio needs it
+            if self.private:  # each ratio needs a turn of ordinary training in its round
                 turn = (self.lead + self.steps) * expected
                 self.rounds = rounds_for(turn, self.trial.rounds, self.trial.max_seconds)
             self.record |= {"warmup_seconds": seconds, "turns": []}
 
     def _opened(self, workload: Workload, inputs: Any, targets: Any) -> None:
-        """Make its step."""
+        """Create its step."""
         clip = Flat(max_grad_norm=self.trial.max_grad_norm)
         cls, options = backend_class(self.name), {"compile": self.trial.compiled}
         if self.trial.compiled and not cls.compilable:
@@ -219,11 +208,11 @@ class Entry:
             self.record["turns"].append({"round": number, "position": position, "step_seconds": seconds} | told)
 
     def take_memory(self) -> None:
-        """The peak of one more step; then it is closed.
+        """Measure the peak of one more step, then close the backend.
 
-        On a CPU, what others hold is not seen at all: the baseline is the model's and the batch's, and only what is
-        allocated during the step comes on top. On CUDA the allocator's peak holds everything; what is left there when
-        this backend is closed, beyond the baseline, belongs to the others (and to the workspaces of libraries).
+        On a CPU, memory of other backends is not seen: the peak is the baseline of model and batch, plus allocations
+        during the step. On CUDA the allocator's peak includes everything; memory that remains after this backend
+        closes, beyond the baseline, belongs to the others (and to libraries' workspaces).
         """
         if self._step is None:
             return
@@ -236,34 +225,34 @@ class Entry:
             memory = self._peak()
             self._close()
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # the pools of its graphs are no longer theirs
+                torch.cuda.empty_cache()  # frees the pools of its graphs
                 memory = without(self._left_by_others(memory), graph_pools(self.device), memory)
             self.record["memory"] = memory.as_record()
 
     def _graphs(self) -> Graphs | None:
-        """What its steps run as."""
+        """The graphs that run its steps."""
         return None if self._step is None else self._step.backend.graphs
 
     def _peak(self) -> Memory:
         assert self._step is not None
         self.record["coverage"] = dict(self._step.backend.coverage)
-        # a fresh one: there is nothing of an earlier step that it releases
+        # a fresh one, which frees nothing of an earlier step
         watched = Step(self._step.backend, self._step.inputs, self._step.targets)
         return measured_peak(watched, watched.holds(), self.device)
 
     def _left_by_others(self, memory: Memory) -> int:
-        """Bytes of a CUDA device when this backend is closed, but for the baseline, which all share."""
+        """Bytes of a CUDA device after this backend closes, without the shared baseline."""
         return torch.cuda.memory_allocated(self.device) - memory.baseline_bytes
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What goes wrong is this entry's outcome, and this entry's end."""
+        """Record an error as this entry's outcome, and end this entry."""
         try:
             yield
         except Exception as error:
             outcome, evidence, _ = classify(error)
             self.record |= {"outcome": outcome, "evidence": evidence}
-            error.__traceback__ = None  # its frames hold the tensors of the step
+            error.__traceback__ = None  # its frames keep the step's tensors alive
         if self.record["outcome"] != Outcome.OK:
             self.rounds = ()
             self._close()
@@ -289,7 +278,7 @@ class NoGraph(UnsupportedModel):
 
 
 def without(others: int, pools: Pools, memory: Memory) -> Memory:
-    """A peak of a CUDA device less the bytes that the others have there, which are in all that its allocator counts.
+    """Subtract the others' bytes from a peak on a CUDA device, where the allocator counts everything.
 
     Args:
         others: bytes that are allocated.
@@ -304,12 +293,9 @@ def without(others: int, pools: Pools, memory: Memory) -> Memory:
 
 @contextlib.contextmanager
 def allocations_that_fail(device: torch.device) -> Iterator[None]:
-    """On a CPU: an allocation beyond the memory that is free now fails, where the kernel would kill the process.
+    """On a CPU: make allocations beyond the free memory fail, rather than have the kernel kill the process.
 
-    So one backend that needs too much is `oom`, and the others are not lost with it.
-
-    Args:
-        device: of the trial.
+    So one backend that needs too much is `oom`, and the others are not lost.
     """
     if device.type != "cpu":
         yield
@@ -325,7 +311,7 @@ def allocations_that_fail(device: torch.device) -> Iterator[None]:
 
 
 def _available_bytes() -> int:
-    """What the machine, and the control group if it has a limit, can still give."""
+    """Free memory of the machine, or of the control group if it has a limit."""
     available = _status_bytes("/proc/meminfo", "MemAvailable")
     try:
         limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
@@ -335,6 +321,6 @@ def _available_bytes() -> int:
 
 
 def _status_bytes(path: str, name: str) -> int:
-    """A line "name:  123 kB" of a file in /proc, in bytes."""
+    """Bytes of a line "name:  123 kB" in a file of /proc."""
     line = next(line for line in Path(path).read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
