@@ -42,9 +42,9 @@ IMAGE_SIZES: tuple[int | None, ...] = (64, 128, 224, 256, 240, 288, 384)
 #: The dtypes, tried in turn, and the largest relative error due to rounding in each.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-3}
 MOST = 1e-3
-"""No error above this is ever taken for rounding."""
+"""A larger error is never due to rounding."""
 TO_A_GRAPH = BEFORE + 1
-"""Steps of a shape before one that runs as a program: the first decides what batch size routes are for."""
+"""Steps of a shape before one that runs as a program: the first sets the batch size for routes."""
 Row = dict[str, Any]
 
 

@@ -1,16 +1,16 @@
-"""Body of a `PartsTrial`: a whole step of `PrivacyEngine` taken apart, beside the plain step of the same optimizer.
+"""Run a `PartsTrial`: measure each part of a `PrivacyEngine` step, and of a plain step of the same optimizer.
 
 The parts of a private step: ``forward`` (model and losses), ``clip`` (backward pass, norms, clipped sum), ``finite``
-(are the sums finite), ``noise`` (noise, division, to the parameters' gradients), ``optimizer``, and ``rest`` (what the
-engine does between). Those of a plain one: ``forward``, ``backward``, ``optimizer``, ``rest``. Each part's time is its
-own, without the parts inside of it, so that they add up to the step.
+(are the sums finite), ``noise`` (noise, division, writing to `.grad`), ``optimizer``, and ``rest`` (the engine's other
+work). Those of a plain step: ``forward``, ``backward``, ``optimizer``, ``rest``. A part's time excludes the parts
+inside it, so the parts add up to the step.
 
-Three passes over warm steps, of which each would disturb the others:
+Warm steps run in separate passes, since each measurement would disturb the others:
 
 - seconds: on CUDA an event at every border, on the device's clock; on a CPU the host's.
-- launches and waits: on CUDA from a trace of torch.profiler. On a CPU the operations that torch dispatches are counted
-  in their place, and the numbers that the host reads off tensors (`item`), which on CUDA would be waits; `counted` says
-  which. (A library's own kernel, as the noise's, is no operation of torch.)
+- launches and waits: on CUDA from a trace of torch.profiler. On a CPU, the operations that torch dispatches, and the
+  numbers that the host reads from tensors (`item`), which would be waits on CUDA; `counted` names what was counted. (A
+  library's own kernel, such as that of the noise, is no torch operation.)
 
 The result is ``{"tensors", "parameters", "counted", "steps": {"plain": entry, "private": entry}}``; an entry is
 ``{"parts": {name: {"seconds": [one a step], "launches", "waits"}}, "step_seconds": [...]}``.
@@ -40,28 +40,28 @@ from dpbench.measure.traces import traced, within
 from dpbench.trials.evidence import PartsTrial
 from dpbench.trials.not_here import NotHere
 
-#: A first step is verified and compiles, a second may look at whether samples mix, and an allocator settles.
+#: The first step verifies and compiles, the second may check whether samples mix, and the allocator settles.
 WARM = 4
 REST = "rest"
 PARTS: dict[str, tuple[str, ...]] = {
     "plain": ("forward", "backward", "optimizer", REST),
     "private": ("forward", "clip", "finite", "noise", "optimizer", REST),
 }
-#: Steps in a trace: launches differ from step to step by rounding at most.
+#: Steps in a trace; launches hardly differ between steps.
 TRACED = 2
 _MARK = "dpbench part: "
 _NUMBERS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal")
 
 
 Counts = tuple[Counter[str], Counter[str]]
-"""Launches, and waits of the host, of each part in `TRACED` steps."""
+"""Launches and host waits of each part in `TRACED` steps."""
 
 
 class Parts:
-    """Which part of a step runs, told to whoever listens at every border.
+    """The running part of a step; calls `left` at every border.
 
     Attributes:
-        left: called with the name of the part that ends, or is interrupted by one inside of it.
+        left: called with the name of the part that ends or is interrupted by one inside it.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Parts:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What runs meanwhile is this part's.
+        """Attribute the body to a part.
 
         Args:
             name: of the part.
@@ -84,7 +84,7 @@ class Parts:
             self.inside.pop()
 
     def of(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The function, whose calls are this part's.
+        """Wrap a function so that its calls count as a part.
 
         Args:
             function: any.
@@ -100,17 +100,14 @@ class Parts:
 
 
 class Whole(NamedTuple):
-    """A step, and the parts that it tells of."""
+    """A step and its parts."""
 
     step: Callable[[], None]
     parts: Parts
 
 
 def run(trial: PartsTrial) -> dict[str, Any]:
-    """See the module's text.
-
-    Args:
-        trial: which model and optimizer.
+    """See the module's docstring.
 
     Raises:
         UnsupportedModel: the engine's backend refuses the model.
@@ -141,12 +138,7 @@ def run(trial: PartsTrial) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
-    """The ordinary step: the mean of the losses, backward, the optimizer.
-
-    Args:
-        trial: which model and optimizer.
-        device: of the trial.
-    """
+    """The ordinary step: the mean of the losses, backward pass, optimizer."""
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
@@ -165,12 +157,7 @@ def plain(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
 
 @contextlib.contextmanager
 def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
-    """The engine's step, on batches of the caller's: what the loader does is no part of it.
-
-    Args:
-        trial: which model and optimizer.
-        device: of the trial.
-    """
+    """The engine's step, on the caller's batches: excludes the loader."""
     workload, parts = open_workload(trial), Parts()
     inputs, targets = workload.batch(trial.batch_size)
     optimizer = getattr(torch.optim, trial.optimizer)(workload.model.parameters(), lr=1e-4)
@@ -198,11 +185,11 @@ def private(trial: PartsTrial, device: torch.device) -> Iterator[Whole]:
 
 @contextlib.contextmanager
 def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Attach the engine, and make its parts tell, from outside: the engine itself knows nothing of being watched.
+    """Attach the engine, and patch it to report its parts.
 
     Args:
-        parts: to tell of.
-        engine: that is not attached yet.
+        parts: receives the reports.
+        engine: not attached yet.
         optimizer: to attach it to.
     """
     optimizer.step = parts.of(optimizer.step, "optimizer")  # type: ignore[method-assign]
@@ -221,7 +208,7 @@ def told(parts: Parts, engine: PrivacyEngine, optimizer: torch.optim.Optimizer) 
 
 
 def entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Counts | None) -> dict[str, Any]:
-    """The entry of one kind of step: of each part its seconds in every step, and of one step what was counted.
+    """The entry of one kind of step: each part's seconds in every step, and its counts in one step.
 
     Args:
         names: of the parts.
@@ -237,7 +224,7 @@ def entry(names: tuple[str, ...], seconds: list[dict[str, float]], counts: Count
 
 
 def _seconds(whole: Whole, device: torch.device) -> dict[str, float]:
-    """Of each part in one step."""
+    """Seconds of each part in one step."""
     cuda = device.type == "cuda"
     borders: list[tuple[str, Any]] = []
 
@@ -292,7 +279,7 @@ def _launches(whole: Whole, device: torch.device) -> Counts:
 
 
 class _Dispatched(TorchDispatchMode):
-    """Counts operations, and numbers that the host reads, by the part that runs."""
+    """Counts the operations, and the numbers that the host reads, of each part."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which part of a step runs: the forward pass, from a call of the model to its loss, or all else (backward)."""
+"""Reports the running phase of a step: forward, from a call of the model to its loss, or backward, all else."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 
 FORWARD, BACKWARD = "forward", "backward"
 NAMES = ("model", FORWARD, BACKWARD, "step")
-"""In the order of a record: what lives all the time, and the peaks of the forward pass, the rest, and the whole."""
+"""In the order of a record: permanent memory, and the peaks of the forward pass, the rest, and the whole step."""
 
 LossFunction = Callable[[Any, Any], Any]
 
 
 class Phases:
-    """Told of by a hook on the model and by the loss function, whatever the backend calls in between.
+    """Detects phases by a hook on the model and by the loss function, for any backend.
 
     Attributes:
-        entered: called with FORWARD or BACKWARD when that begins.
+        entered: called with FORWARD or BACKWARD when that phase begins.
     """
 
     def __init__(self) -> None:
@@ -27,10 +27,10 @@ class Phases:
 
     @contextmanager
     def watched(self, model: nn.Module, loss_fn: LossFunction) -> Iterator[LossFunction]:
-        """The loss function to open a backend with; the hook is off the model afterwards.
+        """Hook the model, and yield the loss function to open a backend with; unhook afterwards.
 
         Args:
-            model: whose forward pass is watched.
+            model: the model to watch.
             loss_fn: (outputs, targets) -> [B].
         """
 

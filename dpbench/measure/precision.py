@@ -1,8 +1,8 @@
-"""Torch made to obey a precision profile (`dpbench.trials.precision`), and what its switches really were.
+"""Applies a precision profile (`dpbench.trials.precision`) to torch, and reads torch's switches.
 
-TF32 is switched for cuBLAS and cuDNN alike: by default torch has it on in cuDNN and off in cuBLAS, which is neither
-profile. Autocast goes around the model's forward pass and around the losses, as training scripts have it, and not
-around the backward pass: that runs in the formats of the forward pass by itself.
+TF32 is switched for cuBLAS and cuDNN alike: torch's default has it on in cuDNN and off in cuBLAS, which is neither
+profile. Autocast wraps the model's forward pass and the losses, as in training scripts. It does not wrap the backward
+pass, which runs in the formats of the forward pass by itself.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ from dpbench.trials.precision import Profile, profile_of
 
 T = TypeVar("T")
 
-#: NVIDIA's own switch: it overrules torch's in cuBLAS and cuDNN. "0" for no TF32, "1" for TF32 everywhere.
+#: NVIDIA's own switch overrides torch's in cuBLAS and cuDNN: "0" for no TF32, "1" for TF32 everywhere.
 OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """The dtype of parameters and floating inputs.
-
-    Args:
-        precision: the name of a profile.
-    """
+    """The dtype of parameters and floating inputs."""
     dtype = getattr(torch, profile_of(precision).dtype)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -42,14 +38,10 @@ def dtype_of(precision: str) -> torch.dtype:
 
 @contextmanager
 def arithmetic(precision: str, device: torch.device) -> Iterator[None]:
-    """TF32 as the profile has it, while this lasts.
-
-    Args:
-        precision: the name of a profile.
-        device: of the trial.
+    """Set TF32 as the profile requires, inside the context.
 
     Raises:
-        NotHere: the device cannot, or the environment forbids it: never silently another profile.
+        NotHere: the device lacks the profile, or the environment forbids it. Another profile is never used silently.
     """
     profile = profile_of(precision)
     _require(profile, device)
@@ -71,19 +63,19 @@ def _require(profile: Profile, device: torch.device) -> None:
 
 @contextmanager
 def tf32(on: bool) -> Iterator[None]:
-    """Products and convolutions of float32 in TF32 on CUDA, or in full on every device; all as it was afterwards.
+    """Allow TF32 on CUDA, or compute float32 in full on every device; restore the switches afterwards.
 
-    torch has an older and a newer way to say it, and refuses to read one where only the other was set. The older one
-    sets both; for what was set before, the newer one alone is sure to be readable.
+    torch has an older and a newer interface, and may refuse to read one if the other was set. The older one sets both;
+    only the newer one can always be read.
 
     Args:
-        on: allowed, or not.
+        on: allow TF32.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     parts = [matmul, cudnn.conv, cudnn.rnn]  # type: ignore[attr-defined]
     before = [part.fp32_precision for part in parts]
     highest, allowed = _if_readable(torch.get_float32_matmul_precision), _if_readable(lambda: cudnn.allow_tf32)
-    torch.set_float32_matmul_precision("highest")  # a CPU's library, too, may be allowed to round
+    torch.set_float32_matmul_precision("highest")  # a CPU's library may round, too
     matmul.allow_tf32 = cudnn.allow_tf32 = on
     try:
         yield
@@ -95,7 +87,7 @@ def tf32(on: bool) -> Iterator[None]:
 
 
 def _if_readable(switch: Callable[[], T]) -> T | None:
-    """None where only the newer way was used, and the older has no word for it."""
+    """None if only the newer interface was used, and the older has no equivalent."""
     try:
         return switch()
     except RuntimeError:
@@ -103,17 +95,17 @@ def _if_readable(switch: Callable[[], T]) -> T | None:
 
 
 def autocasting(workload: Workload, dtype: str, device: torch.device) -> Workload:
-    """The same model and data, whose forward pass and losses run under torch.autocast. The model itself is changed.
+    """Make the forward pass and the losses run under torch.autocast; this changes the model itself.
 
     Args:
-        workload: model, loss and data.
-        dtype: to which products are cast, a dtype's name in torch.
-        device: where the model is.
+        dtype: that products use, a dtype's name in torch.
     """
     model = workload.model
     around = functools.partial(_under, device.type, getattr(torch, dtype))
     own = model.forward
-    if isinstance(own, MethodType):  # stays one: in a copy of the model (Opacus makes some) it is bound to the copy
+    if isinstance(
+        own, MethodType
+    ):  # keep it a method: in a copy of the model (Opacus copies models) it is bound to the copy
         model.forward = MethodType(around(own.__func__), model)
     else:
         model.forward = around(own)
@@ -130,17 +122,11 @@ def _under(device: str, dtype: torch.dtype, function: Callable[..., Any]) -> Cal
 
 
 def facts(precision: str, workload: Workload, inputs: Any, targets: Any) -> dict[str, Any]:
-    """What torch's switches are now, and in which formats the losses of a batch's first samples are computed: read, not
-    assumed.
+    """Read torch's switches, and the formats in which the losses of a batch's first samples are computed.
 
     {"profile", "parameters": [dtypes], "computed": [dtypes], "tf32": {"cublas", "cudnn"}, "matmul", "override"}: "tf32"
-    has torch's words ("ieee" and "none" are in full), "matmul" its `float32_matmul_precision`, which is a CPU's switch
-    as well, "override" the environment's NVIDIA_TF32_OVERRIDE or None.
-
-    Args:
-        precision: the name of a profile.
-        workload: model, loss and data.
-        inputs, targets: of one batch.
+    has torch's words ("ieee" and "none" are in full), "matmul" its `float32_matmul_precision`, which affects a CPU as
+    well, "override" the environment's NVIDIA_TF32_OVERRIDE or None.
     """
     few, target = map_tensors(lambda x: x[:2], (inputs, targets))
     with torch.enable_grad():

@@ -1,10 +1,10 @@
-"""Body of a `ProfileTrial`: where the time of a step goes, for each backend, on one model and batch.
+"""Run a `ProfileTrial`: trace steps of each backend on one model and batch, to see where the time goes.
 
 After warm steps, some are traced. The result is ``{"parameters", "counted", "backends": {name: entry}, "files"}``. An
-entry has ``outcome`` and ``evidence``, and of a step ``launches`` and ``waits`` (None on a CPU, which has none),
+entry has ``outcome`` and ``evidence``, and per step ``launches`` and ``waits`` (None on a CPU, which has none),
 ``operations`` and ``device_seconds`` (all kernels, or all operations of a CPU), and ``top``, the largest operations:
 ``{"name", "asked_by", "calls", "seconds", "share"}``. ``files``: name -> the Chrome trace, gzip in base64, which the
-store lays beside the records (`dpbench.records.store`).
+store writes beside the records (`dpbench.records.store`).
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ from dpbench.trials.evidence import ProfileTrial
 from dpbench.trials.outcome import FINAL, Outcome, PartlyFailed, classify
 
 TOP = 15
-#: Steps before the traced ones: a first pays for kernels, a second may time a planner's routes, a third settles.
+#: Steps before the trace: the first pays for kernels, the second may time a planner's routes, the third settles.
 WARM = 4
 
 
 def run(trial: ProfileTrial) -> dict[str, Any]:
-    """See the module's text.
-
-    Args:
-        trial: which model, under which backends.
+    """See the module's docstring.
 
     Raises:
         PartlyFailed: a backend's entry is an `error`; with the whole result.
@@ -74,18 +71,17 @@ def _entry(
     except Exception as error:
         outcome, evidence, _ = classify(error)
         entry |= {"outcome": outcome, "evidence": evidence}
-        error.__traceback__ = None  # its frames hold the tensors of the step
+        error.__traceback__ = None  # its frames keep the step's tensors alive
     gc.collect()
     return entry
 
 
 def summary(trace: Trace, steps: int, device: torch.device) -> dict[str, Any]:
-    """What an entry says of a trace, each number of one step.
+    """The numbers of an entry that come from a trace, each per step.
 
     Args:
         trace: of the steps.
         steps: how many.
-        device: of the trial.
     """
     cuda = device.type == "cuda"
     operations = trace.operations()

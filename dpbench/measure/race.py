@@ -1,13 +1,13 @@
-"""Who is fastest: a cheap race among all, then the finalists in more rounds. No torch: only turns and what they took.
+"""Finds the fastest backend: a short race among all, then more rounds for the finalists. Needs no torch.
 
-In a round everybody takes turns, ordinary training among them, in an order of the round's own. Short steps have many
-short turns in a round, so that what else the machine does falls on all of them alike. A round gives one ratio for each:
-the median of its steps over the median of ordinary training's steps.
+In a round every backend, ordinary training among them, takes turns in a fresh order. Short steps have many short turns
+in a round, so that load from other programs falls on all alike. A round gives one ratio for each: the median of its
+steps over the median of ordinary training's steps.
 
-1. `heats`: TURNS rounds of everybody. Whoever is far behind (`finalists`) has no further turn.
-2. `finals`: at least ROUNDS rounds of the others, more until each interval is narrow or the time is over.
+1. `heats`: TURNS rounds of all backends. Slow ones (see `finalists`) take no further turns.
+2. `finals`: at least ROUNDS rounds of the others, until each interval is narrow or the time is up.
 
-If a ratio is in doubt (`dpbench.execution.recommend.findings.doubt`), `finals` takes new rounds in place of the old.
+If a ratio is in doubt (`dpbench.execution.recommend.findings.doubt`), new rounds of `finals` replace the old.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from dpbench.execution.recommend.findings import ORDINARY, ROUNDS, doubt, interv
 
 TURNS = 3
 MOST_ROUNDS = 15
-#: Seconds of one turn, if steps are shorter; and what each takes of a round in the heats and in the finals.
+#: Seconds of one turn, if steps are shorter; and of all turns of one backend in a round of the heats and the finals.
 TURN_SECONDS = 0.03
 HEAT_SECONDS, FINAL_SECONDS = 0.1, 0.3
 MOST_STEPS = 50
-#: Of those that are private: so many times slower than the fastest is too slow for the finals, and so many go there.
+#: Private backends in the finals: less than FAR times slower than the fastest, and at most KEPT of them.
 FAR = 1.6
 KEPT = 4
-#: An interval whose ends are closer than this is narrow.
+#: An interval is narrow if its ends differ by less than this factor.
 NARROW = 1.08
-#: Peers that a person knows: the faster of them is in the finals, however slow.
+#: The well-known peers; the fastest of them is in the finals, however slow.
 KNOWN = "opacus"
 
 
@@ -41,16 +41,16 @@ Ratios = dict[str, list[float]]
 
 
 class Runner(Protocol):
-    """Runs the steps of one backend. `seconds` is what a step takes of a person's time; 0 if not known."""
+    """Runs the steps of one backend. `seconds` is the wall time of a step; 0 if not known."""
 
     name: str
     seconds: float
 
     def timed(self, count: int) -> list[float]:
-        """The seconds of each, by the clock that ratios are taken from; [] if it failed, now or before.
+        """The seconds of each step, by the clock that gives the ratios; [] if the backend has failed.
 
         Args:
-            count: how many.
+            count: number of steps.
         """
 
 
@@ -59,7 +59,7 @@ class Race:
 
     Args:
         clock: monotonic seconds.
-        tell: takes what goes on, in words.
+        tell: receives the progress, in words.
         seed: of the orders.
     """
 
@@ -73,21 +73,21 @@ class Race:
         self._orders = random.Random(seed)
 
     def heats(self, runners: Sequence[Runner], until: float) -> Ratios:
-        """TURNS rounds of everybody, as time allows.
+        """TURNS rounds of all runners, as time allows.
 
         Args:
-            runners: ordinary training among them.
-            until: by `clock`; no round begins that would end later, the first excepted.
+            runners: including ordinary training.
+            until: by `clock`; only the first round may end later.
         """
         return self._rounds("race", runners, until, HEAT_SECONDS, TURNS)
 
     def finals(self, runners: Sequence[Runner], until: float, latest: float) -> Ratios:
-        """ROUNDS rounds and more, until every interval is narrow, as time allows.
+        """At least ROUNDS rounds, until every interval is narrow, as time allows.
 
         Args:
-            runners: ordinary training among them.
-            until: by `clock`; no round begins that would end later, the first ROUNDS excepted.
-            latest: that neither of these would.
+            runners: including ordinary training.
+            until: by `clock`; only the first ROUNDS rounds may end later.
+            latest: the limit for those.
         """
         return self._rounds("finals", runners, until, FINAL_SECONDS, MOST_ROUNDS, latest)
 
@@ -112,11 +112,11 @@ class Race:
         return found
 
     def round(self, runners: Sequence[Runner], seconds: float) -> dict[str, list[float]]:
-        """Turns of all of them, again and again until the round's time is filled: name -> seconds of each step.
+        """Repeat turns of all until the round's time is filled: name -> seconds of each step.
 
         Args:
-            runners: who takes turns.
-            seconds: that a round of short steps lasts.
+            runners: that take turns.
+            seconds: the length of a round of short steps.
         """
         taken: dict[str, list[float]] = {runner.name: [] for runner in runners}
         begin = self.clock()
@@ -129,16 +129,16 @@ class Race:
 
 
 def _narrow(ratios: Sequence[float]) -> bool:
-    """Whether more rounds would say little more."""
+    """True if more rounds would add little."""
     ends = interval(ratios)
     return ends is not None and ends[1] <= NARROW * ends[0]
 
 
 def finalists(ratios: Mapping[str, Sequence[float]], kept: int = KEPT) -> list[str]:
-    """Who goes on: the fastest, those that may be as fast, and the fastest of Opacus' ways.
+    """The fastest private backends, those that may be as fast, and the fastest of Opacus' engines.
 
     Args:
-        ratios: name -> of each round of the heats; ordinary training does not count.
+        ratios: name -> ratio in each round of the heats; ordinary training does not count.
         kept: how many at most, beside Opacus'.
     """
     ranked = sorted((name for name in ratios if ratios[name] and name != ORDINARY), key=lambda n: median(ratios[n]))
@@ -151,9 +151,9 @@ def finalists(ratios: Mapping[str, Sequence[float]], kept: int = KEPT) -> list[s
 
 
 def doubtful(ratios: Mapping[str, Sequence[float]]) -> list[str]:
-    """Whose rounds cannot be believed (`doubt`).
+    """Names of backends with doubtful ratios (`doubt`).
 
     Args:
-        ratios: name -> of each round.
+        ratios: name -> ratio in each round.
     """
     return [name for name, rounds in ratios.items() if name != ORDINARY and doubt(rounds) is not None]

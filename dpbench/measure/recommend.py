@@ -1,15 +1,15 @@
-"""Body of a `RecommendTrial`: every backend beside ordinary training in one process, done within a time.
+"""Run a `RecommendTrial`: compare every backend with ordinary training in one process, within a time limit.
 
-1. How many threads: the CPUs that other programs leave free now. Times of one thread on a CPU are the process's CPU
-   time, which does not count what others take; all other times are a person's.
-2. A batch for the race: the one that was asked for, or fewer samples if a step is long.
-3. Each backend is opened: verified (`dpbench.measure.verify`), and run three times. The likely ones come first.
-4. The race (`dpbench.measure.race`): heats of all, finals of the fast ones, at the batch that was asked for if the time
-   allows, and a few turns of the rest. What cannot be believed is measured again, by one thread.
-5. The memory of a step of each that still stands at the batch that was asked for.
+1. Use as many threads as other programs leave CPUs free. With one thread on a CPU, times are the process's CPU time,
+   which excludes other programs; all other times are wall times.
+2. Choose a batch for the race: the requested one, or fewer samples if a step is long.
+3. Open each backend, the likely winners first: verify it (`dpbench.measure.verify`), and run it three times.
+4. Race (`dpbench.measure.race`): heats of all, finals of the fast ones, at the requested batch if the time allows, and
+   a few turns of the rest. Measure doubtful ratios again with one thread.
+5. Measure the memory of a step of each remaining backend at the requested batch.
 
-Whatever is known by now lies in `trial.notes`, so that a process that is ended, or goes away, loses nothing else.
-What a backend comes to is its entry's outcome, never the trial's. Ordinary training clips nothing and is not verified.
+The results so far are in `trial.notes`, so they survive if the process ends. A backend's failure is its entry's
+outcome, never the trial's. Ordinary training clips nothing and is not verified.
 """
 
 from __future__ import annotations
@@ -37,41 +37,38 @@ from dpbench.trials import RecommendTrial
 from dpbench.trials.json_text import to_json
 from dpbench.trials.outcome import Outcome
 
-#: So much of a CPU that other programs take is nothing.
+#: Ignore other programs that use less than this share of a CPU.
 SPARE = 0.2
-#: A step by all threads that takes so many times as long as by one waits for CPUs that others have.
+#: If a step takes this many times as long by all threads as by one, other programs disturb it.
 DISTURBED = 1.5
-#: An ordinary step of the race takes less than this (seconds), or has FEWEST samples.
+#: An ordinary step of the race takes less than RACE_STEP seconds, or has FEWEST samples.
 RACE_STEP = 0.15
 FEWEST = 2
-#: To verify and compare the likely backends takes so many ordinary steps of one sample; a backend, so many of the race.
+#: Cost of comparing the likely backends, in ordinary steps of one sample; and of opening one, in those of the race.
 WORTH, OPENING = 120, 15
-#: Shares of the time that is left: after which no more are opened, that finals may take if they are to be of more
-#: samples than the heats, and after which they have no more than ROUNDS rounds.
+#: Shares of the remaining time: for opening backends; for finals with more samples than the heats; and for finals
+#: with more than ROUNDS rounds.
 OPEN_SHARE, MOVE_SHARE, FINAL_SHARE = 0.5, 0.7, 0.6
-#: Backends that are opened in any case: the likely winner, and what people know.
+#: Backends opened in any case: the likely winner and the well-known ones.
 FIRST = 3
-#: By how much the costs of the rest are underrated at worst.
+#: By this factor the costs of the rest may be underestimated.
 UNSURE = 1.5
-#: A first step so many times as long as ordinary training's is out of the race, if it is long in itself (seconds).
+#: Drop a backend with a first step of more than HOPELESS times ordinary training's and more than LONG seconds.
 HOPELESS, LONG = 8.0, 1.0
-#: After a first step of ordinary training that takes longer there is no second one (seconds).
+#: Ordinary training runs no second step if the first takes longer than this (seconds).
 LONGEST = 3.0
-#: A step that is watched for its memory takes so many times as long, and some seconds.
+#: Measuring a step's memory takes WATCHED times the step plus WATCHING seconds.
 WATCHED, WATCHING = 3.0, 1.0
-#: Seconds for all of it where nobody says.
+#: Default time limit, in seconds.
 WITHIN = 60.0
 
 
 def run(trial: RecommendTrial) -> dict[str, Any]:
-    """{"parameters", "precision", "inputs", "threads", "busy", "backends", "slow"}; of each backend an entry.
+    """{"parameters", "precision", "inputs", "threads", "busy", "backends", "slow"}; one entry for each backend.
 
     An entry is as an `OverheadTrial`'s, with "ratios" to ordinary training, "batch_size" and "step_seconds" in place of
     turns. "busy" is how many CPUs others use. "slow" is None, or {"samples", "seconds"} of an ordinary step too long
-    for anything to be compared (seconds None: it did not end). Of a model that cannot be trained: {"usage": line}.
-
-    Args:
-        trial: which model, under which backends.
+    for a comparison (seconds None: it did not end). For a model that cannot be trained: {"usage": line}.
     """
     device = device_of(trial.device)
     with arithmetic(trial.precision, device), allocations_that_fail(device):
@@ -87,11 +84,11 @@ def run(trial: RecommendTrial) -> dict[str, Any]:
 
 
 class Comparison:
-    """One trial on its way to its result.
+    """One trial and its results so far.
 
     Args:
-        trial: which model, under which backends.
-        device: of it.
+        trial: models and backends.
+        device: of the trial.
     """
 
     workload: Workload
@@ -118,11 +115,8 @@ class Comparison:
     def open(self, trial: RecommendTrial) -> None:
         """Build the model.
 
-        Args:
-            trial: with its sizes.
-
         Raises:
-            UsageError: it cannot be built, or there is nothing to train.
+            UsageError: it cannot be built, or has no parameters to train.
         """
         self.note("building the model")
         self.workload = open_workload(trial)
@@ -133,11 +127,11 @@ class Comparison:
         self.found |= {"parameters": count, "inputs": shapes}
 
     def left(self) -> float:
-        """Seconds."""
+        """Remaining seconds."""
         return self.until - time.monotonic()
 
     def carry_out(self) -> None:
-        """Measure what the time allows.
+        """Measure as much as the time allows.
 
         Raises:
             UsageError: the model cannot be trained at all.
@@ -162,7 +156,7 @@ class Comparison:
         self._memory(samples)
 
     def _disturbed(self) -> bool:
-        """Whether an ordinary step by all threads takes much longer than by one."""
+        """True if an ordinary step takes much longer by all threads than by one."""
         ordinary, threads = self.entries[ORDINARY], torch.get_num_threads()
         if self.device.type != "cpu" or threads == 1:
             return False
@@ -173,14 +167,14 @@ class Comparison:
         return together > DISTURBED * alone
 
     def _one_thread(self) -> bool:
-        """Go on with one thread, whose CPU time other programs hardly disturb; False if there is only one."""
+        """Use one thread from now on, since other programs hardly disturb its CPU time; False if there is only one."""
         if self.device.type != "cpu" or torch.get_num_threads() == 1:
             return False
         torch.set_num_threads(1)
         return True
 
     def _race_samples(self, ordinary: Contestant) -> int:
-        """Samples of the race; and whether there is any sense in one."""
+        """The number of samples for the race; sets "slow" if a race makes no sense."""
         samples = 1
         self.found["slow"] = {"samples": samples, "seconds": None}
         self.note("ordinary training")
@@ -197,7 +191,7 @@ class Comparison:
         return samples
 
     def _opened(self, ordinary: Contestant, samples: int) -> list[Contestant]:
-        """Those that are exact, and have run, ordinary training among them."""
+        """The entries that are exact and have run, including ordinary training."""
         batch, longest = self.batch(samples), 0.0
         latest = time.monotonic() + OPEN_SHARE * self.left()
         ordinary.move(batch)
@@ -219,7 +213,7 @@ class Comparison:
         return [entry for entry in self.entries.values() if entry.setup and entry.stands]
 
     def _finals(self, samples: int) -> int:
-        """Rounds of the fast ones at the batch that was asked for, or at what the time allows: of how many samples."""
+        """Run the finals at the requested batch, or as many samples as the time allows; returns their number."""
         ratios = {name: entry.record.get("ratios", ()) for name, entry in self.entries.items() if entry.setup}
         full, kept, available = self.trial.batch_size, KEPT, MOVE_SHARE * self.left()
         while True:
@@ -236,7 +230,7 @@ class Comparison:
         return full
 
     def _rest(self, samples: int) -> None:
-        """A few turns at the batch of the finals for those that are not in it, Opacus first, as the time allows."""
+        """Run a few turns of the others at the batch of the finals, Opacus first, as the time allows."""
         ordinary = self.entries[ORDINARY]
         rest = [e for e in self.entries.values() if e.setup and e.stands and e.samples != samples]
         for entry in sorted(rest, key=lambda e: (not e.name.startswith(KNOWN), e.seconds)):
@@ -246,10 +240,10 @@ class Comparison:
                 self._keep(self.race.heats([ordinary, entry], self.until))
 
     def _again(self) -> None:
-        """New rounds in place of those that cannot be believed, by one thread."""
+        """Replace doubtful rounds by new ones with one thread."""
         ratios = {name: entry.record.get("ratios", ()) for name, entry in self.entries.items()}
         names = doubtful(ratios)
-        if names and self._one_thread():  # all rounds of the finals, or they would not be of one kind
+        if names and self._one_thread():  # repeat all finals, so that all rounds compare
             names += [name for name, rounds in ratios.items() if len(rounds) >= ROUNDS and name not in names]
         ordinary = self.entries[ORDINARY]
         for samples in sorted({self.entries[name].samples for name in names}, reverse=True):
@@ -271,14 +265,14 @@ class Comparison:
         self.note("")
 
     def _memory(self, samples: int) -> None:
-        """Of each that stands at the batch that was asked for, as the time allows."""
+        """Measure the memory of each backend that ran at the requested batch, as the time allows."""
         for entry in self.entries.values():
             if entry.samples == samples == self.trial.batch_size and WATCHING + WATCHED * entry.seconds < self.left():
                 self.note(f"the memory of {entry.name}")
                 entry.take_memory()
 
     def note(self, words: str) -> None:
-        """Write down what goes on, and what is known by now.
+        """Write down the progress and the results so far.
 
         Args:
             words: what begins now; "" for nothing new.
@@ -291,5 +285,5 @@ class Comparison:
         os.replace(new, notes)
 
     def result(self) -> dict[str, Any]:
-        """What is known by now."""
+        """The results so far."""
         return self.found | {"backends": {name: entry.record for name, entry in self.entries.items()}}

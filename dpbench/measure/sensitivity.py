@@ -1,7 +1,8 @@
-"""Body of a `SensitivityTrial`: how far hard records move the sum that a backend computes, in units of C.
+"""Run a `SensitivityTrial`: how far difficult records move a backend's clipped sum, in units of C.
 
-The same model, the same open backend, two batches: one with the record and one without it, all else in the same order.
-The distance of the two sums is taken in float64, over all parameters together. Nothing is verified, no noise is added.
+Compares two batches on the same model and open backend: one with the record and one without it, otherwise in the same
+order. The distance of the two sums is computed in float64, over all parameters together. Nothing is verified, and no
+noise is added.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ Grads = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Found:
-    """What one case came to.
+    """The result of one case.
 
     Attributes:
         case: its name.
-        outcome: of `OUTCOMES`, the worst that any of the case's records met.
-        excess: the largest distance of the two sums, in units of C; None if there was none that is a number.
-        limit: the largest excess that is right here: what the dtype allows, or what the backend states if that is less.
+        outcome: of `OUTCOMES`, the worst among the case's records.
+        excess: the largest distance of the two sums, in units of C; None if no distance is a number.
+        limit: the largest allowed excess: the dtype's tolerance, or the backend's claim if that is less.
         batch_size: of the worst record's batch, with the record.
         record: the worst record, in words.
-        counts: outcome -> how many of the case's records met it.
-        reason: what a refusal or an error said, in one line.
+        counts: outcome -> number of the case's records.
+        reason: the message of a refusal or an error, in one line.
     """
 
     case: str
@@ -51,7 +52,7 @@ class Found:
 
 
 class Autocast(nn.Module):
-    """A model whose forward pass runs in autocast, and nothing else does: as PyTorch asks for it."""
+    """A model with only its forward pass under autocast, as PyTorch recommends."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -64,11 +65,7 @@ class Autocast(nn.Module):
 
 
 def run(trial: SensitivityTrial) -> dict[str, Any]:
-    """{"rows": one for each case, with the fields of a `Found`}.
-
-    Args:
-        trial: which backend, in which dtype.
-    """
+    """{"rows": one for each case, with the fields of a `Found`}."""
     torch.set_num_threads(1)
     backend = backend_class(trial.backend)
     return {"rows": [asdict(found) for found in sensitivity(backend, trial.dtype, trial.device)]}
@@ -77,11 +74,11 @@ def run(trial: SensitivityTrial) -> dict[str, Any]:
 def sensitivity(
     backend: type[Backend], dtype: str = "float32", device: str = "cpu", cases: Iterable[HardRecord] = RECORDS
 ) -> Iterator[Found]:
-    """What every case comes to that makes sense in `dtype`, one of `dpbench.conformance.sensitivity.DTYPES`.
+    """Results of all cases that apply to `dtype`.
 
     Args:
-        backend: which one.
-        dtype: one of `DTYPES`.
+        backend: the backend class.
+        dtype: one of `dpbench.conformance.sensitivity.DTYPES`.
         device: "cpu" or "cuda".
         cases: of hard records.
     """
@@ -93,11 +90,11 @@ def sensitivity(
 
 
 def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str = "cpu") -> Found:
-    """The worst that the records of a case do to one backend.
+    """The worst result among the records of a case.
 
     Args:
         case: of hard records.
-        backend: which one.
+        backend: the backend class.
         dtype: one of `DTYPES`.
         device: "cpu" or "cuda".
     """
@@ -123,12 +120,12 @@ def measured(case: HardRecord, backend: type[Backend], dtype: str, device: str =
 
 
 class Unusable(Exception):
-    """The ordinary batch has no sum, so that there is nothing to compare with."""
+    """The ordinary batch has no valid sum to compare with."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """What one record did; fields as those of `Found`."""
+    """The effect of one record; fields as those of `Found`."""
 
     record: Record
     batch_size: int
@@ -139,18 +136,18 @@ class Move:
 
 
 def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: str, limit: float) -> Iterator[Move]:
-    """One for each record.
+    """Yield the `Move` of each record.
 
     Args:
         backend: opened on the problem's model.
         problem: batches, and records to add to them.
         dtype: of inputs and weights.
         device: "cpu" or "cuda".
-        limit: what the backend states, in units of C.
+        limit: the largest allowed excess, in units of C.
 
     Raises:
         UnsupportedModel: the batch without any of the records is refused.
-        Unusable: it raises an error, or its sum is no number.
+        Unusable: the ordinary batch raises an error, or its sum is not finite.
     """
 
     def placed(x: Tensor) -> Tensor:
@@ -160,7 +157,7 @@ def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: st
     for batch in problem.batches:
         inputs, weights = placed(batch.inputs), placed(batch.weights)
         try:
-            # a plan that is timed changes in its second step, and what is stated is of two batches by the same plan
+            # timing may change the plan in the second step, and the claim holds for two batches by one plan
             for _ in range(1 if getattr(backend, "planner", None) is None else 2):
                 without = backend(inputs, weights).grads
         except UnsupportedModel:
@@ -187,7 +184,7 @@ def each_move(backend: Backend, problem: Problem, dtype: torch.dtype, device: st
 
 
 def stated(backend: Backend, batch_size: int) -> float:
-    """What the backend says that one record can move the sum by; other libraries say nothing.
+    """The backend's claimed sensitivity; infinite for other libraries, which claim none.
 
     Args:
         backend: of ours, or another library's.
@@ -198,7 +195,7 @@ def stated(backend: Backend, batch_size: int) -> float:
 
 
 def names_place(said: str, place: int) -> bool:
-    """Whether an error says which record it is about, by its position in the batch.
+    """True if an error names its record by the position in the batch.
 
     Args:
         said: the error's words.
@@ -208,18 +205,18 @@ def names_place(said: str, place: int) -> bool:
 
 
 def between(batch: Tensor, one: Tensor, place: int) -> Tensor:
-    """The batch with one sample more, at `place`.
+    """Insert one sample into the batch at `place`.
 
     Args:
         batch: [B, ...].
         one: [1, ...].
-        place: where it comes to stand.
+        place: its position.
     """
     return torch.cat([batch[:place], one, batch[place:]])
 
 
 def finite(grads: Grads) -> bool:
-    """Whether all of a sum is finite.
+    """True if the whole sum is finite.
 
     Args:
         grads: parameter name -> its part of the sum.
@@ -228,7 +225,7 @@ def finite(grads: Grads) -> bool:
 
 
 def distance(first: Grads, second: Grads) -> float:
-    """L2, over all parameters together, in float64.
+    """L2 distance in float64, over all parameters together.
 
     Args:
         first, second: parameter name -> its part of the sum.
@@ -238,7 +235,7 @@ def distance(first: Grads, second: Grads) -> float:
 
 
 def one_line(error: Exception) -> str:
-    """An error's words, with its type unless it is a refusal.
+    """An error's message, with its type unless it is a refusal.
 
     Args:
         error: of any kind.

@@ -1,15 +1,15 @@
-"""The peak memory of a step that is never computed.
+"""Predicts the peak memory of a step by running it on fake tensors.
 
-Under `FakeTensorMode` a tensor has a shape, a dtype and a device, and no data: the step runs through model, autograd
-and clipping in a second or so, whatever the batch size. Its storages are empty but real objects, born when an
-operation returns a tensor with a new one and dead when the last tensor, view or saved tensor of the graph lets go.
+Under `FakeTensorMode` a tensor has a shape, a dtype and a device, and no data: a step through model, autograd and
+clipping takes about a second, whatever the batch size. Its storages are empty but real objects. A storage is born when
+an operation returns a tensor with a new one, and dies when the last tensor, view or saved tensor of the graph frees it.
 Hence the peak: let s range over storages, alive at time t if born(s) ≤ t < dead(s). Then
 
     peak = baseline + max_t Σ_{s alive at t} bytes(s) − Σ_{s alive before the step} bytes(s)
 
-with the baseline as in `dpbench.measure.memory`. A view or an alias is no new storage, nor is an in-place result; what
-autograd saves is counted because its storage lives. The backward pass runs on the calling thread
-(`set_multithreading_enabled(False)`), where the modes are.
+with the baseline as in `dpbench.measure.memory`. Views, aliases and in-place results are no new storages; tensors saved
+by autograd count because their storages live. The backward pass runs on the calling thread, which has the modes
+(`set_multithreading_enabled(False)`).
 
 **Inside an operation** a kernel allocates and frees memory that no mode sees. On a CPU it is added by formula
 (`temporaries`): copies of a convolution's operands in oneDNN's layout (`measure.convolution_memory`), a softmax's
@@ -17,13 +17,13 @@ dense copy of its input, a group norm's sums, a wide copy of what is added to a 
 cuBLAS, rounding by the allocator and fragmentation are not known: on CUDA, or for a device that this machine lacks,
 none are added. The experiment `memory_accuracy` compares.
 
-**Where branches join** (a residual connection) autograd adds one gradient to the other in place if nobody else holds
-it, but never while a mode watches. The tracker takes back what is then alive in excess: a sum that the engine itself
-makes, and that outlives its first summand at once, is that summand.
+**Where branches join** (a residual connection) autograd adds one gradient to the other in place if it holds the only
+reference, but never under a mode. The tracker subtracts the difference: a sum made by the autograd engine that directly
+outlives its first summand counts as that summand.
 
-**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), is one block: the last. It is
-one of the largest, and what the others leave is there while it is worked on: so many bytes are added to all of it
-(`LastForAll`). So a step has about the same operations at any batch size, and takes the same time.
+**A loop over blocks of a batch**, or over its samples (`clipping.core.microbatching`), runs its last block alone. That
+is one of the largest, and the results of the other blocks exist while it runs, so their bytes are added (`LastForAll`).
+So a step has about the same operations, and takes the same time, at any batch size.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-import torch._dynamo  # the fake mode imports it in its constructor; here, a server has it before it forks a trial
+import torch._dynamo  # the fake mode imports it; loaded here, before a server forks a trial
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
@@ -49,12 +49,12 @@ from dpbench.measure.bench import Memory, storage_bytes
 from dpbench.measure.convolution_memory import Convolution
 from dpbench.measure.phases import BACKWARD, FORWARD, Phases
 
-#: Where a mode is wrapped, to keep a compiler off it.
+#: Files whose functions wrap a mode, to keep the compiler away from it.
 _WRAPPERS = {torch._dynamo.eval_frame.__file__, torch._compile.__file__}
 
 
 class SimulatedStep(Protocol):
-    """What is simulated: a step, and the tensors that live before and after it (`dpbench.measure.bench.Step`)."""
+    """A step to simulate, and the tensors that live before and after it (`dpbench.measure.bench.Step`)."""
 
     def __call__(self) -> object: ...
 
@@ -66,15 +66,15 @@ OpenStep = Callable[[], AbstractContextManager[SimulatedStep]]
 
 
 class StorageLifetimes(TorchDispatchMode):
-    """Counts the bytes of all storages that operations return, from their birth to their death.
+    """Counts the bytes of all storages that operations return, from birth to death.
 
     Args:
-        temporaries: count what kernels of a CPU allocate and free inside one operation too.
+        temporaries: also count memory that CPU kernels allocate and free inside one operation.
 
     Attributes:
         alive: bytes now.
-        peaks: part of a step -> the most there were while it ran.
-        phase: the part that runs now; see `enter`.
+        peaks: part of a step -> the most bytes alive while it ran.
+        phase: the running part; see `enter`.
     """
 
     def __init__(self, *, temporaries: bool = False) -> None:
@@ -84,7 +84,7 @@ class StorageLifetimes(TorchDispatchMode):
         self.peaks = {FORWARD: 0}
         self._temporaries = temporaries
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._replaced: int | None = None  # what the engine adds to, as long as nothing else has happened
+        self._replaced: int | None = None  # the summand that autograd may replace, until another event
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = self.alive
@@ -103,13 +103,13 @@ class StorageLifetimes(TorchDispatchMode):
         return result
 
     def watch(self, tensor: Tensor) -> None:
-        """Count the storage of `tensor` from now to its death, unless it is counted already.
+        """Count the storage of `tensor` from now to its death, unless it already counts.
 
         Args:
             tensor: real or fake.
         """
         if tensor.layout is not torch.strided:
-            return  # a sparse tensor has no storage of its own; the indices and values it is made of are seen
+            return  # a sparse tensor has no storage of its own; its indices and values are watched
         storage = tensor.untyped_storage()
         key = id(storage)  # one Python object for as long as the storage lives
         if key in self._watched:
@@ -119,7 +119,7 @@ class StorageLifetimes(TorchDispatchMode):
 
         def dead(_: object) -> None:
             if self._replaced == key:
-                self._replaced = None  # nobody else held it: it was added to in place
+                self._replaced = None  # no other reference: autograd added in place
             self._settle()
             self.alive -= size
             del self._watched[key]
@@ -130,7 +130,7 @@ class StorageLifetimes(TorchDispatchMode):
 
     @property
     def peak(self) -> int:
-        """The most bytes while the present part of a step ran; assign to it to begin anew."""
+        """The most bytes alive while the present part ran; assign to reset it."""
         return self.peaks[self.phase]
 
     @peak.setter
@@ -138,7 +138,7 @@ class StorageLifetimes(TorchDispatchMode):
         self.peaks[self.phase] = peak
 
     def enter(self, phase: str) -> None:
-        """Another part of the step begins, or goes on.
+        """Begin or continue a part of the step.
 
         Args:
             phase: its name.
@@ -149,7 +149,7 @@ class StorageLifetimes(TorchDispatchMode):
 
     @contextmanager
     def beside(self) -> Iterator[list[int]]:
-        """Count what is alive inside it beside further bytes, which the caller adds to the list before it ends."""
+        """Add further bytes to the peaks inside the context; the caller appends them to the list before it ends."""
         self._settle()
         before, self.peaks = self.peaks, {self.phase: self.alive}
         further: list[int] = []
@@ -162,7 +162,7 @@ class StorageLifetimes(TorchDispatchMode):
                 self.peaks[phase] = max(self.peaks.get(phase, 0), peak + sum(further))
 
     def _accumulated(self, old: Tensor, new: Tensor) -> None:
-        """`new` is `old` and another gradient; whether in the place of `old` is seen from what dies next."""
+        """`new` is `old` plus another gradient; the next death tells whether `new` replaces `old`."""
         peak = self.peak
         self.watch(new)
         if old.shape == new.shape and old.is_contiguous():
@@ -172,17 +172,17 @@ class StorageLifetimes(TorchDispatchMode):
             )
 
     def _settle(self) -> None:
-        """Something happened before the old gradient died: it is held by somebody, and the sum is a tensor beside."""
+        """Another event came before the old gradient's death: others hold it, and the sum is a separate tensor."""
         if self._replaced is not None:
             self._replaced = None
             self.peak = max(self.peak, self.alive)
 
 
 class LastForAll(InTurn):
-    """The last block alone: what the others have left is there while it is worked on, and how large that is it shows.
+    """Runs the last block alone, and derives the size of the other blocks' results from its own.
 
     Args:
-        lifetimes: that see the step.
+        lifetimes: of the step.
     """
 
     def __init__(self, lifetimes: StorageLifetimes) -> None:
@@ -191,7 +191,7 @@ class LastForAll(InTurn):
     def each(self, of_block: Callable[[slice], Parts], blocks: list[slice]) -> list[Parts]:
         if len(blocks) < 2:
             return super().each(of_block, blocks)
-        largest = max(reversed(blocks), key=_size)  # the very last may be what was left over
+        largest = max(reversed(blocks), key=_size)  # the very last may be a smaller remainder
         before, all_others = largest.start - blocks[0].start, sum(map(_size, blocks)) - _size(largest)
 
         def rows(part: Tensor, samples: int) -> int:
@@ -212,10 +212,10 @@ class LastForAll(InTurn):
 
 
 def _the_engine_adds(frame: FrameType | None) -> bool:
-    """Whether an addition is autograd's own, of gradients that meet: then no function of a backward pass has called it.
+    """True if autograd itself adds two gradients: then no function of a backward pass called the addition.
 
     Args:
-        frame: the Python frame from which it came, perhaps by way of a mode's wrappers.
+        frame: the Python frame of the call, perhaps a mode's wrapper.
     """
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
@@ -225,10 +225,10 @@ def _the_engine_adds(frame: FrameType | None) -> bool:
 
 
 def at_once(func: Any, args: Any, result: Any) -> int:
-    """Bytes that a CPU's kernel has allocated at once inside one operation, results included; 0 if no more than these.
+    """Peak bytes that a CPU's kernel allocates inside one operation, results included; 0 if only the results.
 
     Args:
-        func: the overload that is dispatched.
+        func: the dispatched overload.
         args: its positional arguments.
         result: what it returned, or its shapes on fake tensors.
     """
@@ -262,12 +262,12 @@ def _nbytes(x: Tensor) -> int:
 
 
 def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Phases | None = None) -> Memory:
-    """The peak of one step; `open_step()` is called under fake tensors, and builds model, batch and backend there.
+    """The peak of one step.
 
     Args:
-        open_step: see above.
-        temporaries: those inside a CPU's kernels are in it.
-        phases: what tells of the parts of the step, for their peaks.
+        open_step: called under fake tensors; builds model, batch and backend.
+        temporaries: include those inside a CPU's kernels.
+        phases: reports the parts of the step, for their peaks.
     """
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -278,9 +278,9 @@ def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Pha
     ):
         holds = step.holds()
         for tensor in holds:
-            lifetimes.watch(tensor)  # a model may have been built of real tensors first: no operation returned these
+            lifetimes.watch(tensor)  # a model may come from real tensors, which no operation returned
         baseline = storage_bytes(holds)
-        gc.collect()  # building leaves cycles; they must not die during the step
+        gc.collect()  # reference cycles left by building must not die during the step
         before = lifetimes.alive
         lifetimes.phase, lifetimes.peaks = FORWARD, {FORWARD: before, BACKWARD: before}
         if phases is not None:
@@ -292,9 +292,9 @@ def simulated_peak(open_step: OpenStep, *, temporaries: bool = True, phases: Pha
 
 
 def simulated_device(name: str) -> str:
-    """Where fake tensors say they are: on `name`, or on the CPU where this machine has no such device.
+    """The device of fake tensors: `name`, or the CPU if this machine lacks such a device.
 
-    (Autograd asks the device's driver for its streams, fake or not.) Backends that choose by device choose alike.
+    (Autograd calls the device's driver for its streams even for fake tensors.) Backends choose alike on both.
 
     Args:
         name: "cpu" or "cuda".

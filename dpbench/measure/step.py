@@ -1,8 +1,8 @@
-"""Body of a `StepTrial`: one training step, verified, then timed, then its memory taken.
+"""Run a `StepTrial`: verify one training step, time it, then measure its memory.
 
-In this order, because each part must not disturb the next: the oracle's memory is released before the allocator's
-budget is set, the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last. The
-number of threads is fixed by whoever started this process (`dpbench.process.child`).
+The order keeps each part from disturbing the next: the oracle's memory is freed before the allocator's budget is set,
+the timing is warm, and the profiler of the CPU's memory, which slows everything down, comes last. The starter of this
+process sets the number of threads (`dpbench.process.child`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,14 @@ def run(trial: StepTrial) -> dict[str, Any]:
     """{"parameters", "verification", "coverage", "loss", "warmup_seconds", "step_seconds", "memory", "precision",
     on CUDA "model_flops" (`dpbench.measure.flops`)}.
 
-    "precision": what torch's switches were (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power
-    and temperature as the last timed step ended.
-
-    Args:
-        trial: which model, backend and batch.
+    "precision" has torch's switches (`dpbench.measure.precision.facts`). On CUDA also "gpu": its clocks, power and
+    temperature after the last timed step.
 
     Raises:
-        Mismatch: the answer on the first samples is not the oracle's; nothing was timed.
-        OverBudget: the step needs more than `trial.memory_budget`; timed all the same.
-        torch.OutOfMemoryError: the device, or its allocator held to the budget, had no more.
-        UnsupportedModel: the backend refuses the model, or is not available; or the device has not this precision.
+        Mismatch: the result on the first samples differs from the oracle's; nothing was timed.
+        OverBudget: the step needs more than `trial.memory_budget`; it was timed all the same.
+        torch.OutOfMemoryError: the device, or its allocator under the budget, has no more memory.
+        UnsupportedModel: the backend refuses the model, or is not available; or the device lacks this precision.
     """
     device = device_of(trial.device)
     with arithmetic(trial.precision, device):
@@ -68,7 +65,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
             result["gpu"] = gpu.sample(device)
         assert timed.losses is not None
         loss = float(timed.losses.double().mean())
-        watched = Step(backend, inputs, targets)  # a fresh one: there is nothing of an earlier step that it releases
+        watched = Step(backend, inputs, targets)  # a fresh one, which frees nothing of an earlier step
         memory = measured_peak(watched, watched.holds(), device)
         result |= {
             "coverage": dict(backend.coverage),
@@ -78,7 +75,7 @@ def _measured(trial: StepTrial, device: torch.device) -> dict[str, Any]:
             "loss": loss,
             "precision": facts(trial.precision, workload, inputs, targets),
         }
-    # of a CPU nobody states the peak that they are compared with
+    # a CPU has no published peak to compare them with
     if device.type == "cuda" and (flops := model_flops(workload, inputs, targets, trial.batch_size)) is not None:
         result["model_flops"] = flops
     return result

@@ -1,12 +1,12 @@
-"""Seconds per step: warm up until it settles, then measure step by step, raw and in order.
+"""Measures seconds per step: warms up until times settle, then records each step, raw and in order.
 
-The first step pays for what happens once (allocator pools, oneDNN's and cuDNN's choice of kernels) and stands alone.
-Then windows of two steps, until the means of two successive windows agree within 10 %, or half of `max_seconds` is
-spent. What is timed after that is recorded as it came: summaries, and what to do with outliers, belong to the report.
+The first step pays for one-time work (allocator pools, oneDNN's and cuDNN's choice of kernels) and stands alone. Then
+follow windows of two steps, until the means of two successive windows agree within 10 %, or half of `max_seconds` is
+spent. Later steps are recorded as measured: the report summarises them and treats outliers.
 
-On a CPU: `time.perf_counter` around each step; the number of threads is the caller's business. On CUDA: an event before
-the first step and after each one, and one synchronisation at either end, so that the host runs ahead of the device as
-it does in training.
+On a CPU: `time.perf_counter` around each step; the caller sets the number of threads. On CUDA: an event before the
+first step and after each one, and one synchronisation at either end, so that the host runs ahead of the device as in
+training.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ WINDOW = 2
 AGREE = 0.1
 MAX_WINDOWS = 6
 FEWEST = 2
-#: Short steps are cheap and noisy: time so many that they fill this long, within reason.
+#: Short steps are cheap and noisy: time enough of them to fill FILL_SECONDS, at most MOST.
 FILL_SECONDS = 0.5
 MOST = 50
 
-#: Run a step up to `count` times, at least FEWEST, and stop after `max_seconds`: the seconds of each.
+#: (step, count, max_seconds) -> the seconds of up to `count` steps, at least FEWEST, stopped after `max_seconds`.
 Stopwatch = Callable[[Callable[[], object], int, float], list[float]]
 
 
 class Timing(NamedTuple):
-    """Seconds of each step, in the order in which they ran."""
+    """Seconds of each step, in order."""
 
     warmup_seconds: list[float]
     step_seconds: list[float]
@@ -43,11 +43,10 @@ class Timing(NamedTuple):
 def time_steps(step: Callable[[], object], *, stopwatch: Stopwatch, steps: int, max_seconds: float) -> Timing:
     """Warm up, then time `step` at least `steps` times.
 
-    After `max_seconds` of timing no further step is begun, but two are always timed. Steps so short that `steps` of
-    them take less than half a second are timed more often.
+    No step begins after `max_seconds` of timing, but at least two are timed. Steps so short that `steps` of them take
+    less than half a second are timed more often.
 
     Args:
-        step: runs one step.
         stopwatch: of the device.
         steps: how many, at least.
         max_seconds: of timing.
@@ -60,10 +59,9 @@ def time_steps(step: Callable[[], object], *, stopwatch: Stopwatch, steps: int, 
 
 
 def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: float) -> list[float]:
-    """Seconds of each step run until two windows agree, or `max_seconds` or MAX_WINDOWS are spent.
+    """Run steps until two windows agree, or `max_seconds` or MAX_WINDOWS are spent; returns the seconds of each.
 
     Args:
-        step: runs one step.
         stopwatch: of the device.
         max_seconds: of warming up.
     """
@@ -81,11 +79,7 @@ def warm_up(step: Callable[[], object], *, stopwatch: Stopwatch, max_seconds: fl
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """The clock of a device.
-
-    Args:
-        device: of the trial.
-    """
+    """The clock of a device."""
     return cuda_stopwatch if device.type == "cuda" else cpu_stopwatch
 
 
@@ -93,9 +87,8 @@ def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) ->
     """Seconds of each step, on the host's clock.
 
     Args:
-        step: runs one step.
         count: how many steps.
-        max_seconds: after which no further one is begun.
+        max_seconds: no step begins later.
     """
     seconds: list[float] = []
     begin = time.perf_counter()
@@ -110,12 +103,11 @@ def cpu_stopwatch(step: Callable[[], object], count: int, max_seconds: float) ->
 
 
 def cuda_stopwatch(step: Callable[[], object], count: int, max_seconds: float) -> list[float]:
-    """As the device saw it: from the end of the step before to the end of this one.
+    """Seconds on the device, from the end of one step to the end of the next.
 
     Args:
-        step: runs one step.
         count: how many steps.
-        max_seconds: after which no further one is begun.
+        max_seconds: no step begins later.
     """
     torch.cuda.synchronize()
     events = [torch.cuda.Event(enable_timing=True)]

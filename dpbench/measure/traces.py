@@ -1,13 +1,13 @@
-"""A trace of some steps by torch.profiler, read as data: operations, kernels, launches, and waits of the host.
+"""Reads a torch.profiler trace of some steps: operations, kernels, launches, and host waits.
 
-The trace is Kineto's, in the Chrome format. What is read of it, by category:
+The trace is Kineto's, in the Chrome format. The categories read are:
 
-    kernel, gpu_memcpy, gpu_memset    what ran on the device, with its time there
-    cuda_runtime, cuda_driver         what the host asked of the device: launches, copies, waits
-    cpu_op                            operations, nested; an operation's own time is less that of those inside of it
+    kernel, gpu_memcpy, gpu_memset    work on the device, with its time there
+    cuda_runtime, cuda_driver         calls by the host: launches, copies, waits
+    cpu_op                            operations, nested; an operation's own time excludes those inside it
     user_annotation                   marks of ours
 
-The profiler slows a step down: counts and shares are taken from it, and never the time of a step.
+The profiler slows a step down: take counts and shares from the trace, never the time of a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Event = dict[str, Any]
 class Operation(NamedTuple):
     """All calls of one name: kernels by their device time, or operations of a CPU by their own time, in seconds.
 
-    `asked_by` is the torch operation that launched it most often, of a kernel.
+    For a kernel, `asked_by` is the torch operation that launched it most often.
     """
 
     name: str
@@ -51,23 +51,23 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What was recorded: the events, and the file as it is kept, compressed."""
+    """The recorded events, and the compressed file."""
 
     events: Sequence[Event]
     compressed: bytes
 
     def operations(self) -> list[Operation]:
-        """The largest first."""
+        """Operations, the largest first."""
         found = self._kernels() or self._own_times()
         return sorted(found, key=lambda operation: (-operation.seconds, operation.name))
 
     @property
     def saw_the_device(self) -> bool:
-        """Whether anything ran on a GPU that the profiler could see."""
+        """True if the profiler saw work on a GPU."""
         return any(event.get("cat") in _ON_DEVICE for event in self.events)
 
     def times_of(self, pattern: re.Pattern[str]) -> list[float]:
-        """When the host called what matches, in the trace's microseconds.
+        """When the host called operations that match, in the trace's microseconds.
 
         Args:
             pattern: of the operation's name, from its beginning.
@@ -83,7 +83,7 @@ class Trace:
         return self.times_of(_WAIT)
 
     def marks(self, prefix: str) -> list[tuple[float, str]]:
-        """(when, the rest of the name) of our own annotations that begin with `prefix`.
+        """(time, rest of the name) of our own annotations that begin with `prefix`.
 
         Args:
             prefix: of the annotation's name.
@@ -107,7 +107,7 @@ class Trace:
         return [Operation(n, askers[n].total(), s, askers[n].most_common(1)[0][0]) for n, s in seconds.items()]
 
     def _own_times(self) -> list[Operation]:
-        """Of operations on the CPU: each less what those inside of it took, thread by thread."""
+        """Operations on the CPU, without the time of operations inside them, thread by thread."""
         seconds: dict[str, float] = defaultdict(float)
         calls: Counter[str] = Counter()
         threads: dict[Any, list[Event]] = defaultdict(list)
@@ -128,24 +128,22 @@ class Trace:
 
 
 def traced(step: Callable[[], object], device: torch.device, steps: int) -> Trace:
-    """The trace of `steps` steps; on CUDA after one that starts the profiler up, and with all that they launched.
+    """Trace `steps` steps and all their kernels; on CUDA, an untraced step first starts the profiler.
 
     Args:
-        step: runs one step.
-        device: of the trial.
         steps: how many.
 
     Raises:
-        NotHere: on CUDA, where the profiler saw nothing of the device.
+        NotHere: on CUDA, if the profiler saw nothing of the device.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes to standard error, which is a trial's evidence
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # keeps it off standard error, which is a trial's evidence
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities, acc_events=True):
             step()
             torch.cuda.synchronize(device)
-    # acc_events: there is one cycle alone, of which torch 2.11 would else warn that it clears the events of others
+    # acc_events: with a single cycle, torch 2.11 would warn that it clears the events of others
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         for _ in range(steps):
             step()

@@ -1,16 +1,15 @@
-"""Body of a `TrainingStepTrial`: whole training steps, of engines as their libraries ship them, interleaved.
+"""Run a `TrainingStepTrial`: time whole training steps of engines as their libraries ship them, interleaved.
 
-A step is forward pass, losses, backward, clipping, noise (σ = 1) and the optimizer's own; gradients are let go of at
-its end. Compiled, our engine takes it in one call (`PrivacyEngine.make_step`), and the plain step runs as a graph, too:
-each in the way that is fastest for it, the optimizer as it is. Each engine has a copy of the model, of the same seed,
-and an optimizer of its own; all share the batch. Otherwise they are opened, timed in turns and watched as the backends
-of `dpbench.measure.overhead` are, by which an engine's clipping is first compared with the oracle. What a loader draws
-is no part of it. Three steps at the least are run first, since a second may time routes yet, and one more, not timed,
-before each turn: in a loop a step follows one of its own kind, and not an engine's that has just let go of every
-sample's gradients.
+A step is forward pass, losses, backward, clipping, noise (σ = 1) and the optimizer's update; it frees the gradients at
+its end. If compiled, our engine runs it in one call (`PrivacyEngine.make_step`), and the plain step runs as a graph
+too: each in its fastest way, with the unchanged optimizer. Each engine has its own copy of the model, of the same seed,
+and its own optimizer; all share the batch. Otherwise engines are opened, timed in turns and measured as backends are by
+`dpbench.measure.overhead`, which first compares an engine's clipping with the oracle. The loader is excluded. Three
+steps at least run first, since the second may still time routes, and one untimed step before each turn: in training, a
+step follows one of the same engine, not one of an engine that has just freed per-sample gradients.
 
-The result is that of an `OverheadTrial`, and ``energy``: by which counter, or "not readable". With one, a turn has
-``joules_per_step``: of all that the machine's processors, or the GPU, did meanwhile.
+The result is that of an `OverheadTrial`, and ``energy``: the name of the counter, or "not readable". With a counter, a
+turn has ``joules_per_step``: all energy that the machine's processors, or the GPU, used meanwhile.
 """
 
 from __future__ import annotations
@@ -35,19 +34,16 @@ from dpbench.measure.overhead import Entry, compared
 from dpbench.models.workload import Workload
 from dpbench.trials.whole_step import TrainingStepTrial
 
-#: Steps to an epoch of the data set that engines are told of: their accountants ask.
+#: Steps in an epoch of the data set, which engines' accountants require.
 STEPS = 100
 
 
 def run(trial: TrainingStepTrial) -> dict[str, Any]:
     """See the module's docstring.
 
-    Args:
-        trial: which model, by which engines.
-
     Raises:
         PartlyFailed: an entry is a `mismatch` or an `error`; with the whole result.
-        NotHere: the device has not this precision.
+        NotHere: the device lacks this precision.
     """
     device = device_of(trial.device)
     by, joules = energy.counter(device)
@@ -61,8 +57,8 @@ class TrainingStep:
 
     Attributes:
         model, optimizer: that it trains.
-        take: a step; the losses [B].
-        undo: takes the engine off.
+        take: runs a step and returns the losses [B].
+        undo: detaches the engine.
         batch: (inputs, targets).
         losses: of the last step.
     """
@@ -78,18 +74,18 @@ class TrainingStep:
         self.losses = self.take()
 
     def close(self) -> None:
-        """Take the engine off the model."""
+        """Detach the engine from the model."""
         self.undo()
 
     def holds(self) -> list[Tensor]:
-        """What lives before and after the step: parameters, buffers, the optimizer's state and the batch."""
+        """Tensors that live before and after the step: parameters, buffers, the optimizer's state and the batch."""
         state = [value for each in self.optimizer.state.values() for value in each.values()]
         return [*self.model.parameters(), *self.model.buffers(), *tensors_in(*state), *tensors_in(*self.batch)]
 
 
 @dataclass
 class _Engine(Entry):
-    """An engine's step, from its opening to its record. `joules` since some moment, where a counter can be read."""
+    """An engine's step, from opening to record. `joules` reads a counter of energy, if there is one."""
 
     trial: TrainingStepTrial
     joules: Callable[[], float] | None = None
@@ -111,7 +107,7 @@ class _Engine(Entry):
         self._step = TrainingStep(own.model, optimizer, take, undo, (inputs, targets))
 
     def turn(self, number: int, position: int) -> None:
-        """As of an entry, with its energy."""
+        """As for a backend's entry, with energy."""
         before = self.joules() if self.joules is not None else 0.0
         super().turn(number, position)
         if self.joules is not None and self._step is not None:
@@ -124,7 +120,7 @@ class _Engine(Entry):
         return measured_peak(self._step, self._step.holds(), self.device)
 
     def _left_by_others(self, memory: Memory) -> int:
-        """Of a CUDA device when this engine is closed, and its model with it: all but the batch."""
+        """Bytes of a CUDA device after this engine and its model are closed, without the batch."""
         return torch.cuda.memory_allocated(self.device) - self._batch_bytes
 
 
@@ -132,9 +128,9 @@ class Opened(NamedTuple):
     """An engine on a model.
 
     Attributes:
-        take: a step; the losses [B].
-        undo: takes it off.
-        graphs: what its steps run as; None where they run as they are.
+        take: runs a step and returns the losses [B].
+        undo: detaches the engine.
+        graphs: the graphs that run its steps; None if steps run eagerly.
     """
 
     take: Callable[[], Tensor]
@@ -156,7 +152,7 @@ def _losses(workload: Workload, model: nn.Module, inputs: Any, targets: Any) -> 
 def _by_backward(
     workload: Workload, model: nn.Module, optimizer: Any, inputs: Any, targets: Any
 ) -> Callable[[], Tensor]:
-    """A step as ordinary loops have it."""
+    """A step as in an ordinary training loop."""
 
     def take() -> Tensor:
         losses = _losses(workload, model, inputs, targets)
@@ -173,7 +169,7 @@ def _plain(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs:
 
 
 def _plain_compiled(_: str, workload: Workload, optimizer: torch.optim.Optimizer, inputs: Any, targets: Any) -> Opened:
-    """Ordinary training in the way that is fastest for it."""
+    """Ordinary training in its fastest way."""
     size, named = len(targets), dict(workload.model.named_parameters())
     backend = load_backend("nonprivate")(
         workload.model, lambda outputs, targets: workload.loss_fn(outputs, targets) / size, compile=True
@@ -228,7 +224,7 @@ def _ours(name: str, workload: Workload, optimizer: torch.optim.Optimizer, input
 
 
 def _not_in_place(model: nn.Module) -> nn.Module:
-    """As Opacus' users have to: its hooks forbid a module's output to be changed."""
+    """Replace in-place modules, as Opacus' users must: its hooks forbid in-place changes of a module's output."""
     for module in model.modules():
         if getattr(module, "inplace", False) is True:
             module.inplace = False  # type: ignore[assignment]
@@ -284,7 +280,7 @@ def _private_cnn(_: str, workload: Workload, optimizer: torch.optim.Optimizer, i
     step: Any = optimizer.step
 
     def take() -> Tensor:
-        hooks.set_hooks_mode("ghost_norm_mixed")  # a global of its module, which a step leaves as it needs it
+        hooks.set_hooks_mode("ghost_norm_mixed")  # a global of that module, which each step changes
         losses = _losses(workload, workload.model, inputs, targets)
         step(loss=losses)
         optimizer.zero_grad()
@@ -323,5 +319,5 @@ _OF_OTHERS = {
     "private_cnn": _private_cnn,
     "fastdp": _fastdp,
 }
-#: Of other libraries' engines no step is a graph: as backends they are refused before.
+#: Steps of other libraries' engines cannot be graphs; their backends are refused earlier.
 _COMPILED = {"nonprivate": _plain_compiled}

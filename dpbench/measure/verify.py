@@ -1,15 +1,15 @@
-"""The answer of a step beside the oracle's: norms and clipped sums of a few samples of the batch.
+"""Compares a step's norms and clipped sums with the oracle's, on a few samples of the batch.
 
 The errors are those of `clipping.checks.verification.compare`: for a parameter ‖Δ‖ / max(‖reference‖, 10⁻³ ‖all
-references‖), the largest over parameters; a gradient that vanishes but for rounding (a bias before a normalisation) is
-thereby judged beside the whole gradient, not beside its own rounding. For norms max_i |Δ_i| / max(‖g_i‖, 10⁻³ max ‖g‖).
+references‖), the largest over parameters; so a gradient that vanishes except for rounding (a bias before a
+normalisation) is compared with the whole gradient. For norms max_i |Δ_i| / max(‖g_i‖, 10⁻³ max ‖g‖).
 
-A trial's step is looked at twice. In float64, to which its model is cast and back, is it exact as a method? In float32
-a pre-activation within rounding of zero may pass a ReLU in a batch of one and not in a batch of two, and an exact
-backend differs by 10⁻². And in the trial's own precision, where other kernels run, is it as exact as that arithmetic
-lets it be? The limits are those of `clipping.checks.verification`, by the formats that the losses were computed in.
-Ordinary training is compared with the oracle that clips nothing. Where a dtype is asked for (`dpbench check --dtype`),
-limits go by it. TF32 is off meanwhile on CUDA, but for what is looked at in a trial's own precision.
+A trial's step is checked twice. First in float64, to which its model is cast and back: is the method exact? (In float32
+a pre-activation near zero may pass a ReLU in a batch of one and not in a batch of two, and an exact backend then
+differs by 10⁻².) Then in the trial's own precision, which runs other kernels: is it as exact as that arithmetic allows?
+The limits are those of `clipping.checks.verification`, by the formats in which the losses are computed. Ordinary
+training is compared with an oracle that does not clip. With an explicit dtype (`dpbench check --dtype`), limits depend
+on it. On CUDA, TF32 is off except in the check in the trial's own precision.
 """
 
 from __future__ import annotations
@@ -29,11 +29,9 @@ SAMPLES = 2
 
 
 def oracle(workload: Workload, inputs: Any, targets: Any, clip: ClipFunction) -> ClippedGradient:
-    """The answer of one sample after the other.
+    """The result of processing one sample at a time.
 
     Args:
-        workload: model, loss and data.
-        inputs, targets: of one batch.
         clip: norms [B] -> factors [B].
     """
     with tf32(False), load_backend("microbatch")(workload.model, workload.loss_fn, clip=clip) as microbatch:
@@ -41,11 +39,10 @@ def oracle(workload: Workload, inputs: Any, targets: Any, clip: ClipFunction) ->
 
 
 def against_oracle(backend: Backend, inputs: Any, targets: Any) -> tuple[Agreement, Limit, int]:
-    """How far the backend is from the oracle on the first samples of a batch, what rounding explains, and how many.
+    """The backend's difference from the oracle on the first samples of a batch, the limit, and how many samples.
 
     Args:
         backend: to be verified.
-        inputs, targets: of one batch.
     """
     samples = min(SAMPLES * backend.together, leading_dimension(inputs, targets))
     with tf32(False):
@@ -53,11 +50,11 @@ def against_oracle(backend: Backend, inputs: Any, targets: Any) -> tuple[Agreeme
 
 
 def verified(backend: Backend, inputs: Any, targets: Any, precision: str) -> tuple[dict[str, Any], str | None]:
-    """The record of both looks at a step (see above), and what is wrong with it in words; None if nothing is.
+    """The record of both checks of a step (see above), and an error message or None.
 
     Args:
-        backend, inputs, targets: the step.
-        precision: the trial's profile; of float64 there is one look.
+        backend: to be verified.
+        precision: the trial's profile; float64 needs one check.
     """
     found, limit, samples = against_oracle(backend, inputs, targets)
     record, wrong = verification_record(found, limit, samples), None
@@ -74,12 +71,11 @@ def verified(backend: Backend, inputs: Any, targets: Any, precision: str) -> tup
 
 
 def agreement(backend: Backend, inputs: Any, targets: Any, reference: ClippedGradient) -> Agreement:
-    """How far the backend's answer is from the reference.
+    """The backend's difference from the reference.
 
     Args:
         backend: to be verified.
-        inputs, targets: of one batch.
-        reference: the oracle's answer on it.
+        reference: the oracle's result on the batch.
     """
     with tf32(False):
         return compare(backend(inputs, targets), reference)
@@ -89,8 +85,8 @@ def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[st
     """The record of a verification; raises nothing.
 
     Args:
-        found: how far the backend is off.
-        limit: what rounding explains.
+        found: the backend's errors.
+        limit: the largest errors due to rounding.
         samples: how many were compared.
     """
     return {
@@ -103,12 +99,12 @@ def verification_record(found: Agreement, limit: Limit, samples: int) -> dict[st
 
 
 def mismatch(backend: str, found: Agreement, limit: Limit, result: dict[str, Any], where: str = "") -> Mismatch:
-    """The exception that says by how much, and at which parameter, the answer is wrong.
+    """The exception for a wrong result: by how much, and at which parameter.
 
     Args:
         backend: its name.
-        found: how far it is off.
-        limit: what rounding explains.
+        found: its errors.
+        limit: the largest errors due to rounding.
         result: of the trial.
         where: on which batch, in words.
     """
@@ -116,12 +112,12 @@ def mismatch(backend: str, found: Agreement, limit: Limit, result: dict[str, Any
 
 
 def difference(backend: str, found: Agreement, limit: Limit, where: str = "") -> str:
-    """By how much, and at which parameter, the answer is wrong.
+    """By how much, and at which parameter, the result is wrong.
 
     Args:
         backend: its name.
-        found: how far it is off.
-        limit: what rounding explains.
+        found: its errors.
+        limit: the largest errors due to rounding.
         where: on which batch, in words.
     """
     return (
@@ -131,7 +127,7 @@ def difference(backend: str, found: Agreement, limit: Limit, where: str = "") ->
 
 
 def tolerance_of(dtype: str) -> Limit:
-    """The largest relative errors that rounding in `dtype` explains.
+    """The largest relative errors due to rounding in `dtype`.
 
     Args:
         dtype: its name in torch.
