@@ -1,15 +1,14 @@
-"""From records to figures and tables. Reads JSON lines, draws with matplotlib, and imports no torch.
+"""Turns records into figures and tables. Reads JSON lines, draws with matplotlib, and imports no torch.
 
 For each device, each kind of figure and each setting (precision, input size, budget, threads) there is one figure as
-PNG, SVG and PDF, and the table behind it as CSV (base units), Markdown (for people, with the caption) and LaTeX; and
-one page, ``report.html``, has them all. The same records give the same bytes, so that committed figures change only
-when what was measured does.
+PNG, SVG and PDF, with its table as CSV (base units), Markdown (for people, with the caption) and LaTeX. One page,
+``report.html``, has them all. The same records give the same bytes, so committed figures change only with the data.
 
 Functions take:
-    records, record, timed: of one device, after those that are left out; one of them; those that hold times.
-    left_out: counts, by reason, what has no part in the numbers; changed in place.
+    records, record, timed: of one device, after filtering; one of them; those that hold times.
+    left_out: reason -> number of records left out; changed in place.
     frame: the numbers, a row each, in base units: seconds, bytes, ε.
-    caption: what stands below the picture, a paragraph a line.
+    caption: the text below the picture, a paragraph a line.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ def find_figures(names: Sequence[str]) -> dict[str, FigureKind]:
     """The figures of these names.
 
     Args:
-        names: out of `FIGURES`.
+        names: from `FIGURES`.
 
     Raises:
-        UsageError: for one that is not known.
+        UsageError: for an unknown name.
     """
     return {name: FIGURES[one_of("a figure", name, FIGURES)] for name in names}
 
@@ -59,20 +58,20 @@ def write_report(
 ) -> list[Path]:
     """Draw the named figures from the records (``*.jsonl``) below `source`, into ``output/<device>/``, and the page.
 
-    Records of a kind that none of the named figures is drawn from have a table of their own.
+    Records that no named figure uses get a table for each kind.
 
     Args:
-        source: a folder; runs in a folder ``*-smoke`` below it are passed over.
-        output: a folder, made if missing; the page of all figures is its ``report.html``.
-        figures: names out of `FIGURES`; one for which there are no records is passed over.
-        again: the command that makes the page again, to stand on it.
-        tell: takes a few words of what is drawn now.
+        source: a folder; runs in a folder ``*-smoke`` below it are skipped.
+        output: a folder, created if missing; the page of all figures is its ``report.html``.
+        figures: names from `FIGURES`; a figure without records is skipped.
+        again: the command that makes the page again, shown on it.
+        tell: receives the progress, in words.
 
     Returns:
         The files written, the page last. Empty if there are no records.
 
     Raises:
-        UsageError: for a figure that is not known.
+        UsageError: for an unknown figure.
         OSError: if `output` cannot be written to.
     """
     chosen = find_figures(figures)
@@ -82,14 +81,14 @@ def write_report(
         return []
     again = again or f"python -m dpbench report {shlex.quote(str(source))}"
     with matplotlib.rc_context(), Pictures() as pictures:
-        matplotlib.rcdefaults()  # a figure does not depend on the matplotlibrc of whoever draws it
+        matplotlib.rcdefaults()  # figures must not depend on the user's matplotlibrc
         matplotlib.rcParams.update(style.RC)
         parts: list[Part] = []
         for part in _parts(records, chosen):
             tell(f"figure {len(parts) + 1}, {part.name} on {part.device}")
             parts.append(_written(part, output, pictures))
         others = {r.kind for r in records} - {r.kind for part in parts for r in part.records}
-        # a kind is named by whoever wrote the record, and must be no way to another folder
+        # a record's author chooses the kind: it must not lead to another folder
         named = {kind: kind if kind.isidentifier() and len(kind) < 80 else slug(kind) for kind in sorted(others)}
         tables = {f"trials-{name}": plain.kind_of(kind) for kind, name in named.items()}
         parts += [_written(part, output, pictures) for part in _parts(records, tables)]
@@ -127,7 +126,7 @@ def _short(field: str, value: Any) -> str:
 
 
 def _part(records: Sequence[Record], kind: FigureKind, name: str, setting: Mapping[str, Any]) -> Part:
-    """The figure and the table of one setting, and what is to be said of them."""
+    """The figure and the table of one setting, with their texts."""
     left_out: LeftOut = LeftOut()
     kept = newest_version(newest(records, left_out), kind.cell, left_out)
     frame = kind.table(kept, left_out)

@@ -1,4 +1,4 @@
-"""What a caption says: device, setting, rounds, how memory was taken, what is left out and why, and what is mixed."""
+"""The sentences of captions: device, setting, rounds, source of memory, what is left out, and mixed versions."""
 
 from __future__ import annotations
 
@@ -79,29 +79,27 @@ def epsilon(records: Sequence[Record], frame: pd.DataFrame, left_out: LeftOut) -
 
 
 def compared(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows of Table 4 stand beside ordinary training at the same batch size, in a group of more than one."""
+    """True for rows of Table 4 with ordinary training at the same batch size, in a group of more than one."""
     groups = frame.groupby(["model", "batch_size"]).backend
     return groups.transform(lambda names: "nonprivate" in set(names)) & (groups.transform("nunique") > 1)
 
 
 def one_batch(frame: pd.DataFrame) -> bool:
-    """Whether all throughputs were taken at one batch size."""
+    """True if all throughputs have one batch size."""
     return len(set(frame.batch_size.dropna())) == 1
 
 
 def unfinished(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows have a batch size, but from a search that did not end."""
+    """True for rows with a batch size from an unfinished search."""
     notes = frame.max_batch_note.fillna("").str
     return frame.max_batch_size.notna() & (notes.startswith("search unfinished") | notes.startswith("search ended"))
 
 
 def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setting: bool = True) -> str:
-    """What was said of the numbers, and then of all figures alike: the device, what is left out, what is mixed.
+    """Append to the sentences those of every figure: the device, what is left out, mixed versions.
 
     Args:
         said: sentences and lines.
-        records: of one device.
-        left_out: counts, by reason, what has no part; changed in place.
         setting: whether torch, threads and precision matter to the numbers.
     """
     where = [records[0].device]
@@ -139,16 +137,16 @@ def caption(said: list[str], records: Sequence[Record], left_out: LeftOut, setti
 
 
 def from_elsewhere(records: Sequence[Record]) -> int:
-    """Records that were not measured for the folder of results that the newest one was measured for."""
+    """Number of records from another results folder than the newest record's."""
     folder = max(records, key=lambda record: record.utc).environment.get("results_folder")
     return sum(record.environment.get("results_folder") != folder for record in records)
 
 
 def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
-    """Of trials that share their sources and libraries: (the most fingerprints, records not of the newest fingerprint).
+    """For trials with the same sources and libraries: (the most fingerprints, records not of the newest fingerprint).
 
-    A fingerprint covers the libraries that a trial uses: a timm model, an Opacus backend and dp-accounting's `pld` have
-    one of their own.
+    A fingerprint covers the libraries that a trial uses: a timm model, an Opacus backend and dp-accounting's `pld` each
+    have their own.
     """
     most = older = 0
     for alike in grouped(records, _libraries).values():
@@ -159,14 +157,14 @@ def mixed_versions(records: Iterable[Record]) -> tuple[int, int]:
 
 
 def _libraries(record: Record) -> tuple[str, str, bool]:
-    """The same for trials with the same sources and libraries."""
+    """A key that is equal for trials with the same sources and libraries."""
     model = record.trial.get("model", "")
     with_peer = bool(modules_of_backends(backends_of(record))) or record.trial.get("accountant") == "pld"
     return record.kind, model.partition(":")[0] if ":" in model else "", with_peer
 
 
 def causes(records: Iterable[Record]) -> list[str]:
-    """Lines of Markdown: why each trial failed that did; the same cause in several rounds once."""
+    """Lines of Markdown: why trials failed; the same cause in several rounds once."""
     lines = []
     for record in filter(failures.failed, records):
         word, cause = style.OUTCOMES.get(record.outcome, record.outcome), failures.cause(record).replace("`", "'")
@@ -175,7 +173,7 @@ def causes(records: Iterable[Record]) -> list[str]:
 
 
 def backends_of(record: Record) -> Sequence[str]:
-    """The backends of a trial of one or of several."""
+    """The backends of a trial."""
     return record.trial.get("backends") or [record.trial.get("backend", "")]
 
 

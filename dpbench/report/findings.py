@@ -1,6 +1,6 @@
-"""One sentence for each kind of figure: the numbers that matter most, over how many cells, and how they were taken.
+"""One sentence for each kind of figure: the main numbers, the number of cells, and how they were measured.
 
-A backend is compared over cells (a model, at a size) that both have; an empty sentence where there is nothing to say.
+A backend is compared over cells (a model, at a size) that both have; the sentence is empty without numbers.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dpbench.report.privacy import ADJACENCIES
 from dpbench.report.style import missing
 from dpbench.trials.backends import PEERS
 
-#: Its memory is one sample's, whatever the batch: it would win every comparison of memory, and none of time.
+#: It needs one sample's memory at any batch size, so it would win every comparison of memory, and none of time.
 _ONE_BY_ONE = "microbatch"
-#: Clips something else than each sample's gradient, and is not compared with what does.
+#: Clips something else than each sample's gradient, so it is not compared with backends that do.
 _OTHER_MECHANISM = "tf_microbatch"
-#: Bounds made of the others, and so never worse than they are.
+#: Bounds composed of the others, so never worse than them.
 _COMPOSED = ("best",)
 
 Cells = dict[tuple[Any, ...], float]
 
 
 def paired(frame: pd.DataFrame) -> str:
-    """Of tables whose times and memory stand beside ordinary training's."""
+    """For tables with times and memory relative to ordinary training."""
     keys = [name for name in ("model", "image_size", "tokens", "batch_size") if name in frame]
     ratios = _cells(frame, keys, "time_ratio")
     counts = Counter(cell for cells in ratios.values() for cell in cells)
     rivals = max(counts.values(), default=0) > 1
-    if rivals:  # a cell with one private backend compares nothing
+    if rivals:  # a single private backend cannot be compared
         ratios = {name: {c: r for c, r in cells.items() if counts[c] > 1} for name, cells in ratios.items()}
     ours = {name: cells for name, cells in ratios.items() if name not in PEERS and cells}
     if not ours:
@@ -56,7 +56,7 @@ def paired(frame: pd.DataFrame) -> str:
 
 
 def max_batch(frame: pd.DataFrame) -> str:
-    """Of the largest batches in a memory budget."""
+    """For the largest batches in a memory budget."""
     known = frame[frame.max_batch_size.notna() & frame.fails_at.notna()]
     if known.empty:
         return ""
@@ -81,7 +81,7 @@ def max_batch(frame: pd.DataFrame) -> str:
 
 
 def epsilon(frame: pd.DataFrame) -> str:
-    """Of ε against epochs: the tightest bound at the end."""
+    """For ε against epochs: the tightest bound at the end."""
     last = frame[(frame.steps == frame.steps.max()) & frame.epsilon.notna()]
     valid = last[(last.kind == "upper_bound") & ~last.accountant.isin(_COMPOSED)]
     if valid.empty:
@@ -103,7 +103,7 @@ def epsilon(frame: pd.DataFrame) -> str:
 
 
 def points(frame: pd.DataFrame) -> str:
-    """Of tables of ε over settings, beside the certified lower bound."""
+    """For tables of ε over settings, with the certified lower bound."""
     known = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
     if known.empty:
         return ""
@@ -123,7 +123,7 @@ def points(frame: pd.DataFrame) -> str:
 
 
 def tuned(frame: pd.DataFrame) -> str:
-    """Of tuned runs: ε of one, and of the best of about ten."""
+    """For tuned runs: ε of one, and of the best of about ten."""
     sigma = frame.noise_multiplier.min()
     own = frame[(frame.noise_multiplier == sigma) & frame.epsilon.notna()]
     one, several = own[own.distribution == ""], own[own.distribution != ""]
@@ -139,7 +139,7 @@ def tuned(frame: pd.DataFrame) -> str:
 
 
 def schemes(frame: pd.DataFrame) -> str:
-    """Of sampling schemes: the least and the greatest ε at one noise multiplier."""
+    """For sampling schemes: the least and the greatest ε at one noise multiplier."""
     valid = frame[(frame.kind == "upper_bound") & frame.epsilon.map(lambda e: not missing(e) and e < float("inf"))]
     if valid.empty:
         return ""
@@ -156,7 +156,7 @@ def schemes(frame: pd.DataFrame) -> str:
 
 
 def prices(frame: pd.DataFrame) -> str:
-    """Of what accountants allow or ask for: the best valid one at the target ε in the middle."""
+    """For accountants' steps and noise: the best valid one at the middle target ε."""
     valid = frame[(frame.kind == "upper_bound") & frame.ratio.notna() & ~frame.accountant.isin(_COMPOSED)]
     said = []
     forms = {"steps": ("allows", "steps at equal noise", False), "noise_multiplier": ("asks for", "noise", True)}
@@ -177,7 +177,7 @@ def prices(frame: pd.DataFrame) -> str:
 
 
 def scorecard(frame: pd.DataFrame) -> str:
-    """Of the conformance cases: who is never wrong, and how often the others are."""
+    """For conformance cases: the backends that are never wrong, and how often the others are."""
     cases, backends = frame[: list(frame["case"]).index("in all")], list(frame.columns[1:])
     if cases.empty or not backends:
         return ""
@@ -190,7 +190,7 @@ def scorecard(frame: pd.DataFrame) -> str:
 
 
 def utility(frame: pd.DataFrame) -> str:
-    """Of accuracies: the best private one at the target ε in the middle, beside ordinary training."""
+    """For accuracies: the best private one at the middle target ε, and ordinary training's."""
     private = frame[frame.target_epsilon.notna()]
     if private.empty:
         return ""
@@ -207,7 +207,7 @@ def utility(frame: pd.DataFrame) -> str:
 
 
 def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, Cells]:
-    """Backend that clips per sample -> cell -> its ratio to ordinary training."""
+    """Per-sample clipping backend -> cell -> its ratio to ordinary training."""
     found: dict[str, Cells] = {}
     for row in frame[frame[column].notna() & (frame.backend != "nonprivate")].itertuples(index=False):
         if str(row.backend).startswith(_OTHER_MECHANISM):
@@ -218,7 +218,7 @@ def _cells(frame: pd.DataFrame, keys: Sequence[str], column: str) -> dict[str, C
 
 
 def _nearest(ratios: dict[str, Cells], ours: Cells, largest: bool) -> tuple[str, float, int] | None:
-    """(the best library, the median of its ratio to `ours`, over how many cells that both have), if there is one."""
+    """(the best library, the median of its ratio to `ours`, number of common cells), if there is one."""
     shared = {
         name: [cells[cell] / ours[cell] for cell in cells.keys() & ours.keys()]
         for name, cells in ratios.items()

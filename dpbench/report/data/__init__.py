@@ -1,1 +1,1 @@
-"""Records, chosen and brought together to the numbers of figures: pairs, cells, published values, claims."""
+"""Selects records and computes the numbers of figures: pairs, cells, published values, claims."""

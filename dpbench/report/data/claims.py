@@ -1,4 +1,8 @@
-"""Judges of claims: from numbers that records come to, to a verdict and the sentence that gives its reason."""
+"""Judges of claims: functions from numbers of records to a verdict and a sentence with its reason.
+
+Functions take:
+    numbers: of the records.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,14 @@ from dpbench.report.data import published
 from dpbench.report.style import missing, times
 
 CONFIRMED, REFUTED, NOT_REACHED, NO_DATA = "confirmed", "refuted", "not reached here", "no data"
-#: Less is no difference: of two times (`dpbench.records.statistics`), and of two searches for a largest batch.
+#: A smaller ratio is no difference: of two times (`dpbench.records.statistics`) or of two largest batches.
 SLACK = 1.02
 _TABLE_4 = ("cnn", "resnet18", "resnet34", "resnet50", "vgg11", "vgg13", "vgg16")
 _PAPER_BUDGET = 16 * 2**30
 
 
 class Numbers(NamedTuple):
-    """What the records of one device come to.
+    """The numbers of one device's records.
 
     paired: rows of `overhead.table`, in float32; largest: those of `tables.max_batch_throughput` with a budget, with
     `image_size`.
@@ -29,12 +33,12 @@ class Numbers(NamedTuple):
     largest: pd.DataFrame
 
     def column(self, backend: str, name: str, where: Callable[[Any], bool] = lambda row: True) -> list[Any]:
-        """Rows of `paired` that have a number in this column.
+        """Rows of `paired` with a number in this column.
 
         Args:
-            backend: whose rows.
+            backend: of the rows.
             name: of the column.
-            where: of a row, whether it counts.
+            where: a predicate on rows.
         """
         lines: list[Any] = list(self.paired.itertuples(index=False))
         return [line for line in lines if line.backend == backend and not missing(getattr(line, name)) and where(line)]
@@ -44,7 +48,7 @@ class Numbers(NamedTuple):
 
         Args:
             line: the cell, a row of any backend.
-            backend: whose number.
+            backend: the other backend.
             name: of the column.
         """
         for other in self.column(backend, name, lambda row: _cell(row) == _cell(line)):
@@ -52,7 +56,7 @@ class Numbers(NamedTuple):
         return None
 
     def batch(self, model: str, backend: str, budget: int) -> Any:
-        """The row of the largest batch in about this budget; None if nobody searched.
+        """The row of the largest batch within about this budget; None without a search.
 
         Args:
             model, backend: of the search.
@@ -66,7 +70,7 @@ class Numbers(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """A verdict and the sentence that gives its reason."""
+    """A verdict and the sentence with its reason."""
 
     verdict: str
     finding: str
@@ -91,13 +95,13 @@ def _published(quantity: str) -> list[float]:
 
 
 def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) -> Any:
-    """Judges that a ratio is at most `bound` on every model; of times, by no more than `SLACK` above it.
+    """Returns a judge: a ratio is at most `bound` on every model; a ratio of times may exceed it by `SLACK`.
 
     Args:
-        backend: that the claim is about.
+        backend: of the claim.
         column: of the ratio.
-        bound: that is claimed.
-        beside: what else to say, in words.
+        bound: the claimed one.
+        beside: returns a further sentence.
     """
 
     def judge(numbers: Numbers) -> Judgement | None:
@@ -119,11 +123,7 @@ def at_most(backend: str, column: str, bound: float, beside: Callable[[], str]) 
 
 
 def batch_of_opacus(numbers: Numbers) -> Judgement | None:
-    """Judge how much larger a batch mixed ghost clipping fits than Opacus, on VGG19.
-
-    Args:
-        numbers: of the records.
-    """
+    """Judge how much larger a batch mixed ghost clipping fits than Opacus, on VGG19."""
     ours, theirs = (numbers.batch("vgg19", name, _PAPER_BUDGET) for name in ("mixed_ghost", "opacus_hooks"))
     if ours is None or theirs is None:
         return None
@@ -136,11 +136,7 @@ def batch_of_opacus(numbers: Numbers) -> Judgement | None:
 
 
 def faster_than_opacus(numbers: Numbers) -> Judgement | None:
-    """Judge how much faster mixed ghost clipping is than Opacus, on VGG19 at 32 pixels.
-
-    Args:
-        numbers: of the records.
-    """
+    """Judge how much faster mixed ghost clipping is than Opacus, on VGG19 at 32 pixels."""
     lines = numbers.column("mixed_ghost", "time_ratio", lambda row: row.model == "vgg19" and row.image_size == 32)
     pairs = [(line, numbers.ratio(line, "opacus_hooks")) for line in lines]
     known = [(line, theirs / line.time_ratio) for line, theirs in pairs if theirs is not None]
@@ -152,11 +148,7 @@ def faster_than_opacus(numbers: Numbers) -> Judgement | None:
 
 
 def long_sequences(numbers: Numbers) -> Judgement | None:
-    """Judge whether ghost clipping is slow, or ends, where sequences are long.
-
-    Args:
-        numbers: of the records.
-    """
+    """Judge whether ghost clipping is slow, or fails, on long sequences."""
     lines = [
         line
         for name in ("ghost", "bk_ghost", "opacus_ghost")
@@ -174,11 +166,7 @@ def long_sequences(numbers: Numbers) -> Judgement | None:
 
 
 def high_resolution(numbers: Numbers) -> Judgement | None:
-    """Judge whether mixed ghost clipping outlasts Opacus as images of VGG11 grow.
-
-    Args:
-        numbers: of the records.
-    """
+    """Judge whether mixed ghost clipping fits larger images of VGG11 than Opacus."""
     lines = numbers.column(
         "mixed_ghost", "time_ratio", lambda row: row.model == "vgg11" and not missing(row.image_size)
     )
@@ -197,11 +185,7 @@ def high_resolution(numbers: Numbers) -> Judgement | None:
 
 
 def peak_and_batch(numbers: Numbers) -> Judgement | None:
-    """Judge memory and largest batch of mixed ghost clipping beside ordinary training, on ResNet18.
-
-    Args:
-        numbers: of the records.
-    """
+    """Judge memory and largest batch of mixed ghost clipping against ordinary training, on ResNet18."""
     lines = numbers.column("mixed_ghost", "memory_ratio", lambda row: row.model == "resnet18" and row.image_size == 32)
     sizes = [numbers.batch("resnet18", name, _PAPER_BUDGET) for name in ("mixed_ghost", "nonprivate")]
     if not lines or any(row is None or missing(row.max_batch_size) for row in sizes):
@@ -219,11 +203,7 @@ def peak_and_batch(numbers: Numbers) -> Judgement | None:
 
 
 def largest_of_all(numbers: Numbers) -> Judgement | None:
-    """Judge whether mixed ghost clipping fits the largest batch of all that are exact, on ResNets.
-
-    Args:
-        numbers: of the records.
-    """
+    """Judge whether mixed ghost clipping fits the largest batch of all exact backends, on ResNets."""
     rows: list[Any] = list(numbers.largest.itertuples(index=False))
     lines = [row for row in rows if row.model.startswith("resnet")]
     peers = ("ghost", "fastgradclip", "opacus_hooks")
@@ -249,13 +229,13 @@ def largest_of_all(numbers: Numbers) -> Judgement | None:
 
 
 def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends: tuple[str, ...]) -> Any:
-    """Judges that our ratio is no larger than the published one (and 2 % for reading it off), model by model.
+    """Returns a judge: on each model our ratio is at most the published one plus 2 % for reading it off the figure.
 
     Args:
         column: of the ratio.
         quantity: in words.
-        sources: figures that are read.
-        backends: that they show.
+        sources: the paper's figures.
+        backends: in those figures.
     """
 
     def judge(numbers: Numbers) -> Judgement | None:
@@ -280,7 +260,7 @@ def beside_figure(column: str, quantity: str, sources: tuple[str, ...], backends
 
 
 def table_4(quantity: str) -> Callable[[], str]:
-    """What the paper's own Table 4 has, when it is asked for.
+    """A function that returns the values of the paper's own Table 4, in words.
 
     Args:
         quantity: of the table.
@@ -294,7 +274,7 @@ def table_4(quantity: str) -> Callable[[], str]:
 
 
 def gpt2_published() -> str:
-    """What the paper's own Figure 4 has on GPT-2."""
+    """The values of the paper's own Figure 4 on GPT-2, in words."""
     told = (published.beside(f"transformers:gpt2{size}@100", None, "bk_mixed") for size in ("", "-medium", "-large"))
     ratios = [one.time_ratio for one in told if one is not None and one.time_ratio is not None]
     return f"its Figure 4 has {times(min(ratios))} to {times(max(ratios))} on GPT-2"

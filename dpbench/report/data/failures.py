@@ -1,4 +1,4 @@
-"""Why trials failed: each cause once, with how often and where it struck, and the evidence that was recorded."""
+"""Groups failed trials by cause: how often and where each happened, and the recorded evidence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_EVIDENCE = "no evidence recorded"
 
 @dataclass
 class Failure:
-    """One cause: `where` are the trials that it struck -> how often; `evidence` is the first one's, in full."""
+    """One cause. `where`: trial -> how often; `evidence`: of the first trial, in full."""
 
     outcome: str
     cause: str
@@ -35,30 +35,30 @@ class Failure:
 
     @property
     def count(self) -> int:
-        """How often it happened."""
+        """Total number of failures."""
         return sum(self.where.values())
 
 
 def failed(record: Record) -> bool:
-    """Whether a record is a failure; a probe that does not fit in its budget is a search's result."""
+    """True if a record is a failure; a probe beyond its budget is a search's result."""
     return record.outcome != "ok" and not (is_probe(record) and record.outcome in DOES_NOT_FIT)
 
 
 def cause(record: Record) -> str:
-    """The line of the evidence that says why: the last one of a traceback, else the first."""
+    """The line of the evidence with the reason: the last of a traceback, else the first."""
     told = [line.strip() for line in record.evidence.splitlines() if line.strip()] or [_NO_EVIDENCE]
     return told[-1 if record.outcome == "error" else 0]
 
 
 def what(record: Record) -> str:
-    """Which trial it was, in a few words."""
+    """The trial, in a few words."""
     words = " ".join(f"{sign}{record.trial[name]}" for name, sign in _SHOWN.items() if name in record.trial)
     pixels = f" {record.trial['image_size']} px" if record.kind in PAIRED and record.trial["image_size"] else ""
     return (words or record.kind) + pixels
 
 
 def grouped_failures(records: Iterable[Record]) -> list[Failure]:
-    """The failures among `records` (of one backend each), the gravest first; causes that differ in numbers are one."""
+    """The failures among `records` (of one backend each), the gravest first; causes may differ in numbers."""
     found: dict[tuple[str, str], Failure] = {}
     for record in records:
         if failed(record):
@@ -75,7 +75,7 @@ def grouped_failures(records: Iterable[Record]) -> list[Failure]:
 
 
 def _place(record: Record) -> str:
-    """As `what`, with the names that people read."""
+    """As `what`, with display names."""
     trial = record.trial
     shown = dict(trial)
     for name, look in (("model", style.model), ("backend", lambda b: style.backend(b).name)):

@@ -1,4 +1,4 @@
-"""Largest batches that a simulated search has foretold, and two real steps have confirmed or not."""
+"""Joins largest batches predicted by simulated searches with the real steps that confirm them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ CONFIRMED = "confirmed"
 
 
 def as_peaks(records: Iterable[Record]) -> list[Record]:
-    """Each probe of a search in one trial, and each step that confirms it, as a record of a peak; others as they are.
+    """Convert each probe of a search in one trial, and each confirming step, to a record of a peak; keep other records.
 
     A trial without a probe ended as a whole, at its own batch size.
-
-    Args:
-        records: of any kinds.
     """
     found = []
     for record in records:
@@ -42,11 +39,11 @@ def as_peaks(records: Iterable[Record]) -> list[Record]:
 
 
 def joined(rows: Sequence[Row], probes: Iterable[Sequence[Record]]) -> list[Row]:
-    """The rows of `tables.max_batch_throughput`, a batch that was foretold and its confirmation in one.
+    """The rows of `tables.max_batch_throughput`, with each prediction and its confirmation in one row.
 
     Args:
         rows: one for each (model, backend, memory).
-        probes: of each of them.
+        probes: of each row.
     """
     known: dict[tuple[str, str], dict[str, tuple[Row, Sequence[Record]]]] = {}
     for row, own in zip(rows, probes, strict=True):
@@ -76,11 +73,7 @@ def _peaks(records: Iterable[Record]) -> Mapping[int, int]:
 
 
 def said(frame: Any) -> str:
-    """How the batches that were foretold stand beside the steps that confirm them, in a sentence; empty without any.
-
-    Args:
-        frame: of `tables.max_batch_throughput`.
-    """
+    """A sentence that compares predicted batches with the confirming steps; empty without any."""
     told = frame[frame.foretold_max_batch_size.notna()]
     if not len(told):
         return ""

@@ -1,4 +1,4 @@
-"""Overhead records as the tables need them: one backend at a time, its ratios taken within rounds of one process."""
+"""Splits overhead records into one backend each, with ratios taken within rounds of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpbench.report.data.statistics import Row, exactness, good_rounds, peaks_by
 
 __all__ = ["COLUMNS", "entries", "paired_row", "turns"]
 
-#: Columns that every table of overhead records has, from its number of pairs on.
+#: Columns of every table of overhead records, from the number of pairs on.
 COLUMNS = (
     *("paired_rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
     *("time_ratio", "time_ratio_low", "time_ratio_high", "published_time_ratio"),
@@ -27,10 +27,10 @@ def turns(records: Iterable[Record]) -> dict[tuple[tuple[int, str], int], float]
 
 
 def paired_row(group: Sequence[Record], base: Sequence[Record]) -> Row:
-    """Numbers of one backend (entries of one cell) beside ordinary training's entries of the same cell.
+    """The numbers of one backend and their ratios to ordinary training in the same cell.
 
-    A time ratio is that of two turns of one round on one node; all rounds give their median and range. A memory ratio
-    needs two peaks that were taken in the same way.
+    A time ratio compares two turns of one round on one node; all rounds give the median and range. A memory ratio needs
+    two peaks from the same source.
 
     Args:
         group: entries of the backend.

@@ -1,4 +1,4 @@
-"""The share of a device's peak that a step makes use of: model FLOPs utilisation (arXiv:2204.02311, appendix B)."""
+"""Computes model FLOPs utilisation, the used share of a device's peak (arXiv:2204.02311, appendix B)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pandas as pd
 from dpbench.records.reader import Record
 
 _FORMATS = {"float32": 0, "tf32": 1, "bfloat16": 2, "bfloat16-autocast": 2}
-#: part of a device's name -> dense teraflop/s in float32 (no tensor cores), TF32 and bfloat16, and where they stand;
-#: the first that fits. Of cards that are not here, and of CPUs, whose peak nobody states, there is no utilisation.
+#: part of a device's name -> dense teraflop/s in float32 (no tensor cores), TF32 and bfloat16, and their source; the
+#: first match counts. Other cards, and CPUs, which have no published peak, have no utilisation.
 PEAKS: dict[str, tuple[tuple[float, float, float], str]] = {
     r"H200(?! NVL)": ((67.0, 494.5, 989.5), "NVIDIA H200 datasheet, 2024; half of what it states with sparsity"),
     r"H100 PCIe": ((51.2, 378.0, 756.0), "NVIDIA H100 Tensor Core GPU Architecture, v1.04, table 2"),
@@ -30,10 +30,10 @@ def _peak(record: Record) -> tuple[float, str] | None:
 
 
 def utilisation(records: Sequence[Record], seconds: float) -> float | None:
-    """Ordinary training's operations in a step, over what the device could do meanwhile; None where one is not known.
+    """Ordinary training's operations in a step over the device's peak in that time; None if one is not known.
 
     Args:
-        records: that ended well, of one cell.
+        records: successful ones of one cell.
         seconds: of a step.
     """
     flops, peak = (records[0].result.get("model_flops"), _peak(records[0])) if records else (None, None)
@@ -41,10 +41,9 @@ def utilisation(records: Sequence[Record], seconds: float) -> float | None:
 
 
 def said(records: Sequence[Record], frame: pd.DataFrame) -> list[str]:
-    """What a utilisation is of, in a sentence; nothing where there is none.
+    """A sentence that explains the utilisation; [] without any.
 
     Args:
-        records: of one device.
         frame: with a column of utilisations.
     """
     found = sorted({peak[1] for record in records if (peak := _peak(record))})

@@ -1,7 +1,7 @@
-"""Published values that lie beside the measured ones: `published.csv`, and the ε that Abadi et al. printed.
+"""Published values to compare with: `published.csv`, and the ε printed by Abadi et al.
 
-Each row of the CSV names paper, figure, data set, model, method, batch size, quantity, value, unit, and how precisely
-the value is known (exact in a table, or read off a figure).
+Each row of the CSV has paper, figure, data set, model, method, batch size, quantity, value, unit, and the precision of
+the value (exact in a table, or read off a figure).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from dpbench.report import style
 
 PAPER = "arXiv:2205.10683"
-# The paper's names for what we name otherwise. bk_*, vmap and microbatch are not in its figures.
+# The paper's names, if they differ from ours. bk_*, vmap and microbatch are not in its figures.
 _METHODS = {
     "nonprivate": "Non-DP",
     "opacus_hooks": "Opacus",
@@ -56,7 +56,7 @@ def _values() -> dict[tuple[str, str, str, str, str], str]:
 
 
 def value(figure: str, quantity: str, model: str, backend: str) -> float | str | None:
-    """What arXiv:2205.10683 printed for our model and backend: a number, 'OOM', or None where it has no such cell.
+    """The value in arXiv:2205.10683 for our model and backend: a number, 'OOM', or None without such a cell.
 
     Args:
         figure: "Table 4" and the like.
@@ -73,14 +73,13 @@ def value(figure: str, quantity: str, model: str, backend: str) -> float | str |
 def throughput_ratio(model: str, image_size: int, backend: str, named: str | None = None) -> float | None:
     """Ordinary training's throughput over a method's, each at its own largest batch, in Figure 5 of arXiv:2210.00038.
 
-    None where it has no such point, or a throughput of 0, which stands for a batch of one that did not fit. `named`:
-    the figure's name of the model, where it is another than ours.
+    None without such a point, or for a throughput of 0, which means that a batch of one did not fit.
 
     Args:
         model: ours.
         image_size: in pixels.
         backend: ours.
-        named: the figure's name of the model, or None.
+        named: the figure's name of the model, if it differs from ours.
     """
     name = f"{named or style.model(model)}@{image_size}"
     texts = [
@@ -92,9 +91,9 @@ def throughput_ratio(model: str, image_size: int, backend: str, named: str | Non
 
 
 class Beside(NamedTuple):
-    """What a figure shows of one method on one model, beside ordinary training there; None where it shows nothing.
+    """Published ratios of one method to ordinary training on one model; None if not shown.
 
-    time_ratio: of seconds, or of throughputs the other way round; memory_ratio: of peaks; max_batch: in `BUDGET`.
+    time_ratio: of seconds, or inverse of throughputs; memory_ratio: of peaks; max_batch: within `BUDGET`.
     """
 
     figure: str
@@ -103,7 +102,7 @@ class Beside(NamedTuple):
     max_batch: float | None = None
 
 
-#: Of `max_batch`: the 40 GB of the GPU of arXiv:2210.00038.
+#: The memory for `max_batch`: the 40 GB GPU of arXiv:2210.00038.
 BUDGET = 40 * 2**30
 _VISION = {
     f"timm:{ours}": theirs
@@ -119,11 +118,11 @@ _VISION = {
         "beit_large_patch16_224": "BEiT-large",
     }.items()
 }
-#: At the length of sequences that E2E is padded to; the figure does not print it.
+#: At E2E's padded sequence length, which the figure does not print.
 _TEXT = {f"transformers:gpt2{size}": f"GPT2{size}" for size in ("", "-medium", "-large")}
 _TOKENS = 100
 _BY_SIZE = {"vgg11": "VGG11", "timm:beit_large_patch16_224": "BEiT-large"}
-#: Its "BK" forms every norm by ghost norm, as both of ours do where sequences are short.
+#: Its "BK" computes every norm as a ghost norm, as both of ours do for short sequences.
 _BOOK_KEEPING = {
     "nonprivate": "Non-DP",
     "ghost": "Ghost",
@@ -135,7 +134,7 @@ _BOOK_KEEPING = {
 
 
 def beside(model: str, image_size: int | None, backend: str) -> Beside | None:
-    """What Figure 4 of arXiv:2205.10683, or Figure 4 or 5 of arXiv:2210.00038, shows of this model and backend.
+    """Values for this model and backend in Figure 4 of arXiv:2205.10683, or in Figure 4 or 5 of arXiv:2210.00038.
 
     Args:
         model: ours.

@@ -1,6 +1,6 @@
-"""Which records a figure is drawn from: one device, the newest of each trial and round, one setting a figure.
+"""Selects the records of a figure: one device, the newest of each trial and round, one setting.
 
-Nothing is dropped in silence: whatever does not enter is counted by its reason, and the caption says so.
+No record is dropped silently: records left out are counted by reason, and the caption gives the counts.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ __all__ = ["LeftOut", "Record", "by_device", "facets", "grouped", "newest", "new
 def facets(
     records: Sequence[Record], fields: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[dict[str, Any], list[Record]]]:
-    """Split records so that each part has one value of every field: (what tells the part apart, its records).
+    """Split records so that each part has one value of every field: (the part's distinguishing values, its records).
 
-    `fields` says to which kinds of trial a field applies; a record of another kind, or one that leaves the field
-    open (None), belongs to every part. Only fields with more than one value appear in the dict.
+    A record of a kind to which a field does not apply, or with None in that field, belongs to every part. Only fields
+    with several values appear in the dict.
 
     Args:
-        records: of one device.
-        fields: field -> kinds of trial.
+        fields: field -> kinds of trial to which it applies.
     """
     values: dict[str, list[Any]] = {}
     for field, kinds in fields.items():

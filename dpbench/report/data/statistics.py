@@ -1,4 +1,4 @@
-"""What several tables need to know of the records of a cell: its rounds, its medians, and why it has no number."""
+"""Statistics of a cell's records that several tables use: rounds, medians, and reasons for missing numbers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ Row = dict[str, Any]
 
 
 def is_probe(record: Record) -> bool:
-    """Whether the record says if a batch fits in a memory budget."""
+    """True if the record tells whether a batch fits in a memory budget."""
     return record.kind in ("peak", "step") and record.trial.get("memory_budget") is not None
 
 
 def batch(record: Record) -> int:
-    """B."""
+    """The batch size B."""
     return int(record.trial["batch_size"])
 
 
 def good_rounds(records: Sequence[Record]) -> list[Record]:
-    """The rounds that count: none if any of them was a mismatch, for a backend wrong once is wrong."""
+    """The valid rounds: none if any was a mismatch, since a backend that is wrong once is wrong."""
     wrong = any(r.outcome == "mismatch" for r in records)
     return [] if wrong else [r for r in records if r.outcome == "ok"]
 
@@ -37,7 +37,7 @@ def seconds_by_round(records: Iterable[Record]) -> dict[tuple[int, str], float]:
 
 
 def peaks_by_round(records: Iterable[Record]) -> dict[tuple[tuple[int, str], str], int]:
-    """((round, node), how it was taken) -> peak bytes."""
+    """((round, node), source) -> peak bytes."""
     memories = {r.place: r.result["memory"] for r in records if r.result.get("memory")}
     return {(place, memory["source"]): memory["peak_bytes"] for place, memory in memories.items()}
 
@@ -53,10 +53,10 @@ def spread(name: str, values: Collection[float]) -> Row:
 
 
 def exactness(good: Sequence[Record]) -> Row:
-    """How far the rounds were from the oracle at the worst, and the shares of the parameters by route.
+    """The largest errors of all rounds against the oracle, and the shares of the parameters by route.
 
     Args:
-        good: rounds that ended well.
+        good: successful rounds.
     """
     checks = [r.result["verification"] for r in good if r.result.get("verification")]
     row: Row = {
@@ -68,11 +68,11 @@ def exactness(good: Sequence[Record]) -> Row:
 
 
 def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
-    """A few words on why there is no number; a mismatch outweighs the rest, then what stands later in `OUTCOMES`.
+    """A few words on why there is no number; a mismatch comes first, then the latest in `OUTCOMES`.
 
     Args:
         failures: records of one cell.
-        at_batch: whether to say at which batch size.
+        at_batch: whether to give the batch size.
     """
     if not failures:
         return None
@@ -83,19 +83,19 @@ def why(failures: Sequence[Record], at_batch: bool = True) -> str | None:
 
 
 def count_failures(records: Iterable[Record], left_out: LeftOut) -> None:
-    """Count what has a mark in place of a number. A probe that does not fit is a result, not a failure."""
+    """Count cells with a mark in place of a number. A probe that does not fit is a result, not a failure."""
     for record in records:
         if record.outcome != "ok" and not (is_probe(record) and record.outcome in DOES_NOT_FIT):
             left_out[style.OUTCOMES.get(record.outcome, record.outcome)] += 1
 
 
 def losses_of_seeds(rows: Sequence[Mapping[str, Any]], same: Sequence[str], medians: Sequence[str]) -> pd.DataFrame:
-    """A row for each setting: how many seeds, their median, least and greatest loss, and medians of other columns.
+    """A row for each setting: number of seeds, their median, least and greatest loss, and medians of other columns.
 
     Args:
         rows: of a seed each, with a "loss"; at least one.
-        same: columns that make a setting.
-        medians: other columns, of numbers.
+        same: columns that define a setting.
+        medians: other numeric columns.
     """
     of = {"seeds": ("loss", "size"), "loss": ("loss", "median"), "least": ("loss", "min"), "greatest": ("loss", "max")}
     of |= {name: (name, "median") for name in medians}
@@ -104,7 +104,7 @@ def losses_of_seeds(rows: Sequence[Mapping[str, Any]], same: Sequence[str], medi
 
 
 def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.DataFrame:
-    """Rows to a frame whose whole numbers stay whole beside empty cells.
+    """Make a frame that keeps integers as integers beside empty cells.
 
     Args:
         rows: column -> value each.
@@ -117,10 +117,9 @@ def frame_of(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> pd.Da
 
 
 def in_order(frame: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """The rows sorted by these columns: models and backends in their own orders, numbers by size.
+    """Sort by these columns: models and backends in their own orders, numbers by size.
 
     Args:
-        frame: the numbers, a row each.
         by: names of columns.
     """
     keys = {"model": style.model_key, "backend": style.backend_key}

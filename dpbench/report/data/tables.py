@@ -1,8 +1,7 @@
-"""From records to tables: one row a cell, numbers in base units (seconds, bytes, images/s), empty where there is none.
+"""Turns records into tables: one row a cell, in base units (seconds, bytes, images/s), empty without a number.
 
-Every cell that was tried has a row: one without a number carries a note that says why. Statistics: the median of a
-round's steps, then the median of the rounds, with the range of the rounds beside it; a ratio is taken within each
-round first, so that drift cancels.
+Every cell that was tried has a row; a note explains a missing number. Statistics: the median of a round's steps, then
+the median and range of the rounds; ratios are taken within each round first, so that drift cancels.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from dpbench.report.data.statistics import (
 from dpbench.trials.outcome import DOES_NOT_FIT
 
 Cell = tuple[str, str]
-# The paper's figure is for 16 GB: a budget from 16e9 bytes to 16 GiB is that one.
+# The paper's figure is for 16 GB: any budget from 16e9 bytes to 16 GiB matches.
 _PAPER_BUDGET = range(16_000_000_000, 16 * 2**30 + 1)
 
 MAX_BATCH_THROUGHPUT = (
@@ -47,7 +46,7 @@ MAX_BATCH_THROUGHPUT = (
     *("time_ratio", "time_ratio_low", "time_ratio_high"),
     *("max_norm_error", "max_grad_error", "ghost", "instantiated", "fallback", "model_flops_utilisation"),
 )
-_SIZES = MAX_BATCH_THROUGHPUT.index("batch_size")  # columns of the largest batch, the first two among them
+_SIZES = MAX_BATCH_THROUGHPUT.index("batch_size")  # columns of the largest batch, including the first two
 MEMORY_SPEED = (
     *("model", "batch_size", "backend", "rounds", "step_seconds", "step_seconds_low", "step_seconds_high"),
     *("time_ratio", "time_ratio_low", "time_ratio_high", "paired_rounds", "published_time_ratio"),
@@ -61,12 +60,12 @@ EPSILON = (
 
 
 def max_batch_applies(records: Sequence[Record]) -> bool:
-    """Whether there is a step that was timed, or a probe of a search."""
+    """True if there is a timed step, or a probe of a search."""
     return any(r.kind == "step" or r.trial.get("memory_budget") is not None for r in records)
 
 
 def max_batch_cell(record: Record) -> tuple[object, ...]:
-    """What adds to the same number: of backends that took turns all, else one."""
+    """The key of records that add to the same number: all interleaved backends, or one backend."""
     if record.kind == "overhead":
         return record.kind, record.trial["model"]
     return record.kind, *record.cell, record.trial.get("simulated")
@@ -77,22 +76,21 @@ def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.Dat
 
     Args:
         records: `peak`, `step` and `overhead` records of one device and one setting (so of one memory budget at most).
-        left_out: counts what does not enter, by reason.
 
     Returns:
-        A row for each (model, backend, memory), where `memory` is 'simulated', 'measured', 'confirmed' (foretold, and
-        confirmed by real steps), or empty without a search. `foretold_peak_error`: foretold / measured - 1. A time
-        ratio is beside ordinary training in the same process, where they took turns in one.
+        A row for each (model, backend, memory), where `memory` is 'simulated', 'measured', 'confirmed' (predicted, and
+        confirmed by real steps), or empty without a search. `foretold_peak_error`: predicted / measured - 1. A time
+        ratio is to ordinary training in the same process, if they were interleaved.
     """
     records = as_peaks(entries(records))
     models = {r.trial["model"] for r in records if is_probe(r)}
-    if models:  # others took steps for another figure
+    if models:  # steps of other models belong to another figure
         others = [r for r in records if r.trial["model"] not in models]
         left_out["of a model without a search"] += len(others)
         records = [r for r in records if r.trial["model"] in models]
     wrong = {r.cell for r in records if r.outcome == "mismatch"}
     searched = {r.cell for r in records if r.kind == "peak"}
-    # A search's own probes decide; a timed step says whether its batch fits only where nobody searched.
+    # A search's own probes decide; a timed step shows that its batch fits only if there was no search.
     probes = grouped(
         (r for r in records if is_probe(r) and (r.kind == "peak" or r.cell not in searched)),
         lambda r: (r.cell, bool(r.trial.get("simulated"))),
@@ -112,13 +110,13 @@ def max_batch_throughput(records: Sequence[Record], left_out: LeftOut) -> pd.Dat
 
 
 def _max_batch(cell: Cell, probes: list[Record], simulated: bool, wrong: bool) -> Row:
-    """The search's bracket: the largest batch that fits below the smallest one that does not."""
+    """The search's result: the largest batch that fits below the smallest one that does not."""
     budget = probes[0].trial["memory_budget"]
     row: Row = {"model": cell[0], "backend": cell[1], "budget_bytes": budget}
     row["memory"] = "simulated" if simulated else "measured"
     if budget in _PAPER_BUDGET and probes[0].trial.get("image_size") == 32:
         row["published_max_batch_size"] = published.value("Figure 3", "max_batch_size_16GB", *cell)
-    if wrong:  # elsewhere in these records: whatever it needs, it is not the memory of a clipped gradient
+    if wrong:  # wrong elsewhere in these records: its memory is not that of a clipped gradient
         return row | {"max_batch_note": style.OUTCOMES["mismatch"]}
     too_large = [r for r in probes if r.outcome in DOES_NOT_FIT]
     fails_at = min((batch(r) for r in too_large), default=math.inf)
@@ -141,12 +139,12 @@ def _max_batch(cell: Cell, probes: list[Record], simulated: bool, wrong: bool) -
 
 
 def _throughput(cell: Cell, steps: list[Record], ordinary: list[Record], left_out: LeftOut) -> Row:
-    """Images per second at the largest batch that was timed; where backends took turns, beside ordinary training."""
+    """Images per second at the largest timed batch, and the ratio to ordinary training if interleaved."""
     row: Row = {"model": cell[0], "backend": cell[1], "rounds": 0}
     good = good_rounds(steps)
     if not good:
         return row | {"throughput_note": why([r for r in steps if r.outcome != "ok"])}
-    latest = max(good, key=lambda r: r.utc).kind  # alone or in turn, as it was timed last
+    latest = max(good, key=lambda r: r.utc).kind  # alone or interleaved, as timed last
     size = max(batch(r) for r in good if r.kind == latest)
     good = newest_trial([r for r in good if batch(r) == size], left_out)
     if good[0].trial["device"] == "cuda" and good[0].trial.get("image_size") == 32:
@@ -163,11 +161,10 @@ def _throughput(cell: Cell, steps: list[Record], ordinary: list[Record], left_ou
 
 
 def memory_speed(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
-    """Table 4 of arXiv:2205.10683: time and memory of a step, and both beside ordinary training in the same round.
+    """Table 4 of arXiv:2205.10683: time and memory of a step, and ratios to ordinary training in the same round.
 
     Args:
         records: `step` records of one device and one setting.
-        left_out: counts what does not enter, by reason.
 
     Returns:
         A row for each (model, batch size, backend).
@@ -194,7 +191,7 @@ def _step_row(group: list[Record], base: list[Record]) -> Row:
     seconds, base_seconds = seconds_by_round(good), seconds_by_round(base)
     peaks, base_peaks = peaks_by_round(good), peaks_by_round(base)
     ratios = [seconds[r] / base_seconds[r] for r in seconds.keys() & base_seconds.keys()]
-    # Two peaks make a ratio only if they were taken in the same way.
+    # A ratio needs two peaks from the same source.
     memory_ratios = [peaks[r] / base_peaks[r] for r in peaks.keys() & base_peaks.keys()]
     row: Row = {"rounds": len(seconds), "paired_rounds": len(ratios)}
     row |= spread("step_seconds", seconds.values()) | spread("time_ratio", ratios)
@@ -214,10 +211,9 @@ def epsilon(records: Sequence[Record], left_out: LeftOut) -> pd.DataFrame:
 
     Args:
         records: `epsilon` records of one (sample rate, noise multiplier, δ).
-        left_out: counts what does not enter, by reason.
 
     Returns:
-        A row for each (accountant, steps); ε may be inf, and is empty where the accountant could not answer.
+        A row for each (accountant, steps); ε may be inf, and is empty if the accountant gave none.
     """
     groups = grouped((r for r in records if r.kind == "epsilon"), lambda r: (r.trial["accountant"], r.trial["steps"]))
     rows: list[Row] = []

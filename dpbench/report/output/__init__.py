@@ -1,1 +1,1 @@
-"""What is written: tables, the page of all figures, their files."""
+"""Writes a report: tables, the page of all figures, their files."""

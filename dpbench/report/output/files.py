@@ -1,4 +1,4 @@
-"""The files of one figure: the picture as PNG, SVG and PDF, its table as CSV, Markdown and LaTeX."""
+"""Writes the files of one figure: the picture as PNG, SVG and PDF, its table as CSV, Markdown and LaTeX."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from dpbench.report.output import latex
 from dpbench.report.parts import VERDICTS, Claim, Part
 
 TABLES = ("csv", "md", "tex")
-#: What a spreadsheet takes for the beginning of a formula.
+#: A spreadsheet reads text with these first characters as a formula.
 _FORMULA = ("=", "+", "-", "@")
 FORMATS = ("png", "svg", "pdf", *TABLES)
 
 
 def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
-    """Write `part` into `folder`, made if missing; the files written, those of pictures once `pictures` has ended.
+    """Write `part` into `folder`; returns the files, including pictures that `pictures` may still be writing.
 
     Args:
         part: of the report.
-        folder: where its files go.
-        pictures: what writes the picture.
+        folder: of its files, created if missing.
+        pictures: writes the picture.
 
     Raises:
         OSError: if it cannot be written to.
@@ -46,14 +46,14 @@ def write(part: Part, folder: Path, pictures: Pictures) -> list[Path]:
 
 
 def _as_data(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame such that a spreadsheet takes no text of it for a formula, whoever wrote that into a record."""
+    """Protect the texts of records in a frame from being read as formulas by a spreadsheet."""
     columns = {name: _quoted(name) for name in frame.columns}
     texts = {name: list(map(_quoted, frame[name])) for name in frame.columns if frame[name].dtype.kind not in "biufcM"}
     return frame.assign(**texts).rename(columns=columns)
 
 
 def _quoted(value: Any) -> Any:
-    """A text that would begin a formula, with an apostrophe before it; a number in words is none."""
+    """Put an apostrophe before a text that would begin a formula; numbers stay."""
     if not isinstance(value, str):
         return value
     text = value.replace("\r", " ")  # it would end the row

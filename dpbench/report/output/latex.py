@@ -1,4 +1,4 @@
-"""A table as LaTeX, to be \\input: booktabs rules, every text escaped, signs as commands that pdfTeX knows.
+"""Writes a table as LaTeX for \\input: booktabs rules, escaped texts, signs as commands that pdfTeX knows.
 
 The preamble needs ``\\usepackage{booktabs,graphicx,longtable}``. A table that fits on a page floats and is no wider
 than the line; a longer one is a longtable.
@@ -28,7 +28,7 @@ _BOLD = re.compile(r"\*\*(.+)\*\*")
 
 
 def escape(text: str) -> str:
-    """`text` so that LaTeX sets it as it stands; a character that pdfTeX has no sign for is named by its code.
+    """Escape `text` for LaTeX; a character unknown to pdfTeX appears as its code.
 
     Args:
         text: any.
@@ -44,7 +44,7 @@ def table(frame: pd.DataFrame, caption: str, label: str) -> str:
     """The table of `frame` (texts), with its caption's first paragraph and a label.
 
     Args:
-        frame: as people read it; ``**bold**`` is bold.
+        frame: the table as texts; ``**bold**`` is bold.
         caption: paragraphs, one a line.
         label: ``\\ref{tab:LABEL}`` names it.
     """

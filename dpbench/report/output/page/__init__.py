@@ -1,7 +1,7 @@
-"""One HTML page of a whole report: it opens from the disk, asks for nothing else, and can be read without its script.
+"""Writes the HTML page of a report: one file that loads nothing else, and is readable without its script.
 
-Every text is escaped by Jinja2; what is not (`safe` in the template) is the style sheet and the script beside this
-module, and figures that `svg.inline` has serialised anew.
+Jinja2 escapes every text. Exceptions (`safe` in the template) are the style sheet and the script beside this module,
+and figures serialised by `svg.inline`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from dpbench.report.parts import VERDICTS, Part
 from dpbench.report.summary import days, join, several, summary
 from dpbench.trials.outcome import DOES_NOT_FIT
 
-#: Rows of a table that the page shows; the rest is in the CSV beside it. So many places of a failure, too.
+#: The most rows of a table on the page (the CSV has all), and the most places of a failure.
 ROWS, PLACES = 1500, 10
-#: Facts of an environment that say when it was looked at, not what it is.
+#: Facts of an environment that depend on the moment.
 _MOMENTS = frozenset({"utc", "load_average", "cpu_khz", "gpu_state", "gpu_processes"})
 _NUMBER = re.compile(r"[^\w–-]{0,4}(?:\w+ = )?-?\d[\d.,]*(?:e[-+]?\d+)?(?:\s?[\w×%µ/]{1,5})?(?:–.*)?")
 _OWNER = re.compile('<meta name="dpbench-records" content="([^"]*)">')
@@ -43,7 +43,7 @@ _STRONG = re.compile(r"\*\*(.+)\*\*")
 
 @dataclass(frozen=True)
 class Table:
-    """A table as the template needs it: columns {name, look}, rows of cells {text, strong}, and what is left out."""
+    """A table for the template: columns {name, look}, rows of cells {text, strong}, and a note on omitted rows."""
 
     columns: Sequence[Mapping[str, Any]]
     rows: Sequence[Sequence[Mapping[str, Any]]]
@@ -51,7 +51,7 @@ class Table:
 
 
 def owner(path: Path) -> str | None:
-    """The folder of the records that a page was made from, as the page names it; None if there is no page.
+    """The folder of records named on an existing page; None if there is no page.
 
     Args:
         path: of the page.
@@ -66,8 +66,8 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
     """Write the page.
 
     Args:
-        path: of the page; the files of `parts` are linked from it as they lie below its folder.
-        parts: the figures, drawn under the style that is set now.
+        path: of the page; it links to the files of `parts`, which are below its folder.
+        parts: the figures, drawn under the current style.
         again: the command that makes this page.
         source: the folder of the records.
 
@@ -79,7 +79,7 @@ def write(path: Path, parts: Sequence[Part], again: str, source: Path) -> Path:
 
 
 def beside(folder: Path, source: Path) -> str:
-    """The way from a page's folder to its records: "." where they lie in it.
+    """The relative path from a page's folder to its records; "." for the same folder.
 
     Args:
         folder: of the page.
@@ -89,14 +89,14 @@ def beside(folder: Path, source: Path) -> str:
 
 
 def render(parts: Sequence[Part], again: str, source: str) -> str:
-    """The page as text; it speaks of the records that its figures are made from, and not of those superseded since.
+    """The page as text; it describes the records of its figures, without superseded ones.
 
-    Its summary and what stands open are of the device that was measured last; other devices come after it, closed.
+    Its summary and open questions are those of the latest device; other devices follow in closed sections.
 
     Args:
         parts: of the report.
         again: the command that makes it again.
-        source: the folder of the records, seen from the page's.
+        source: the folder of the records, relative to the page's.
     """
     records = list({id(record): record for part in parts for record in part.records}.values())
     devices = by_device(records)
@@ -125,7 +125,7 @@ def render(parts: Sequence[Part], again: str, source: str) -> str:
         for index, (device, theirs) in enumerate(elsewhere.items(), start=1)
     ]
     if len(sections) == 1 and sections[0]["finding"] in said:
-        sections[0]["finding"] = ""  # it stands right above
+        sections[0]["finding"] = ""  # the summary right above has it
     return page.render(
         title=join(experiments) if len(experiments) <= 3 else f"{len(experiments)} experiments",
         about=[doc if len(docs) == 1 else f"{name}: {doc}" for name, doc in docs.items()],
@@ -149,7 +149,7 @@ def render(parts: Sequence[Part], again: str, source: str) -> str:
 
 
 def _elsewhere(devices: Mapping[str, Sequence[Record]]) -> list[str]:
-    """A sentence on the devices that stand below, closed."""
+    """A sentence on the devices in closed sections below."""
     if not devices:
         return []
     each = (f"{device} ({several(len(theirs), 'trial')}, {days(theirs)})" for device, theirs in devices.items())
@@ -158,7 +158,7 @@ def _elsewhere(devices: Mapping[str, Sequence[Record]]) -> list[str]:
 
 def _section(part: Part, number: int) -> dict[str, Any]:
     first = part.title[0]
-    heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital of ε
+    heading = (first.upper() if first.isascii() else first) + part.title[1:]  # no capital for ε
     prefix = f"f{number}"
     caption = part.caption.splitlines()
     warnings = sum(line.startswith("Warning:") for line in caption)
@@ -184,7 +184,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def table(frame: pd.DataFrame) -> Table:
-    """A frame of texts, without its empty columns; what Markdown would set in bold (`**wrong**`) is bold."""
+    """A frame of texts without its empty columns; `**wrong**` becomes bold."""
     told = [name for name in frame.columns if not frame.empty and not frame[name].isin(["", "–"]).all()]
     frame = frame[told]
     texts = [[str(cell) for cell in row] for row in frame.head(ROWS).itertuples(index=False)]
@@ -224,7 +224,7 @@ def _failure(failure: failures.Failure) -> dict[str, Any]:
 
 
 def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
-    """What the runs on a device have in common, and in what they differ."""
+    """Facts that a device's runs share, and facts in which they differ."""
     differing = dict(pooled(records))
     environments = list({record.run: record.environment for record in records}.values())
     facts = {
@@ -246,7 +246,7 @@ def _machine(device: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _flat(environment: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Facts by name; what is a mapping (of packages, of variables) gives its own."""
+    """Facts by name; a nested mapping (of packages, of variables) is flattened."""
     found: list[tuple[str, Any]] = []
     for name, value in environment.items():
         if isinstance(value, Mapping) and name not in _MOMENTS:

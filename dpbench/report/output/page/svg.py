@@ -1,7 +1,7 @@
-"""A matplotlib figure as an SVG element that can stand in a page beside others.
+"""Converts a matplotlib figure to an SVG element for a page with other figures.
 
-Text stays text (small, to be found and copied), the caption is left to the page, every id gets a prefix of its own, and
-what only a file needs (namespaces, metadata, a style for every element of the page) is taken out.
+Text stays text (small, searchable, copyable). The page shows the caption. Every id gets a unique prefix, and parts that
+only a file needs (namespaces, metadata, a style for every element of the page) are removed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from matplotlib.figure import Figure
 from dpbench.report.drawing.bars import without_caption
 
 _REFERENCE = re.compile(r"url\(#([^)]+)\)")
-#: DejaVu Sans has Verdana's widths, and the figures were laid out with it.
+#: Figures are laid out with DejaVu Sans, which has Verdana's widths.
 _FONTS = "'DejaVu Sans', Verdana, sans-serif"
 _NO_TURN, _AROUND = re.compile(r"rotate\(-?0 [^)]*\)"), re.compile(r"\s*([A-Za-z])\s*")
 _NUMBER = re.compile(r"-?\d+\.\d{3,}")
 
 
 def inline(figure: Figure, prefix: str, title: str, description: str) -> str:
-    """The figure as ``<svg>``, an image to a screen reader: with a title and a description.
+    """The figure as ``<svg>``, with a title and a description for screen readers.
 
     Args:
-        figure: as it was drawn, under the style that it was drawn with.
-        prefix: of every id in it; unlike that of any other figure of the page.
-        title: what it shows, in a line.
-        description: what a reader who does not see it is to know.
+        figure: drawn under the current style.
+        prefix: of every id in it, unique on the page.
+        title: one line.
+        description: for readers who do not see the figure.
     """
     root = ElementTree.fromstring(_saved(figure))
     for parent in list(root.iter()):
@@ -77,9 +77,9 @@ def _plain(name: str) -> str:
 
 
 def _own(name: str, text: str, prefix: str) -> str:
-    """An attribute's text: ids and what refers to them with the prefix, coordinates to a hundredth of a point.
+    """An attribute's text: ids and references with the prefix, coordinates to a hundredth of a point.
 
-    Empty for what is so without it.
+    Empty for an attribute at its default.
     """
     if name == "style":
         for said in ("font-family: 'DejaVu Sans'; ", "text-anchor: start; "):
